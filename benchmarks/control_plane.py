@@ -227,7 +227,7 @@ def _pieces(row: IntArray, count: int) -> IntArray:
 def _join(num_ranks: int) -> tuple[float, Sequence[Traffic]]:
     store, traffic = dist.HashStore(), [Traffic() for _ in range(num_ranks)]
     for rank in range(num_ranks):
-        store.set(f"life/{rank}", "0")
+        store.set(f"incarnation/{rank}", "0")
     with tempfile.TemporaryDirectory() as folder:
         members = [_member(Path(folder), rank, num_ranks, store, traffic[rank]) for rank in range(num_ranks)]
         seconds = _run(num_ranks, lambda rank: members[rank].join())
@@ -240,7 +240,7 @@ def _join(num_ranks: int) -> tuple[float, Sequence[Traffic]]:
 
 def _member(folder: Path, rank: int, num_ranks: int, store: dist.Store, traffic: Traffic) -> Membership:
     counted = cast("dist.Store", CountedStore(store, traffic))
-    member = Member(global_rank=rank, world_size=num_ranks, life=0)
+    member = Member(global_rank=rank, world_size=num_ranks, incarnation=0)
     page = StatusPage(folder / str(rank))
     return Membership(member, counted, store, cast("Any", NoGroups()), page, join_s=JOIN_S, grace_s=0.0)
 

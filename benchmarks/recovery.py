@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moe_ckpt.elastic.live_workers import read_live  # noqa: E402
-from moe_ckpt.events import Event, IterationCommitted, ModelBuilt, Rejoined, TrainerStarted, read_events  # noqa: E402
+from moe_ckpt.events import Event, IterationCommitted, ModelBuilt, Rejoined, WorkerStarted, read_events  # noqa: E402
 
 RANKS = 4
 WARM_ITERATIONS = 6
@@ -148,7 +148,7 @@ def victim(job: Job, chosen: random.Random) -> tuple[int, int]:
     """Return the pid of a random rank's process, and the rank."""
     rank = chosen.randrange(RANKS)
     live = {worker.global_rank: worker.pid for worker in read_live(job.folder)}
-    started = [event.pid for _, event in job.events(rank) if isinstance(event, TrainerStarted)]
+    started = [event.pid for _, event in job.events(rank) if isinstance(event, WorkerStarted)]
     return live.get(rank, started[-1]), rank
 
 

@@ -32,9 +32,9 @@ from moe_ckpt.events import (  # noqa: E402
     RunFinished,
     SnapshotTaken,
     StageRecovered,
-    TrainerStarted,
     WindowChosen,
     WindowReplicated,
+    WorkerStarted,
 )
 
 WINDOW_ITERS = 6
@@ -85,7 +85,7 @@ def lines_of(iterations: int, *, tells: bool) -> Iterator[bytes]:
     """Yield a rank's events; one rank of each stage `tells` how popular experts are."""
     fault_every = max(iterations // NUM_FAULTS, 2)
     now_s, told = 10.0, 0
-    yield line(now_s, TrainerStarted(pid=1, host="here", life=0, device="gpu"))
+    yield line(now_s, WorkerStarted(pid=1, host="here", incarnation=0, device="gpu"))
     for iteration in range(1, iterations + 1):
         noise = (iteration * 2654435761 % 1000) / 1000
         now_s += ITERATION_S + 0.1 * noise

@@ -134,7 +134,7 @@ def measure_tap(layers: int, size: int, bytes_per_s: float, iterations: int) -> 
             update.start(executor)
             update.keep()
             in_one_go.append(time.monotonic() - began_s)
-            sender.forget([_key(iteration - 1)])
+            sender.drop([_key(iteration - 1)])
             alone.discard(_key(iteration - 1))
         sender.close()
         server.close()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config import CONF_DIR, compose_settings
-from launcher.faults.outside import strike_from_outside
+from launcher.faults.outside import inject_from_outside
 from launcher.output_folder import log_of, make_output_folder
 from launcher.proc import end_job
 from launcher.report.__main__ import main as report
@@ -28,7 +28,7 @@ from launcher.report.read import read_runs
 from launcher.report.summary import headline
 from moe_ckpt.config import require, wants_supervisor
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.faults.schedule import Kill, Strike
+from moe_ckpt.faults.schedule import Kill, TimedFault
 
 _FAILED = 1
 _TRAIN = Path(__file__).with_name("train.py")
@@ -55,7 +55,7 @@ class JobOutcome:
 
     status: int
     was_stopped: bool
-    left: Sequence[Strike]
+    left: Sequence[TimedFault]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -118,8 +118,8 @@ def _run(variant: Variant, folder: Path, num_ranks: int, limit_s: float) -> Path
     print(f"{variant.name}: {' '.join(variant.overrides)}; log: {log}", flush=True)
     until_s = time.monotonic() + limit_s
     outcome = run_job(variant, run, num_ranks, lambda: time.monotonic() < until_s)
-    for strike in outcome.left:
-        print(f"  the run ended before: {strike}", flush=True)
+    for fault in outcome.left:
+        print(f"  the run ended before: {fault}", flush=True)
     if outcome.was_stopped:
         print(f"  stopped: not done within {limit_s:g} s", flush=True)
     if run.is_dir():
@@ -140,7 +140,7 @@ def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], b
     with log_of(run).open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            left = strike_from_outside(
+            left = inject_from_outside(
                 variant.kills,
                 run,
                 world_size=num_ranks,

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_ckpt.cli import train_command
-from moe_ckpt.events import Event, IterationCommitted, Rejoined, TrainerStarted, read_events
+from moe_ckpt.events import Event, IterationCommitted, Rejoined, WorkerStarted, read_events
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "inject_fault.sh"  # a wheel has none
 INJECT = ("scripts/inject_fault.sh",) if SCRIPT.exists() else ("moe-ckpt", "inject")
@@ -88,7 +88,7 @@ def _inject_fault(folder: Path) -> None:
 def _compare(alone: Path, killed: Path) -> int:
     results = [json.loads((folder / "result.json").read_text()) for folder in (alone, killed)]
     console.print(_costs(killed))
-    started = (event for rank in range(RANKS) for event in _events(killed, rank) if isinstance(event, TrainerStarted))
+    started = (event for rank in range(RANKS) for event in _events(killed, rank) if isinstance(event, WorkerStarted))
     table = Table("", "left alone", "killed twice")
     table.add_row("processes started", str(RANKS), str(sum(1 for _ in started)))
     table.add_row("wall time, seconds", *(f"{result['wall_s']:.0f}" for result in results))

@@ -16,8 +16,8 @@ from moe_ckpt.events import (
     Rejoined,
     ReplayDiffered,
     StateLost,
-    TrainerStarted,
     TrainingFailed,
+    WorkerStarted,
     read_events,
 )
 
@@ -35,13 +35,13 @@ EXPLAINED = {
 }
 """The meaning of each class, in the order in which reports name them."""
 
-_TELLING = (LossNotFinite, Rejoined, ReplayDiffered, StateLost, TrainerStarted, TrainingFailed)
+_MARKING_EVENTS = (LossNotFinite, Rejoined, ReplayDiffered, StateLost, WorkerStarted, TrainingFailed)
 _UNKNOWN = "unknown"  # deaths in logs of versions without classes
 
 
 def count_faults(ranks: Iterable[Sequence[Event]]) -> dict[str, int]:
     """Return the number of faults of each class. `ranks`: the events of each rank, in order."""
-    logs = [[event for event in events if isinstance(event, _TELLING)] for events in ranks]
+    logs = [[event for event in events if isinstance(event, _MARKING_EVENTS)] for events in ranks]
     ends = [event for events in logs for event in events if isinstance(event, Rejoined)]
     found = {each for event in ends for each in _deaths(event)}
     with_deaths = {(event.generation, event.iteration) for event in ends if event.deaths}
@@ -58,7 +58,7 @@ def count_faults(ranks: Iterable[Sequence[Event]]) -> dict[str, int]:
 
 def count_faults_in(run: Path) -> dict[str, int]:
     """Return the number of faults of each class in a run folder."""
-    names = {kind.__name__ for kind in _TELLING}
+    names = {kind.__name__ for kind in _MARKING_EVENTS}
     files = sorted((run / "events").glob("rank*.jsonl"))
     return count_faults([[logged.event for logged in read_events(path, only=names)] for path in files])
 

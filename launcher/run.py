@@ -35,7 +35,7 @@ from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.torchrun import Launch, read_launch
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import ConfigError, DataError
-from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, TrainerStarted, read_events
+from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, WorkerStarted, read_events
 from moe_ckpt.megatron.capacity_boost import BoostedRouter
 from moe_ckpt.megatron.checks import job_digest
 from moe_ckpt.megatron.determinism import differing_gradients
@@ -85,7 +85,7 @@ def run(
 def run_supervised(
     settings: Settings, worker: Worker, *, around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks
 ) -> dict[str, Any]:
-    """Train as `run` does, as one of the lives of a rank that others of which may follow, and outlive others' deaths.
+    """Train as `run` does, in one incarnation of a rank: it outlives deaths of other ranks, and others may follow it.
 
     The model is built before the others are met: those that live do not wait for what they have no part in.
     """
@@ -180,9 +180,9 @@ def _build(
 def _open_log(folder: RunFolder, launch: Launch) -> Log:
     path = folder.events(launch.global_rank)
     earlier = [logged.event for logged in read_events(path)] if path.exists() else []
-    life = sum(isinstance(event, TrainerStarted) for event in earlier)
+    incarnation = sum(isinstance(event, WorkerStarted) for event in earlier)
     # a start after a finished run, with more iterations, has survived no fault
-    faults = life - sum(isinstance(event, RunFinished) for event in earlier)
+    faults = incarnation - sum(isinstance(event, RunFinished) for event in earlier)
     evaluated = [event for event in earlier if isinstance(event, Evaluated)]
     opened: list[EventLog] = []  # all ranks raise if one cannot open its file, or the others would wait for it
     origin = folder.clock_origin_unix_s
@@ -192,10 +192,10 @@ def _open_log(folder: RunFolder, launch: Launch) -> Log:
         ConfigError,
     )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    opened[0].append(TrainerStarted(pid=os.getpid(), host=socket.gethostname(), life=life, device=device))
+    opened[0].append(WorkerStarted(pid=os.getpid(), host=socket.gethostname(), incarnation=incarnation, device=device))
     return Log(
         events=opened[0],
-        life=life,
+        incarnation=incarnation,
         faults=faults,
         global_rank=launch.global_rank,
         evaluated=evaluated[-1] if evaluated else None,

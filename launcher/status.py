@@ -39,7 +39,7 @@ class RankStatus:
     node: int
     host: str
     pid: int
-    life: int
+    incarnation: int
     state: str
     doing: Doing | None
 
@@ -86,7 +86,7 @@ def _status_of(worker: LiveWorker) -> RankStatus:
         node=worker.node,
         host=worker.host,
         pid=worker.pid,
-        life=worker.life,
+        incarnation=worker.incarnation,
         state=state,
         doing=doing,
     )
@@ -128,9 +128,11 @@ def _print(run: Path, world_size: int, ranks: Sequence[RankStatus], result: dict
 
 
 def _table(ranks: Sequence[RankStatus]) -> Table:
-    table = Table("rank", "node", "host", "pid", "life", "generation", "iteration", "phase", "state", "heartbeat")
+    table = Table(
+        "rank", "node", "host", "pid", "incarnation", "generation", "iteration", "phase", "state", "heartbeat"
+    )
     for rank in ranks:
-        known = [rank.rank, rank.node, rank.host, rank.pid, rank.life]
+        known = [rank.rank, rank.node, rank.host, rank.pid, rank.incarnation]
         doing = rank.doing
         if doing is None:
             seen = ["-", "-", "-", rank.state, "-"]

@@ -24,10 +24,10 @@ _NEVER = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """This rank's events: the file, and what its earlier lives left there."""
+    """This rank's events: the file, and the events that its earlier incarnations left there."""
 
     events: EventLog
-    life: int
+    incarnation: int
     faults: int
     global_rank: int
     evaluated: Evaluated | None
@@ -39,7 +39,7 @@ class TrainingJob:
     def __init__(
         self, loop: MegatronLoop, settings: Settings, folder: RunFolder, log: Log, *, is_supervised: bool = False
     ) -> None:
-        self._trainer = loop
+        self._loop = loop
         self._settings = settings
         self._folder = folder
         self._log = log
@@ -67,8 +67,8 @@ class TrainingJob:
         if not self._is_open:
             self._open(done)
         for note in notes:
-            self._note(note)
-        prepared = self._trainer.prepared
+            self._print(note)
+        prepared = self._loop.prepared
         if prepared and prepared.iteration == done and (self.committed is None or self.committed.iteration < done):
             self._commit(prepared)  # others were lost before this rank could say so
         self._begin_checks(done)
@@ -86,9 +86,9 @@ class TrainingJob:
     def _run_iteration(self, iteration: int) -> int:
         """Return the iteration that all ranks are at then: this one, or where they had to go back to."""
         try:
-            self._commit(self._trainer.run_iteration(iteration))
+            self._commit(self._loop.run_iteration(iteration))
         except RolledBackError as back:
-            self._note(f"iteration {iteration:>6}: {back}")
+            self._print(f"iteration {iteration:>6}: {back}")
             self._begin_checks(back.iteration)
             return back.iteration
         self._checks.log_where_due(iteration)
@@ -96,7 +96,7 @@ class TrainingJob:
             self._evaluate(iteration)
         return iteration
 
-    def _note(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._display:
             self._display.note(text)
 
@@ -105,13 +105,13 @@ class TrainingJob:
         self._is_open = True
         self._display = open_display(run, global_rank=rank, total=train.iterations, done=done)
         self._scalars = Scalars(self._folder.path / "tensorboard", done + 1) if run.tensorboard and rank == 0 else None
-        if self._is_supervised and self._log.life:
+        if self._is_supervised and self._log.incarnation:
             return  # others have said it
-        self._note(f"run folder {self._folder.path}")
+        self._print(f"run folder {self._folder.path}")
         policy, name = self._settings.ckpt.policy, self._settings.model.name
-        self._note(f"model {name}, ckpt={policy}, {dist.get_world_size()} processes")
+        self._print(f"model {name}, ckpt={policy}, {dist.get_world_size()} processes")
         if done:
-            self._note(f"resumed after iteration {done}")
+            self._print(f"resumed after iteration {done}")
 
     def _commit(self, committed: IterationCommitted) -> None:
         self.committed = committed
@@ -125,7 +125,7 @@ class TrainingJob:
             self._scalars.iteration(committed, tokens_per_s)
 
     def _begin_checks(self, done: int) -> None:
-        self._checks.begin(done, is_replacement=self._is_supervised and self._log.life > 0)
+        self._checks.begin(done, is_replacement=self._is_supervised and self._log.incarnation > 0)
 
     def _evaluate_where_due(self, done: int) -> None:
         """Evaluate what a fault, or an earlier life, has left unevaluated on any rank."""
@@ -141,9 +141,9 @@ class TrainingJob:
         return iteration in (0, last) or (every > 0 and iteration % every == 0)
 
     def _evaluate(self, iteration: int) -> None:
-        evaluated = Evaluated(iteration=iteration, loss=self._trainer.evaluate(self._settings.train.eval_batches))
+        evaluated = Evaluated(iteration=iteration, loss=self._loop.evaluate(self._settings.train.eval_batches))
         self._evaluated = evaluated
         self._log.events.append(evaluated)
-        self._note(f"iteration {iteration:>6}: evaluation loss {evaluated.loss:.4f}")
+        self._print(f"iteration {iteration:>6}: evaluation loss {evaluated.loss:.4f}")
         if self._scalars:
             self._scalars.evaluated(iteration, evaluated.loss)

@@ -1,8 +1,8 @@
 """The events of a run: typed, one JSON line each, one file per rank.
 
-Owns: the event types and their file format. A rank appends to its own file over all its lives, so the log survives
+Owns: the event types and their file format. All incarnations of a rank append to one file, so the log survives
 restarts; a line that a dying process left half-written is cut off when the file is opened again. All ranks and all
-lives of a run share one clock origin.
+restarts of a run share one clock origin.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _IterationEvent(Event):
     iteration: int
 
 
-class TrainerStarted(Event):
-    """A worker process came up. `life` counts this rank's processes, from 0."""
+class WorkerStarted(Event):
+    """A worker process came up. `incarnation` counts this rank's processes, from 0."""
 
     pid: int
     host: str
-    life: int
+    incarnation: int
     device: str
 
 

@@ -104,14 +104,14 @@ class RankPlace:
 
 
 class Worker:
-    """One of the successive processes that train a rank; `life` counts them from 0.
+    """One of the successive processes that train a rank; `incarnation` counts them from 0.
 
     All methods: the training thread.
     """
 
-    def __init__(self, config: ElasticConfig, place: RankPlace, life: int) -> None:
+    def __init__(self, config: ElasticConfig, place: RankPlace, incarnation: int) -> None:
         self.place = place
-        self.life = life
+        self.incarnation = incarnation
         self.page = StatusPage(place.memory / "page")
         self._config = config
         self._membership: Membership | None = None
@@ -139,7 +139,7 @@ class Worker:
         groups = ElasticGroups(backend, timeouts, self.page.wait, self.page.wait_on_device, shares=shares)
         groups.register()
         self._membership = Membership(
-            Member(global_rank=launch.global_rank, world_size=launch.world_size, life=self.life),
+            Member(global_rank=launch.global_rank, world_size=launch.world_size, incarnation=self.incarnation),
             _open_store("generations", runtime),
             _open_store("generations", runtime, own_connection=True),  # the watching thread always waits in it
             groups,
@@ -157,7 +157,7 @@ class Worker:
         addresses = CheckedStore(_open_store("daemons", self._config.runtime), self.page.waits)
         return ElasticContext(
             member=membership.member,
-            settle=membership.settle,
+            sync=membership.sync,
             page=self.page,
             memory=place.memory,
             daemon=DaemonClient(place.memory, timeout_s=copy_s) if place.has_daemon else None,
@@ -199,7 +199,7 @@ class Worker:
             node=self.place.node,
             supervisor_pid=os.getppid(),
             memory=self.place.memory,
-            life=self.life,
+            incarnation=self.incarnation,
         )
 
     @contextlib.contextmanager
@@ -295,7 +295,7 @@ def run_elastic(
         launch.global_rank,
         page,
         Generations(store),
-        lambda life: _work(work, Worker(config, place, life), runtime),
+        lambda incarnation: _work(work, Worker(config, place, incarnation), runtime),
         limits,
         hooks,
     ).run()
@@ -370,7 +370,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
     root = open_memory_root(Path(config.runtime.shared_memory), agent_pid())
     first = launch.global_rank - launch.local_rank
     take_over(root, range(first, first + launch.local_world_size))
-    # the secret of the job: that of the first rank to get here counts for all ranks and all their lives
+    # the secret of the job: that of the first rank to get here counts for all ranks and all their incarnations
     token = store.compare_set("token", "", os.urandom(16).hex()).decode()
     return RankPlace(
         launch=launch,

@@ -1,8 +1,8 @@
-"""The folder of a run: one for all ranks and all lives of a job.
+"""The folder of a run: one for all ranks and all restarts of a job.
 
 run.json            identity of the run, clock origin, command line, versions
 config.yaml         the configuration as composed
-events/rankNNNN.jsonl   what happened, per rank, over all lives
+events/rankNNNN.jsonl   what happened, per rank, over all restarts
 checkpoints/        what `ckpt` saves
 tensorboard/        scalars
 result.json         at the end: losses, wall time, digest
@@ -36,7 +36,7 @@ from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.run_lock import release_lock, take_lock, used_by
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
-_JOB = "job"  # what torchrun's store remembers over all lives of the job
+_JOB = "job"  # in torchrun's store, which outlives restarts of the job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

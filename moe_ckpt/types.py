@@ -114,16 +114,16 @@ class OperatorTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Version:
-    """A state of a run whose recoveries may lose tokens: after `iteration` steps in the epoch `lineage`.
+    """A state of a run whose recoveries may lose tokens: after `iteration` steps in `epoch`.
 
     Every recovery begins a new epoch: states of one iteration in two epochs differ.
     """
 
-    lineage: int
+    epoch: int
     iteration: int
 
     def __str__(self) -> str:
-        return f"{self.iteration}" if not self.lineage else f"{self.iteration} (line {self.lineage})"
+        return f"{self.iteration}" if not self.epoch else f"{self.iteration} (epoch {self.epoch})"
 
 
 CORE, SLOT = "core", "slot"

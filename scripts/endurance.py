@@ -72,7 +72,7 @@ def endure(ranks: int, faults: int, iterations: int, seed: int, folder: Path) ->
                 print(_row(moments[-1]), flush=True)
             if job.page(0).iteration >= iterations - 5:
                 break
-            chaos.strike()
+            chaos.inject()
         seconds = time.monotonic() - started_s
         result = job.wait()
         return Endured(

@@ -28,7 +28,7 @@ from typing import Any
 
 from launcher import entry
 from launcher.proc import stands_still
-from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage, strike_this_process
+from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage, signal_this_process
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.errors import CheckpointSaveError
@@ -42,7 +42,7 @@ from moe_ckpt.events import (
     StateDigest,
     StateResumed,
     TokensLost,
-    TrainerStarted,
+    WorkerStarted,
     read_events,
 )
 from moe_ckpt.replication import sender
@@ -134,10 +134,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Order:
-    """A point in one generation of the job and one life of the rank, and the signal that the rank sends to itself."""
+    """A point in a generation of the job and an incarnation of the rank, with the signal that it sends to itself."""
 
     generation: int
-    life: int
+    incarnation: int
     point: Point
     number: signal.Signals
 
@@ -292,7 +292,7 @@ def stretches_of(run: Path, global_rank: int) -> list[Stretch]:
         if isinstance(event, Rejoined):
             stretches.append(Stretch(global_rank=global_rank, recovery=recovery, rejoined=event, events=[]))
             recovery = stretches[-1].events
-        elif isinstance(event, GenerationEnded | TrainerStarted):
+        elif isinstance(event, GenerationEnded | WorkerStarted):
             recovery = [] if stretches[0].events else stretches[0].events
         recovery.append(event)
     return stretches
@@ -322,7 +322,7 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
         for order in due:
             skips[order] -= 1
             if skips[order] == -1:
-                strike_this_process(order.number)
+                signal_this_process(order.number)
 
     def enter_and_obey(page: StatusPage, phase: Phase, iteration: int | None = None) -> None:
         enter(page, phase, iteration)
@@ -342,7 +342,9 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
 
     def obey_and_train(settings: Any, worker: Any) -> Any:
         building = [order for order in orders if order.point.phase is Phase.BUILD]
-        obey([order for order in building if (order.point.rank, order.life) == (_own_rank(), worker.life)])
+        obey(
+            [order for order in building if (order.point.rank, order.incarnation) == (_own_rank(), worker.incarnation)]
+        )
         return train(settings, worker)
 
     StatusPage.enter = enter_and_obey  # type: ignore[method-assign]
@@ -370,7 +372,7 @@ def _carry_out(job: ElasticJob, faults: Sequence[Fault]) -> None:
         points = [point.rank for point in fault.at]
         if fault.kills is not None:
             held = points.pop()
-            pid = job.worker(held, life=[*dead, *points].count(held)).pid
+            pid = job.worker(held, incarnation=[*dead, *points].count(held)).pid
             job.wait_for(lambda pid=pid: stands_still(pid) or None, f"rank {held} to stand still for '{fault.name}'")
             fault.then(job, fault.kills)
             with contextlib.suppress(ProcessLookupError):
@@ -481,7 +483,7 @@ def _check_whole_run(
     built = [point.rank for fault in faults for point in fault.at if point.phase is Phase.BUILD]
     assert result["faults_survived"] == len(dead)
     for rank in range(job.world_size):
-        started = events_of(job.run, TrainerStarted, rank)
+        started = events_of(job.run, WorkerStarted, rank)
         assert len(started) == 1 + dead.count(rank) - built.count(rank), f"rank {rank}"
         ended = [event.generation for event in events_of(job.run, GenerationEnded, rank)]
         assert ended == sorted(set(ended)), f"rank {rank}"

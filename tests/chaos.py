@@ -38,9 +38,9 @@ class Chaos:
     @property
     def num_faults(self) -> int:
         """The number of workers and daemons that have been replaced so far."""
-        return self.daemon_deaths + sum(worker.life for worker in read_written(self._job.run))
+        return self.daemon_deaths + sum(worker.incarnation for worker in read_written(self._job.run))
 
-    def strike(self) -> None:
+    def inject(self) -> None:
         kinds: list[Callable[[], None]] = [
             *(self._order, self._kill_now, self._kill_several, self._lose_a_node, self._stop),
             *(self._raise, self._kill_a_daemon),

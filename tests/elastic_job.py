@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from launcher.config import compose_settings
-from launcher.faults.strike import nobody_replaced, strike_node
+from launcher.faults.inject import kill_node, nobody_replaced
 from launcher.proc import stands_still
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
@@ -110,14 +110,14 @@ class ElasticJob:
             raise JobFailedError(f"the job ended well: {self.said()}")
         return self.said()
 
-    def worker(self, rank: int, life: int = 0) -> LiveWorker:
-        """Wait for a worker of a rank that lives, in this life or a later one."""
+    def worker(self, rank: int, incarnation: int = 0) -> LiveWorker:
+        """Wait for a worker of a rank that lives, in this incarnation or a later one."""
 
         def look() -> LiveWorker | None:
             workers = (worker for worker in read_written(self.run) if worker.global_rank == rank)
-            return next((worker for worker in workers if worker.life >= life and worker.is_alive), None)
+            return next((worker for worker in workers if worker.incarnation >= incarnation and worker.is_alive), None)
 
-        return self.wait_for(look, f"life {life} of rank {rank}")
+        return self.wait_for(look, f"incarnation {incarnation} of rank {rank}")
 
     def page(self, rank: int) -> StatusPage:
         """Return the page of a rank, which outlives its workers."""
@@ -133,10 +133,10 @@ class ElasticJob:
         iteration: int = ANY_ITERATION,
         skip: int = 0,
         number: signal.Signals = signal.SIGKILL,
-        life: int = 0,
+        incarnation: int = 0,
     ) -> None:
-        """Let a rank's worker, in this life, send itself a signal at this point."""
-        self.worker(rank, life)
+        """Let a rank's worker, in this incarnation, send itself a signal at this point."""
+        self.worker(rank, incarnation)
         self.page(rank).order(number, phase, iteration=iteration, skip=skip)
 
     def wait_until(self, rank: int, iteration: int, phase: Phase | None = None) -> None:
@@ -161,15 +161,17 @@ class ElasticJob:
         for rank in ranks:
             self.worker(rank)
         with nobody_replaced(self.run, ranks, wait_s=30.0) as workers:
-            strike_node(self.run, workers, wait_s=30.0)
+            kill_node(self.run, workers, wait_s=30.0)
 
-    def hold(self, rank: int, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0, life: int = 0) -> int:
+    def hold(
+        self, rank: int, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0, incarnation: int = 0
+    ) -> int:
         """Let a rank's worker stand still at this point, and wait until it does; return its pid, for SIGCONT.
 
         Its supervisor takes it for dead after `runtime.heartbeat_s`.
         """
-        self.order(rank, phase, iteration=iteration, skip=skip, number=signal.SIGSTOP, life=life)
-        pid = self.worker(rank, life).pid
+        self.order(rank, phase, iteration=iteration, skip=skip, number=signal.SIGSTOP, incarnation=incarnation)
+        pid = self.worker(rank, incarnation).pid
         self.wait_for(lambda: stands_still(pid) or None, f"rank {rank} to stand still in {phase.name}")
         return pid
 

@@ -167,12 +167,12 @@ def _supervise(connection: Connection, walk: Walk) -> None:
     connection.send("ready")
     walk.memory.mkdir()
     page = StatusPage(walk.memory / "page")
-    life = 0
+    incarnation = 0
     while True:
         page.reset()
         pid = os.fork()
         if pid == 0:
-            _train(walk, page, life, connection)
+            _train(walk, page, incarnation, connection)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         if os.WIFEXITED(status):
@@ -189,32 +189,34 @@ def _supervise(connection: Connection, walk: Walk) -> None:
         connection.send(f"died {pid}")
         if walk.hold:
             connection.recv()
-        life += 1
+        incarnation += 1
 
 
-def _train(walk: Walk, page: StatusPage, life: int, connection: Connection) -> None:
+def _train(walk: Walk, page: StatusPage, incarnation: int, connection: Connection) -> None:
     rank, memory = walk.global_rank, walk.memory
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    page.join(generation := life + 1)
+    page.join(generation := incarnation + 1)
     node = rank // walk.ranks_per_node
-    write_live(walk.run, global_rank=rank, node=node, supervisor_pid=os.getppid(), memory=memory, life=life)
+    write_live(
+        walk.run, global_rank=rank, node=node, supervisor_pid=os.getppid(), memory=memory, incarnation=incarnation
+    )
     for iteration in range(1, walk.last_iteration + 1):
         if iteration == RECOVERS_AT:
             page.join(generation := generation + 1)
             page.enter(Phase.RECOVERY)
         for phase in ITERATION:
             page.enter(phase, iteration)
-            _work(memory, page, life)
+            _work(memory, page, incarnation)
             if (iteration, phase.name.lower()) == walk.park:
                 connection.send(f"parked {os.getpid()}")
                 while not page.has_order:
-                    _work(memory, page, life)
+                    _work(memory, page, incarnation)
     remove_live(walk.run, rank)
 
 
-def _work(memory: Path, page: StatusPage, life: int) -> None:
+def _work(memory: Path, page: StatusPage, incarnation: int) -> None:
     for part in ("own", "held"):
         (memory / part).mkdir(exist_ok=True)
-        (memory / part / f"life{life}").write_text("state")
+        (memory / part / f"incarnation{incarnation}").write_text("state")
     page.beat()
     time.sleep(_STEP_S)  # as training does, it leaves processors to others

@@ -24,9 +24,9 @@ from moe_ckpt.events import (
     SnapshotTaken,
     StageRecovered,
     TokensLost,
-    TrainerStarted,
     WindowChosen,
     WindowReplicated,
+    WorkerStarted,
 )
 
 Timed = tuple[float, Event]
@@ -111,7 +111,7 @@ class Story:
 
     def _start(self, rank: int) -> list[Timed]:
         return [
-            (0.25, TrainerStarted(pid=10 + rank, host="here", life=0, device="cpu")),
+            (0.25, WorkerStarted(pid=10 + rank, host="here", incarnation=0, device="cpu")),
             (1.0, ModelBuilt(seconds=0.7)),
             (FIRST_S, Evaluated(iteration=0, loss=5.0)),
         ]
@@ -181,7 +181,7 @@ class Story:
             seconds=0.2,
         )
         left = GenerationEnded(generation=1, reason=DEATH, left_unix_s=now_s + 0.4)
-        new = TrainerStarted(pid=99, host="here", life=1, device="cpu")
+        new = WorkerStarted(pid=99, host="here", incarnation=1, device="cpu")
         return [
             (now_s + 0.45, new if rank == 1 else left),
             *([(now_s + 0.95, done)] if replays else []),

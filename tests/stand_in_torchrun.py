@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.events import TrainerStarted
+from moe_ckpt.events import WorkerStarted
 from tests.report_runs import Timed, line_of
 
 _PID = 4194305  # above what Linux gives to any process
@@ -62,9 +62,9 @@ class StandIn:
         (self._folder / name).mkdir(parents=True, exist_ok=True)
         (self._folder / name / "status").touch()
 
-    def wait_for_strike(self, name: str, rank: int, events: Sequence[Timed]) -> None:
+    def wait_for_kill(self, name: str, rank: int, events: Sequence[Timed]) -> None:
         """Let this rank's first worker live until a signal ends it, and have these events until then."""
-        started = (0.0, TrainerStarted(pid=_PID, host="here", life=0, device="cpu"))
+        started = (0.0, WorkerStarted(pid=_PID, host="here", incarnation=0, device="cpu"))
         path = self._folder / name / "struck" / f"rank{rank:04d}.jsonl"
         path.parent.mkdir(parents=True)
         path.write_text("".join(line_of(t_s, rank, event) for t_s, event in [started, *events]))

@@ -48,7 +48,7 @@ def write_run_folder(root: Path) -> None:
     make_private(root)
     take_lock(root)
     RunFolder(path=root, run_id="a", clock_origin_unix_s=0.0).write_result({})
-    write_live(root, global_rank=0, node=0, supervisor_pid=os.getpid(), memory=root, life=0)
+    write_live(root, global_rank=0, node=0, supervisor_pid=os.getpid(), memory=root, incarnation=0)
     EventLog(root / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0).close()
     write_events(root / "events" / "rank0001.jsonl", [])
     append_faults(root, [])

@@ -11,7 +11,7 @@ from moe_ckpt.events import StateDigest, TensorDigests, read_events
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digests:
-    """The digests of a run by (iteration, rank), of all lives of each rank: of whole states, and of their tensors."""
+    """The digests of a run by (iteration, rank), over all incarnations: of whole states, and of their tensors."""
 
     num_ranks: int
     states: dict[tuple[int, int], set[str]] = field(default_factory=dict)

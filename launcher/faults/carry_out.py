@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.faults.job import LOOK_EVERY_S, TargetJob
-from launcher.faults.tasks import NodeAtPoint, Orders, StrikeAtTime, Task
+from launcher.faults.tasks import FaultAtTime, NodeAtPoint, Orders, Task
 from moe_ckpt.elastic.live_workers import read_world_size
-from moe_ckpt.faults.schedule import Kill, plan_strikes, victims
+from moe_ckpt.faults.schedule import Kill, plan_faults, victims
 
 _log = logging.getLogger(__name__)
 
@@ -69,5 +69,5 @@ def _tasks(kills: Sequence[Kill], job: TargetJob, ranks_per_node: int) -> list[T
     return [
         *(Orders(job, rank, of_a_rank) for rank, of_a_rank in orders.items()),
         *(NodeAtPoint(job, kill, victims(kill, world_size, ranks_per_node)) for kill in nodes),
-        *(StrikeAtTime(job, strike) for strike in plan_strikes(kills, world_size, ranks_per_node)),
+        *(FaultAtTime(job, fault) for fault in plan_faults(kills, world_size, ranks_per_node)),
     ]

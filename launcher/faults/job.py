@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.faults.strike import describe, nobody_replaced, strike_node, strike_processes
+from launcher.faults.inject import describe, kill_node, nobody_replaced, signal_processes
 from moe_ckpt.elastic.live_workers import LiveWorker, is_running, read_written
-from moe_ckpt.faults.schedule import Strike
+from moe_ckpt.faults.schedule import TimedFault
 
 LOOK_EVERY_S = 0.02
 _STAND_STILL_S = 1.0
@@ -29,7 +29,7 @@ class TargetJob:
         self._clock = clock
         self._begin_s = self._seen_s = clock()
         self._looked_s = -LOOK_EVERY_S
-        self._struck: set[LiveWorker] = set()
+        self._hit: set[LiveWorker] = set()
 
     @property
     def elapsed_s(self) -> float:
@@ -49,11 +49,11 @@ class TargetJob:
         has_ended_well = self.has_begun and not self.workers
         return not has_ended_well and self._clock() - self._seen_s <= self.patience_s
 
-    def strikable(self, ranks: Sequence[int]) -> list[LiveWorker]:
+    def targets(self, ranks: Sequence[int]) -> list[LiveWorker]:
         """Return those of the ranks' workers that live and were not struck yet."""
         known = [self.workers[rank] for rank in ranks if rank in self.workers]
         # a worker may outlive its signal for a moment, and the next kill is meant for its successor
-        return [worker for worker in known if worker.is_alive and worker not in self._struck]
+        return [worker for worker in known if worker.is_alive and worker not in self._hit]
 
     def elsewhere(self, ranks: Sequence[int]) -> list[LiveWorker]:
         """Return those of the ranks' workers that run on other machines."""
@@ -64,18 +64,18 @@ class TargetJob:
         for worker in workers:
             self.say(f"rank {worker.global_rank} runs on {worker.host}: left to that machine")
 
-    def strike(self, workers: Sequence[LiveWorker], strike: Strike) -> None:
-        """Send the signal to these workers; with a node goes the host memory of all the strike's ranks."""
-        if strike.scope == "node":
-            with nobody_replaced(self.run, strike.ranks, wait_s=_STAND_STILL_S) as workers:
-                faults = strike_node(self.run, workers, wait_s=_STAND_STILL_S)
+    def inject(self, workers: Sequence[LiveWorker], fault: TimedFault) -> None:
+        """Send the signal to these workers; with a node goes the host memory of all the fault's ranks."""
+        if fault.scope == "node":
+            with nobody_replaced(self.run, fault.ranks, wait_s=_STAND_STILL_S) as workers:
+                faults = kill_node(self.run, workers, wait_s=_STAND_STILL_S)
             lost = ", ".join(str(worker.global_rank) for worker in workers)
             self.say(f"lost the host memory of ranks {lost}")
         else:
-            faults = strike_processes(self.run, workers, strike.signal)
-        self.mark_struck(workers)
-        for fault in faults:
-            self.say(describe(fault, self.run))
+            faults = signal_processes(self.run, workers, fault.signal)
+        self.mark_hit(workers)
+        for injected in faults:
+            self.say(describe(injected, self.run))
 
-    def mark_struck(self, workers: Sequence[LiveWorker]) -> None:
-        self._struck.update(workers)
+    def mark_hit(self, workers: Sequence[LiveWorker]) -> None:
+        self._hit.update(workers)

@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.faults.inject import signal_number
 from launcher.faults.log import InjectedFault, append_faults
-from launcher.faults.strike import signal_number
-from moe_ckpt.faults.schedule import Kill, Strike, plan_strikes, victims
+from moe_ckpt.faults.schedule import Kill, TimedFault, plan_faults, victims
 from moe_ckpt.linux import is_alive, parent_of
 
 _LOOK_EVERY_S = 0.02
 
 
-def strike_from_outside(
+def inject_from_outside(
     kills: Sequence[Kill],
     run: Path,
     *,
@@ -30,16 +30,16 @@ def strike_from_outside(
     parent_pid: int,
     goes_on: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
-) -> list[Strike]:
+) -> list[TimedFault]:
     """Inflict the kills, each with a rank, on children of `parent_pid`; return what could not be done when it ended.
 
     Each rank is a node of its own. Times count by `clock` from when the first worker is seen; `goes_on` says how long.
     """
-    pending = [_Due(strike=strike, after_iteration=None) for strike in plan_strikes(kills, world_size, 1)]
+    pending = [_Due(fault=fault, after_iteration=None) for fault in plan_faults(kills, world_size, 1)]
     for kill in (kill for kill in kills if kill.after_s is None):
-        strike = Strike(after_s=0.0, ranks=victims(kill, world_size, 1), signal=kill.signal, scope=kill.scope)
+        fault = TimedFault(after_s=0.0, ranks=victims(kill, world_size, 1), signal=kill.signal, scope=kill.scope)
         # at least 1: before its first commit no event shows that a rank trains
-        pending.append(_Due(strike=strike, after_iteration=max((kill.iteration or 1) - 1, 1)))
+        pending.append(_Due(fault=fault, after_iteration=max((kill.iteration or 1) - 1, 1)))
     ranks = [_Rank(path=run / "events" / f"rank{rank:04d}.jsonl") for rank in range(world_size)]
     begun_s: float | None = None
     while goes_on() and pending:
@@ -48,22 +48,22 @@ def strike_from_outside(
         if begun_s is None and any(rank.pid for rank in ranks):
             begun_s = clock()
         elapsed_s = clock() - begun_s if begun_s is not None else -1.0
-        pending = [due for due in pending if not _strike_if_due(due, ranks, run, parent_pid, elapsed_s)]
+        pending = [due for due in pending if not _inject_if_due(due, ranks, run, parent_pid, elapsed_s)]
         time.sleep(_LOOK_EVERY_S)
-    return [due.strike for due in pending]
+    return [due.fault for due in pending]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Due:
-    """A strike at a time, or once its first rank has committed an iteration."""
+    """A fault at a time, or once its first rank has committed an iteration."""
 
-    strike: Strike
+    fault: TimedFault
     after_iteration: int | None
 
     def has_come(self, ranks: Sequence[_Rank], elapsed_s: float) -> bool:
         if self.after_iteration is None:
-            return elapsed_s >= self.strike.after_s
-        return ranks[self.strike.ranks[0]].iteration >= self.after_iteration
+            return elapsed_s >= self.fault.after_s
+        return ranks[self.fault.ranks[0]].iteration >= self.after_iteration
 
 
 @dataclass(kw_only=True)
@@ -85,7 +85,7 @@ class _Rank:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                if b'"TrainerStarted"' in line:
+                if b'"WorkerStarted"' in line:
                     self.pid, self.iteration = json.loads(line)["pid"], 0
                 elif b'"IterationCommitted"' in line:
                     self.iteration = json.loads(line)["iteration"]
@@ -94,9 +94,9 @@ class _Rank:
         return self.pid not in {0, *self.struck} and is_alive(self.pid) and parent_of(self.pid) == parent_pid
 
 
-def _strike_if_due(due: _Due, ranks: Sequence[_Rank], run: Path, parent_pid: int, elapsed_s: float) -> bool:
+def _inject_if_due(due: _Due, ranks: Sequence[_Rank], run: Path, parent_pid: int, elapsed_s: float) -> bool:
     """Send the signals if they are due and all victims live; return whether that was done."""
-    hit = [(number, ranks[number]) for number in due.strike.ranks]
+    hit = [(number, ranks[number]) for number in due.fault.ranks]
     if not due.has_come(ranks, elapsed_s) or not all(rank.can_be_struck(parent_pid) for _, rank in hit):
         return False
     faults = [
@@ -104,8 +104,8 @@ def _strike_if_due(due: _Due, ranks: Sequence[_Rank], run: Path, parent_pid: int
             unix_s=time.time(),
             rank=number,
             pid=rank.pid,
-            signal=due.strike.signal,
-            scope=due.strike.scope,
+            signal=due.fault.signal,
+            scope=due.fault.scope,
             generation=0,
             iteration=rank.iteration + 1,
             phase="unknown",
@@ -117,5 +117,5 @@ def _strike_if_due(due: _Due, ranks: Sequence[_Rank], run: Path, parent_pid: int
     for _, rank in hit:
         rank.struck.add(rank.pid)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.pid, signal_number(due.strike.signal))
+            os.kill(rank.pid, signal_number(due.fault.signal))
     return True

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.faults.inject import fault_of, signal_number
 from launcher.faults.job import LOOK_EVERY_S, TargetJob
 from launcher.faults.log import append_faults
-from launcher.faults.strike import fault_of, signal_number
 from moe_ckpt.elastic.live_workers import LiveWorker
 from moe_ckpt.elastic.status_page import ANY_ITERATION, Phase, StatusPage
-from moe_ckpt.faults.schedule import Kill, Strike, has_come
+from moe_ckpt.faults.schedule import Kill, TimedFault, has_come
 
 _WATCH_EVERY_S = 0.001
 _SLEEP_AT_MOST_S = 0.2
@@ -38,20 +38,20 @@ class Task(ABC):
     def __str__(self) -> str: ...
 
 
-class StrikeAtTime(Task):
-    """A strike once its time has come, on all its workers together; after a while without those that do not come."""
+class FaultAtTime(Task):
+    """A fault once its time has come, on all its workers together; after a while without those that do not come."""
 
-    def __init__(self, job: TargetJob, strike: Strike) -> None:
+    def __init__(self, job: TargetJob, fault: TimedFault) -> None:
         super().__init__(job)
-        self._strike = strike
+        self._fault = fault
 
     def advance(self) -> None:
-        late_s = self.job.elapsed_s - self._strike.after_s
+        late_s = self.job.elapsed_s - self._fault.after_s
         if late_s < 0:
             return
-        ranks = self._strike.ranks
+        ranks = self._fault.ranks
         elsewhere = self.job.elsewhere(ranks)
-        workers = self.job.strikable(ranks)
+        workers = self.job.targets(ranks)
         missing = set(ranks) - {worker.global_rank for worker in (*workers, *elsewhere)}
         if missing and late_s < self.job.patience_s:
             return
@@ -59,14 +59,14 @@ class StrikeAtTime(Task):
         for rank in sorted(missing):
             self.job.say(f"rank {rank}: no new life within {self.job.patience_s:g} s, left alone")
         if workers:
-            self.job.strike(workers, self._strike)
+            self.job.inject(workers, self._fault)
         self.outcome = len(workers) == len(ranks)
 
     def look_again_s(self) -> float:
-        return min(max(LOOK_EVERY_S, self._strike.after_s - self.job.elapsed_s), _SLEEP_AT_MOST_S)
+        return min(max(LOOK_EVERY_S, self._fault.after_s - self.job.elapsed_s), _SLEEP_AT_MOST_S)
 
     def __str__(self) -> str:
-        return str(self._strike)
+        return str(self._fault)
 
 
 class NodeAtPoint(Task):
@@ -77,7 +77,7 @@ class NodeAtPoint(Task):
         assert kill.rank is not None
         self._kill = kill
         self._rank = kill.rank
-        self._strike = Strike(after_s=0, ranks=tuple(ranks), signal=kill.signal, scope=kill.scope)
+        self._fault = TimedFault(after_s=0, ranks=tuple(ranks), signal=kill.signal, scope=kill.scope)
         self._page: StatusPage | None = None
         self._memory = ""
 
@@ -86,8 +86,8 @@ class NodeAtPoint(Task):
         if elsewhere:
             self.job.leave(elsewhere)
             self.outcome = False
-        elif self._has_come() and self.job.strikable([self._rank]):
-            self.job.strike(self.job.strikable(self._strike.ranks), self._strike)
+        elif self._has_come() and self.job.targets([self._rank]):
+            self.job.inject(self.job.targets(self._fault.ranks), self._fault)
             self.outcome = True
 
     def look_again_s(self) -> float:
@@ -116,7 +116,7 @@ class Orders(Task):
         self._order: _Order | None = None
 
     def advance(self) -> None:
-        workers = self.job.strikable([self._rank])  # first: a worker obeys before another takes its place
+        workers = self.job.targets([self._rank])  # first: a worker obeys before another takes its place
         if self._order is None:
             self._place(workers)
         elif self._order.was_obeyed():
@@ -145,7 +145,7 @@ class Orders(Task):
 
     def _finish(self, order: _Order) -> None:
         self.job.say(f"carried out by pid {order.worker.pid}: {self._kills.pop(0)}")
-        self.job.mark_struck([order.worker])
+        self.job.mark_hit([order.worker])
         self._order = None
         if not self._kills:
             self.outcome = True

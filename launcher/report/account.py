@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from launcher.report.columns import Microseconds
 from launcher.report.parts import PagePart
 from launcher.report.rank_log import Noted, RankLog
-from launcher.report.walk import TELLING, Walk, walk_gap, walk_iteration
+from launcher.report.walk import MARKING_EVENTS, Walk, walk_gap, walk_iteration
 from moe_ckpt.events import Rejoined, StageRecovered, StateResumed
 
 _NONE = -1
@@ -93,7 +93,7 @@ def _marks_by_gap(log: RankLog, at_us: Microseconds, end_us: int) -> dict[int, l
     bounds_us = np.concatenate([[0], at_us, [end_us]])
     marks: dict[int, list[Noted]] = {}
     for noted in log.events:
-        if isinstance(noted.event, TELLING):
+        if isinstance(noted.event, MARKING_EVENTS):
             least_us, most_us = bounds_us[noted.after_commits : noted.after_commits + 2]
             within = replace(noted, at_us=int(min(max(noted.at_us, least_us), most_us)))
             marks.setdefault(noted.after_commits, []).append(within)

@@ -23,10 +23,10 @@ from moe_ckpt.events import (
     StageRecovered,
     StateLost,
     StateResumed,
-    TrainerStarted,
+    WorkerStarted,
 )
 
-_TELLING = (GenerationEnded, LossNotFinite, Rejoined, StageRecovered, StateLost, StateResumed, TrainerStarted)
+_MARKING_EVENTS = (GenerationEnded, LossNotFinite, Rejoined, StageRecovered, StateLost, StateResumed, WorkerStarted)
 _START, _END, _PART, _ITERATION, _RANK = range(5)
 
 
@@ -72,12 +72,12 @@ def find_episodes(run: RunLog) -> tuple[Episode, ...]:
     stretches = stretches[np.argsort(stretches[:, _START], kind="stable")]
     lost = stretches[stretches[:, _PART] == PagePart.LOST]
     unassigned = np.ones(len(lost), bool)
-    telling = _telling(run)
-    times_us = [noted.at_us for _, noted in telling]
+    marking = _marking(run)
+    times_us = [noted.at_us for _, noted in marking]
     episodes: list[Episode] = []
     for rows in _merged(stretches[stretches[:, _PART] != PagePart.LOST]):
         first, last = int(rows[:, _START].min()), int(rows[:, _END].max())
-        noted = telling[bisect_left(times_us, first) : bisect_right(times_us, last)]
+        noted = marking[bisect_left(times_us, first) : bisect_right(times_us, last)]
         iteration = _goes_on_after(noted)
         # lost work belongs to the first recovery after it that went back far enough
         undone = (lost[:, _ITERATION] < 0) | (lost[:, _ITERATION] > (-1 if iteration is None else iteration))
@@ -95,9 +95,9 @@ def _merged(rows: Stretches) -> list[Stretches]:
     return np.split(rows, np.flatnonzero(rows[1:, _START] > reached_us[:-1]) + 1)
 
 
-def _telling(run: RunLog) -> list[tuple[int, Noted]]:
+def _marking(run: RunLog) -> list[tuple[int, Noted]]:
     """Return the events, with their ranks, that may tell of a recovery, in order of time."""
-    found = [(log.rank, noted) for log in run.ranks for noted in log.events if isinstance(noted.event, _TELLING)]
+    found = [(log.rank, noted) for log in run.ranks for noted in log.events if isinstance(noted.event, _MARKING_EVENTS)]
     return sorted(found, key=lambda each: each[1].at_us)
 
 
@@ -172,7 +172,7 @@ def _causes(run: RunLog, noted: Sequence[tuple[int, Noted]], start_us: int, end_
         for at_s, fault in run.faults
         if not fault.ordered and start_us <= round(at_s * 1e6) <= end_us
     ]
-    anew = [f"the process of rank {rank} was started again" for rank, e in events if isinstance(e, TrainerStarted)]
+    anew = [f"the process of rank {rank} was started again" for rank, e in events if isinstance(e, WorkerStarted)]
     if len(anew) > 1 and len(anew) == len(run.ranks):
         anew = ["all processes were started again"]
     said = next((each for each in (deaths, states, losses, ends, inflicted, anew) if each), ["no event tells why"])

@@ -21,10 +21,19 @@ from moe_ckpt.events import (
     RunFinished,
     StageRecovered,
     StateResumed,
-    TrainerStarted,
+    WorkerStarted,
 )
 
-TELLING = (Evaluated, GenerationEnded, ModelBuilt, Rejoined, RunFinished, StageRecovered, StateResumed, TrainerStarted)
+MARKING_EVENTS = (
+    Evaluated,
+    GenerationEnded,
+    ModelBuilt,
+    Rejoined,
+    RunFinished,
+    StageRecovered,
+    StateResumed,
+    WorkerStarted,
+)
 _UNMEASURED = -1
 
 
@@ -89,8 +98,8 @@ def _plain(walk: Walk, found: Sequence[Noted], rest: PagePart | None) -> PagePar
     """Cut what is no recovery of a supervised job: a start, a restart by torchrun, a load from disk, an evaluation."""
     for noted in found:
         at_us, event = noted.at_us, noted.event
-        if isinstance(event, TrainerStarted):
-            is_first = rest is PagePart.STARTUP and event.life == 0
+        if isinstance(event, WorkerStarted):
+            is_first = rest is PagePart.STARTUP and event.incarnation == 0
             walk.to(at_us, rest if rest is PagePart.STARTUP or rest is PagePart.LOST else PagePart.REBUILD)
             rest = PagePart.STARTUP if is_first else PagePart.REBUILD
         elif isinstance(event, ModelBuilt):

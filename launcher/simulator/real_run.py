@@ -25,8 +25,8 @@ from moe_ckpt.events import (
     Rejoined,
     SnapshotTaken,
     StateResumed,
-    TrainerStarted,
     WindowChosen,
+    WorkerStarted,
     read_events,
 )
 from moe_ckpt.faults.schedule import KILL_PHASES, Kill
@@ -173,7 +173,7 @@ def events_of(ranks: Iterable[Sequence[LoggedEvent]], kind: type[T]) -> list[T]:
 def recoveries_of(ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float) -> list[MeasuredRecovery]:
     """Return what each fault cost, in order; faults with no new iteration between them count as one."""
     logged = sorted((each for rank in ranks for each in rank), key=lambda each: each.t_s)
-    born_s = [each.t_s for each in logged if isinstance(each.event, TrainerStarted) and each.event.life > 0]
+    born_s = [each.t_s for each in logged if isinstance(each.event, WorkerStarted) and each.event.incarnation > 0]
     commits_s = sorted(first_commits(ranks).items())
     found = []
     for (before, since_s), (_, until_s) in pairwise(commits_s):

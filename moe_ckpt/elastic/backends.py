@@ -68,7 +68,7 @@ class Backend(Protocol):
         """All groups of this generation exist: no further connection is opened for it."""
         ...
 
-    def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+    def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         """Wait until awaited operations are complete on the device, too, or `is_over` returns True.
 
         Raises PeersLostError after `timeout_s` seconds.
@@ -114,7 +114,7 @@ class GlooBackend:
     def formed(self) -> None:
         self._own = frozenset(_open_sockets()) - self._before
 
-    def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+    def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         pass  # as for `mark`: nothing can be lost any more
 
     def cut(self, insides: Sequence[Any]) -> None:  # noqa: ARG002 - gloo offers nothing to call
@@ -173,7 +173,7 @@ class NcclBackend:
     def formed(self) -> None:
         pass
 
-    def settle(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+    def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         deadline_s = time.monotonic() + timeout_s

@@ -114,14 +114,15 @@ class Generations:
             ) from error
         return self._store.get(key) == _GO.encode()
 
-    def set_life(self, global_rank: int, life: int) -> None:
+    def set_incarnation(self, global_rank: int, incarnation: int) -> None:
         """From now on only this incarnation of a rank may join."""
-        self._store.set(f"life/{global_rank}", str(life))
-        self._store.get(f"life/{global_rank}")  # `set` has no answer: another connection could still read the old one
+        self._store.set(f"incarnation/{global_rank}", str(incarnation))
+        # `set` has no answer: another connection could still read the old one
+        self._store.get(f"incarnation/{global_rank}")
 
-    def life(self, global_rank: int) -> int:
+    def incarnation(self, global_rank: int) -> int:
         """Return the incarnation of a rank that may join; -1 before the first."""
-        return int(self._store.compare_set(f"life/{global_rank}", "", "-1"))
+        return int(self._store.compare_set(f"incarnation/{global_rank}", "", "-1"))
 
     def done(self, generation: int, world_size: int) -> None:
         """Count one more rank without work left; with the last one the generation has finished, unless it has ended."""
@@ -145,7 +146,7 @@ class Member:
 
     global_rank: int
     world_size: int
-    life: int
+    incarnation: int
 
 
 class Membership:
@@ -194,8 +195,8 @@ class Membership:
         """
         while True:
             generation = self._generations.current()
-            # after that: a new life is announced first, and then its supervisor ends the generation read above
-            if self._generations.life(self.member.global_rank) != self.member.life:
+            # after that: a new incarnation is announced first, and then its supervisor ends the generation read above
+            if self._generations.incarnation(self.member.global_rank) != self.member.incarnation:
                 _exit(FENCED, "another process has taken this rank's place")
             self.generation = generation
             self.page.join(generation)
@@ -232,9 +233,9 @@ class Membership:
         """Return the number of processes of the job that have died so far."""
         return self._generations.num_deaths()
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Wait until all communication is complete. Raises PeersLostError if ranks were lost meanwhile."""
-        self._groups.settle()
+        self._groups.sync()
 
     def leave(self) -> str:
         """Leave a generation that has ended; return the reason for its end."""

@@ -24,7 +24,7 @@ _OLDER = {"supervisor_start_ticks": -1}  # what files of older runs lack: no pro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveWorker:
-    """A rank's worker, as its file tells. `memory`: its folder in shared memory; `life` counts processes, from 0."""
+    """A rank's worker, by its file. `memory`: its folder in shared memory; `incarnation` counts processes from 0."""
 
     global_rank: int
     node: int
@@ -34,7 +34,7 @@ class LiveWorker:
     supervisor_pid: int
     supervisor_start_ticks: int
     memory: str
-    life: int
+    incarnation: int
 
     @property
     def is_here(self) -> bool:
@@ -61,7 +61,7 @@ class LiveWorker:
         return Path(self.memory) / "page"
 
 
-def write_live(run: Path, *, global_rank: int, node: int, supervisor_pid: int, memory: Path, life: int) -> None:
+def write_live(run: Path, *, global_rank: int, node: int, supervisor_pid: int, memory: Path, incarnation: int) -> None:
     """Say that the calling process is a rank's worker."""
     worker = LiveWorker(
         global_rank=global_rank,
@@ -72,7 +72,7 @@ def write_live(run: Path, *, global_rank: int, node: int, supervisor_pid: int, m
         supervisor_pid=supervisor_pid,
         supervisor_start_ticks=start_ticks(supervisor_pid),
         memory=str(memory),
-        life=life,
+        incarnation=incarnation,
     )
     path = _path(run, global_rank)
     make_private(path.parent)

@@ -191,14 +191,14 @@ class ElasticGroups:
             mine = (handle.inside for handle in self._handles if handle.transport is transport)
             transport.cut([inside for inside in mine if inside is not None and not isinstance(inside, SoloGroup)])
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Wait until all operations that this thread has awaited are complete on its device, too.
 
         Until then an operation of NCCL is only queued, and may still fail. Raises PeersLostError if ranks are lost.
         """
         with self._telling():
             for transport in self._distinct:
-                transport.settle(self._over.is_set, self._timeouts.operation_s)
+                transport.sync(self._over.is_set, self._timeouts.operation_s)
         if self._over.is_set():
             raise PeersLostError("other ranks were lost")
 

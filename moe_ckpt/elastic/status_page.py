@@ -53,7 +53,7 @@ class _Waiting(IntEnum):
     FOR_COPIES = 2
 
 
-def strike_this_process(number: int) -> None:
+def signal_this_process(number: int) -> None:
     """Send this process a signal, or raise the exception of a sick GPU (RAISE_NUMBER)."""
     if number == RAISE_NUMBER:
         raise InjectedError("CUDA error: uncorrectable ECC error encountered (injected)")
@@ -63,11 +63,11 @@ def strike_this_process(number: int) -> None:
 class StatusPage:
     """One worker's page. Times are `time.monotonic_ns()`, which all processes of a machine share.
 
-    `strike` executes an order, with the number of its signal. Raises ConfigError if there is no room for the page.
+    `execute` carries an order out, with the number of its signal. Raises ConfigError if there is no room for the page.
     """
 
-    def __init__(self, path: Path, *, strike: Callable[[int], None] = strike_this_process) -> None:
-        self._strike = strike
+    def __init__(self, path: Path, *, execute: Callable[[int], None] = signal_this_process) -> None:
+        self._execute = execute
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             _reserve(fd, path)
@@ -191,7 +191,7 @@ class StatusPage:
             return
         number, words[_Word.ORDER_SIGNAL] = words[_Word.ORDER_SIGNAL], 0
         words[_Word.ORDERS_OBEYED] += 1
-        self._strike(number)
+        self._execute(number)
 
 
 def _reserve(fd: int, path: Path) -> None:

@@ -81,7 +81,7 @@ class SupervisorHooks:
 
 
 class Supervisor:
-    """Watches one rank. `worker(life)` is called in each forked process and returns its exit status."""
+    """Watches one rank. `worker(incarnation)` is called in each forked process and returns its exit status."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Supervisor:
         self._pid = 0
         self._daemon_pid = 0
         self._beside: set[int] = set()
-        self._life = 0
+        self._incarnation = 0
         self._worker_deaths = _Budget(limits.max_deaths)
         self._daemon_deaths = _Budget(limits.max_deaths)
         self._deaths_here_s: list[float] = []
@@ -158,7 +158,7 @@ class Supervisor:
                 return self._status_after_training(why, is_killed=failure is None)
             if not self._may_replace(death):
                 return _FAILED
-            self._life += 1
+            self._incarnation += 1
 
     @property
     def _own(self) -> set[int]:
@@ -190,16 +190,16 @@ class Supervisor:
 
     def _succeed(self) -> None:
         """If torchrun has restarted this rank, release workers that still wait for its earlier incarnation."""
-        self._life = self._generations.life(self._global_rank) + 1
-        if self._life > 0:
+        self._incarnation = self._generations.incarnation(self._global_rank) + 1
+        if self._incarnation > 0:
             # first: an earlier worker that is cut off and not dead must not join the generation that begins now
-            self._generations.set_life(self._global_rank, self._life)
+            self._generations.set_incarnation(self._global_rank, self._incarnation)
             self._generations.end(
                 self._generations.current(), f"{SUPERVISOR} of rank {self._global_rank} {STARTED_AGAIN}"
             )
 
     def _spawn(self) -> None:
-        self._generations.set_life(self._global_rank, self._life)
+        self._generations.set_incarnation(self._global_rank, self._incarnation)
         self._page.reset()
         sys.stdout.flush()  # the child has a copy of the buffer, and would write the text once more
         sys.stderr.flush()
@@ -212,7 +212,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
         if self._pid == 0:
             die_with_parent(signal.SIGKILL, parent=supervisor_pid)
-            run_and_exit(lambda: self._worker(self._life))
+            run_and_exit(lambda: self._worker(self._incarnation))
 
     def _watch(self) -> str | None:
         """Return when the worker is dead, or about to be: with the reason if this supervisor has killed it."""

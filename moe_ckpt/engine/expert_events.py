@@ -18,20 +18,20 @@ _SPACING = 1000  # one window in a thousandth of the run so far: 6000 of a run o
 
 
 class ExpertEvents:
-    """Events of one generation. `tells`: whether this rank writes them."""
+    """Events of one generation. `writes`: whether this rank writes them."""
 
-    def __init__(self, table: OperatorTable, events: EventLog, *, tells: bool) -> None:
+    def __init__(self, table: OperatorTable, events: EventLog, *, writes: bool) -> None:
         experts = [(op, i) for i, op in enumerate(table.operators) if op.kind is OperatorKind.EXPERT]
         self._number = {position: number for number, (_, position) in enumerate(experts)}
         self._layers = [str(replace(op, kind=OperatorKind.BLOCK, expert=None)) for op, _ in experts if op.expert == 0]
-        self._tells = tells and bool(experts)
+        self._writes = writes and bool(experts)
         self._events = events
         self._counted_by_all = False
         self._popularity: npt.NDArray[np.float64] | None = None
         self._slots = np.zeros(len(experts), np.int64)
-        self._told_slots: tuple[int, list[int]] | None = None
-        self._told_iteration = 0
-        self._is_told = False
+        self._written_slots: tuple[int, list[int]] | None = None
+        self._written_iteration = 0
+        self._is_written = False
 
     def measured(self, popularity: npt.NDArray[np.float64]) -> None:
         """The policy has received this popularity, for a window that may begin now; counts begin anew.
@@ -47,16 +47,16 @@ class ExpertEvents:
 
     def took(self, plan: SlotPlan) -> None:
         """A snapshot begins."""
-        if not self._tells:
+        if not self._writes:
             return
         if plan.slot == 0:
             self._begin(plan.window_start)
         taken = [self._number[position] for position in plan.full if position in self._number]
         self._slots[taken] = plan.slot
-        if not (self._is_told and plan.is_last and plan.num_slots > 1):
+        if not (self._is_written and plan.is_last and plan.num_slots > 1):
             return
-        before, self._told_slots = self._told_slots, (plan.num_slots, self._slots.tolist())
-        if before != self._told_slots:
+        before, self._written_slots = self._written_slots, (plan.num_slots, self._slots.tolist())
+        if before != self._written_slots:
             slots = self._slots.reshape(len(self._layers), -1).tolist()
             self._events.append(
                 ExpertsOrdered(iteration=plan.window_start, num_slots=plan.num_slots, layers=self._layers, slots=slots)
@@ -64,9 +64,9 @@ class ExpertEvents:
 
     def _begin(self, iteration: int) -> None:
         popularity, self._popularity = self._popularity, None
-        self._is_told = popularity is not None and iteration * _SPACING >= self._told_iteration * (_SPACING + 1)
-        if popularity is not None and self._is_told:
-            self._told_iteration = iteration
+        self._is_written = popularity is not None and iteration * _SPACING >= self._written_iteration * (_SPACING + 1)
+        if popularity is not None and self._is_written:
+            self._written_iteration = iteration
             # the shortest JSON: exact for a number of tokens, six digits of a sum of probabilities
             short = [int(count) if count == int(count) else float(f"{count:.6g}") for count in popularity]
             tokens = np.array(short, object).reshape(len(self._layers), -1).tolist()

@@ -32,8 +32,8 @@ class ExpertTokens:
         self._log = parts.events
         self._counted: ExpertCounts | None = None
         self._made_up: IntArray | None = None
-        tells = parts.place.stage_ranks.rank == 0 and parts.counts is not None
-        self.events = ExpertEvents(parts.operators.table, parts.events, tells=tells)
+        writes = parts.place.stage_ranks.rank == 0 and parts.counts is not None
+        self.events = ExpertEvents(parts.operators.table, parts.events, writes=writes)
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -46,7 +46,7 @@ class ExpertTokens:
         """Later tokens, those of evaluations, are not the iteration's."""
         self._counted = self._counts.end() if self._counts else None
 
-    def note_extra(self, gradients: ReadyGradients) -> None:
+    def log_extra(self, gradients: ReadyGradients) -> None:
         """Keep the extra tokens of the iteration until its step: one that is skipped trains no expert."""
         if self._boost and self._boost.deficit.any():
             extra = self._boost.end_iteration()

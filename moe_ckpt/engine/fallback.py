@@ -58,13 +58,13 @@ class Suspects:
         self._ranks = ranks
         self._num_iters = num_iters
         self._loaded: Source | None = None
-        self._blamed: dict[int, Source] = {}  # by the iteration of the loss: the first source that led to it
+        self._suspected: dict[int, Source] = {}  # by the iteration of the loss: the first source that led to it
 
     def loaded(self, source: Source) -> None:
         """All ranks continue from this source."""
         self._loaded = source
 
-    def blame(self, iteration: int, loss: float) -> Source | None:
+    def source_of(self, iteration: int, loss: float) -> Source | None:
         """Return the source that an iteration's loss counts against, or None."""
         if self._loaded is None or math.isfinite(loss) or iteration > self._loaded.iteration + self._num_iters:
             return None
@@ -75,9 +75,9 @@ class Suspects:
 
         Collective: a replacement rank does not know the earlier sources.
         """
-        for theirs in gather_results(self._ranks, lambda: self._blamed, CheckpointLoadError):
-            self._blamed = theirs | self._blamed
-        return self._blamed.setdefault(iteration, source).iteration == source.iteration
+        for theirs in gather_results(self._ranks, lambda: self._suspected, CheckpointLoadError):
+            self._suspected = theirs | self._suspected
+        return self._suspected.setdefault(iteration, source).iteration == source.iteration
 
     def clear(self) -> None:
         """No source that was loaded so far is responsible for later losses."""
@@ -91,20 +91,20 @@ class Fallback:
         self._ranks = ranks
         self._durable = durable
         self._events = events
-        self._distrusted: frozenset[Source] = frozenset()
+        self._quarantined: frozenset[Source] = frozenset()
 
-    def distrust(self, source: Source) -> None:
+    def quarantine(self, source: Source) -> None:
         """Put a source into quarantine: it is not loaded again."""
-        self._distrusted |= {source}
+        self._quarantined |= {source}
 
     def look(self, rejoin: JobRecovery | None, tainted: range = range(0)) -> UsableState:
         """Return the usable states, without those of `tainted` iterations.
 
         Without `rejoin` there are no local disks.
         """
-        # a replacement does not know the sources that other ranks distrust already
-        distrusted = gather_results(self._ranks, lambda: self._distrusted, CheckpointLoadError)
-        self._distrusted = frozenset().union(*distrusted)
+        # a replacement does not know the sources that other ranks quarantine already
+        quarantined = gather_results(self._ranks, lambda: self._quarantined, CheckpointLoadError)
+        self._quarantined = frozenset().union(*quarantined)
         sources = [Source(place=ref.directory, iteration=ref.iteration) for ref in self._durable.committed()]
         passed_over: list[str] = []
         if rejoin is not None:
@@ -119,10 +119,10 @@ class Fallback:
                 ranks = ", ".join(map(str, disks.new_ranks))
                 _log.warning("%s; no state was ever on all disks: rank %s never saved", _nothing_common(disks), ranks)
         best_first = sorted(sources, key=lambda source: (source.iteration, source.place == LOCAL_DISK), reverse=True)
-        bad = self._distrusted | {source for source in best_first if source.iteration in tainted}
+        bad = self._quarantined | {source for source in best_first if source.iteration in tainted}
         return UsableState(
             sources=[source for source in best_first if source not in bad],
-            passed_over=passed_over + [f"{source}: not trusted" for source in best_first if source in bad],
+            passed_over=passed_over + [f"{source}: in quarantine" for source in best_first if source in bad],
         )
 
     def load(self, found: UsableState, rejoin: JobRecovery | None, passed_over: Sequence[str] = ()) -> Source | None:
@@ -161,7 +161,7 @@ class Fallback:
             self._durable.resume(CheckpointRef(iteration=source.iteration, directory=source.place))
             if rejoin is not None:
                 # only then: while the checkpoint is read, memory stays a source for the next recovery
-                rejoin.forget()
+                rejoin.drop_memory()
             return
         assert rejoin is not None
         iteration = rejoin.load_from_disk()

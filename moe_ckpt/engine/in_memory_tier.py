@@ -64,7 +64,7 @@ class InMemoryTier:
 
     def started(self, iteration: int) -> None:
         """Before the first forward of `iteration`."""
-        self._agreement.forget_measured()
+        self._agreement.drop_measured()
         if self.recovers_locally:
             self.logs.begin(iteration)
         self._experts.begin()
@@ -79,8 +79,8 @@ class InMemoryTier:
         self.stop_observing()
         if self._stores.bubbles:
             self._meter.bubbles_s.append(self._stores.bubbles.take_seconds())
-        self._operators.note_step(iteration, gradients)
-        self._experts.note_extra(gradients)
+        self._operators.log_step(iteration, gradients)
+        self._experts.log_extra(gradients)
         if self.recovers_locally:
             self.logs.add(iteration, gradients)
         try:
@@ -106,7 +106,7 @@ class InMemoryTier:
         self._meter.iteration_finished()
         self._experts.make_up(iteration)
         if self.recovers_locally:
-            self.logs.note_start(iteration + 1)
+            self.logs.log_start(iteration + 1)
 
     def take(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
         """Start the snapshot of a plan. `to_disk`: the window that begins with it also goes to disk."""
@@ -147,12 +147,12 @@ class InMemoryTier:
         num_kept = {"kept": len(self._stores.memory.windows())}
         if not reduce_extremes(self._place.ranks, self._place.device, largest={}, smallest=num_kept)["kept"]:
             self._confirm(wait=True)
-            self._meter.forget_snapshot()  # no other has training wait for all of it
+            self._meter.drop_snapshot()  # no other has training wait for all of it
 
     def _hand_over(self, servers: ServerStates, plan: SlotPlan) -> None:
         """Let servers compute the state that the plan names, from the gradients that led to it."""
         self._collect(wait=True)  # the stream may begin with it
-        self.logs.note_start(plan.window_start + 1)
+        self.logs.log_start(plan.window_start + 1)
         kept = [self._stores.memory.in_flight(), *self._stores.memory.windows()]
         whole = [snapshot for window in kept if window for snapshot in window.snapshots]
         with self._meter.stalling():
@@ -176,12 +176,12 @@ class InMemoryTier:
         """This rank's state is lost: a snapshot in progress is torn, and the boundary log dies with the process."""
         self._stores.engine.discard_torn()
         self.logs.lose_boundary()
-        self._meter.forget_counts()
+        self._meter.drop_counts()
 
     def abort(self) -> None:
         """Abandon the iteration: stop observing, finish copies, drop an incomplete window."""
         self.stop_observing()
-        self._meter.forget_snapshot()
+        self._meter.drop_snapshot()
         self._stage.abandon_pass()
         self._operators.freeze(())  # a replay that was cut off leaves operators frozen
         if self._servers:

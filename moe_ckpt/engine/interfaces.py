@@ -70,7 +70,7 @@ class Operators(Protocol):
         """Return the buffers of these operators, which change in the forward pass already."""
         ...
 
-    def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
+    def log_step(self, iteration: int, gradients: ReadyGradients) -> None:
         """The step of `iteration` follows."""
         ...
 

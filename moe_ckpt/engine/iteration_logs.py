@@ -24,7 +24,7 @@ class IterationLogs:
     def begin(self, iteration: int) -> None:
         """The iteration begins: log its start and what neighbours send; drop what no recovery needs."""
         if self._noted != iteration:
-            self.note_start(iteration)
+            self.log_start(iteration)
         # logs of this age are dropped even if no window is ever complete: no recovery needs older ones
         kept = (window.snapshots[0].header.num_slots for window in self._stores.memory.windows())
         longest_iters = max([self._longest_iters, *kept])
@@ -33,9 +33,9 @@ class IterationLogs:
         if self._stores.boundary:
             self._stores.boundary.begin(iteration)
 
-    def note_start(self, iteration: int) -> None:
+    def log_start(self, iteration: int) -> None:
         """Log the current state as the start of `iteration`."""
-        self._stores.steps.note_start(iteration, self._stage.begin(iteration))
+        self._stores.steps.log_start(iteration, self._stage.begin(iteration))
         self._noted = iteration
 
     def add(self, iteration: int, gradients: ReadyGradients) -> None:
@@ -58,7 +58,7 @@ class IterationLogs:
         following = plan.iteration + 1
         # a core has this start itself; that of iteration 1 also serves a run that begins anew, without any core
         if self._noted != following and (not plan.has_start or following == 1):
-            self.note_start(following)
+            self.log_start(following)
 
     def window_takes(self, iters: int) -> None:
         """A window lasts this long: logs are kept for the longest."""

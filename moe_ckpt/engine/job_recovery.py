@@ -65,6 +65,6 @@ class JobRecovery(Protocol):
         """
         ...
 
-    def forget(self) -> None:
+    def drop_memory(self) -> None:
         """Empty the memory, as `copies.drop_all` does: all ranks continue from a state that it does not lead to."""
         ...

@@ -120,12 +120,12 @@ class Measurements:
         self._stall_s = self._wait_s = 0.0
         self._busy.clear()
 
-    def forget_snapshot(self) -> None:
+    def drop_snapshot(self) -> None:
         """Leave the last snapshot out of the cost statistics: it does not recur."""
         self._counts = False
-        self.added.forget()
+        self.added.reset()
 
-    def forget_counts(self) -> None:
+    def drop_counts(self) -> None:
         """Drop the counts: the state is that of an earlier iteration, or of another run."""
         self.popularity = np.zeros_like(self.popularity)
 

@@ -29,7 +29,7 @@ from moe_ckpt.engine.token_account import LostShares, TokenRate, lost_shares
 from moe_ckpt.errors import CheckpointLoadError, NothingLeftError
 from moe_ckpt.events import CheckpointSkipped, TokensLost
 from moe_ckpt.policies.lost_tokens import IntArray
-from moe_ckpt.recovery.units import UnitInventory, UnitRecovery, newest_line, plan_units
+from moe_ckpt.recovery.units import UnitInventory, UnitRecovery, newest_epoch, plan_units
 from moe_ckpt.replication.fetch import fetch_blobs
 from moe_ckpt.replication.publisher import read_units
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, held_paths
@@ -108,7 +108,7 @@ class PartialRecovery:
             fetched = [unit.header for name, unit in units.items() if places[name] not in (_MEMORY, _DISK)]
             fetched_bytes = sum(header.payload_bytes for header in fetched)
             shares = self._load(plan, units)
-        self._begin_line(stocks)
+        self._begin_epoch(stocks)
         state.be_at(plan.version.iteration)
         return RecoveredState(
             iteration=plan.version.iteration,
@@ -126,11 +126,11 @@ class PartialRecovery:
             self._stage.restore_start(steps.start(1), undo=1)
             state.withdraw()
         self._stores.clear()
-        self._forget_tokens()
+        self._reset_tokens()
 
-    def _forget_tokens(self) -> None:
+    def _reset_tokens(self) -> None:
         self._account.begin()
-        self._meter.forget_counts()
+        self._meter.drop_counts()
         if self._boost:
             self._boost.recover(self._account.deficit)
 
@@ -150,14 +150,14 @@ class PartialRecovery:
         stocks = self._take_stock(_DISK)
         with self._units(stocks) as (plan, units):
             self._load(plan, units)
-        self._begin_line(stocks)
+        self._begin_epoch(stocks)
         return plan.version.iteration
 
-    def forget(self) -> None:
+    def drop_memory(self) -> None:
         stocks = self._take_stock(_MEMORY, _DISK, held=True)  # before they go: the next epoch's number is above theirs
         self.copies.drop_all()
-        self._forget_tokens()  # a checkpoint has no account, and a replacement's would differ from a surviving rank's
-        self._begin_line(stocks)
+        self._reset_tokens()  # a checkpoint has no account, and a replacement's would differ from a surviving rank's
+        self._begin_epoch(stocks)
 
     def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
         """Return every rank's intact units in these places; `held`: also those in peers' memory. Collective."""
@@ -275,11 +275,11 @@ class PartialRecovery:
         self._stage.restore_start(_facts(parts, START))
         # a rank loads the experts of which it has a piece, and the account is of all experts of the stage
         mine = {name: unit.header.unit.seen_tokens for name, unit in units.items() if unit.header.unit and name != CORE}
-        told = gather_results(self._place.ranks, lambda: (self._place.stage, mine), CheckpointLoadError)
-        of_stage = [of_rank for stage, of_rank in told if stage == self._place.stage]
+        gathered = gather_results(self._place.ranks, lambda: (self._place.stage, mine), CheckpointLoadError)
+        of_stage = [of_rank for stage, of_rank in gathered if stage == self._place.stage]
         seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
-        self._meter.forget_counts()  # of iterations that happen again
+        self._meter.drop_counts()  # of iterations that happen again
         if self._boost:
             self._boost.recover(self._account.deficit)
         lost = gather_results(self._place.ranks, lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
@@ -287,14 +287,14 @@ class PartialRecovery:
         shares = lost_shares([of_stages[stage] for stage in sorted(of_stages)], plan.version.iteration, self._rate)
         iteration = plan.version.iteration
         self._policy.went_back(_facts(parts, POLICY)["facts"].tolist(), plt=shares.plt, iteration=iteration)
-        self._tell(iteration, loss.lost, shares)
+        self._log_lost(iteration, loss.lost, shares)
         return shares
 
-    def _begin_line(self, stocks: Sequence[_Stock]) -> None:
+    def _begin_epoch(self, stocks: Sequence[_Stock]) -> None:
         """Begin a new epoch: later snapshots belong to it, and no earlier snapshot does."""
-        self._store.lineage = newest_line(_with_held(stocks)) + 1
+        self._store.epoch = newest_epoch(_with_held(stocks)) + 1
 
-    def _tell(self, iteration: int, lost: IntArray, shares: LostShares) -> None:
+    def _log_lost(self, iteration: int, lost: IntArray, shares: LostShares) -> None:
         self._events.append(
             TokensLost(
                 iteration=iteration,

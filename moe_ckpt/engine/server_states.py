@@ -63,7 +63,7 @@ class ServerStates:
         buffers = self._operators.buffer_pieces(range(len(self._operators.table.operators)))
         self._stream.tap(reduced, sum(tensor.nbytes for _, tensor, _ in buffers))
         progress = self._stream.progress()
-        self._note_works()
+        self._log_works()
         agreed = reduce_extremes(
             self._place.ranks,
             self._place.device,
@@ -81,7 +81,7 @@ class ServerStates:
         if completed != NOTHING:
             self._drop_before(completed)
 
-    def _note_works(self) -> None:
+    def _log_works(self) -> None:
         """Append the work of servers, beside the time since the last iteration's gradients were complete."""
         now_s = time.monotonic()
         if self._ready_s is not None:
@@ -168,7 +168,7 @@ class ServerStates:
         self._publisher.stop_copying()
         self._elastic.use_peers()
         # as if no server had anything: a successor begins with an empty memory
-        self._publisher.begin_copying([frozenset[str]() for _ in self._elastic.holders], forget=False)
+        self._publisher.begin_copying([frozenset[str]() for _ in self._elastic.holders], drop_stale=False)
 
     def _mark(self) -> None:
         if self._mirror:

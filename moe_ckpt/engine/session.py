@@ -146,7 +146,7 @@ class Session:
         if rejoined.iteration is None:
             self._suspects.clear()
         else:  # first: a window of one slot needs it, and peers are about to drop earlier blobs
-            self.sparse.tier.logs.note_start(rejoined.iteration + 1)
+            self.sparse.tier.logs.log_start(rejoined.iteration + 1)
         self.sparse.rejoin.copies.resume_copying()
         return rejoined
 
@@ -188,7 +188,7 @@ class Session:
         self._enter_phase(Phase.FORWARD, iteration)
 
     def loss_known(self, iteration: int, loss: float) -> None:
-        bad = self._suspects.blame(iteration, loss)
+        bad = self._suspects.source_of(iteration, loss)
         if bad is None:
             return
         reason = f"loss {loss} in iteration {iteration}"
@@ -222,12 +222,12 @@ class Session:
 
     def step_committed(self, iteration: int) -> None:
         if self._elastic:
-            self._elastic.settle()  # NCCL has only queued the gather of weights: it may still fail
+            self._elastic.sync()  # NCCL has only queued the gather of weights: it may still fail
         self._state.be_at(iteration)
         self._enter_phase(Phase.SNAPSHOT)
         if self.sparse:
             self.sparse.tier.committed(iteration)
-            self.sparse.losses.strike(iteration, "step")
+            self.sparse.losses.inject(iteration, "step")
             self.sparse.recover(iteration, undo=False)
         assert self._parts is not None
         plan = self._parts.policy.plan(iteration, self._measure)
@@ -236,7 +236,7 @@ class Session:
             self._attempt(lambda: self._durable.save(iteration))
         if self.sparse:
             self._take(self.sparse, iteration, plan)
-            self.sparse.losses.strike(iteration, "between")
+            self.sparse.losses.inject(iteration, "between")
             self.sparse.recover(iteration, undo=False)
         self._enter_phase(Phase.BETWEEN)
 
@@ -264,7 +264,7 @@ class Session:
     def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
         """Load the next best state, not of the iterations `since` and never `bad` again; None if there is no other."""
         self._attempt(lambda: self._durable.poll(wait=True))
-        self._fallback.distrust(bad)
+        self._fallback.quarantine(bad)
         found = self._fallback.look(self._rejoin, tainted=since)
         if not found.sources:
             return None
@@ -286,7 +286,7 @@ class Session:
         if loaded:
             self._suspects.loaded(loaded)
             if self.sparse:
-                self.sparse.tier.logs.note_start(loaded.iteration + 1)
+                self.sparse.tier.logs.log_start(loaded.iteration + 1)
         return loaded
 
     def _vote(self, sparse: InMemoryParts, iteration: int, gradients: ReadyGradients) -> None:

@@ -32,7 +32,7 @@ class SnapshotCost:
 
     def __init__(self) -> None:
         self._blocks: deque[BlockCost] = deque(maxlen=_RECENT_BLOCKS)
-        self.forget()
+        self.reset()
 
     def iteration_finished(self, seconds: float, *, is_quiet: bool) -> None:
         (self._quiet_after if is_quiet else self._busy).append(seconds)
@@ -50,7 +50,7 @@ class SnapshotCost:
             self._blocks.extend(self._open_block())
             self._begin(self._quiet_after)  # which are those before the next block, too
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the block: it contains a fault, or a first snapshot for which training waits."""
         self._begin([])
 

@@ -36,7 +36,7 @@ START, ACCOUNT, POLICY = "start", "account", "policy"
 
 
 class SnapshotStore:
-    """The snapshots of one rank and generation; calls are local. `lineage` is the epoch of the run."""
+    """The snapshots of one rank and generation; calls are local. `epoch` is that of the run."""
 
     def __init__(self, parts: RankParts) -> None:
         self._place = parts.place
@@ -49,7 +49,7 @@ class SnapshotStore:
         mine = self._operators.table.full_bytes[parts.place.stage_ranks.rank]
         self._owned = frozenset(position for position, nbytes in enumerate(mine.tolist()) if nbytes)
         self._last_for_disk: int | None = None
-        self.lineage = 0
+        self.epoch = 0
 
     def begin(self, plan: SlotPlan) -> None:
         """A window begins; a window that is still in flight is dropped."""
@@ -123,7 +123,7 @@ class SnapshotStore:
         taken, whole = (self._mine(plan.units), self._mine(plan.checkpoint)) if unit.name == CORE else ([], [])
         return UnitTag(
             name=unit.name,
-            lineage=self.lineage,
+            epoch=self.epoch,
             on_peers=unit.on_peers,
             on_disk=unit.on_disk,
             seen_tokens=seen_tokens,
@@ -156,7 +156,7 @@ class SnapshotStore:
         return [unit for unit in units if unit.name in (CORE, SLOT) or not self._owned.isdisjoint(unit.trained)]
 
     def _version(self, iteration: int) -> Version:
-        return Version(lineage=self.lineage, iteration=iteration)
+        return Version(epoch=self.epoch, iteration=iteration)
 
 
 def _is_for_disk(snapshot: Snapshot) -> bool:

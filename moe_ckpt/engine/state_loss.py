@@ -25,7 +25,7 @@ class LostStages:
 class StateLosses:
     """The scheduled losses of a run.
 
-    `forget` is called with the loss of this rank's state, to drop what depends on it.
+    `drop` is called with the loss of this rank's state, to drop what depends on it.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class StateLosses:
         schedule: FaultSchedule,
         injector: FaultInjector,
         place: StagePlace,
-        forget: Callable[[], None],
+        drop: Callable[[], None],
         events: EventLog,
     ) -> None:
         self._schedule = schedule
         self._injector = injector
         self._place = place
-        self._forget = forget
+        self._drop = drop
         self._events = events
         self._pending: list[StateLoss] = []
 
@@ -49,7 +49,7 @@ class StateLosses:
             if self._is_due_here(iteration, phase):
                 self._injector.arm(phase, lambda phase=phase: self._lose(iteration, phase))
 
-    def strike(self, iteration: int, phase: str) -> None:
+    def inject(self, iteration: int, phase: str) -> None:
         """Execute the losses that fall between passes."""
         if self._is_due_here(iteration, phase):
             self._lose(iteration, phase)
@@ -59,19 +59,19 @@ class StateLosses:
         pending, self._pending = self._pending, []
         if not pending:
             return None
-        return LostStages(stages=frozenset(loss.stage for loss in pending), mine=self._strikes_me(pending))
+        return LostStages(stages=frozenset(loss.stage for loss in pending), mine=self._hits_me(pending))
 
     def _is_due_here(self, iteration: int, phase: str) -> bool:
         """Note the losses that are due in any stage, and return whether this rank's state is among them."""
         due = self._schedule.due(iteration, phase)
         self._pending += due
-        return self._strikes_me(due)
+        return self._hits_me(due)
 
-    def _strikes_me(self, losses: Iterable[StateLoss]) -> bool:
+    def _hits_me(self, losses: Iterable[StateLoss]) -> bool:
         shard = self._place.shard
         return any(loss.stage == shard.pp_rank and loss.dp_rank in (None, shard.dp_rank) for loss in losses)
 
     def _lose(self, iteration: int, phase: str) -> None:
-        self._forget()  # first: it sees from the running copy that a snapshot would be torn
+        self._drop()  # first: it sees from the running copy that a snapshot would be torn
         self._injector.wipe()
         self._events.append(StateLost(iteration=iteration, phase=phase))

@@ -86,7 +86,7 @@ class CopySurvey:
         self._clear_other_hosts()
         if publisher:
             # a rank without windows lets peers keep its blobs: they may be the last source
-            publisher.begin_copying(self.held_for_me(), forget=dropped or bool(self._stores.memory.windows()))
+            publisher.begin_copying(self.held_for_me(), drop_stale=dropped or bool(self._stores.memory.windows()))
 
     def drop_all(self) -> None:
         """Empty the memory; peers are not told before `resume_copying`."""

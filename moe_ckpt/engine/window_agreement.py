@@ -89,7 +89,7 @@ class WindowAgreement:
         if self._config.strict:
             raise CheckpointSaveError("ckpt.strict=true: a snapshot is not complete on every rank")
 
-    def forget_measured(self) -> None:
+    def drop_measured(self) -> None:
         """An iteration begins: measurements of an earlier one do not count."""
         self._measured = None
 

@@ -63,7 +63,7 @@ class WindowRecovery:
         if all_go_back:
             target = None
         self._sources.fill_records(progress.gradients)
-        live = self._settle(state, target) if target else False
+        live = self._finish_or_undo(state, target) if target else False
         if begins_anew or not (all_go_back or progress.has_left_start):
             if self._sources.servers_lead:  # servers too: the next survey would take their states for the newest
                 self.copies.drop_all()
@@ -126,10 +126,10 @@ class WindowRecovery:
         self._stores.steps.drop_after(plan.target_iteration)
         return plan.target_iteration
 
-    def forget(self) -> None:
+    def drop_memory(self) -> None:
         self.copies.drop_all()
 
-    def _settle(self, state: StepState, target: Target) -> bool:
+    def _finish_or_undo(self, state: StepState, target: Target) -> bool:
         """Finish the step to the target, or undo a later iteration; return whether the state is then the target's."""
         stage, steps = self._place.stage, self._stores.steps
         if stage in target.finishing_stages:
@@ -138,7 +138,7 @@ class WindowRecovery:
                 state.apply(target.iteration)
             # on all ranks of the stage, also those that had gathered: the gather is collective, and may be repeated
             self._stage.gather()
-            self._elastic.settle()  # before the state counts as whole: NCCL has only queued the gather
+            self._elastic.sync()  # before the state counts as whole: NCCL has only queued the gather
             state.be_at(target.iteration)
         if state.reached != target.iteration or not state.whole:
             return False

@@ -108,7 +108,7 @@ class Kill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Strike:
+class TimedFault:
     """The faults of one time, `after_s` seconds after the start: one signal to each of these ranks."""
 
     after_s: float
@@ -191,15 +191,15 @@ def has_come(kill: Kill, iteration: int, phase: str) -> bool:
     return is_late or iteration > kill.iteration
 
 
-def plan_strikes(kills: Sequence[Kill], world_size: int, ranks_per_node: int) -> tuple[Strike, ...]:
-    """Return the strikes in order of time: kills at one time hit a rank once, even if two of them hit its node."""
+def plan_faults(kills: Sequence[Kill], world_size: int, ranks_per_node: int) -> tuple[TimedFault, ...]:
+    """Return the faults in order of time: kills at one time hit a rank once, even if two of them hit its node."""
     ranks: dict[tuple[float, str, str], dict[int, None]] = {}
     for kill in kills:
         if kill.after_s is not None:
             hit = ranks.setdefault((kill.after_s, kill.signal, kill.scope), {})
             hit |= dict.fromkeys(victims(kill, world_size, ranks_per_node))
-    strikes = [
-        Strike(after_s=after_s, ranks=tuple(hit), signal=signal, scope=scope)
+    faults = [
+        TimedFault(after_s=after_s, ranks=tuple(hit), signal=signal, scope=scope)
         for (after_s, signal, scope), hit in ranks.items()
     ]
-    return tuple(sorted(strikes, key=lambda strike: strike.after_s))
+    return tuple(sorted(faults, key=lambda fault: fault.after_s))

@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from moe_ckpt.attach import attach
 from moe_ckpt.config import require
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
-from moe_ckpt.events import EventLog, ModelBuilt, RunFinished, TrainerStarted
+from moe_ckpt.events import EventLog, ModelBuilt, RunFinished, WorkerStarted
 from moe_ckpt.integrations.megatron_lm_options import require_alone
 from moe_ckpt.integrations.rank_training import IterationShape, LoopBatches, RankTraining
 from moe_ckpt.megatron.checks import StateChecks, job_digest
@@ -89,7 +89,9 @@ class Attachment:
         path, origin = self._folder.events(launch.global_rank), self._folder.clock_origin_unix_s
         events = EventLog(path, global_rank=launch.global_rank, clock_origin_unix_s=origin)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        started = TrainerStarted(pid=os.getpid(), host=socket.gethostname(), life=self.worker.life, device=device)
+        started = WorkerStarted(
+            pid=os.getpid(), host=socket.gethostname(), incarnation=self.worker.incarnation, device=device
+        )
         events.append(started)
         return events
 

@@ -131,7 +131,7 @@ class RankTraining:
         if prepared and prepared.iteration == done and (self.committed is None or self.committed.iteration < done):
             self._commit(prepared)  # other ranks were lost before this rank could log it
         while True:
-            self.checks.begin(done, is_replacement=self._worker.life > 0)
+            self.checks.begin(done, is_replacement=self._worker.incarnation > 0)
             try:
                 self.result = self.enter(done)
                 return
@@ -192,7 +192,7 @@ class RankTraining:
         finally:
             del machine.should_run_forward_backward
         self.session.step_committed(number)
-        if self.committed is None and self._worker.life == 0:
+        if self.committed is None and self._worker.incarnation == 0:
             self._say(self._batches.forecast(number))
         self._commit_measured(started_s, before)
         self.checks.log_where_due(number)

@@ -86,7 +86,7 @@ class RankOperators:
         """Return the number of updates that each inner optimizer has made."""
         return tuple(step_count(optimizer) for optimizer in self._state.inner_optimizers)
 
-    def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
+    def log_step(self, iteration: int, gradients: ReadyGradients) -> None:
         """The step of `iteration` with these gradients follows."""
         self._steps.note(iteration, overflow=gradients.overflow)
         self._total_norm = gradients.total_norm

@@ -233,7 +233,7 @@ class Watcher:
     def limit(self) -> None:
         """Forget groups until their captured bytes fit into the limit, the largest first: no server asks for it."""
         while self.size_bytes > self._most_bytes:
-            self._forget(max(self._groups, key=lambda name: self._groups[name].size_bytes))
+            self._drop(max(self._groups, key=lambda name: self._groups[name].size_bytes))
 
     def _watch(self, segment: TcpSegment, mark: StreamMark) -> _WatchedStream | None:
         """Follow a stream from its mark on."""
@@ -244,10 +244,10 @@ class Watcher:
             self._groups.setdefault(name, _Group()).streams[mark.rank] = stream
         self._streams[segment.stream] = name, stream
         if len(self._groups) > _MOST_GROUPS:
-            self._forget(next(iter(self._groups)))
+            self._drop(next(iter(self._groups)))
         return stream
 
-    def _forget(self, name: str) -> None:
+    def _drop(self, name: str) -> None:
         del self._groups[name]
         self._streams = {each: known for each, known in self._streams.items() if known[0] != name}
 

@@ -73,10 +73,10 @@ def plan_units(inventories: Sequence[UnitInventory]) -> UnitRecovery | None:
     return None
 
 
-def newest_line(inventories: Sequence[UnitInventory]) -> int:
+def newest_epoch(inventories: Sequence[UnitInventory]) -> int:
     """Return the highest epoch number among all versions, 0 if there are none."""
     lines = (
-        version.lineage
+        version.epoch
         for inventory in inventories
         for units in inventory.places.values()
         for versions in units.values()
@@ -109,4 +109,4 @@ def _fits(name: str, unit: Version, core: Version) -> bool:
     if name == CORE:
         return unit == core
     # after a return an iteration runs again from another state: its units fit no core of the epoch before
-    return unit.lineage == core.lineage and unit.iteration <= core.iteration
+    return unit.epoch == core.epoch and unit.iteration <= core.iteration

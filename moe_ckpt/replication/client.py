@@ -79,7 +79,7 @@ class DaemonClient:
         request = {"keys": tuple(keys), "stale": tuple(stale), "path": str(path), "limit_bytes": limit_bytes}
         return self._ask(lambda number: Persist(number=number, **request))
 
-    def forget(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: Sequence[str]) -> None:
         """Let all peers drop their copies, after all earlier requests. A failure is logged."""
         with self._lock:
             try:

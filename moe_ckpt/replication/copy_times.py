@@ -51,7 +51,7 @@ class CopyTimes:
             since_s, size_bytes = min(since_s, before.since_s), size_bytes + before.size_bytes
         self._busy.append(_Copy(size_bytes=size_bytes, since_s=since_s, until_s=copy.until_s))
 
-    def forget(self, key: str) -> None:
+    def drop(self, key: str) -> None:
         """The blob is not copied any more."""
         self._copies.pop(key, None)
 

@@ -188,7 +188,7 @@ class WorkerServer:
                 )
                 persisted.add_done_callback(lambda persisted: worker.answer(number, persisted))
             case Forget(keys=keys):
-                self._replicator.forget(keys)
+                self._replicator.drop(keys)
             case UsePeers(addresses=addresses):
                 self._replicator.use_peers([parse_address(address) for address in addresses])
             case _:

@@ -61,7 +61,7 @@ class Copies(Protocol):
         """Start copying; the future is done when all peers have all of the blobs, with the work of servers."""
         ...
 
-    def forget(self, keys: list[str]) -> None:
+    def drop(self, keys: list[str]) -> None:
         """Let peers drop their copies."""
         ...
 
@@ -72,7 +72,7 @@ class NoCopies:
     def copy(self, keys: list[str]) -> Future[Any]:  # noqa: ARG002
         return _done()
 
-    def forget(self, keys: list[str]) -> None:
+    def drop(self, keys: list[str]) -> None:
         """Nothing to do."""
 
 
@@ -226,7 +226,7 @@ class Publisher:
         """Withdraw a snapshot: its memory is about to be reused."""
         with self._lock:
             key = self._keys.pop(id(snapshot.payload))
-            self._times.forget(key)
+            self._times.drop(key)
             self.drop([key])
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
@@ -310,8 +310,8 @@ class Publisher:
         with self._lock:
             self._copying, self._stale = None, set()
 
-    def begin_copying(self, held: Sequence[Collection[str]], *, forget: bool) -> None:
-        """Copy the folder's blobs to peers; `forget`: peers drop all others once they have them.
+    def begin_copying(self, held: Sequence[Collection[str]], *, drop_stale: bool) -> None:
+        """Copy the folder's blobs to peers; `drop_stale`: peers drop all others once they have them.
 
         `held`: the keys that each peer has. If a copy fails, peers keep what they have until copying begins again.
         """
@@ -324,24 +324,24 @@ class Publisher:
             for key in kept:
                 if key not in everywhere:
                     self._copy(key)
-            if forget:
+            if drop_stale:
                 self._stale = set().union(*held).difference(kept)
-                self._forget_later(self._copying)
+                self._drop_later(self._copying)
 
-    def _forget_later(self, copying: Mapping[str, Future[Any]]) -> None:
+    def _drop_later(self, copying: Mapping[str, Future[Any]]) -> None:
         """Let peers drop stale blobs once these copies are complete: until then a stale blob may be the last source."""
         copies = list(copying.values())
 
-        def forget(copied: Future[Any]) -> None:
+        def drop(copied: Future[Any]) -> None:
             if copied.exception():
                 return  # on a thread for which the holder of the lock may wait
             with self._lock:
                 if self._copying is copying and all(copy.done() and not copy.exception() for copy in copies):
-                    self._copies.forget(sorted(self._stale))
+                    self._copies.drop(sorted(self._stale))
                     self._stale = set()
 
         for copy in copies or [_done()]:
-            copy.add_done_callback(forget)
+            copy.add_done_callback(drop)
 
     def adopt(self) -> FolderContents:
         """Return the contents of the folder, left there by an earlier process or fetched from a peer.
@@ -362,7 +362,7 @@ class Publisher:
 
         The new contents count only once they are complete. Raises what `fetch` raises; the folder is then empty.
         """
-        assert self._copying is None, "peers would forget what is being fetched"
+        assert self._copying is None, "peers would drop what is being fetched"
         make_private(self.folder.path)
         write_private(self._unfinished, "")
         self.folder.clear()
@@ -422,7 +422,7 @@ class Publisher:
                 return
             for key in keys:
                 self._copying.pop(key, None)
-            self._copies.forget(keys)
+            self._copies.drop(keys)
 
     def _are_copied(self, keys: Iterable[str]) -> bool:
         assert self._copying is not None, "asked for copies before peers were told of anything"

@@ -4,7 +4,7 @@ Owns: two sending threads per peer, their order, yielding to training traffic, a
 the blobs, or keep a payload mapped longer than its copy takes. A chunk waits a bounded time while training
 communicates; nothing profiles idle spans of the network, as Gemini does (section 5).
 
-    copy a, copy b, forget a     in this order to each peer, each peer at its own speed; confirmed when all have it
+    copy a, copy b, drop a       in this order to each peer, each peer at its own speed; confirmed when all have it
     steps                        in a thread and a connection of their own: every iteration waits for its step, which
                                  would else arrive behind the snapshots that were requested before
 """
@@ -89,12 +89,12 @@ class Replicator:
                 return failed
             return _all_done([lane.copy(part, until_s) for lane, part in self._split(keys)])
 
-    def forget(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: Sequence[str]) -> None:
         """Let all peers drop their copies, after all earlier requests of the same kind. A failure is logged."""
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
             for lane, part in self._split(keys):
-                lane.forget(part, until_s).add_done_callback(_log_failure)
+                lane.drop(part, until_s).add_done_callback(_log_failure)
 
     def close(self) -> None:
         """End all threads; unconfirmed and later requests fail."""
@@ -134,8 +134,8 @@ class _Lane:
     def copy(self, keys: Sequence[str], until_s: float) -> Future[ServerWork]:
         return self._thread.submit(self._copy_all, tuple(keys), until_s)
 
-    def forget(self, keys: Sequence[str], until_s: float) -> Future[None]:
-        return self._thread.submit(self._forget, tuple(keys), until_s)
+    def drop(self, keys: Sequence[str], until_s: float) -> Future[None]:
+        return self._thread.submit(self._drop, tuple(keys), until_s)
 
     def close(self) -> None:
         self._caller.shut_down()
@@ -145,7 +145,7 @@ class _Lane:
     def _copy_all(self, keys: Sequence[str], until_s: float) -> ServerWork:
         return slowest(self._caller.call(f"copy of {key}", partial(self._put, key), until_s) for key in keys)
 
-    def _forget(self, keys: Sequence[str], until_s: float) -> None:
+    def _drop(self, keys: Sequence[str], until_s: float) -> None:
         request = Drop(owner_rank=self._owner_rank, keys=tuple(keys))
         self._caller.call(f"dropping {', '.join(keys)}", lambda link: link.ask(request, Done), until_s)
 

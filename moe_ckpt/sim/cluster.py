@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_ckpt.errors import NothingLeftError
-from moe_ckpt.faults.schedule import Kill, Strike
+from moe_ckpt.faults.schedule import Kill, TimedFault
 from moe_ckpt.recovery.inventory import ReplayedState
 from moe_ckpt.sim.faults import FaultQueue, time_in_iteration
 from moe_ckpt.sim.generation import Generation, Kept, Moment
-from moe_ckpt.sim.recovering import Estimate, Losses, Way, estimate, plan_after, replay_s, replayed_by
+from moe_ckpt.sim.recovering import Estimate, Losses, RollbackPath, estimate, plan_after, replay_s, replayed_by
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
 from moe_ckpt.sim.timeline import HOST_MEMORY, Ledger, Outcome, Recovered, Trained
 from moe_ckpt.sim.units import go_back
@@ -40,7 +40,7 @@ class _Attempt:
     since_s: float
     reached: int
     kept: tuple[Kept, ...]
-    faults: list[Strike] = field(default_factory=list)
+    faults: list[TimedFault] = field(default_factory=list)
     losses: Losses = Losses(dead=_NO_RANKS, bare=_NO_RANKS, unreplicated=_NO_RANKS, rolling={})  # noqa: RUF009
     detect_s: float = 0.0
     rebuild_s: float = 0.0
@@ -66,7 +66,7 @@ class _Run:
         self._on_disk: Kept | None = None
         self._unreplicated = _NO_RANKS
         self._num_faults = 0
-        self._line = saving.partial.first_line() if saving.partial else None
+        self._epoch = saving.partial.first_epoch() if saving.partial else None
 
     def run(self) -> Outcome:
         generation = self._train_from(0, 0.0, ())
@@ -90,8 +90,8 @@ class _Run:
     def _outcome(self, iterations: int) -> Outcome:
         self._ledger.useful_s = iterations * self._setup.costs.iteration_s
         plt = mlt = 0.0
-        if self._saving.partial and self._line:
-            plt, mlt = self._saving.partial.tokens.shares(self._line.account.lost, iterations)
+        if self._saving.partial and self._epoch:
+            plt, mlt = self._saving.partial.tokens.shares(self._epoch.account.lost, iterations)
         return Outcome(
             iterations=iterations,
             ledger=self._ledger,
@@ -103,11 +103,11 @@ class _Run:
 
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
         # only the first generation starts before anything is measured
-        rhythm = self._saving.later if since_s else self._saving.at_start
-        rhythm = self._line.rhythm if self._line else rhythm
-        return Generation(self._setup.costs, self._saving, rhythm, start, since_s, carried, self._line)
+        pattern = self._saving.later if since_s else self._saving.at_start
+        pattern = self._epoch.pattern if self._epoch else pattern
+        return Generation(self._setup.costs, self._saving, pattern, start, since_s, carried, self._epoch)
 
-    def _next_fault(self, generation: Generation, until_s: float) -> Strike | None:
+    def _next_fault(self, generation: Generation, until_s: float) -> TimedFault | None:
         """Return the next fault if it comes before a time; it is then removed from the queue."""
         timed = next(reversed(self._faults.timed), None)
         reached = [
@@ -134,7 +134,7 @@ class _Run:
         if moment.iterations or moment.into_s:
             self._timeline.append(Trained(generation=generation, iterations=moment.iterations))
 
-    def _live_through(self, generation: Generation, fault: Strike) -> Generation:
+    def _live_through(self, generation: Generation, fault: TimedFault) -> Generation:
         """Recover, including faults during the recovery; return the next generation."""
         moment = generation.moment(fault.after_s)
         reached = generation.start + moment.iterations
@@ -153,34 +153,34 @@ class _Run:
         self._ledger.again_s += recovered.lost_iters * self._setup.costs.iteration_s
         return self._train_from(recovered.iteration, attempt.now_s, carried)
 
-    def _recover(self, attempt: _Attempt, fault: Strike) -> tuple[Recovered, tuple[Kept, ...]]:
+    def _recover(self, attempt: _Attempt, fault: TimedFault) -> tuple[Recovered, tuple[Kept, ...]]:
         """Try until no further fault interrupts; return the cost, and the remaining windows."""
-        way: Way | None = None
-        pending: Strike | None = fault
+        path: RollbackPath | None = None
+        pending: TimedFault | None = fault
         while pending is not None:
             self._join(attempt, pending)
-            way, pending = self._try(attempt)
-        assert way is not None
-        if self._line and self._saving.partial:
-            self._line = self._saving.partial.next_line(self._line, way.account, way.iteration)
+            path, pending = self._try(attempt)
+        assert path is not None
+        if self._epoch and self._saving.partial:
+            self._epoch = self._saving.partial.next_epoch(self._epoch, path.account, path.iteration)
         recovered = Recovered(
             since_s=attempt.since_s,
             faults=tuple(attempt.faults),
-            iteration=way.iteration,
-            lost_iters=attempt.reached - way.iteration,
-            source=way.source,
-            plan=way.estimate.plan if way.estimate else None,
+            iteration=path.iteration,
+            lost_iters=attempt.reached - path.iteration,
+            source=path.source,
+            plan=path.estimate.plan if path.estimate else None,
             detect_s=attempt.detect_s,
             rebuild_s=attempt.rebuild_s,
             fetch_s=attempt.fetch_s,
             replay_s=attempt.replay_s,
-            lost=way.lost,
+            lost=path.lost,
         )
         # windows that end later are of iterations that are trained again, and a load from disk drops all
-        is_kept = way.source == HOST_MEMORY
-        return recovered, tuple(kept for kept in attempt.kept if is_kept and kept.end <= way.iteration)
+        is_kept = path.source == HOST_MEMORY
+        return recovered, tuple(kept for kept in attempt.kept if is_kept and kept.end <= path.iteration)
 
-    def _join(self, attempt: _Attempt, fault: Strike) -> None:
+    def _join(self, attempt: _Attempt, fault: TimedFault) -> None:
         """Detect the losses, replace them, and let all ranks meet again."""
         cluster, losses = self._setup.cluster, attempt.losses
         self._num_faults += 1
@@ -214,22 +214,22 @@ class _Run:
         taken, self._spares = free[:num_nodes], free[num_nodes:]
         return max(0.0, taken[-1] - now_s) + cluster.spare_s
 
-    def _try(self, attempt: _Attempt) -> tuple[Way | None, Strike | None]:
+    def _try(self, attempt: _Attempt) -> tuple[RollbackPath | None, TimedFault | None]:
         """Return the way back, or the fault that interrupted it."""
         begun_s = attempt.now_s
         interrupting = self._due(begun_s)
         if interrupting is not None:
             return None, interrupting
-        way = self._choose(attempt)
-        interrupting = self._due(begun_s + way.fetch_s + way.replay_s, in_recovery=True)
-        spent_s = way.fetch_s + way.replay_s if interrupting is None else max(0.0, interrupting.after_s - begun_s)
-        attempt.fetch_s += min(spent_s, way.fetch_s)
-        attempt.replay_s += max(0.0, spent_s - way.fetch_s)
-        if interrupting is not None and way.estimate is not None:
-            attempt.losses = self._after(attempt.losses, way.estimate, spent_s)
-        return way, interrupting
+        path = self._choose(attempt)
+        interrupting = self._due(begun_s + path.fetch_s + path.replay_s, in_recovery=True)
+        spent_s = path.fetch_s + path.replay_s if interrupting is None else max(0.0, interrupting.after_s - begun_s)
+        attempt.fetch_s += min(spent_s, path.fetch_s)
+        attempt.replay_s += max(0.0, spent_s - path.fetch_s)
+        if interrupting is not None and path.estimate is not None:
+            attempt.losses = self._after(attempt.losses, path.estimate, spent_s)
+        return path, interrupting
 
-    def _due(self, until_s: float, *, in_recovery: bool = False) -> Strike | None:
+    def _due(self, until_s: float, *, in_recovery: bool = False) -> TimedFault | None:
         """Return a fault that comes before a recovery has ended."""
         timed = next(reversed(self._faults.timed), None)
         if timed is not None and timed.after_s < until_s:
@@ -240,7 +240,7 @@ class _Run:
                 return self._faults.meet(kill, until_s)
         return None
 
-    def _choose(self, attempt: _Attempt) -> Way:
+    def _choose(self, attempt: _Attempt) -> RollbackPath:
         if self._saving.recovery is Recovery.RESTART:
             return self._from_disk(self._on_disk)
         if self._saving.partial:
@@ -252,7 +252,7 @@ class _Run:
         except NothingLeftError:
             return self._from_disk(self._on_disk)
         found = estimate(self._setup, self._saving, plan)
-        return Way(
+        return RollbackPath(
             iteration=plan.target_iteration,
             fetch_s=found.fetch_s,
             # segments replay side by side, and all ranks wait for the longest
@@ -261,19 +261,19 @@ class _Run:
             estimate=found,
         )
 
-    def _from_disk(self, kept: Kept | None) -> Way:
+    def _from_disk(self, kept: Kept | None) -> RollbackPath:
         """All ranks load the newest state there, or begin anew: with a new job, if processes do not start again."""
         cluster = self._setup.cluster
         if kept is None:
             again_s = 0.0 if self._saving.recovery is Recovery.RESTART else cluster.restart_s
-            return Way(iteration=0, fetch_s=0.0, replay_s=again_s, source="the beginning")
+            return RollbackPath(iteration=0, fetch_s=0.0, replay_s=again_s, source="the beginning")
         stages = range(self._setup.job.layout.pp)
-        return Way(
+        return RollbackPath(
             iteration=kept.end,
             fetch_s=self._setup.total_full_bytes / cluster.disk_read_bytes_per_s,
             replay_s=replay_s(self._setup, self._saving, stages, kept, kept.end),
             source="disk",
-            account=kept.line.account if kept.line else None,
+            account=kept.epoch.account if kept.epoch else None,
         )
 
     def _after(self, losses: Losses, plan: Estimate, spent_s: float) -> Losses:

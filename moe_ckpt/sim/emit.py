@@ -23,13 +23,13 @@ from moe_ckpt.events import (
     StageRecovered,
     StateResumed,
     TokensLost,
-    TrainerStarted,
     WindowChosen,
+    WorkerStarted,
 )
 from moe_ckpt.sim.generation import Generation
 from moe_ckpt.sim.partial import Lost
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
-from moe_ckpt.sim.snapshot_pattern import Take
+from moe_ckpt.sim.snapshot_pattern import PlannedSnapshot
 from moe_ckpt.sim.timeline import HOST_MEMORY, Outcome, Recovered, Trained
 from moe_ckpt.types import ExpertChoice, WindowChoice
 
@@ -48,7 +48,7 @@ class _Rank:
     def __init__(self, setup: Setup, saving: Saving, global_rank: int) -> None:
         self._setup, self._saving, self._rank = setup, saving, global_rank
         self._stage = setup.job.stage_of_rank(global_rank)
-        self._life = 0
+        self._incarnation = 0
         self._generation = 1
 
     def story(self, outcome: Outcome) -> Iterator[Timed]:
@@ -58,15 +58,15 @@ class _Rank:
             yield from self._trained(stretch) if isinstance(stretch, Trained) else self._recovered(stretch)
         yield outcome.ledger.wall_s, RunFinished(iteration=outcome.iterations, digest=SIMULATED)
 
-    def _started(self) -> TrainerStarted:
-        return TrainerStarted(pid=0, host=SIMULATED, life=self._life, device=SIMULATED)
+    def _started(self) -> WorkerStarted:
+        return WorkerStarted(pid=0, host=SIMULATED, incarnation=self._incarnation, device=SIMULATED)
 
     def _trained(self, stretch: Trained) -> Iterator[Timed]:
         generation = stretch.generation
         for number in range(1, stretch.iterations + 1):
             yield generation.since_s + generation.elapsed_s(number), self._committed(generation, number)
-        for take in generation.rhythm.takes(0, stretch.iterations):
-            yield from self._saved(generation, take, stretch.iterations)
+        for snapshot in generation.pattern.snapshots(0, stretch.iterations):
+            yield from self._saved(generation, snapshot, stretch.iterations)
         durable = self._saving.durable
         if durable is not None:
             first = generation.start // durable.every_iters + 1
@@ -92,32 +92,32 @@ class _Rank:
             sent_gradient_bytes=one_way if self._stage > 0 else 0,
         )
 
-    def _saved(self, generation: Generation, take: Take, iterations: int) -> Iterator[Timed]:
-        iteration = generation.start + take.offset
-        taken_s = generation.since_s + generation.elapsed_s(take.offset)
-        if take.choice is not None:
-            kind = WindowChosen if isinstance(take.choice, WindowChoice) else IntervalChosen
-            fields = {name: getattr(take.choice, name) for name in take.choice.__slots__}
+    def _saved(self, generation: Generation, snapshot: PlannedSnapshot, iterations: int) -> Iterator[Timed]:
+        iteration = generation.start + snapshot.offset
+        taken_s = generation.since_s + generation.elapsed_s(snapshot.offset)
+        if snapshot.choice is not None:
+            kind = WindowChosen if isinstance(snapshot.choice, WindowChoice) else IntervalChosen
+            fields = {name: getattr(snapshot.choice, name) for name in snapshot.choice.__slots__}
             yield taken_s, kind(iteration=iteration, **fields)
-        if take.experts is not None:
-            yield taken_s, self._chosen(iteration, take.experts.choice)
-        if take.offset >= iterations:
+        if snapshot.experts is not None:
+            yield taken_s, self._chosen(iteration, snapshot.experts.choice)
+        if snapshot.offset >= iterations:
             return  # it was being copied when the generation ended
-        size_bytes, copy_s = self._share(take.size_bytes), take.size_bytes / self._saving.reload_bytes_per_s
-        done_s = generation.since_s + generation.elapsed_s(take.offset + 1)
+        size_bytes, copy_s = self._share(snapshot.size_bytes), snapshot.size_bytes / self._saving.reload_bytes_per_s
+        done_s = generation.since_s + generation.elapsed_s(snapshot.offset + 1)
         yield (
             done_s,
             SnapshotTaken(
                 iteration=iteration,
-                window_start=iteration - take.slot,
-                slot=take.slot,
-                num_slots=take.num_slots,
+                window_start=iteration - snapshot.slot,
+                slot=snapshot.slot,
+                num_slots=snapshot.num_slots,
                 size_bytes=size_bytes,
                 dense_bytes=self._share(self._saving.whole_bytes),
                 copy_s=copy_s,
             ),
         )
-        if take.slot == take.num_slots - 1 and self._saving.memory is not None:
+        if snapshot.slot == snapshot.num_slots - 1 and self._saving.memory is not None:
             yield done_s, self._memory()
 
     def _chosen(self, iteration: int, choice: ExpertChoice) -> ExpertsChosen:
@@ -170,7 +170,7 @@ class _Rank:
         self._generation += 1
         joined_s = stretch.since_s + stretch.detect_s + stretch.rebuild_s
         if is_dead or restarts:
-            self._life += 1
+            self._incarnation += 1
             yield joined_s, self._started()
         if stretch.source != HOST_MEMORY:
             seconds = stretch.fetch_s + stretch.replay_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_ckpt.faults.schedule import Kill, Strike, plan_strikes, victims
+from moe_ckpt.faults.schedule import Kill, TimedFault, plan_faults, victims
 from moe_ckpt.sim.costs import Costs
 
 
@@ -12,15 +12,15 @@ class FaultQueue:
     """The faults to come: the `timed` ones, the earliest last, and those `at_points`, when training gets there."""
 
     def __init__(self, kills: Sequence[Kill], *, world_size: int, ranks_per_node: int) -> None:
-        self.timed = [*reversed(plan_strikes(kills, world_size, ranks_per_node))]
+        self.timed = [*reversed(plan_faults(kills, world_size, ranks_per_node))]
         self.at_points = [kill for kill in kills if kill.after_s is None]
         self._world_size, self._ranks_per_node = world_size, ranks_per_node
 
-    def meet(self, kill: Kill, at_s: float) -> Strike:
+    def meet(self, kill: Kill, at_s: float) -> TimedFault:
         """Turn a kill at a point into a strike, now that training is there."""
         self.at_points.remove(kill)
         ranks = victims(kill, self._world_size, self._ranks_per_node)
-        return Strike(after_s=at_s, ranks=ranks, signal=kill.signal, scope=kill.scope)
+        return TimedFault(after_s=at_s, ranks=ranks, signal=kill.signal, scope=kill.scope)
 
 
 def time_in_iteration(phase: str, costs: Costs, seconds: float) -> float:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.partial import Line
+from moe_ckpt.sim.partial import Epoch
 from moe_ckpt.sim.saving import Recovery, Saving
-from moe_ckpt.sim.snapshot_pattern import Rhythm, Span
+from moe_ckpt.sim.snapshot_pattern import SnapshotPattern, Span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,12 +24,12 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """A complete window: the states after `start` to `end`. `line` is the epoch of a partial checkpoint."""
+    """A complete window: the states after `start` to `end`. `epoch` is that of a partial checkpoint."""
 
     start: int
     end: int
     is_whole: bool = True
-    line: Line | None = field(default=None, compare=False)
+    epoch: Epoch | None = field(default=None, compare=False)
 
     @property
     def num_slots(self) -> int:
@@ -42,15 +42,15 @@ class Generation:
 
     costs: Costs
     saving: Saving
-    rhythm: Rhythm
+    pattern: SnapshotPattern
     start: int
     since_s: float
     carried: tuple[Kept, ...]
-    line: Line | None = None
+    epoch: Epoch | None = None
 
     def stalls_s(self, iterations: int) -> float:
         """Return the seconds that saving has added to this many iterations."""
-        snapshots_s, durable = self.rhythm.stalls_s(iterations), self.saving.durable
+        snapshots_s, durable = self.pattern.stalls_s(iterations), self.saving.durable
         if durable is None:
             return snapshots_s
         every = durable.every_iters
@@ -94,7 +94,7 @@ class Generation:
     def on_disk(self, moment: Moment) -> Kept | None:
         """Return the newest state of this generation on disk: a whole checkpoint, or a window."""
         candidates = [self._durable(moment)]
-        if self.rhythm.reaches_disk:
+        if self.pattern.reaches_disk:
             now_s, on_disk = self._now_s(moment), (span for span in self._complete(moment) if span.first.to_disk)
             written = (span for span in on_disk if self.elapsed_s(span.last.offset) + self.saving.disk_s <= now_s)
             candidates.append(next(map(self._at, written), None))
@@ -102,7 +102,7 @@ class Generation:
 
     def _at(self, span: Span) -> Kept:
         first, last = self.start + span.first.offset, self.start + span.last.offset
-        return Kept(start=first, end=last, is_whole=self.line is None, line=self.line)
+        return Kept(start=first, end=last, is_whole=self.epoch is None, epoch=self.epoch)
 
     def _now_s(self, moment: Moment) -> float:
         return self.elapsed_s(moment.iterations) + moment.into_s
@@ -116,7 +116,7 @@ class Generation:
         while newest > self.start:  # a save starts with the stall that is part of the iteration before it
             begun_s = self.elapsed_s(newest - self.start) - durable.stall_s
             if begun_s + durable.done_s <= now_s:
-                return Kept(start=newest, end=newest, line=self.line)
+                return Kept(start=newest, end=newest, epoch=self.epoch)
             newest -= durable.every_iters
         return None
 
@@ -129,7 +129,7 @@ class Generation:
         agrees = self.saving.recovery is Recovery.LOCAL
         agreed = moment.iterations if moment.ready else moment.iterations - 1
         now_s = self._now_s(moment)
-        for span in self.rhythm.spans_back(moment.iterations):
+        for span in self.pattern.spans_back(moment.iterations):
             last = span.last
             # nothing could be recovered without the base: training begins once it is kept
             is_first = last.offset == 0 and not self.carried

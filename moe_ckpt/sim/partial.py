@@ -17,10 +17,10 @@ from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.partial import marked
 from moe_ckpt.sim.job import Job
-from moe_ckpt.sim.snapshot_pattern import Rhythm, Take, Taken, Where
+from moe_ckpt.sim.snapshot_pattern import ChosenExperts, PlannedSnapshot, SnapshotPattern, Where
 from moe_ckpt.types import ExpertChoice, Measured, OperatorKind
 
-MOST_TAKES = 512
+MOST_SNAPSHOTS = 512
 Policy = PartialExperts | PopularExperts
 
 
@@ -42,12 +42,12 @@ class Lost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Line:
+class Epoch:
     """The partial checkpoints from the state after `start` to the next recovery. `account` is that of the start."""
 
     number: int
     start: int
-    rhythm: Rhythm
+    pattern: SnapshotPattern
     account: Account
 
     def versions(self, iteration: int, where: Where) -> IntArray:
@@ -56,12 +56,12 @@ class Line:
         Experts that a whole round does not contain count as old as the round.
         """
         offset = iteration - self.start
-        first = max(0, offset - self.rhythm.period)
+        first = max(0, offset - self.pattern.period)
         found: IntArray | None = None
-        for take in self.rhythm.takes(first, offset):
-            assert take.experts is not None, take
-            found = np.full(take.experts.masks.shape[1:], first, np.int64) if found is None else found
-            found[take.experts.masks[where]] = take.offset
+        for snapshot in self.pattern.snapshots(first, offset):
+            assert snapshot.experts is not None, snapshot
+            found = np.full(snapshot.experts.masks.shape[1:], first, np.int64) if found is None else found
+            found[snapshot.experts.masks[where]] = snapshot.offset
         assert found is not None, (self.start, iteration)
         return found + self.start
 
@@ -96,63 +96,67 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partial:
-    """A policy of partial snapshots: `make` returns a fresh one, `hear` its further choices."""
+    """A policy of partial snapshots: `make` returns a fresh one, `probe` its further choices."""
 
     make: Callable[[], Policy]
-    hear: Callable[[Policy], Rhythm]
+    probe: Callable[[Policy], SnapshotPattern]
     tokens: Tokens
-    rhythms: dict[tuple[float, ...], Rhythm] = field(default_factory=dict)
+    patterns: dict[tuple[float, ...], SnapshotPattern] = field(default_factory=dict)
 
-    def first_line(self) -> Line:
+    def first_epoch(self) -> Epoch:
         """Return the epoch of a run that begins."""
-        return self._line(self.make().facts, number=0, start=0, lost=np.zeros(self.tokens.num_layers, np.int64))
+        return self._epoch(self.make().facts, number=0, start=0, lost=np.zeros(self.tokens.num_layers, np.int64))
 
-    def next_line(self, before: Line, account: Account | None, iteration: int) -> Line:
+    def next_epoch(self, before: Epoch, account: Account | None, iteration: int) -> Epoch:
         """Return the epoch after all have gone back to `iteration`; without an account to the beginning."""
         if account is None:
-            return replace(self.first_line(), number=before.number + 1)
+            return replace(self.first_epoch(), number=before.number + 1)
         plt, _ = self.tokens.shares(account.lost, iteration)
         self._asked.went_back(account.facts, plt=plt, iteration=iteration)
-        return self._line(self._asked.facts, number=before.number + 1, start=iteration, lost=account.lost)
+        return self._epoch(self._asked.facts, number=before.number + 1, start=iteration, lost=account.lost)
 
     @cached_property
     def _asked(self) -> Policy:
         """The policy decides the effect of a recovery: its earlier facts have no effect then."""
         return self.make()
 
-    def _line(self, facts: tuple[float, ...], *, number: int, start: int, lost: IntArray) -> Line:
-        if facts[:1] not in self.rhythms:  # how many experts; what was lost before decides only when that changes
+    def _epoch(self, facts: tuple[float, ...], *, number: int, start: int, lost: IntArray) -> Epoch:
+        if facts[:1] not in self.patterns:  # how many experts; what was lost before decides only when that changes
             fresh = self.make()
             fresh.went_back(facts, plt=0.0, iteration=0)
-            self.rhythms[facts[:1]] = self.hear(fresh)
-        return Line(number=number, start=start, rhythm=self.rhythms[facts[:1]], account=Account(lost=lost, facts=facts))
+            self.patterns[facts[:1]] = self.probe(fresh)
+        return Epoch(
+            number=number, start=start, pattern=self.patterns[facts[:1]], account=Account(lost=lost, facts=facts)
+        )
 
 
-def hear_turns(
+def probe_turns(
     policy: Policy, measured: Measured, describe: Callable[[ExpertChoice], tuple[int, float, float]], num_experts: int
-) -> Rhythm:
+) -> SnapshotPattern:
     """Query a fresh policy until each expert of a layer may have had two turns: the second round repeats.
 
     `describe` gives the bytes of a snapshot, its stall, and the seconds of its way to disk. Turns are those snapshots
-    that go to disk, each once the one before is there; all, if none go there. If there are too many, MOST_TAKES are
+    that go to disk, each once the one before is there; all, if none go there. If there are too many, MOST_SNAPSHOTS are
     queried, and the second half of them repeats.
     """
-    takes: list[Take] = []
+    snapshots: list[PlannedSnapshot] = []
     turns: list[int] = []
     offset, now_s, written_s = 0, 0.0, 0.0
-    while len(turns) <= 2 * num_experts and len(takes) <= MOST_TAKES:
+    while len(turns) <= 2 * num_experts and len(snapshots) <= MOST_SNAPSHOTS:
         plan = policy.plan(offset, lambda: replace(measured, is_persisting=now_s < written_s))  # noqa: B023
         if plan.experts is not None:
             size_bytes, stall_s, write_s = describe(plan.experts)
             selections = (plan.experts.memory, plan.experts.on_peers, plan.experts.on_disk)
             masks = np.stack([marked(selection, (len(selection), num_experts)) for selection in selections])
-            take = Take(offset=offset, size_bytes=size_bytes, stall_s=stall_s, to_disk=plan.to_disk)
-            takes.append(replace(take, experts=Taken(choice=plan.experts, masks=masks)))
+            snapshot = PlannedSnapshot(offset=offset, size_bytes=size_bytes, stall_s=stall_s, to_disk=plan.to_disk)
+            snapshots.append(replace(snapshot, experts=ChosenExperts(choice=plan.experts, masks=masks)))
             now_s += stall_s
             written_s = now_s + write_s if plan.to_disk else written_s
             if plan.to_disk or not written_s:
-                turns.append(len(takes) - 1)
+                turns.append(len(snapshots) - 1)
         offset, now_s = offset + 1, now_s + measured.iteration_s
-    second = len(takes) - 1
+    second = len(snapshots) - 1
     first = turns[num_experts] if len(turns) > 2 * num_experts else second // 2
-    return Rhythm(tuple(takes[:first]), tuple(takes[first:second]), takes[second].offset - takes[first].offset)
+    return SnapshotPattern(
+        tuple(snapshots[:first]), tuple(snapshots[first:second]), snapshots[second].offset - snapshots[first].offset
+    )

@@ -37,9 +37,9 @@ from moe_ckpt.policies.window_schedule import fixed_order
 from moe_ckpt.sim.costs import GRADIENT_BYTES, CopyRates, stall_s, step_s
 from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, JOB, ClusterConfig
 from moe_ckpt.sim.job import Array, Job
-from moe_ckpt.sim.partial import Partial, Tokens, hear_turns
+from moe_ckpt.sim.partial import Partial, Tokens, probe_turns
 from moe_ckpt.sim.saving import Durable, Recovery, Saving, Setup
-from moe_ckpt.sim.snapshot_pattern import NOTHING, Rhythm, listen
+from moe_ckpt.sim.snapshot_pattern import NOTHING, SnapshotPattern, probe_policy
 from moe_ckpt.types import ExpertChoice, Measured, OperatorKind, OperatorTable, SlotPlan
 
 
@@ -72,7 +72,7 @@ def _in_memory(
     config: InMemoryConfig,
     setup: Setup,
     link: _Link,
-    rhythms: tuple[Rhythm, Rhythm],
+    patterns: tuple[SnapshotPattern, SnapshotPattern],
     recovery: Recovery = Recovery.ROLLBACK,
     **own: Any,
 ) -> Saving:
@@ -80,8 +80,8 @@ def _in_memory(
     return Saving(
         name=config.policy,
         recovery=recovery,
-        at_start=rhythms[0],
-        later=rhythms[1],
+        at_start=patterns[0],
+        later=patterns[1],
         whole_bytes=link.most_bytes,
         durable=_durable(setup, config.durable_every_iters, asynchronous=config.async_save),
         sizes_are_of_job=link.is_shared,
@@ -110,7 +110,7 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         config,
         setup,
         link,
-        _listen(make, measured, describe, config, config.every_iters != AUTO),
+        _probe(make, measured, describe, config, config.every_iters != AUTO),
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
@@ -140,7 +140,7 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
         config,
         setup,
         link,
-        _listen(make, measured, lambda _: (gradient_bytes, tap_s), config, is_settled=True),
+        _probe(make, measured, lambda _: (gradient_bytes, tap_s), config, is_settled=True),
         reload_bytes_per_s=link.bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=min(link.bytes_per_s, _rates(config, setup).kept(replicas)),
@@ -208,13 +208,13 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
             return size_bytes, link.stall_s(size_bytes)
         return size_bytes, host.wait_s(size_bytes) + link.added_s(size_bytes)  # peers have the pause, too
 
-    rhythms = _listen(make, measured, describe, config, is_settled=False)  # the base is no window of choice
-    chosen = rhythms[1].repeat[0]
+    patterns = _probe(make, measured, describe, config, is_settled=False)  # the base is no window of choice
+    chosen = patterns[1].repeat[0]
     return _in_memory(
         config,
         setup,
         link,
-        rhythms,
+        patterns,
         recovery=Recovery.LOCAL,
         reload_bytes_per_s=setup.cluster.copy_bytes_per_s,
         replicas=replicas,
@@ -262,15 +262,15 @@ def _partial(
     num_experts = setup.job.shape.num_experts
     tokens = Tokens(setup.job)
     measured = costs.measured(tokens.by_expert * config.every_iters)
-    hear = partial(hear_turns, measured=measured, describe=costs.describe, num_experts=num_experts)
-    told = Partial(make=make, hear=hear, tokens=tokens)
-    rhythm = told.first_line().rhythm
-    choices = [take.experts.choice for take in rhythm.repeat if take.experts]
+    probe = partial(probe_turns, measured=measured, describe=costs.describe, num_experts=num_experts)
+    told = Partial(make=make, probe=probe, tokens=tokens)
+    pattern = told.first_epoch().pattern
+    choices = [snapshot.experts.choice for snapshot in pattern.repeat if snapshot.experts]
     return _in_memory(
         config,
         setup,
         costs.link,
-        (rhythm, rhythm),
+        (pattern, pattern),
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=costs.replicas,
         kept_bytes_per_s=min(costs.size_bytes(choice) / costs.copy_s(choice) for choice in choices),
@@ -374,19 +374,21 @@ class _PartialCosts:
         return float(self._own.snapshot_bytes(choice.on_disk).sum()) / self._disk_bytes_per_s
 
 
-def _listen(
+def _probe(
     make: Callable[[], Any],
     measured: Measured,
     describe: Callable[[SlotPlan], tuple[int, float]],
     config: Any,
     is_settled: bool,
-) -> tuple[Rhythm, Rhythm]:
+) -> tuple[SnapshotPattern, SnapshotPattern]:
     """Return the choices of a fresh policy before anything is measured, and after that."""
     nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=measured.popularity)
     answers = iter([nothing])
     disk_every = config.disk_every_iters > 0
-    at_start = listen(make(), lambda: next(answers, measured), describe, disk_every=disk_every, is_settled=is_settled)
-    later = listen(make(), lambda: measured, describe, disk_every=disk_every, is_settled=is_settled)
+    at_start = probe_policy(
+        make(), lambda: next(answers, measured), describe, disk_every=disk_every, is_settled=is_settled
+    )
+    later = probe_policy(make(), lambda: measured, describe, disk_every=disk_every, is_settled=is_settled)
     return at_start, later
 
 

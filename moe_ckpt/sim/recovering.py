@@ -42,7 +42,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class RollbackPath:
     """A way of all ranks to the state after `iteration`; `account` is that of its partial checkpoint."""
 
     iteration: int
@@ -122,9 +122,9 @@ def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -
 
 def _window_bytes(setup: Setup, saving: Saving) -> float:
     """Return the bytes of a window on a rank."""
-    takes, in_window = saving.later.repeat, saving.window_bytes
+    snapshots, in_window = saving.later.repeat, saving.window_bytes
     if in_window is None:
-        in_window = sum(take.size_bytes for take in takes[: takes[0].num_slots])
+        in_window = sum(snapshot.size_bytes for snapshot in snapshots[: snapshots[0].num_slots])
     return in_window / setup.job.layout.world_size if setup.cluster.copies_share == JOB else in_window
 
 

@@ -12,7 +12,7 @@ from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import Job
 from moe_ckpt.sim.partial import Partial
-from moe_ckpt.sim.snapshot_pattern import Rhythm
+from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
 
 
 class Recovery(Enum):
@@ -79,8 +79,8 @@ class Saving:
 
     name: str
     recovery: Recovery
-    at_start: Rhythm
-    later: Rhythm
+    at_start: SnapshotPattern
+    later: SnapshotPattern
     whole_bytes: float
     reload_bytes_per_s: float
     replicas: int = 0
@@ -99,8 +99,8 @@ class Saving:
     @property
     def overhead_s(self) -> float:
         """Return the seconds that saving adds to an iteration on average, once the policy has settled."""
-        rhythm = self.later
-        snapshots_s = sum(take.stall_s for take in rhythm.repeat) / rhythm.period if rhythm.repeat else 0.0
+        pattern = self.later
+        snapshots_s = sum(snapshot.stall_s for snapshot in pattern.repeat) / pattern.period if pattern.repeat else 0.0
         return snapshots_s + (self.durable.stall_s / self.durable.every_iters if self.durable else 0.0)
 
     def host_bytes(self, setup: Setup) -> float:

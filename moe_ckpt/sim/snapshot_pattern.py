@@ -22,7 +22,7 @@ from moe_ckpt.types import ExpertChoice, IntervalChoice, Measured, SlotPlan, Win
 
 
 class Where(IntEnum):
-    """The destinations of a partial snapshot's experts, in the order of `Taken.masks`."""
+    """The destinations of a partial snapshot's experts, in the order of `ChosenExperts.masks`."""
 
     MEMORY = 0
     PEERS = 1
@@ -30,7 +30,7 @@ class Where(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Taken:
+class ChosenExperts:
     """The experts that a partial snapshot takes; `masks` is bool [where, layers, experts]."""
 
     choice: ExpertChoice
@@ -38,7 +38,7 @@ class Taken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Take:
+class PlannedSnapshot:
     """A snapshot: slot `slot` of a window of `num_slots` that starts at offset `offset` - `slot`.
 
     After the window there are `pause_iters` iterations without a snapshot. `size_bytes` are those of the rank with the
@@ -52,25 +52,25 @@ class Take:
     slot: int = 0
     num_slots: int = 1
     choice: WindowChoice | IntervalChoice | None = None
-    experts: Taken | None = None
+    experts: ChosenExperts | None = None
     pause_iters: int = 0
 
 
 class Span(NamedTuple):
     """A window by its first and its last snapshot; the first one tells whether it goes to disk."""
 
-    first: Take
-    last: Take
+    first: PlannedSnapshot
+    last: PlannedSnapshot
 
 
-class Rhythm:
+class SnapshotPattern:
     """The snapshots of a generation: `lead`, then `repeat` every `period` iterations. Offsets ascend."""
 
-    def __init__(self, lead: tuple[Take, ...], repeat: tuple[Take, ...], period: int) -> None:
+    def __init__(self, lead: tuple[PlannedSnapshot, ...], repeat: tuple[PlannedSnapshot, ...], period: int) -> None:
         assert period >= 1 or not repeat, (period, repeat)
         self.lead, self.repeat, self.period = lead, repeat, period
-        self._offsets = [[take.offset for take in takes] for takes in (lead, repeat)]
-        self._sums_s = [[0.0, *accumulate(take.stall_s for take in takes)] for takes in (lead, repeat)]
+        self._offsets = [[snapshot.offset for snapshot in snapshots] for snapshots in (lead, repeat)]
+        self._sums_s = [[0.0, *accumulate(snapshot.stall_s for snapshot in snapshots)] for snapshots in (lead, repeat)]
         self._spans = [_spans(lead), _spans(repeat)]
 
     def stalls_s(self, iterations: int) -> float:
@@ -83,16 +83,16 @@ class Rhythm:
         count = bisect.bisect_left(self._offsets[1], self.repeat[0].offset + rest)
         return total_s + rounds * self._sums_s[1][-1] + self._sums_s[1][count]
 
-    def takes(self, first: int, last: int) -> Iterator[Take]:
+    def snapshots(self, first: int, last: int) -> Iterator[PlannedSnapshot]:
         """Yield the snapshots at offsets `first` to `last`, both inclusive, in order."""
-        yield from (take for take in self.lead if first <= take.offset <= last)
+        yield from (snapshot for snapshot in self.lead if first <= snapshot.offset <= last)
         if not self.repeat:
             return
         shift = max(0, (first - self.repeat[0].offset) // self.period) * self.period
         while shift + self.repeat[0].offset <= last:
-            for take in self.repeat:
-                if first <= take.offset + shift <= last:
-                    yield replace(take, offset=take.offset + shift)
+            for snapshot in self.repeat:
+                if first <= snapshot.offset + shift <= last:
+                    yield replace(snapshot, offset=snapshot.offset + shift)
             shift += self.period
 
     def spans_back(self, last: int) -> Iterator[Span]:
@@ -102,36 +102,36 @@ class Rhythm:
             while shift >= 0:
                 for span in reversed(self._spans[1]):
                     if span.last.offset + shift <= last:
-                        yield Span(*(replace(take, offset=take.offset + shift) for take in span))
+                        yield Span(*(replace(snapshot, offset=snapshot.offset + shift) for snapshot in span))
                 shift -= self.period
         yield from (span for span in reversed(self._spans[0]) if span.last.offset <= last)
 
     @property
     def interval_iters(self) -> float:
         """Iterations from one window or whole snapshot to the next; 0 without any."""
-        begins = sum(take.slot == 0 for take in self.repeat)
+        begins = sum(snapshot.slot == 0 for snapshot in self.repeat)
         return self.period / begins if begins else 0.0
 
     @property
     def reaches_disk(self) -> bool:
-        return any(take.to_disk for take in (*self.lead, *self.repeat))
+        return any(snapshot.to_disk for snapshot in (*self.lead, *self.repeat))
 
 
-def listen(
+def probe_policy(
     policy: Policy,
     measure: Callable[[], Measured],
     describe: Callable[[SlotPlan], tuple[int, float]],
     *,
     disk_every: bool,
     is_settled: bool,
-) -> Rhythm:
+) -> SnapshotPattern:
     """Query a fresh policy until it repeats itself. `describe` gives bytes and stall of each request.
 
     It repeats itself from the first window that it chose (`is_settled`: from the start) to the next one; with
     `disk_every`, from one that goes to disk to the next such one.
     """
-    takes: list[Take] = []
-    begins: list[int] = []  # positions in takes
+    snapshots: list[PlannedSnapshot] = []
+    begins: list[int] = []  # positions in snapshots
     offset = 0
     # a policy is pure: from the same point on, with the same measurements, it repeats its answers
     while len(begins) < 2:
@@ -140,10 +140,10 @@ def listen(
             choice = plan.window or plan.interval
             is_begin = plan.sparse.slot == 0 and (is_settled or choice is not None or bool(begins))
             if is_begin and (plan.to_disk or not disk_every):
-                begins.append(len(takes))
+                begins.append(len(snapshots))
             size_bytes, stall_s = describe(plan.sparse)
-            takes.append(
-                Take(
+            snapshots.append(
+                PlannedSnapshot(
                     offset=offset,
                     slot=plan.sparse.slot,
                     num_slots=plan.sparse.num_slots,
@@ -156,13 +156,17 @@ def listen(
             )
         offset += 1
     first, second = begins
-    return Rhythm(tuple(takes[:first]), tuple(takes[first:second]), takes[second].offset - takes[first].offset)
+    return SnapshotPattern(
+        tuple(snapshots[:first]), tuple(snapshots[first:second]), snapshots[second].offset - snapshots[first].offset
+    )
 
 
-def _spans(takes: tuple[Take, ...]) -> list[Span]:
-    at = {take.offset: take for take in takes}
-    pairs = [(take, at.get(take.offset + take.num_slots - 1)) for take in takes if take.slot == 0]
+def _spans(snapshots: tuple[PlannedSnapshot, ...]) -> list[Span]:
+    at = {snapshot.offset: snapshot for snapshot in snapshots}
+    pairs = [
+        (snapshot, at.get(snapshot.offset + snapshot.num_slots - 1)) for snapshot in snapshots if snapshot.slot == 0
+    ]
     return [Span(first, last) for first, last in pairs if last]
 
 
-NOTHING = Rhythm((), (), 0)
+NOTHING = SnapshotPattern((), (), 0)

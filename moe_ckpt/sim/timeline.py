@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moe_ckpt.faults.schedule import Strike
+from moe_ckpt.faults.schedule import TimedFault
 from moe_ckpt.recovery.plan import RecoveryPlan
 from moe_ckpt.sim.generation import Generation
 from moe_ckpt.sim.partial import Lost
@@ -29,7 +29,7 @@ class Recovered:
     """
 
     since_s: float
-    faults: tuple[Strike, ...]
+    faults: tuple[TimedFault, ...]
     iteration: int
     lost_iters: int
     source: str

@@ -15,8 +15,8 @@ from moe_ckpt.policies.lost_tokens import IntArray
 from moe_ckpt.recovery.units import UnitInventory, plan_units
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.hardware import JOB
-from moe_ckpt.sim.partial import Account, Line, Lost
-from moe_ckpt.sim.recovering import Losses, Way
+from moe_ckpt.sim.partial import Account, Epoch, Lost
+from moe_ckpt.sim.recovering import Losses, RollbackPath
 from moe_ckpt.sim.saving import Saving, Setup
 from moe_ckpt.sim.snapshot_pattern import Where
 from moe_ckpt.sim.timeline import HOST_MEMORY
@@ -26,7 +26,9 @@ Places = Mapping[Where, Sequence[Kept]]
 """The checkpoints with a part of a rank, by place, the nearest first."""
 
 
-def go_back(setup: Setup, saving: Saving, kept: Sequence[Kept], on_disk: Kept | None, losses: Losses) -> Way | None:
+def go_back(
+    setup: Setup, saving: Saving, kept: Sequence[Kept], on_disk: Kept | None, losses: Losses
+) -> RollbackPath | None:
     """Return the way of all ranks back to a partial checkpoint, or None if they have none in common."""
     written = [on_disk] if on_disk and not on_disk.is_whole else []
     bare = {rank: _bare_places(setup, saving, rank, kept, written, losses) for rank in sorted(losses.unreplicated)}
@@ -37,18 +39,18 @@ def go_back(setup: Setup, saving: Saving, kept: Sequence[Kept], on_disk: Kept | 
     if plan is None:
         return None
     found = next(each for each in (*kept, *written) if _version(each) == plan.version)
-    line = found.line
-    assert line is not None
+    epoch = found.epoch
+    assert epoch is not None
     assert saving.partial is not None
-    lost = _lost(setup, saving, found, line, bare)
-    total = line.account.lost + np.concatenate([of_stage.sum(axis=1) for of_stage in lost])
+    lost = _lost(setup, saving, found, epoch, bare)
+    total = epoch.account.lost + np.concatenate([of_stage.sum(axis=1) for of_stage in lost])
     plt, mlt = saving.partial.tokens.shares(total, found.end)
-    return Way(
+    return RollbackPath(
         iteration=found.end,
         fetch_s=_fetch_s(setup, saving, [plan.sources[rank][CORE] for rank in bare]),
         replay_s=saving.whole_bytes / saving.reload_bytes_per_s + setup.cluster.resume_s,
         source=HOST_MEMORY,
-        account=Account(lost=total, facts=line.account.facts),
+        account=Account(lost=total, facts=epoch.account.facts),
         lost=Lost(by_stage=lost, plt=plt, mlt=mlt),
     )
 
@@ -72,21 +74,21 @@ def _inventory(rank: int, places: Places) -> UnitInventory:
 
 
 def _version(kept: Kept) -> Version:
-    assert kept.line is not None, kept
-    return Version(lineage=kept.line.number, iteration=kept.end)
+    assert kept.epoch is not None, kept
+    return Version(epoch=kept.epoch.number, iteration=kept.end)
 
 
-def _lost(setup: Setup, saving: Saving, found: Kept, line: Line, bare: Mapping[int, Places]) -> list[IntArray]:
+def _lost(setup: Setup, saving: Saving, found: Kept, epoch: Epoch, bare: Mapping[int, Places]) -> list[IntArray]:
     """Return the losses of each stage: an expert is as old as its oldest part."""
     assert saving.partial is not None
     tokens, job = saving.partial.tokens, setup.job
-    versions = cache(line.versions)  # ranks of a node mostly have the same
+    versions = cache(epoch.versions)  # ranks of a node mostly have the same
     whole = versions(found.end, Where.MEMORY)
     homes = np.arange(job.shape.num_experts) * job.layout.ep // job.shape.num_experts
     rows = [tokens.rows_of_stage(stage, len(whole)) for stage in range(job.layout.pp)]
     of_stages = [whole[of_stage] for of_stage in rows]
     for rank, places in bare.items():
-        ends = {where: [kept.end for kept in theirs if kept.line is line] for where, theirs in places.items()}
+        ends = {where: [kept.end for kept in theirs if kept.epoch is epoch] for where, theirs in places.items()}
         # copies may be newer than the core that all ranks go back to
         newest = [versions(min(max(each), found.end), where) for where, each in ends.items() if each]
         stage, own = job.stage_of_rank(rank), homes == job.ep_rank_of(rank)

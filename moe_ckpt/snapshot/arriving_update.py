@@ -219,7 +219,7 @@ def _base_of(update: Update, folder: BlobFolder) -> Snapshot:
     except CheckpointLoadError as error:
         reason = f"got no state to apply it to ({error}), wanted that of iteration {wanted.iteration - 1}"
         raise CheckpointLoadError(f"gradients for {wanted}: {reason}") from error
-    is_of_epoch = header.version.lineage == wanted.version.lineage
+    is_of_epoch = header.version.epoch == wanted.version.epoch
     follows = is_of_epoch and header.iteration == wanted.iteration - 1
     same = shapes_of(header) == shapes_of(wanted)  # the update carries the buffers: their type may have changed
     if not follows or blob.payload is None or not same or not follows_from_gradients(wanted):

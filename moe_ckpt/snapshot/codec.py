@@ -115,7 +115,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTag:
-    """The unit of a snapshot in a partial checkpoint: its `name`, and the epoch `lineage` of the run.
+    """The unit of a snapshot in a partial checkpoint: its `name`, and the run's `epoch`.
 
     `seen_tokens`: the tokens that its expert had been trained with. `on_peers`, `on_disk`: the levels that keep it
     beside own memory. Only the core has the last two: `complete_with`, the names of all units that make a checkpoint of
@@ -124,7 +124,7 @@ class UnitTag:
     """
 
     name: str
-    lineage: Count
+    epoch: Count
     on_peers: bool
     on_disk: bool
     seen_tokens: Count
@@ -159,7 +159,7 @@ class SnapshotHeader:
     @property
     def version(self) -> Version:
         """The version that the snapshot belongs to, with all others of its window."""
-        return Version(lineage=self.unit.lineage if self.unit else 0, iteration=self.window_start)
+        return Version(epoch=self.unit.epoch if self.unit else 0, iteration=self.window_start)
 
     @property
     def name(self) -> str:

@@ -90,7 +90,7 @@ class StepLog:
         """Drop everything."""
         self._drop(lambda _: True)
 
-    def note_start(self, iteration: int, small_state: Mapping[str, torch.Tensor]) -> None:
+    def log_start(self, iteration: int, small_state: Mapping[str, torch.Tensor]) -> None:
         """Log the start of `iteration`, in place of an earlier one."""
         self._starts[iteration] = small_state
         if self._daemon:

@@ -63,7 +63,7 @@ def _newest(snapshots: Iterable[Snapshot], version: Version) -> dict[str, Snapsh
     found: dict[str, Snapshot] = {}
     for each in sorted(snapshots, key=lambda each: each.header.iteration):
         header = each.header
-        is_of_epoch = header.unit is not None and header.unit.lineage == version.lineage
+        is_of_epoch = header.unit is not None and header.unit.epoch == version.epoch
         if header.version == version or (is_of_epoch and header.iteration <= version.iteration):
             found[header.name] = each  # in place of an older one
     return found

@@ -12,7 +12,7 @@ from benchmarks.under_faults import PLAIN, Cell, arguments_of, carry_out, interf
 from launcher.compare import plan_variants
 from launcher.config import compose_settings
 from launcher.simulator.real_run import RealRun
-from moe_ckpt.events import Event, LoggedEvent, SnapshotTaken, TrainerStarted
+from moe_ckpt.events import Event, LoggedEvent, SnapshotTaken, WorkerStarted
 from tests.report_runs import committed
 
 POLICIES = ["moevement", "gemini:ckpt.every_iters=5", "none"]
@@ -59,8 +59,8 @@ def iteration(number: int) -> Event:
     return committed(number, seconds=1.0, stall_s=0.0)
 
 
-def worker(life: int) -> Event:
-    return TrainerStarted(pid=1, host="here", life=life, device="cpu")
+def worker(incarnation: int) -> Event:
+    return WorkerStarted(pid=1, host="here", incarnation=incarnation, device="cpu")
 
 
 def test_only_new_iterations_within_the_time_count() -> None:

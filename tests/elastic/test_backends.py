@@ -142,12 +142,12 @@ def test_nccl_is_kept_from_ending_survivors(nccl: NcclBackend) -> None:
 
 def test_launched_operations_are_waited_for_unless_all_is_over(nccl: NcclBackend) -> None:
     FakeEvent.looks = 5
-    nccl.settle(lambda: False, WAIT_S)
+    nccl.sync(lambda: False, WAIT_S)
     assert FakeEvent.looks == 0
     FakeEvent.looks = 1 << 60
-    nccl.settle(lambda: True, WAIT_S)
+    nccl.sync(lambda: True, WAIT_S)
     with pytest.raises(PeersLostError, match=r"operations on cuda:0 took more than 0\.01 s"):
-        nccl.settle(lambda: False, 0.01)
+        nccl.sync(lambda: False, 0.01)
 
 
 class StuckGroup:
@@ -265,7 +265,7 @@ def make_and_end_groups(kind: str) -> tuple[list[int], list[int]]:
             work = group.allreduce([total], options)
             if work is not None:
                 work.wait()
-        backend.settle(lambda: False, WAIT_S)
+        backend.sync(lambda: False, WAIT_S)
         assert total.sum().item() == 3000.0
         backend.cut([group])
         assert wait_until(backend.is_quiet)

@@ -144,20 +144,20 @@ def test_a_generation_that_has_ended_cannot_finish(both: Both) -> None:
 
 def test_the_life_that_may_join_is_the_last_one_set(both: Both) -> None:
     one, other = both
-    assert other.life(3) == -1
-    for life in (0, 1):
-        one.set_life(3, life)
-        assert one.life(3) == life  # torch's store answers no `set`: only now it has arrived
-        assert other.life(3) == life
+    assert other.incarnation(3) == -1
+    for incarnation in (0, 1):
+        one.set_incarnation(3, incarnation)
+        assert one.incarnation(3) == incarnation  # torch's store answers no `set`: only now it has arrived
+        assert other.incarnation(3) == incarnation
 
 
 # Members. Those below are what ranks do; rank 2 is no member and stands for a supervisor.
 
 
 def open_first_life(folder: str, world_size: int, *, grace_s: float = GRACE_S) -> tuple[Generations, Membership]:
-    """Make this process the first life of its rank."""
+    """Make this process the first incarnation of its rank."""
     generations = Generations(open_store(folder))
-    generations.set_life(own_rank(), 0)
+    generations.set_incarnation(own_rank(), 0)
     return generations, open_membership(folder, own_rank(), world_size, grace_s=grace_s)
 
 
@@ -211,20 +211,20 @@ def test_all_leave_a_generation_that_any_process_ends_and_join_the_next(tmp_path
 
 
 def join_though_a_peer_died_on_the_way(folder: str) -> Any:
-    """Rank 1 comes, and is dead before groups are formed; its next life comes to the next generation."""
+    """Rank 1 comes, and is dead before groups are formed; its next incarnation comes to the next generation."""
     generations = Generations(open_store(folder))
-    life = own_rank()
+    incarnation = own_rank()
     begun_s = time.monotonic()
     if own_rank() == 1:
-        generations.set_life(1, life)
+        generations.set_incarnation(1, incarnation)
         open_store(folder).wait(["1/arrived"])
         generations.arrive(1, 2)
         generations.record_death(1, death_of(1))
         generations.end(1, "died on the way")
     else:
-        generations.set_life(0, life)
+        generations.set_incarnation(0, incarnation)
         generations.current()
-    membership = open_membership(folder, own_rank(), 2, life=life)
+    membership = open_membership(folder, own_rank(), 2, incarnation=incarnation)
     found = membership.join(), sum_of_ranks(), membership.deaths()
     return *found, time.monotonic() - begun_s < WAIT_S / 3
 
@@ -254,7 +254,7 @@ def join_in_vain(folder: str) -> tuple[str, int, Phase, bool]:
     """Wait for a third rank, which does not come."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     generations = Generations(store)
-    generations.set_life(0, 0)
+    generations.set_incarnation(0, 0)
     membership = open_membership(folder, 0, 3, join_s=0.05, connect=lambda _: store)
     generations.arrive(1, 3)
     with pytest.raises(PeersLostError) as lost:
@@ -329,7 +329,7 @@ def test_losses_without_a_death_or_progress_are_an_error_in_the_end(tmp_path: Pa
 
 
 def join_and_stay(connection: Connection, folder: str, port: int | None = None) -> None:
-    """Join as the first life of the only rank, whenever told to; stay. The store is a file, or torch's at a port."""
+    """Join as the first incarnation of the only rank, as often as asked; stay. The store: a file, or one at a port."""
 
     def connect(folder: str) -> dist.Store:
         return dist.TCPStore("127.0.0.1", port, is_master=False) if port else open_store(folder)
@@ -344,10 +344,10 @@ def join_and_stay(connection: Connection, folder: str, port: int | None = None) 
 def test_a_life_that_was_replaced_may_not_join(tmp_path: Path, start) -> None:
     store = open_store(str(tmp_path))
     generations = Generations(store)
-    generations.set_life(0, 0)
+    generations.set_incarnation(0, 0)
     member = start(join_and_stay, str(tmp_path))
     assert member.hear() == 1
-    generations.set_life(0, 1)
+    generations.set_incarnation(0, 1)
     generations.end(1, "replaced")
     member.tell("join again")
     assert member.exit_status() == FENCED
@@ -357,7 +357,7 @@ def test_a_life_that_was_replaced_may_not_join(tmp_path: Path, start) -> None:
 def serve_store(connection: Connection) -> None:
     """Be torchrun's agent: serve a store in which one rank may join."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    Generations(store).set_life(0, 0)
+    Generations(store).set_incarnation(0, 0)
     connection.send(store.port)
     connection.recv()
 
@@ -373,8 +373,8 @@ def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
 def only_member(store: dist.Store, page: StatusPage) -> tuple[Generations, Membership]:
     """Return the membership of a job's only rank, which has no process groups."""
     generations = Generations(store)
-    generations.set_life(0, 0)
-    member = Member(global_rank=0, world_size=1, life=0)
+    generations.set_incarnation(0, 0)
+    member = Member(global_rank=0, world_size=1, incarnation=0)
     groups: Any = SimpleNamespace(**dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None))
     return generations, Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
 

@@ -261,9 +261,9 @@ def test_a_survivor_of_many_deaths_holds_no_more_than_after_the_first(tmp_path: 
 
 def settle_after_a_cut() -> list[str]:
     groups = open_groups(0, 2)
-    outcomes = [outcome_of(groups.settle)]
+    outcomes = [outcome_of(groups.sync)]
     groups.cut()
-    return [*outcomes, outcome_of(groups.settle)]
+    return [*outcomes, outcome_of(groups.sync)]
 
 
 def test_operations_that_were_cut_do_not_settle() -> None:

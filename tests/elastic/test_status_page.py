@@ -34,7 +34,7 @@ def caught() -> list[int]:
 
 @pytest.fixture
 def page(tmp_path: Path, caught: list[int]) -> StatusPage:
-    page = StatusPage(tmp_path / "page", strike=caught.append)
+    page = StatusPage(tmp_path / "page", execute=caught.append)
     page.reset()
     return page
 
@@ -59,7 +59,7 @@ def test_any_order_strikes_where_counting_says(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Step], phase: Phase, iteration: int, skip: int
 ) -> None:
     caught: list[int] = []
-    page = StatusPage(tmp_path_factory.getbasetemp() / "page", strike=caught.append)
+    page = StatusPage(tmp_path_factory.getbasetemp() / "page", execute=caught.append)
     page.reset()
     obeyed_before = page.orders_obeyed
     page.order(signal.SIGUSR1, phase, iteration=iteration, skip=skip)

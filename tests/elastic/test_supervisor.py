@@ -47,13 +47,15 @@ def supervisor_main(
     fd = os.open(Path(folder) / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, sys.stderr.fileno())
     page, generations = StatusPage(Path(folder) / "page"), kind(open_store(folder))
-    sys.exit(Supervisor(0, page, generations, lambda life: train(life, page, connection), limits, hooks).run())
+    sys.exit(
+        Supervisor(0, page, generations, lambda incarnation: train(incarnation, page, connection), limits, hooks).run()
+    )
 
 
-def train(life: int, page: StatusPage, connection: Connection) -> int:
+def train(incarnation: int, page: StatusPage, connection: Connection) -> int:
     """Do with the page what the test tells, and nothing else; end with the status that one of these acts returns."""
     start_heartbeat(page)
-    connection.send((life, os.getpid(), os.getppid()))
+    connection.send((incarnation, os.getpid(), os.getppid()))
     while True:
         act: Act = connection.recv()
         status = act(page)
@@ -90,7 +92,7 @@ class Guarded(Child):
 
     def meet_worker(self) -> None:
         """Wait for the next worker."""
-        self.life, self.worker_pid, self.supervisor_pid = self.hear()
+        self.incarnation, self.worker_pid, self.supervisor_pid = self.hear()
         self.worker = Watch(self.stack, self.worker_pid)
 
     def do(self, act: Act) -> None:
@@ -110,7 +112,7 @@ class Guarded(Child):
         try:
             return not self.connection.recv()
         except EOFError:
-            return self.generations.life(0) == self.life
+            return self.generations.incarnation(0) == self.incarnation
 
 
 @pytest.fixture
@@ -127,13 +129,13 @@ def supervised(stack: ExitStack, tmp_path: Path) -> Callable[..., Guarded]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_worker_killed_by_a_signal_is_replaced_by_its_next_life(supervised, number: signal.Signals) -> None:
     rank = supervised()
-    assert (rank.life, rank.generations.life(0), rank.generations.current()) == (0, 0, 1)
+    assert (rank.incarnation, rank.generations.incarnation(0), rank.generations.current()) == (0, 0, 1)
     rank.do(join_first_generation)
     rank.do(methodcaller("enter", Phase.BACKWARD, 7))
     dead = rank.worker_pid
     rank.kill_worker(number)
     rank.meet_worker()
-    assert (rank.life, rank.generations.life(0), rank.worker_pid != dead) == (1, 1, True)
+    assert (rank.incarnation, rank.generations.incarnation(0), rank.worker_pid != dead) == (1, 1, True)
     assert (rank.page.generation, rank.page.iteration, rank.page.phase) == (0, 0, Phase.BUILD)
     [death] = rank.generations.deaths(1)
     assert (death.global_rank, death.pid, death.signal, death.why) == (0, dead, number.name, f"died of {number.name}")
@@ -148,7 +150,7 @@ def test_a_death_before_joining_ends_no_generation(supervised) -> None:
     rank.generations.current()
     rank.kill_worker()
     rank.meet_worker()
-    assert (rank.life, rank.generations.current(), rank.generations.has_ended(1)) == (1, 1, False)
+    assert (rank.incarnation, rank.generations.current(), rank.generations.has_ended(1)) == (1, 1, False)
     assert "died of SIGKILL in build" in rank.said()
 
 
@@ -181,11 +183,11 @@ def test_an_exit_status_is_passed_on_and_not_repaired(supervised, act: Act, stat
 )
 def test_many_deaths_are_given_up(supervised, limits: dict[str, Any], iterations: Sequence[int], says: str) -> None:
     rank = supervised(**limits)
-    for life, iteration in enumerate(iterations):
-        assert rank.life == life
+    for incarnation, iteration in enumerate(iterations):
+        assert rank.incarnation == incarnation
         rank.do(methodcaller("enter", Phase.STEP, iteration))
         rank.kill_worker()
-        if life < 2:
+        if incarnation < 2:
             rank.meet_worker()
     assert rank.exit_status() == 1
     assert rank.has_no_successor
@@ -251,7 +253,7 @@ def test_a_wedged_worker_is_killed_but_not_one_that_waits_for_others(supervised)
     assert death.why == f"hung: no progress for runtime.progress_s={HANG_S:g} seconds, killed"
     assert death.detect_s < HANG_S, "its heart was beating"
     waiting.do(methodcaller("enter", Phase.STEP, 9))
-    assert waiting.life == 0
+    assert waiting.incarnation == 0
     waiting.do(methodcaller("wait", False))
     waiting.meet_worker()
     [death] = waiting.generations.deaths(1)
@@ -304,7 +306,7 @@ def test_a_worker_is_replaced_once_its_processes_have_ended(supervised, how: str
     rank.meet_worker()
     for process in left:
         process.wait_for_end(0.0)
-    assert rank.life == 1
+    assert rank.incarnation == 1
 
 
 @pytest.mark.parametrize("end", [return_zero, fail, signal.SIGTERM])
@@ -454,10 +456,10 @@ def test_nothing_outlives_a_killed_agent(supervised, stack: ExitStack) -> None:
 
 
 class NotesTheLife(Generations):
-    """Writes down which life may join when a generation ends."""
+    """Writes down which incarnation may join when a generation ends."""
 
     def end(self, generation: int, reason: str) -> bool:
-        self._store.set("life at the end", str(self.life(0)))
+        self._store.set("incarnation at the end", str(self.incarnation(0)))
         return super().end(generation, reason)
 
 
@@ -469,9 +471,9 @@ def test_a_supervisor_that_is_started_again_goes_on_with_the_next_life(supervise
     os.kill(earlier.supervisor_pid, signal.SIGTERM)
     assert earlier.exit_status() == 128 + signal.SIGTERM
     later = supervised(notes, folder=earlier.folder)
-    assert (later.life, later.generations.life(0), later.generations.current()) == (1, 1, 2)
+    assert (later.incarnation, later.generations.incarnation(0), later.generations.current()) == (1, 1, 2)
     assert later.generations.wait_for_end(1) == "supervisor of rank 0 was started again"
-    assert open_store(str(later.folder)).get("life at the end") == b"1"
+    assert open_store(str(later.folder)).get("incarnation at the end") == b"1"
 
 
 def supervisor_with_daemons(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
@@ -502,7 +504,7 @@ def test_a_dead_daemon_is_replaced_but_not_for_ever(supervised) -> None:
             assert rank.generations.wait_for_end(1) == "supervisor of rank 0: its daemon died"
     rank.worker.wait_for_end()
     assert rank.exit_status() == 1
-    assert rank.life == rank.generations.life(0) == 0
+    assert rank.incarnation == rank.generations.incarnation(0) == 0
     assert "error: the daemon of rank 0 died 3 times in a row without progress (runtime.max_deaths=3)" in rank.said()
     assert store.get("daemons") == b"3"
 

@@ -64,15 +64,15 @@ def open_membership(
     global_rank: int,
     world_size: int,
     *,
-    life: int = 0,
+    incarnation: int = 0,
     join_s: float = WAIT_S,
     grace_s: float = GRACE_S,
     connect: Callable[[str], dist.Store] = open_store,
 ) -> Membership:
-    """Make this process a life of a rank."""
+    """Make this process an incarnation of a rank."""
     page = StatusPage(Path(folder) / f"page{global_rank}")
     groups = open_groups(global_rank, world_size, on_wait=page.wait)
-    member = Member(global_rank=global_rank, world_size=world_size, life=life)
+    member = Member(global_rank=global_rank, world_size=world_size, incarnation=incarnation)
     return Membership(member, connect(folder), connect(folder), groups, page, join_s=join_s, grace_s=grace_s)
 
 

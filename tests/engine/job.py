@@ -317,13 +317,13 @@ class _Training:
         self.job.notes[self.rank] = notes
         if self.prepared and self.prepared[0] == done:  # a recovery has finished its step
             self.job.note_loss(*self.prepared)
-        self.job.note_start(done, self.rank, self.model)
+        self.job.log_start(done, self.rank, self.model)
         while done < self.job.iterations:
             try:
                 done = self._run_iteration(done + 1)
             except RolledBackError as back:
                 done = back.iteration
-                self.job.note_start(done, self.rank, self.model)
+                self.job.log_start(done, self.rank, self.model)
 
     def _run_iteration(self, iteration: int) -> int:
         model, hooks = self.model, self.session
@@ -430,7 +430,7 @@ class ThreadJob:
         self._workers: list[threading.Thread] = []
         self._outcomes: dict[int, str] = {}
         self.pages = {
-            rank: StatusPage(self._made(folder / "pages") / str(rank), strike=self._striker(rank))
+            rank: StatusPage(self._made(folder / "pages") / str(rank), execute=self._executor(rank))
             for rank in self.ranks
         }
         self.saves_slowly, self.sends_slowly = False, False
@@ -485,7 +485,7 @@ class ThreadJob:
                 assert not self._lossless or self._losses.get(iteration, loss) == loss, f"another loss of {iteration}"
                 self._losses[iteration] = loss
 
-    def note_start(self, iteration: int, rank: int, model: Model) -> None:
+    def log_start(self, iteration: int, rank: int, model: Model) -> None:
         for observer in self.observers:
             observer.started(iteration, rank, model)
 
@@ -608,8 +608,8 @@ class ThreadJob:
     def _elastic(self, rank: int, page: StatusPage) -> ElasticContext:
         has_daemon = self._replicas > 0 or self._has_servers or bool(self.config and self.config.disk_every_iters)
         return ElasticContext(
-            member=Member(global_rank=rank, world_size=self.shape.world_size, life=self._incarnations[rank]),
-            settle=lambda: None,
+            member=Member(global_rank=rank, world_size=self.shape.world_size, incarnation=self._incarnations[rank]),
+            sync=lambda: None,
             page=page,
             memory=self.memory(rank),
             daemon=DaemonClient(self.memory(rank), timeout_s=_WAIT_S) if has_daemon else None,
@@ -667,13 +667,13 @@ class ThreadJob:
 
     # Faults
 
-    def _striker(self, rank: int) -> Callable[[int], None]:
-        def strike(_: int) -> None:
+    def _executor(self, rank: int) -> Callable[[int], None]:
+        def execute(_: int) -> None:
             for victim in (rank, *self._faults[0].also):
                 self._killed[victim].set()
             raise WorkerKilled
 
-        return strike
+        return execute
 
     def _arm_next(self) -> None:
         if self._faults:

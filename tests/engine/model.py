@@ -436,7 +436,7 @@ class Model:
             for name, buffer in self.buffers.items()
         ]
 
-    def note_step(self, iteration: int, gradients: ReadyGradients) -> None:
+    def log_step(self, iteration: int, gradients: ReadyGradients) -> None:
         numbers = {"lr": 0.05 / (1 + 0.1 * float(self.schedule)), "steps": self.adam_steps()[0]}
         self._stepped = None if gradients.overflow else (iteration, numbers)
         self._clip = _clip(gradients)

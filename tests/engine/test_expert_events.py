@@ -25,11 +25,11 @@ EXPERTS = tuple(UnitPlan(name=str(OPERATORS[position]), full=(position,)) for po
 
 
 class Told:
-    def __init__(self, folder: Path, *, tells: bool = True) -> None:
+    def __init__(self, folder: Path, *, writes: bool = True) -> None:
         self._folder = folder
         log = EventLog(folder / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0)
         self.of = ExpertEvents(
-            OperatorTable(operators=OPERATORS, full_bytes=BYTES, compute_bytes=BYTES), log, tells=tells
+            OperatorTable(operators=OPERATORS, full_bytes=BYTES, compute_bytes=BYTES), log, writes=writes
         )
 
     def window(self, start: int, *counts: float, slots: tuple[tuple[int, ...], ...] = ((1, 4), (0, 2, 3, 5))) -> None:
@@ -98,7 +98,7 @@ def test_a_long_run_tells_of_a_window_in_a_thousandth_of_it(tmp_path: Path) -> N
 
 
 def test_one_rank_of_a_stage_tells(tmp_path: Path) -> None:
-    told = Told(tmp_path, tells=False)
+    told = Told(tmp_path, writes=False)
     for start in (0, 2):
         told.window(start, 1, 1, 1, 1)
     assert (told.popularity(), told.orders()) == ({}, {})

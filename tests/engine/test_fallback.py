@@ -38,17 +38,17 @@ def test_a_source_that_one_rank_distrusts_is_used_by_none(tmp_path: Path) -> Non
     def look_twice(ranks: Ranks) -> list[UsableState]:
         fallback = _fallback(tmp_path, ranks)
         if ranks.rank == 1:
-            fallback.distrust(_source(tmp_path, 3))
+            fallback.quarantine(_source(tmp_path, 3))
         return [fallback.look(None), fallback.look(None)]
 
     sources = [_source(tmp_path, iteration) for iteration in (3, 2, 1)]
-    expected = UsableState(sources=sources[1:], passed_over=[f"{sources[0]}: not trusted"])
+    expected = UsableState(sources=sources[1:], passed_over=[f"{sources[0]}: in quarantine"])
     assert run_threads(2, look_twice) == [[expected, expected]] * 2
 
 
 def test_states_saved_since_a_bad_load_are_passed_over_and_named(tmp_path: Path) -> None:
     sources = [_source(tmp_path, iteration) for iteration in (3, 2, 1)]
-    expected = UsableState(sources=sources[2:], passed_over=[f"{source}: not trusted" for source in sources[:2]])
+    expected = UsableState(sources=sources[2:], passed_over=[f"{source}: in quarantine" for source in sources[:2]])
     assert run_threads(1, lambda ranks: _fallback(tmp_path, ranks).look(None, tainted=range(2, 4))) == [expected]
 
 
@@ -67,12 +67,12 @@ def test_ranks_agree_on_the_source_of_an_earlier_loss() -> None:
 
 @pytest.mark.parametrize(("iteration", "is_blamed"), [(5, True), (6, True), (7, False)])
 def test_a_source_is_suspected_for_so_many_iterations(iteration: int, is_blamed: bool) -> None:
-    def blame(ranks: Ranks) -> Source | None:
+    def source_of(ranks: Ranks) -> Source | None:
         suspects = Suspects(ranks, 2)
         suspects.loaded(FOUR)
-        return suspects.blame(iteration, math.nan)
+        return suspects.source_of(iteration, math.nan)
 
-    assert run_threads(2, blame) == [FOUR if is_blamed else None] * 2
+    assert run_threads(2, source_of) == [FOUR if is_blamed else None] * 2
 
 
 def test_a_source_without_a_better_one_is_blamed_once(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_forgotten_snapshot_does_not_count(forgotten: bool) -> None:
     loop.iterate(1.0, quiet=True)
     loop.snapshot(stall_s=30.0, busy_s=1.0)
     if forgotten:
-        loop.meter.forget_snapshot()
+        loop.meter.drop_snapshot()
     for _ in range(3):
         loop.snapshot(stall_s=2.0, busy_s=1.0)
     loop.meter.snapshot_began()

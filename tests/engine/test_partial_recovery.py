@@ -274,7 +274,7 @@ def test_foreign_units_are_refused(foreign_of: Callable[[Path], Path], reason: s
 def _epochs_in(job: ThreadJob) -> set[int]:
     """Return the epochs of all units in own memories."""
     units = [unit for rank in job.ranks for unit in snapshots_in(own_path(job.memory(rank))).values()]
-    return {unit.unit.lineage for unit in units if unit.unit}
+    return {unit.unit.epoch for unit in units if unit.unit}
 
 
 @pytest.mark.parametrize(

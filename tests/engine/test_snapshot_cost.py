@@ -40,7 +40,7 @@ def measured(
             cost.stalled(stall_s)
             cost.iteration_finished(seconds, is_quiet=False)
         if number in forgotten:
-            cost.forget()
+            cost.reset()
         cost.iteration_finished(quiet_s, is_quiet=True)
     cost.snapshot_began()
     return cost

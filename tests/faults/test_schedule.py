@@ -17,10 +17,10 @@ from moe_ckpt.faults.schedule import (
     FaultSchedule,
     Kill,
     StateLoss,
-    Strike,
+    TimedFault,
     choose_ranks,
     has_come,
-    plan_strikes,
+    plan_faults,
     poisson_kills,
     trace_kills,
     victims,
@@ -123,11 +123,11 @@ def test_a_kill_that_cannot_be_is_refused(settings: dict[str, Any], message: str
         (Kill(rank=0, iteration=7, scope="node"), "SIGKILL to the node of rank 0 in iteration 7, forward"),
         (Kill(rank=1, phase="recovery"), "SIGKILL to rank 1 the next time, recovery"),
         (Kill(rank=1, iteration=7, phase="step"), "SIGKILL to rank 1 in iteration 7, step"),
-        (Strike(after_s=1.0, ranks=(2, 3), signal="TERM", scope="process"), "SIGTERM to ranks 2, 3 after 1.0 s"),
-        (Strike(after_s=0.0, ranks=(2,), signal="KILL", scope="node"), "SIGKILL to rank 2 at once"),
+        (TimedFault(after_s=1.0, ranks=(2, 3), signal="TERM", scope="process"), "SIGTERM to ranks 2, 3 after 1.0 s"),
+        (TimedFault(after_s=0.0, ranks=(2,), signal="KILL", scope="node"), "SIGKILL to rank 2 at once"),
     ],
 )
-def test_a_fault_can_be_read(fault: Kill | Strike, words: str) -> None:
+def test_a_fault_can_be_read(fault: Kill | TimedFault, words: str) -> None:
     assert str(fault) == words
 
 
@@ -224,10 +224,10 @@ def test_kills_of_one_time_are_one_strike_that_hits_each_rank_once() -> None:
         Kill(rank=4, after_s=9.0),
         Kill(rank=4, after_s=9.0, signal="STOP"),
     ]
-    assert plan_strikes(kills, world_size=6, ranks_per_node=2) == (
-        Strike(after_s=2.0, ranks=(0, 1, 2, 3), signal="KILL", scope="node"),
-        Strike(after_s=9.0, ranks=(5, 4), signal="KILL", scope="process"),
-        Strike(after_s=9.0, ranks=(4,), signal="STOP", scope="process"),
+    assert plan_faults(kills, world_size=6, ranks_per_node=2) == (
+        TimedFault(after_s=2.0, ranks=(0, 1, 2, 3), signal="KILL", scope="node"),
+        TimedFault(after_s=9.0, ranks=(5, 4), signal="KILL", scope="process"),
+        TimedFault(after_s=9.0, ranks=(4,), signal="STOP", scope="process"),
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from moe_ckpt.agent import die_with_parent
-from moe_ckpt.events import StateDigest, TrainerStarted, read_events
+from moe_ckpt.events import StateDigest, WorkerStarted, read_events
 from moe_ckpt.faults.schedule import Kill
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
 from tests.elastic.processes import Watch
@@ -69,7 +69,7 @@ class Ended:
     @property
     def num_processes(self) -> list[int]:
         """How many workers each rank has had."""
-        return [sum(1 for _ in self._events(rank, TrainerStarted)) for rank in range(NUM_RANKS)]
+        return [sum(1 for _ in self._events(rank, WorkerStarted)) for rank in range(NUM_RANKS)]
 
     def _events(self, rank: int, kind: type[T]) -> Iterator[T]:
         for logged in read_events(self.run / "events" / f"rank{rank:04d}.jsonl"):

@@ -78,7 +78,7 @@ def test_runs_are_started_struck_and_reported_on_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in = StandIn(tmp_path / "bin", monkeypatch)
-    stand_in.wait_for_strike("1-none", 1, [(1.0, committed(1)), (2.0, committed(2))])
+    stand_in.wait_for_kill("1-none", 1, [(1.0, committed(1)), (2.0, committed(2))])
     write_run(stand_in.run_of("1-none"), Story(ranks=2, fault_after=None), policy="none")
     write_run(stand_in.run_of("2-gemini"), Story(ranks=2), policy="gemini")
     stand_in.fail("3-dense")

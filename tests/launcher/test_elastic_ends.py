@@ -13,7 +13,7 @@ import pytest
 
 from launcher.fault_classes import count_faults_in
 from launcher.loop import StageRunner
-from moe_ckpt.events import StateResumed, TrainerStarted
+from moe_ckpt.events import StateResumed, WorkerStarted
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob
 from tests.modes import let_others_in, open_to_others
@@ -54,7 +54,7 @@ def test_nothing_is_left_of_a_job_that_was_ended(end: Callable[[ElasticJob], Non
 def test_nothing_is_left_where_the_agent_dies_during_a_recovery(tmp_path: Path) -> None:
     with ElasticJob(2, tmp_path, *LONG) as job:
         job.order(1, Phase.BACKWARD, iteration=4)
-        job.hold(1, Phase.RECOVERY, life=1)
+        job.hold(1, Phase.RECOVERY, incarnation=1)
         os.kill(job.agent_pid, signal.SIGKILL)
         job.wait_for_failure()
 
@@ -101,7 +101,7 @@ def test_an_error_in_training_ends_the_job(error: Exception, says: str, lives: i
         said = job.wait_for_failure()
     assert said.count(says) == 1, said
     assert f"\n{type(error).__name__}: {error}" in said, "its traceback"
-    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == [1, lives]
+    assert [len(events_of(job.run, WorkerStarted, rank)) for rank in range(2)] == [1, lives]
     assert count_faults_in(job.run) == ({"error": 1} if lives == 1 else {"exception": 1, "error": 1})
 
 
@@ -134,7 +134,7 @@ def test_a_sick_place_ends_the_job_which_goes_on_elsewhere(tmp_path: Path) -> No
         job.kill(1)
         said = job.wait_for_failure()
     assert "the place of rank 1, is sick, no worker is started there again: runtime.health='test $RANK != 1'" in said
-    assert [len(events_of(job.run, TrainerStarted, rank)) for rank in range(2)] == [2, 1]
+    assert [len(events_of(job.run, WorkerStarted, rank)) for rank in range(2)] == [2, 1]
     with ElasticJob(2, tmp_path / "start2", *training) as job:
         job.run = tmp_path / "run"
         result = job.wait()

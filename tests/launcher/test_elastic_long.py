@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.events import TrainerStarted
+from moe_ckpt.events import WorkerStarted
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, survive
 from tests.chaos import ENDURING, MIB, PHASES, Chaos, Used
@@ -61,20 +61,20 @@ def _cache_little() -> None:
 
 
 def _survive_chaos(folder: Path, seed: int, *, deaths: int, iterations: int, timeout_s: float) -> None:
-    """Strike until so many processes have died, and compare what the job leads to with the uninterrupted one."""
+    """Kill until so many processes have died, and compare what the job leads to with the uninterrupted one."""
     training = (f"train.iterations={iterations}",)
     with ElasticJob(4, folder, *training, *ENDURING, timeout_s=timeout_s) as job:
         chaos = Chaos(job, seed)
         job.wait_until(0, 3)
         while _num_deaths(job) < deaths and job.page(0).iteration < iterations - 5:
-            chaos.strike()
+            chaos.inject()
         result = job.wait()
     assert result["faults_survived"] >= deaths, "more iterations are needed for that"
     assert outcome_of(job.run, result) == uninterrupted(4, *training)
 
 
 def _num_deaths(job: ElasticJob) -> int:
-    return sum(len(events_of(job.run, TrainerStarted, rank)) - 1 for rank in range(job.world_size))
+    return sum(len(events_of(job.run, WorkerStarted, rank)) - 1 for rank in range(job.world_size))
 
 
 @pytest.mark.timeout(600)

@@ -97,7 +97,7 @@ def test_corrupt_sources_are_left_one_by_one(tmp_path: Path) -> None:
     names = ["local disk", "iter_0000004", "iter_0000004", "iter_0000016", "local disk", "iter_0000020"]
     assert [Path(event.source).name for event in resumed] == names
     assert f"{disk.format(5)}: loss nan in iteration 6" in resumed[1].passed_over
-    assert f"{disk.format(5)}: not trusted" in resumed[2].passed_over
+    assert f"{disk.format(5)}: in quarantine" in resumed[2].passed_over
     assert f"all ranks go on from {checkpoints}/iter_0000016 at iteration 16; passed over" in job.said()
 
 

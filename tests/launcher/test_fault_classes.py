@@ -11,10 +11,10 @@ from launcher.report.facts import gather
 from launcher.report.markdown import to_markdown
 from launcher.report.read import read_run
 from moe_ckpt.elastic.process_failure import FaultClass
-from moe_ckpt.events import LossNotFinite, ReplayDiffered, StateLost, TrainerStarted, TrainingFailed
+from moe_ckpt.events import LossNotFinite, ReplayDiffered, StateLost, TrainingFailed, WorkerStarted
 from tests.report_runs import Story, committed, rejoined, write_events, write_run
 
-ANEW = TrainerStarted(pid=2, host="here", life=1, device="cpu")
+ANEW = WorkerStarted(pid=2, host="here", incarnation=1, device="cpu")
 FAILED = TrainingFailed(iteration=4, error="ValueError: shapes do not match")
 
 

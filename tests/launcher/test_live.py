@@ -33,7 +33,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 def run(tmp_path: Path) -> Path:
     """A run whose rank 3 is this process."""
     StatusPage(tmp_path / "page")
-    write_live(tmp_path, global_rank=3, node=1, supervisor_pid=os.getppid(), memory=tmp_path, life=2)
+    write_live(tmp_path, global_rank=3, node=1, supervisor_pid=os.getppid(), memory=tmp_path, incarnation=2)
     return tmp_path
 
 
@@ -54,15 +54,15 @@ def test_the_calling_process_is_written(run: Path) -> None:
         "supervisor_pid": os.getppid(),
         "supervisor_start_ticks": start_ticks(os.getppid()),
         "memory": str(run),
-        "life": 2,
+        "incarnation": 2,
     }
     assert [path.name for path in (run / "live").iterdir()] == ["rank0003.json"]
 
 
-def test_workers_come_by_rank_in_their_newest_life_and_go(run: Path) -> None:
+def test_workers_come_by_rank_in_their_newest_incarnation_and_go(run: Path) -> None:
     for rank in (11, 0, 3):
-        write_live(run, global_rank=rank, node=0, supervisor_pid=1, memory=run, life=5)
-    assert [(worker.global_rank, worker.life) for worker in read_live(run)] == [(0, 5), (3, 5), (11, 5)]
+        write_live(run, global_rank=rank, node=0, supervisor_pid=1, memory=run, incarnation=5)
+    assert [(worker.global_rank, worker.incarnation) for worker in read_live(run)] == [(0, 5), (3, 5), (11, 5)]
     for rank in (0, 11, 11):
         remove_live(run, rank)
     assert [worker.global_rank for worker in read_written(run)] == [3]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from launcher.faults.log import read_faults
-from launcher.faults.outside import strike_from_outside
-from moe_ckpt.events import TrainerStarted
+from launcher.faults.outside import inject_from_outside
+from moe_ckpt.events import WorkerStarted
 from moe_ckpt.faults.schedule import Kill
 from tests.report_runs import committed, line_of
 
@@ -26,9 +26,11 @@ class Children:
         self.processes: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
         (run / "events").mkdir()
 
-    def start(self, rank: int, life: int = 0) -> None:
-        process = self.processes[rank, life] = subprocess.Popen(["sleep", "100"])
-        self.write(rank, line_of(1.0, rank, TrainerStarted(pid=process.pid, host="here", life=life, device="cpu")))
+    def start(self, rank: int, incarnation: int = 0) -> None:
+        process = self.processes[rank, incarnation] = subprocess.Popen(["sleep", "100"])
+        self.write(
+            rank, line_of(1.0, rank, WorkerStarted(pid=process.pid, host="here", incarnation=incarnation, device="cpu"))
+        )
 
     def commit(self, rank: int, iteration: int) -> None:
         self.write(rank, line_of(1.0, rank, committed(iteration)))
@@ -41,9 +43,9 @@ class Children:
         """Return the exit status of each process that has ended; those that were sent a signal are waited for."""
         for fault in read_faults(self.run):
             next(each for each in self.processes.values() if each.pid == fault.pid).wait(10)
-        return {life: each.returncode for life, each in self.processes.items() if each.poll() is not None}
+        return {incarnation: each.returncode for incarnation, each in self.processes.items() if each.poll() is not None}
 
-    def strike(self, kills: Sequence[Kill], *done: Callable[[], object], **settings: Any) -> list[str]:
+    def inject(self, kills: Sequence[Kill], *done: Callable[[], object], **settings: Any) -> list[str]:
         """Return what is left to do of kills after these things happened, one each time that the job is looked at."""
         left = list(done)
 
@@ -54,7 +56,7 @@ class Children:
             return True
 
         given: dict[str, Any] = {"parent_pid": os.getpid(), "world_size": 1} | settings
-        return [str(strike) for strike in strike_from_outside(kills, self.run, goes_on=goes_on, **given)]
+        return [str(fault) for fault in inject_from_outside(kills, self.run, goes_on=goes_on, **given)]
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def nothing() -> None:
 
 def test_a_kill_in_an_iteration_comes_once_the_one_before_is_committed(children: Children) -> None:
     seen: list[dict[tuple[int, int], int]] = []
-    left = children.strike(
+    left = children.inject(
         [Kill(rank=1, iteration=3)],
         lambda: (children.start(0), children.start(1)),
         lambda: (children.commit(1, 1), children.commit(0, 2)),
@@ -86,12 +88,12 @@ def test_a_kill_in_an_iteration_comes_once_the_one_before_is_committed(children:
 
 
 def test_no_life_is_struck_twice(children: Children) -> None:
-    left = children.strike(
+    left = children.inject(
         [Kill(rank=0, after_s=0.0), Kill(rank=0, after_s=0.0, signal="TERM")],
         lambda: children.start(0),
         nothing,
         children.ended,
-        lambda: children.start(0, life=1),
+        lambda: children.start(0, incarnation=1),
         nothing,
     )
     assert (left, children.ended()) == ([], {(0, 0): -signal.SIGKILL, (0, 1): -signal.SIGTERM})
@@ -101,25 +103,25 @@ def test_times_count_from_the_first_worker(children: Children) -> None:
     times_s = [100.0, 100.0, 104.0, 106.0]
     clock = iter(times_s)
     done = (nothing, lambda: children.start(0), nothing, nothing)
-    children.strike([Kill(rank=0, after_s=5.0)], *done, clock=lambda: next(clock))
+    children.inject([Kill(rank=0, after_s=5.0)], *done, clock=lambda: next(clock))
     assert children.ended() == {(0, 0): -signal.SIGKILL}
     assert list(clock) == [], "it takes all of them until 5 s have passed"
 
 
 def test_kills_that_could_not_be_carried_out_are_told(children: Children) -> None:
-    left = children.strike([Kill(rank=0, iteration=9)], lambda: children.start(0), nothing)
+    left = children.inject([Kill(rank=0, iteration=9)], lambda: children.start(0), nothing)
     assert (left, children.ended()) == (["SIGKILL to rank 0 at once"], {})
 
 
 def test_a_process_of_another_parent_is_left_alone(children: Children) -> None:
     kills = [Kill(rank=0, after_s=0.0)]
-    children.strike(kills, lambda: children.start(0), nothing, parent_pid=os.getpid() + 1)
+    children.inject(kills, lambda: children.start(0), nothing, parent_pid=os.getpid() + 1)
     assert children.ended() == {}
 
 
 def test_a_half_written_line_is_read_when_it_is_whole(children: Children) -> None:
     line = line_of(1.0, 0, committed(1))
-    left = children.strike(
+    left = children.inject(
         [Kill(rank=0, iteration=2)],
         lambda: children.start(0),
         lambda: children.write(0, line[:40]),

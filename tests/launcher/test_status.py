@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
     page.join(3)
     page.enter(Phase.STEP, 17)
     page.beat()
-    write_live(run, global_rank=1, node=0, supervisor_pid=os.getppid(), memory=tmp_path, life=2)
+    write_live(run, global_rank=1, node=0, supervisor_pid=os.getppid(), memory=tmp_path, incarnation=2)
     return run
 
 
@@ -43,7 +43,7 @@ def test_a_running_job_is_shown_rank_by_rank(tmp_path: Path, capsys: pytest.Capt
         record = shown(capsys, job.run)
         assert (record["run"], record["ended"], record["result"]) == (str(job.run), False, None)
         expected = [(0, 0, pids[0], 0), (1, 0, pids[1], 0), (2, 1, pids[2], 0)]
-        assert [(rank["rank"], rank["node"], rank["pid"], rank["life"]) for rank in record["ranks"]] == expected
+        assert [(rank["rank"], rank["node"], rank["pid"], rank["incarnation"]) for rank in record["ranks"]] == expected
         for rank in record["ranks"]:
             assert 0.0 <= rank["doing"].pop("heartbeat_age_s") < 5.0
             assert rank["state"] == "computing"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.events import IterationCommitted, StateResumed, TrainerStarted
+from moe_ckpt.events import IterationCommitted, StateResumed, WorkerStarted
 from tests.references import Outcome, uninterrupted
 from tests.scenarios import PP2, ROOT
 from tests.training import events_of, fast
@@ -93,7 +93,7 @@ def test_a_rank_killed_by_the_script_is_replaced_with_the_same_result(tmp_path: 
     assert code == 0, err
     assert out.endswith(_done(uninterrupted(2, *PP2, *FORTY)))
     assert f"rank {struck[1]} (pid {struck[2]}) died of SIGKILL" in out + err
-    assert [len(events_of(latest, TrainerStarted, rank)) for rank in range(2)] == [
+    assert [len(events_of(latest, WorkerStarted, rank)) for rank in range(2)] == [
         1 + (str(rank) == struck[1]) for rank in range(2)
     ]
     assert json.loads((latest / "result.json").read_text())["faults_survived"] == 1
@@ -107,14 +107,14 @@ def test_killed_ranks_are_restarted_in_one_folder_with_the_same_result(tmp_path:
     latest = _wait_for_run_folder(tmp_path, process)
     _wait_for_iteration(latest, 7, process)
     for rank in range(2):
-        os.kill(events_of(latest, TrainerStarted, rank)[-1].pid, signal.SIGKILL)
+        os.kill(events_of(latest, WorkerStarted, rank)[-1].pid, signal.SIGKILL)
     code, out, err = _finish(process)
 
     assert code == 0, err
     assert out.startswith("done: ")
     assert out.endswith(_done(uninterrupted(2, *TWENTY)))
     assert out.count("\n") == 1
-    assert [event.life for event in events_of(latest, TrainerStarted)] == [0, 1]
+    assert [event.incarnation for event in events_of(latest, WorkerStarted)] == [0, 1]
     assert [event.iteration >= 5 for event in events_of(latest, StateResumed)] == [True]
     assert json.loads((latest / "result.json").read_text())["faults_survived"] == 1
     _check_run_folder(tmp_path, latest, "ckpt=dense", 20)

@@ -26,7 +26,7 @@ class _Noting(NoHooks):
         self.before: Parts = {}
 
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
-        self._operators.note_step(iteration, gradients)
+        self._operators.log_step(iteration, gradients)
         self.before = full_parts(self._operators)
         return True
 

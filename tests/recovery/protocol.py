@@ -69,7 +69,7 @@ class Rules:
 class Worker(NamedTuple):
     """A process that trains. `reached` is -1 without state; the boundary log begins at `log_from`."""
 
-    life: int
+    incarnation: int
     at: int = At.READ
     generation: int = 0
     reached: int = -1
@@ -141,7 +141,7 @@ def start() -> World:
     """Return the state in which all ranks have met, and taken their first windows, with copies."""
     first = Place(windows=frozenset({0}))
     return World(
-        workers=(Worker(life=0, at=At.COMPUTE, generation=1, reached=0),) * 3,
+        workers=(Worker(incarnation=0, at=At.COMPUTE, generation=1, reached=0),) * 3,
         cut_off=(),
         supervisors=(_IDLE,) * 3,
         own=(first,) * 3,
@@ -235,7 +235,7 @@ class Protocol:
         elif at == _S_START:
             life = world.lives[rank] if is_announced else world.lives[rank] + 1
             started = then(0)._replace(
-                lives=_put(world.lives, rank, life), workers=_put(world.workers, rank, Worker(life=life))
+                lives=_put(world.lives, rank, life), workers=_put(world.workers, rank, Worker(incarnation=life))
             )
             yield f"{name} starts worker {life}", started
 
@@ -261,9 +261,9 @@ class Protocol:
             cut_off=tuple((rank, new) if at == position else each for at, each in enumerate(world.cut_off))
         )
         gone = world._replace(cut_off=tuple(each for at, each in enumerate(world.cut_off) if at != position))
-        name = f"rank {rank}'s worker {worker.life}, cut off"
+        name = f"rank {rank}'s worker {worker.incarnation}, cut off"
         if worker.at == At.READ:
-            if self.rules.fences and world.lives[rank] != worker.life:
+            if self.rules.fences and world.lives[rank] != worker.incarnation:
                 yield f"{name}, is fenced", gone
             else:
                 yield f"{name}, reads", put(worker._replace(at=At.ARRIVE, generation=world.current))
@@ -510,7 +510,7 @@ def normalized(world: World) -> World:
     is_cut_off = [any(stale == rank for stale, _ in world.cut_off) for rank in RANKS]
     return world._replace(
         workers=tuple(
-            worker and moved(worker if cut_off else worker._replace(life=0))
+            worker and moved(worker if cut_off else worker._replace(incarnation=0))
             for worker, cut_off in zip(workers, is_cut_off, strict=True)
         ),
         lives=tuple(life if cut_off else 0 for life, cut_off in zip(world.lives, is_cut_off, strict=True)),

@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.recovery.units import UnitInventory, newest_line, plan_units
+from moe_ckpt.recovery.units import UnitInventory, newest_epoch, plan_units
 from moe_ckpt.types import CORE, Version
 
 Units = Mapping[str, Collection[Version]]
-VERSIONS = [Version(lineage=lineage, iteration=iteration) for lineage in range(2) for iteration in range(4)]
+VERSIONS = [Version(epoch=epoch, iteration=iteration) for epoch in range(2) for iteration in range(4)]
 PLACES = ("memory", "disk")
 
 
-def at(iteration: int, lineage: int = 0) -> Version:
-    return Version(lineage=lineage, iteration=iteration)
+def at(iteration: int, epoch: int = 0) -> Version:
+    return Version(epoch=epoch, iteration=iteration)
 
 
 def rank(number: int, memory: Units, disk: Units, names: Collection[str]) -> UnitInventory:
@@ -52,7 +52,7 @@ RANKS = st.lists(st.tuples(UNITS, UNITS, st.sets(st.sampled_from("ab"))), min_si
 def test_a_plan_is_right_and_the_newest(drawn: list[tuple[Units, Units, set[str]]]) -> None:
     ranks = [rank(number, *places) for number, places in enumerate(drawn)]
     found = [version for each in ranks for units in each.places.values() for told in units.values() for version in told]
-    assert newest_line(ranks) == max((version.lineage for version in found), default=0)
+    assert newest_epoch(ranks) == max((version.epoch for version in found), default=0)
     plan, possible = plan_units(ranks), [version for version in VERSIONS if units_at(ranks, version) is not None]
     if plan is None:
         assert not possible
@@ -73,9 +73,7 @@ def units_at(ranks: list[UnitInventory], core: Version) -> dict[str, Version] | 
     units = {}
     for name in {name for each in ranks for name in each.needed[core]}:
         needing = [each for each in ranks if name in each.needed[core]]
-        candidates = (
-            [core] if name == CORE else [old for old in VERSIONS if old.lineage == core.lineage and old <= core]
-        )
+        candidates = [core] if name == CORE else [old for old in VERSIONS if old.epoch == core.epoch and old <= core]
         common = [old for old in candidates if all(old in each.versions(name) for each in needing)]
         if not common:
             return None

@@ -162,7 +162,7 @@ def test_the_worker_goes_on_while_a_peer_is_slow(ranks: list[Rank], slow_peer: P
     worker = ranks[0].worker(slow_peer.address)
     publish(ranks[0].own(), "a")
     copied = [worker.copy(["a"]) for _ in range(200)]
-    worker.forget(["a"])
+    worker.drop(["a"])
     assert not any(future.done() for future in copied)
     assert not copied[0].cancel()
     slow_peer.may_pass.set()
@@ -244,7 +244,7 @@ def test_a_dead_daemon_fails_its_copies_and_its_successor_has_the_peers(ranks: l
             future.result(WAIT_S)
     with pytest.raises(CheckpointSaveError, match=r"daemon\.sock: got no daemon: .*refused"):
         worker.copy(["a"]).result(WAIT_S)
-    worker.forget(["a"])
+    worker.drop(["a"])
     slow_peer.may_pass.set()
     ranks[0].start_daemon()
     worker.copy(["a"]).result(WAIT_S)

@@ -47,7 +47,7 @@ class Peers:
             future.set_result(None)
         return future
 
-    def forget(self, keys: list[str]) -> None:
+    def drop(self, keys: list[str]) -> None:
         self.held -= set(keys)
 
 
@@ -67,15 +67,15 @@ class Life:
         self.memory.adopt(kept.snapshots)
         self.steps.adopt(kept.starts, kept.records)
 
-    def begin(self, *held: set[str], forget: bool = True) -> None:
+    def begin(self, *held: set[str], drop_stale: bool = True) -> None:
         """Begin copying to peers that hold these."""
-        self.publisher.begin_copying(held, forget=forget)
+        self.publisher.begin_copying(held, drop_stale=drop_stale)
 
     def persist(self, start: int) -> None:
         persist_window(self.memory, self.buffers, start, daemon=self.publisher)
 
     def log(self, iteration: int) -> None:
-        self.steps.note_start(iteration, {"rng": torch.full((4,), iteration)})
+        self.steps.log_start(iteration, {"rng": torch.full((4,), iteration)})
         self.steps.add(StepRecord(iteration=iteration, gradients=GRADIENTS, tied_gradient=torch.ones(2)))
 
     def keys(self) -> set[str]:
@@ -172,7 +172,7 @@ def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(life: Life, capturing: En
 
 def test_a_rank_that_has_lost_its_own_lets_peers_keep_theirs(life: Life, peers: Peers) -> None:
     peers.held = {"snapshot-4-0-aa", "start-5"}
-    life.begin(set(peers.held), forget=False)
+    life.begin(set(peers.held), drop_stale=False)
     assert peers.held == {"snapshot-4-0-aa", "start-5"}
 
 
@@ -201,9 +201,9 @@ class LatePeers(Peers):
         self._unanswered.append(Future())
         return self._unanswered[-1]
 
-    def forget(self, keys: list[str]) -> None:
+    def drop(self, keys: list[str]) -> None:
         self.meanwhile()
-        super().forget(keys)
+        super().drop(keys)
 
     def answer(self, most: int = 100) -> None:
         answers, self._unanswered = self._unanswered[:most], self._unanswered[most:]
@@ -223,7 +223,7 @@ def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(tmp_path: Path)
         assert peers.held == held
 
 
-@pytest.mark.parametrize("while_peers", ["confirm older copies", "are told what to forget"])
+@pytest.mark.parametrize("while_peers", ["confirm older copies", "are told what to drop"])
 def test_peers_are_not_told_to_forget_new_copies(tmp_path: Path, while_peers: str) -> None:
     """What an iteration starts from has one name, whoever kept it, and an iteration that was cut off comes again."""
     peers = LatePeers()
@@ -234,7 +234,7 @@ def test_peers_are_not_told_to_forget_new_copies(tmp_path: Path, while_peers: st
     if while_peers == "confirm older copies":
         peers.meanwhile = peers.answer
         life.log(5)
-    else:  # answers come in another thread: a copy asked for then has to wait, or peers would forget it after that
+    else:  # answers come in another thread: a copy asked for then has to wait, or peers would drop it after that
         training = threading.Thread(target=lambda: life.log(5))
 
         def go_on_as_far_as_may_be() -> None:
@@ -268,7 +268,7 @@ def test_a_start_noted_again_before_copying_is_copied_again(life: Life, live: Ca
     """Under its name peers may hold what the iteration started from before all went elsewhere."""
     life.log(5)
     life = live()
-    life.steps.note_start(5, {"rng": torch.zeros(4)})
+    life.steps.log_start(5, {"rng": torch.zeros(4)})
     life.begin(STEP_5)
     assert peers.held == {"start-5"}
     life.publisher.stop_copying()

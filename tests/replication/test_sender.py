@@ -81,7 +81,7 @@ def test_forgetting_follows_the_copies_before_it(ranks: Ranks) -> None:
     replicator = ranks.replicate(0, proxy.address)
     proxy.may_pass.clear()
     copied = replicator.copy(["a"])
-    replicator.forget(["a"])
+    replicator.drop(["a"])
     last = replicator.copy(["b"])
     assert not copied.done()
     proxy.may_pass.set()
@@ -213,7 +213,7 @@ def test_a_payload_beyond_the_owners_limit_is_refused_before_it_comes(ranks: Ran
     with pytest.raises(CheckpointSaveError, match=r"wanted at most ckpt.memory_budget_bytes=2097152"):
         copy(full, "b")
     copy(other, "c")
-    full.forget(["a"])
+    full.drop(["a"])
     copy(full, "b")
     assert (ranks.held(1, 0).keys(), ranks.held(1, 2).keys()) == (["b"], ["c"])
 
@@ -383,7 +383,7 @@ def test_without_having_been_told_of_peers_nothing_is_confirmed(ranks: Ranks) ->
     with pytest.raises(CheckpointSaveError, match="got no peers yet"):
         copy(replicator, "a")
     replicator.copy([]).result(WAIT_S)  # of a new daemon, after a node was lost: there is nothing to wait for
-    replicator.forget(["a"])
+    replicator.drop(["a"])
     replicator.use_peers([])
     copy(replicator, "a")
     replicator.close()

@@ -19,8 +19,8 @@ from moe_ckpt.events import (
     StageRecovered,
     StateResumed,
     TokensLost,
-    TrainerStarted,
     WindowChosen,
+    WorkerStarted,
     read_events,
     write_events,
 )
@@ -71,7 +71,7 @@ def test_stalls_and_seconds_are_those_of_the_ledger(outcome: Outcome) -> None:
 
 def test_a_killed_rank_starts_again_and_only_its_stage_replays(outcome: Outcome) -> None:
     victim, peer, other = (counts(told(outcome, rank)) for rank in (4, 5, 2))
-    assert [kinds[TrainerStarted] for kinds in (victim, peer, other)] == [2, 1, 1]
+    assert [kinds[WorkerStarted] for kinds in (victim, peer, other)] == [2, 1, 1]
     assert [kinds[StageRecovered] for kinds in (victim, peer, other)] == [1, 1, 0]
     assert [kinds[Rejoined] for kinds in (victim, peer, other)] == [2, 2, 2]
     assert [kinds[GenerationEnded] for kinds in (victim, peer, other)] == [1, 2, 2]
@@ -94,7 +94,7 @@ def test_snapshots_are_logged_slot_by_slot_with_what_chose_them(outcome: Outcome
 def test_a_restart_is_told_as_one() -> None:
     outcome = simulate(SETUP, DENSE, KILLS[:1], duration_s=300.0)
     kinds = counts(told(outcome, 7, DENSE))
-    assert (kinds[TrainerStarted], kinds[StateResumed], kinds[Rejoined], kinds[GenerationEnded]) == (2, 1, 0, 0)
+    assert (kinds[WorkerStarted], kinds[StateResumed], kinds[Rejoined], kinds[GenerationEnded]) == (2, 1, 0, 0)
     saved = [logged.event for logged in told(outcome, 7, DENSE) if isinstance(logged.event, CheckpointSaved)]
     assert [event.iteration for event in saved] == list(range(3, outcome.iterations + 1, 3))
 

@@ -27,7 +27,7 @@ def after(iterations: int, into_s: float = 5.0) -> Moment:
 @given(start=st.integers(0, 50), iterations=st.integers(0, 200))
 def test_time_is_iterations_stalls_and_saves(start: int, iterations: int) -> None:
     of = generation(LOCAL, start=start)
-    stalls_s = sum(take.stall_s for take in LOCAL.later.takes(0, iterations - 1))
+    stalls_s = sum(snapshot.stall_s for snapshot in LOCAL.later.snapshots(0, iterations - 1))
     num_saved = sum(iteration % 4 == 0 for iteration in range(start + 1, start + iterations + 1))
     assert LOCAL.durable is not None
     expected = 10.0 * iterations + stalls_s + num_saved * LOCAL.durable.stall_s

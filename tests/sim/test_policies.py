@@ -53,18 +53,18 @@ def test_an_asynchronous_one_stops_it_for_the_copy_and_for_the_one_before() -> N
 def test_a_whole_snapshot_stalls_for_what_does_not_fit_into_an_iteration() -> None:
     of = setup(machines=cluster(whole_copy_bytes_per_s=4000.0))
     saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=20"), of)
-    (take,) = saving.later.repeat
-    assert take.size_bytes == max(int(profile.table.full_bytes.sum(axis=1).max()) for profile in of.job.profiles)
-    assert take.stall_s == pytest.approx(take.size_bytes / 4000.0 - 10.0)
-    assert saving.overhead_s == pytest.approx(take.stall_s / 20)
+    (snapshot,) = saving.later.repeat
+    assert snapshot.size_bytes == max(int(profile.table.full_bytes.sum(axis=1).max()) for profile in of.job.profiles)
+    assert snapshot.stall_s == pytest.approx(snapshot.size_bytes / 4000.0 - 10.0)
+    assert saving.overhead_s == pytest.approx(snapshot.stall_s / 20)
 
 
 def test_checkfreq_keeps_to_its_cap() -> None:
     of = setup(machines=replace(SLOW, disk_bytes_per_s=1e9))
     saving = plan_saving(ckpt("ckpt=checkfreq"), of)
     assert 0 < saving.overhead_s <= 0.03 * 10.0
-    (take,) = saving.later.repeat
-    assert take.stall_s / (saving.later.period - 1) > 0.03 * 10.0
+    (snapshot,) = saving.later.repeat
+    assert snapshot.stall_s / (saving.later.period - 1) > 0.03 * 10.0
 
 
 def test_a_slow_disk_makes_checkfreq_wait_for_what_is_being_written() -> None:
@@ -131,7 +131,7 @@ def test_a_partial_snapshot_is_all_but_some_experts() -> None:
 
     def size_bytes(count: int) -> float:
         saving = plan_saving(ckpt("ckpt=moc", f"ckpt.k_snapshot={count}"), of)
-        return max(take.size_bytes for take in saving.later.repeat)
+        return max(snapshot.size_bytes for snapshot in saving.later.repeat)
 
     expert_bytes = 12 * 1000 * 2 * EXPERTS / 2  # of two layers, on two ranks
     for count in (2, 4):  # MoC, equation 6
@@ -155,19 +155,19 @@ def test_what_cannot_be_had_is_named(overrides: tuple[str, ...], changes: dict[s
 def test_gradients_stop_training_for_as_long_as_they_are_copied() -> None:
     of = setup(machines=SLOW)
     saving = plan_saving(ckpt("ckpt=flowcheck"), of)
-    (take,) = saving.later.repeat
-    assert (take.size_bytes, saving.later.period) == (saving.whole_bytes // 3, 1)
-    assert saving.overhead_s == pytest.approx(take.size_bytes / SLOW.whole_copy_bytes_per_s)
+    (snapshot,) = saving.later.repeat
+    assert (snapshot.size_bytes, saving.later.period) == (saving.whole_bytes // 3, 1)
+    assert saving.overhead_s == pytest.approx(snapshot.size_bytes / SLOW.whole_copy_bytes_per_s)
 
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_mirrored_gradients_take_no_time_unless_experts_have_no_traffic(ep: int) -> None:
     of = setup(machines=SLOW, of=job(ep=ep))
     saving = plan_saving(ckpt("ckpt=flowcheck", *MIRROR), of)
-    (take,) = saving.later.repeat
+    (snapshot,) = saving.later.repeat
     experts = 12 * 1000 * 2 * EXPERTS / 2  # of two layers, on two ranks
-    assert take.size_bytes == (experts / 3 if ep == 2 else 0)
-    assert saving.overhead_s == pytest.approx(take.size_bytes / SLOW.whole_copy_bytes_per_s, abs=1e-6)
+    assert snapshot.size_bytes == (experts / 3 if ep == 2 else 0)
+    assert saving.overhead_s == pytest.approx(snapshot.size_bytes / SLOW.whole_copy_bytes_per_s, abs=1e-6)
 
 
 def test_each_rank_steps_its_whole_state_where_gradients_are_mirrored() -> None:

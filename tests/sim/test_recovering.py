@@ -141,7 +141,7 @@ def test_lost_memory_is_fetched_from_who_holds_it() -> None:
     how = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), slow)
     plan = plan_after(slow, how, KEPT, losses(4, 5, bare=True), REACHED)
     assert [(fetch.global_rank, fetch.source_rank) for fetch in plan.fetches] == [(4, 6), (5, 7)]
-    window_bytes = sum(take.size_bytes for take in how.later.repeat[:3])
+    window_bytes = sum(snapshot.size_bytes for snapshot in how.later.repeat[:3])
     assert estimate(slow, how, plan).fetch_s == pytest.approx(window_bytes / 1000.0)
 
 

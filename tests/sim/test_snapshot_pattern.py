@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.policies.full_snapshots import WholeSnapshots
 from moe_ckpt.policies.moevement import SparseWindows
-from moe_ckpt.sim.snapshot_pattern import NOTHING, Rhythm, Take, listen
+from moe_ckpt.sim.snapshot_pattern import NOTHING, PlannedSnapshot, SnapshotPattern, probe_policy
 from moe_ckpt.types import Measured, SlotPlan
 from tests.sim.setups import ckpt, job
 
@@ -46,12 +46,12 @@ def describe(plan: SlotPlan) -> tuple[int, float]:
     return 100 * len(plan.full) + len(plan.compute), 0.125 * len(plan.full)
 
 
-def heard(overrides: Sequence[str], *, measured_before: bool) -> Rhythm:
+def probed(overrides: Sequence[str], *, measured_before: bool) -> SnapshotPattern:
     first, then = answers(measured_before=measured_before)
     replies = iter([first])
     config = ckpt(*overrides)
     settled = config.policy != "moevement" and config.every_iters != "auto"  # type: ignore[union-attr]
-    return listen(
+    return probe_policy(
         make(overrides),
         lambda: next(replies, then),
         describe,
@@ -63,7 +63,7 @@ def heard(overrides: Sequence[str], *, measured_before: bool) -> Rhythm:
 @pytest.mark.parametrize("measured_before", [False, True])
 @pytest.mark.parametrize("overrides", POLICIES, ids=" ".join)
 def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str], measured_before: bool) -> None:
-    rhythm = heard(overrides, measured_before=measured_before)
+    pattern = probed(overrides, measured_before=measured_before)
     first, then = answers(measured_before=measured_before)
     replies, policy = iter([first]), make(overrides)
     plans = [policy.plan(iteration, lambda: next(replies, then)) for iteration in range(120)]
@@ -73,57 +73,63 @@ def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str],
         if plan.sparse
     ]
     told = [
-        (take.offset, take.slot, take.num_slots, take.size_bytes, take.stall_s, take.to_disk)
-        for take in rhythm.takes(0, 119)
+        (snapshot.offset, snapshot.slot, snapshot.num_slots, snapshot.size_bytes, snapshot.stall_s, snapshot.to_disk)
+        for snapshot in pattern.snapshots(0, 119)
     ]
     assert told == asked
     for iterations in range(120):
         expected = sum(stall for offset, _, _, _, stall, _ in asked if offset < iterations)
-        assert rhythm.stalls_s(iterations) == pytest.approx(expected)
+        assert pattern.stalls_s(iterations) == pytest.approx(expected)
 
 
 @st.composite
-def rhythms(draw: st.DrawFn) -> Rhythm:
+def patterns(draw: st.DrawFn) -> SnapshotPattern:
     """A window of any length at first, then a period of windows."""
 
-    def windows(offset: int, lengths: list[int]) -> list[Take]:
-        takes = []
+    def windows(offset: int, lengths: list[int]) -> list[PlannedSnapshot]:
+        snapshots = []
         for length in lengths:
-            takes += [
-                Take(
+            snapshots += [
+                PlannedSnapshot(
                     offset=offset + slot, slot=slot, num_slots=length, size_bytes=1, stall_s=draw(STALLS), to_disk=False
                 )
                 for slot in range(length)
             ]
             offset += length
-        return takes
+        return snapshots
 
     lead = windows(0, draw(st.lists(st.integers(1, 3), max_size=2)))
     lengths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     pause = draw(st.integers(0, 3))
-    return Rhythm(tuple(lead), tuple(windows(len(lead) + pause, lengths)), sum(lengths) + draw(st.integers(0, 4)))
+    return SnapshotPattern(
+        tuple(lead), tuple(windows(len(lead) + pause, lengths)), sum(lengths) + draw(st.integers(0, 4))
+    )
 
 
 STALLS = st.integers(0, 8).map(float)
 
 
-@given(rhythm=rhythms(), iterations=st.integers(0, 60))
-def test_stalls_are_summed_and_takes_found_however_far(rhythm: Rhythm, iterations: int) -> None:
-    takes = list(rhythm.takes(0, 100))
-    assert [take.offset for take in takes] == sorted({take.offset for take in takes})
-    assert rhythm.stalls_s(iterations) == sum(take.stall_s for take in takes if take.offset < iterations)
-    assert list(rhythm.takes(7, iterations)) == [take for take in takes if 7 <= take.offset <= iterations]
+@given(pattern=patterns(), iterations=st.integers(0, 60))
+def test_stalls_are_summed_and_takes_found_however_far(pattern: SnapshotPattern, iterations: int) -> None:
+    snapshots = list(pattern.snapshots(0, 100))
+    assert [snapshot.offset for snapshot in snapshots] == sorted({snapshot.offset for snapshot in snapshots})
+    assert pattern.stalls_s(iterations) == sum(
+        snapshot.stall_s for snapshot in snapshots if snapshot.offset < iterations
+    )
+    assert list(pattern.snapshots(7, iterations)) == [
+        snapshot for snapshot in snapshots if 7 <= snapshot.offset <= iterations
+    ]
 
 
-@given(rhythm=rhythms(), last=st.integers(-1, 60))
-def test_windows_are_told_from_the_newest_to_the_first(rhythm: Rhythm, last: int) -> None:
-    begins = [take for take in rhythm.takes(0, 60) if take.slot == 0]
-    expected = [(take.offset, take.offset + take.num_slots - 1) for take in begins]
-    spans = [(span.first.offset, span.last.offset) for span in rhythm.spans_back(last)]
+@given(pattern=patterns(), last=st.integers(-1, 60))
+def test_windows_are_told_from_the_newest_to_the_first(pattern: SnapshotPattern, last: int) -> None:
+    begins = [snapshot for snapshot in pattern.snapshots(0, 60) if snapshot.slot == 0]
+    expected = [(snapshot.offset, snapshot.offset + snapshot.num_slots - 1) for snapshot in begins]
+    spans = [(span.first.offset, span.last.offset) for span in pattern.spans_back(last)]
     assert spans == [span for span in reversed(expected) if span[1] <= last]
 
 
 def test_nothing_is_never_saved() -> None:
     assert NOTHING.stalls_s(1000) == 0.0
-    assert list(NOTHING.takes(0, 1000)) == []
+    assert list(NOTHING.snapshots(0, 1000)) == []
     assert list(NOTHING.spans_back(1000)) == []

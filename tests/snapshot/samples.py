@@ -69,7 +69,7 @@ def take_window(
     *,
     daemon: SnapshotPublisher | None = None,
 ) -> None:
-    memory.begin(Version(lineage=0, iteration=start), num_slots)
+    memory.begin(Version(epoch=0, iteration=start), num_slots)
     for slot in range(num_slots):
         snapshot = snapshot_of(buffers, (start, slot, num_slots))
         if daemon:

@@ -44,7 +44,7 @@ from tests.waits import WAIT_S
 
 UNIT = "layer 0 expert 1"
 SIZES = {"fc1": 1003, "fc2": 70_001}
-TAG = UnitTag(name=UNIT, lineage=0, on_peers=True, on_disk=False, seen_tokens=0)
+TAG = UnitTag(name=UNIT, epoch=0, on_peers=True, on_disk=False, seen_tokens=0)
 HEADER = replace(samples.HEADER, iteration=0, window_start=0, slot=0, num_slots=1, full=(UNIT,), unit=TAG)
 
 
@@ -59,8 +59,8 @@ class Asked:
         self.keys += keys
         return self._replicator.copy(keys)
 
-    def forget(self, keys: Sequence[str]) -> None:
-        self._replicator.forget(keys)
+    def drop(self, keys: Sequence[str]) -> None:
+        self._replicator.drop(keys)
 
 
 class Owner:
@@ -72,7 +72,7 @@ class Owner:
         self.asked = Asked(ranks.replicate(SHARD.global_rank, server.address))
         self.own = ranks.own(SHARD.global_rank)
         self.publisher = Publisher(self.own, self.asked, WAIT_S, lambda _: None)
-        self.publisher.begin_copying([set()], forget=True)
+        self.publisher.begin_copying([set()], drop_stale=True)
         self.copier = HostCopier()
         self.engine = SnapshotEngine(self.copier, HostBuffers(self.own), self.publisher)
         self._random = torch.Generator().manual_seed(7)
@@ -81,7 +81,7 @@ class Owner:
         self.header = HEADER
         self._step()
 
-    def train(self, *, lineage: int = 0, learning_rate_told: float | None = None) -> str:
+    def train(self, *, epoch: int = 0, learning_rate_told: float | None = None) -> str:
         """Take a step and a snapshot, wait for its copies, which are exact, and return their key."""
         group = self.optimizer.param_groups[0]
         group["lr"] *= 0.9
@@ -96,7 +96,7 @@ class Owner:
         )
         self._step()
         iteration = self.header.iteration + 1
-        self.header = replace(HEADER, iteration=iteration, window_start=iteration, unit=replace(TAG, lineage=lineage))
+        self.header = replace(HEADER, iteration=iteration, window_start=iteration, unit=replace(TAG, epoch=epoch))
         self.engine.capture([SnapshotRequest(self.header, self._pieces, (), self._gradients(told))])
         taken = self.engine.collect(wait=True)
         assert taken
@@ -229,7 +229,7 @@ def test_a_peer_that_never_comes_to_the_same_gets_whole_states(owner: Owner, cap
 
 def test_another_line_is_no_base(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
     owner.train()
-    owner.train(lineage=1)
+    owner.train(epoch=1)
     assert "wanted the iteration before" in caplog.text
 
 

@@ -263,7 +263,7 @@ def test_any_other_value_in_a_sealed_header_is_read_or_refused(way: list[str | i
         ("format", 2, "got format 2, wanted 1"),
         ("format", True, r"Expected `int`, got `bool` - at `\$.format`"),
         ("more", 1, "got {'adam_steps': .*}, wanted all fields of SnapshotHeader and no others"),
-        ("unit", {"name": "core"}, r"Object missing required field `lineage` - at `\$.unit`"),
+        ("unit", {"name": "core"}, r"Object missing required field `epoch` - at `\$.unit`"),
         ("iteration", -1, r"Expected `int` >= 0 - at `\$.iteration`"),
         ("iteration", 2**63, r"Expected `int` <= 9223372036854775807 - at `\$.iteration`"),
         ("iteration", 12.0, r"Expected `int`, got `float` - at `\$.iteration`"),

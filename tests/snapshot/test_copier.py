@@ -109,7 +109,7 @@ def test_blobs_never_sent_or_forgotten_have_no_time() -> None:
     times = CopyTimes(lambda: 5.0)
     assert (times.of(["a"]), times.bytes_per_s()) == (None, math.inf)
     times.ended("a", 8, since_s=3.0)
-    times.forget("a")
+    times.drop("a")
     assert (times.of(["a"]), times.bytes_per_s()) == (None, 4.0), "still how fast they are"
 
 

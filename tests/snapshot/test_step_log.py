@@ -23,9 +23,9 @@ def log_of(first: int, last: int) -> StepLog:
     """A log as training leaves it after iteration `last`: the start of the next is noted, too."""
     log = StepLog()
     for iteration in range(first, last + 1):
-        log.note_start(iteration, started(iteration))
+        log.log_start(iteration, started(iteration))
         log.add(record(iteration))
-    log.note_start(last + 1, started(last + 1))
+    log.log_start(last + 1, started(last + 1))
     return log
 
 
@@ -37,7 +37,7 @@ def test_a_log_reaches_as_far_as_all_can_run_again(first: int, last: int | None)
 def test_both_start_and_record_are_needed() -> None:
     log = log_of(1, 3)
     log.drop_up_to(2)
-    log.note_start(2, started(2))
+    log.log_start(2, started(2))
     reached = [log.reaches(2)]
     log.add(record(2))
     log.add(record(1))
@@ -48,7 +48,7 @@ def test_the_last_entry_of_an_iteration_is_returned() -> None:
     log = log_of(3, 6)
     assert log.record(4).gradients.total_norm == 4.0
     assert log.start(7)["rng"].tolist() == [7] * 16
-    log.note_start(4, {"rng": torch.zeros(2)})
+    log.log_start(4, {"rng": torch.zeros(2)})
     newer = record(4, tied_gradient=torch.ones(3))
     log.add(newer)
     assert log.start(4).keys() == {"rng"}
@@ -79,7 +79,7 @@ def test_an_iteration_that_is_missing_is_named_with_those_that_are_there() -> No
 
 def test_the_size_is_that_of_all_tensors() -> None:
     log = StepLog()
-    log.note_start(1, started(1))
+    log.log_start(1, started(1))
     sizes = [log.size_bytes]
     tied = torch.ones(5, dtype=torch.bfloat16)
     for each in (record(1), record(1, tied), record(2, torch.ones(3)), record(2)):

@@ -24,7 +24,7 @@ def unit(
     name: str,
     iteration: int,
     *,
-    lineage: int = 0,
+    epoch: int = 0,
     places: str = "",
     payload: torch.Tensor | None = None,
     taken_with: tuple[int, int, int] = (1, 0, 0),
@@ -32,7 +32,7 @@ def unit(
     """A snapshot of a unit, kept on peers (p), on disk (d) or both beside own memory."""
     tag = UnitTag(
         name=name,
-        lineage=lineage,
+        epoch=epoch,
         on_peers="p" in places,
         on_disk="d" in places,
         seen_tokens=iteration,
@@ -59,25 +59,25 @@ class Rank:
     def drop_snapshot(self, snapshot: Snapshot) -> None:
         self.dropped.append(said(snapshot))
 
-    def begin(self, iteration: int, units: dict[str, str], *, lineage: int = 0) -> None:
+    def begin(self, iteration: int, units: dict[str, str], *, epoch: int = 0) -> None:
         """Take units, each kept at places."""
-        self.memory.begin(at(iteration, lineage), len(units))
+        self.memory.begin(at(iteration, epoch), len(units))
         for name, places in units.items():
             payload = self.buffers.acquire(8)
-            self.memory.add(unit(name, iteration, lineage=lineage, places=places, payload=payload))
+            self.memory.add(unit(name, iteration, epoch=epoch, places=places, payload=payload))
 
-    def take(self, iteration: int, units: dict[str, str], *, lineage: int = 0) -> None:
-        self.begin(iteration, units, lineage=lineage)
+    def take(self, iteration: int, units: dict[str, str], *, epoch: int = 0) -> None:
+        self.begin(iteration, units, epoch=epoch)
         self.memory.confirm()
 
-    def base(self, iteration: int = 0, *, lineage: int = 0) -> None:
-        self.take(iteration, dict.fromkeys(NAMES, "pd"), lineage=lineage)
+    def base(self, iteration: int = 0, *, epoch: int = 0) -> None:
+        self.take(iteration, dict.fromkeys(NAMES, "pd"), epoch=epoch)
 
     def kept(self) -> set[str]:
         return all_said(self.memory.snapshots())
 
-    def composed(self, iteration: int, lineage: int = 0) -> set[str]:
-        return all_said(compose(self.memory.snapshots(), at(iteration, lineage)))
+    def composed(self, iteration: int, epoch: int = 0) -> set[str]:
+        return all_said(compose(self.memory.snapshots(), at(iteration, epoch)))
 
 
 @pytest.fixture
@@ -95,8 +95,8 @@ def all_said(snapshots: Iterable[Snapshot]) -> set[str]:
     return {said(snapshot) for snapshot in snapshots}
 
 
-def at(iteration: int, lineage: int = 0) -> Version:
-    return Version(lineage=lineage, iteration=iteration)
+def at(iteration: int, epoch: int = 0) -> Version:
+    return Version(epoch=epoch, iteration=iteration)
 
 
 def test_the_checkpoint_on_disk_stays_whole_in_memory(rank: Rank) -> None:

@@ -186,7 +186,7 @@ def test_threads_never_share_a_buffer() -> None:
 
 def add_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, slots: Sequence[Sequence[Piece]]) -> None:
     """Take a window of these slots without confirming it."""
-    memory.begin(Version(lineage=0, iteration=start), len(slots))
+    memory.begin(Version(epoch=0, iteration=start), len(slots))
     for slot, pieces in enumerate(slots):
         memory.add(snapshot_of(buffers, (start, slot, len(slots)), pieces))
 
@@ -218,7 +218,7 @@ def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
         elif name == "take":
             take_window(memory, buffers, *starts)
         elif name == "begin":
-            memory.begin(Version(lineage=0, iteration=starts[0]), 2)
+            memory.begin(Version(epoch=0, iteration=starts[0]), 2)
         elif name == "add":
             memory.add(snapshot_of(buffers, (starts[0], 0, 2)))
         elif name == "keep_only":
@@ -256,7 +256,7 @@ def test_after_a_script(keep_windows: int, script: str, starts: list[int], in_fl
 def test_a_snapshot_of_the_same_slot_is_replaced() -> None:
     buffers = pool()
     memory = SnapshotMemory(buffers, 1)
-    memory.begin(Version(lineage=0, iteration=1), 2)
+    memory.begin(Version(epoch=0, iteration=1), 2)
     old, new = snapshot_of(buffers, (1, 0, 2)), snapshot_of(buffers, (1, 0, 2))
     for snapshot in (old, new):
         memory.add(snapshot)
@@ -273,7 +273,7 @@ MISNUMBERED = [((1, 1, 2), {"iteration": 1}), ((1, 1, 2), {"window_start": 0})]
 @pytest.mark.parametrize(("place", "wrong"), [*ELSEWHERE, *MISNUMBERED])
 def test_a_snapshot_that_does_not_belong_is_a_bug(place: tuple[int, int, int], wrong: dict[str, int]) -> None:
     memory, snapshot = SnapshotMemory(pool(), 1), snapshot_of(pool(), place)
-    memory.begin(Version(lineage=0, iteration=1), 2)
+    memory.begin(Version(epoch=0, iteration=1), 2)
     with pytest.raises(AssertionError):
         memory.add(Snapshot(header=replace(snapshot.header, **wrong), payload=snapshot.payload))
     assert num_held(memory) == 0

@@ -21,12 +21,12 @@ from moe_ckpt.events import (
     StageRecovered,
     StateLost,
     StateResumed,
-    TrainerStarted,
+    WorkerStarted,
 )
 from tests.report_runs import DEATH, Timed, committed, log_of, rejoined
 
-BEGUN = TrainerStarted(pid=1, host="here", life=0, device="cpu")
-ANEW = TrainerStarted(pid=2, host="here", life=1, device="cpu")
+BEGUN = WorkerStarted(pid=1, host="here", incarnation=0, device="cpu")
+ANEW = WorkerStarted(pid=2, host="here", incarnation=1, device="cpu")
 LEFT = GenerationEnded(generation=1, reason=DEATH, left_unix_s=0.0)
 FINISHED = RunFinished(iteration=2, digest="")
 

@@ -14,7 +14,7 @@ from launcher.report.parts import PagePart
 from launcher.report.read import read_run
 from launcher.report.summary import QUANTITIES, duration, headline, shown
 from launcher.report.thin import evenly, in_steps, thin
-from moe_ckpt.events import ExpertPopularity, StateResumed, TrainerStarted
+from moe_ckpt.events import ExpertPopularity, StateResumed, WorkerStarted
 from tests.report_runs import DEATH, FIRST_S, Story, committed, rejoined, write_events, write_run
 
 
@@ -77,7 +77,7 @@ def test_a_recovery_within_the_time_of_another_belongs_to_it(tmp_path: Path) -> 
 def test_a_restart_by_torchrun_is_a_recovery(tmp_path: Path) -> None:
     resumed = StateResumed(iteration=0, source="disk", seconds=0.5, passed_over=[])
     for rank in range(2):
-        anew = TrainerStarted(pid=2, host="here", life=1, device="cpu")
+        anew = WorkerStarted(pid=2, host="here", incarnation=1, device="cpu")
         write_events(tmp_path, rank, [(0.5, committed(1)), (3.0, anew), (4.0, resumed), (4.5, committed(1))])
     (tmp_path / "run.json").write_text(json.dumps({"world_size": 2, "clock_origin_unix_s": 100.0}))
     (episode,) = facts_of(tmp_path).episodes

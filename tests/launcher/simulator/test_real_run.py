@@ -12,7 +12,7 @@ from launcher.config import compose_settings
 from launcher.simulator.comparison import predict_run
 from launcher.simulator.config import compose_machine
 from launcher.simulator.real_run import RealRun, facts_of, recoveries_of, setup_of
-from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, TrainerStarted
+from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, WorkerStarted
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
@@ -26,8 +26,8 @@ def second(iteration: int) -> IterationCommitted:
     return committed(iteration, seconds=1.0, stall_s=0.0)
 
 
-def born(life: int) -> TrainerStarted:
-    return TrainerStarted(pid=1, host="here", life=life, device="cpu")
+def born(incarnation: int) -> WorkerStarted:
+    return WorkerStarted(pid=1, host="here", incarnation=incarnation, device="cpu")
 
 
 def back(detect_s: float, rebuild_s: float, **fetched: int) -> Rejoined:

@@ -49,16 +49,16 @@ def nobody_replaced(run: Path, ranks: Collection[int], *, wait_s: float) -> Iter
         _signal_all(supervisors, signal.SIGCONT)
 
 
-def strike_node(run: Path, workers: Sequence[LiveWorker], *, wait_s: float) -> list[InjectedFault]:
+def kill_node(run: Path, workers: Sequence[LiveWorker], *, wait_s: float) -> list[InjectedFault]:
     """Kill these workers and delete their host memory, of those that are dead already as well.
 
-    Trainers that do not stand still within `wait_s` (a driver call, say) are killed all the same.
+    Workers that do not stand still within `wait_s` (a driver call, say) are killed all the same.
     """
     alive = [worker for worker in workers if worker.is_alive]
     _stop({worker.pid for worker in alive}, wait_s)
     for worker in workers:
         _lose_memory(Path(worker.memory))
-    return strike_processes(run, alive, "KILL", "node")
+    return signal_processes(run, alive, "KILL", "node")
 
 
 def describe(fault: InjectedFault, run: Path) -> str:
@@ -67,7 +67,7 @@ def describe(fault: InjectedFault, run: Path) -> str:
     return f"{_VERBS[fault.signal]} rank {fault.rank} (pid {fault.pid}) of {run} {where}"
 
 
-def strike_processes(
+def signal_processes(
     run: Path, workers: Sequence[LiveWorker], name: str, scope: str = "process"
 ) -> list[InjectedFault]:
     """Send a signal to each of these workers; return what was written about it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.faults.strike import nobody_replaced, strike_node
+from launcher.faults.inject import kill_node, nobody_replaced
 from launcher.proc import stands_still
 from moe_ckpt.elastic.live_workers import read_written, write_live
 from moe_ckpt.linux import is_alive
@@ -34,32 +34,32 @@ def await_true(look: Callable[[], object]) -> None:
 def bear(_: Connection, run: Path, memory: Path) -> None:
     """Be the supervisor of workers that live long, so that to look takes a while, and of new ones at every moment."""
     for rank in range(1, NUM_RANKS):
-        write_live(run, global_rank=rank, node=0, supervisor_pid=os.getpid(), memory=memory, life=0)
+        write_live(run, global_rank=rank, node=0, supervisor_pid=os.getpid(), memory=memory, incarnation=0)
     for life in count(1):
-        write_live(run, global_rank=0, node=0, supervisor_pid=os.getpid(), memory=memory, life=life)
+        write_live(run, global_rank=0, node=0, supervisor_pid=os.getpid(), memory=memory, incarnation=life)
 
 
-def newest_life(run: Path) -> int:
-    return max((worker.life for worker in read_written(run)), default=-1)
+def newest_incarnation(run: Path) -> int:
+    return max((worker.incarnation for worker in read_written(run)), default=-1)
 
 
 def test_no_worker_is_born_between_the_look_and_the_strike(tmp_path: Path, start: Callable[..., Child]) -> None:
     supervisor = start(bear, tmp_path, tmp_path / "memory")
-    await_true(lambda: newest_life(tmp_path) > 0)
+    await_true(lambda: newest_incarnation(tmp_path) > 0)
     for _ in range(ROUNDS // 3):
         with nobody_replaced(tmp_path, range(NUM_RANKS), wait_s=WAIT_S) as (worker, *_):
             assert stands_still(supervisor.pid)
-            assert worker.life == newest_life(tmp_path), "the last that there was"
-        await_true(lambda last=worker.life: newest_life(tmp_path) > last)
+            assert worker.incarnation == newest_incarnation(tmp_path), "the last that there was"
+        await_true(lambda last=worker.incarnation: newest_incarnation(tmp_path) > last)
 
 
 def test_supervisors_go_on_where_the_strike_fails(tmp_path: Path, start: Callable[..., Child]) -> None:
     start(bear, tmp_path, tmp_path / "memory")
-    await_true(lambda: newest_life(tmp_path) > 0)
+    await_true(lambda: newest_incarnation(tmp_path) > 0)
     with pytest.raises(OSError, match="no room"), nobody_replaced(tmp_path, [0], wait_s=WAIT_S):
         raise OSError("no room for a note of it")
-    last = newest_life(tmp_path)
-    await_true(lambda: newest_life(tmp_path) > last)
+    last = newest_incarnation(tmp_path)
+    await_true(lambda: newest_incarnation(tmp_path) > last)
 
 
 def test_supervisors_of_other_ranks_are_left_alone(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_dead_workers_memory_is_lost_before_its_successor_starts(tmp_path: Pat
         with nobody_replaced(job.run, [0], wait_s=WAIT_S) as workers:
             os.kill(pid, signal.SIGKILL)
             await_true(lambda: not is_alive(pid))
-            assert strike_node(job.run, workers, wait_s=WAIT_S) == [], "it was dead already"
+            assert kill_node(job.run, workers, wait_s=WAIT_S) == [], "it was dead already"
             assert not (job.memory(0) / "own").exists()
             assert job.deaths(0) == []
         job.wait_for_death(0)
@@ -96,7 +96,7 @@ def keep_writing(_: Connection, memory: Path) -> None:
 def test_memory_is_lost_whatever_its_daemon_writes_meanwhile(tmp_path: Path, start: Callable[..., Child]) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    write_live(tmp_path, global_rank=0, node=0, supervisor_pid=os.getppid(), memory=memory, life=0)
+    write_live(tmp_path, global_rank=0, node=0, supervisor_pid=os.getppid(), memory=memory, incarnation=0)
     (worker,) = read_written(tmp_path)
     daemon = start(keep_writing, memory)
     parts = [memory / "own", memory / "held" / "rank0001"]
@@ -104,7 +104,7 @@ def test_memory_is_lost_whatever_its_daemon_writes_meanwhile(tmp_path: Path, sta
         await_true(lambda: all(part.is_dir() for part in parts))
         for part in parts:
             (part / "marked").touch()
-        assert strike_node(tmp_path, [worker], wait_s=WAIT_S) == []
+        assert kill_node(tmp_path, [worker], wait_s=WAIT_S) == []
         assert not any((part / "marked").exists() for part in parts)
     daemon.kill()
     assert {path.name for path in memory.iterdir()} <= {"own", "held"}, "nothing is left of it elsewhere"
