@@ -44,7 +44,7 @@ from moe_ckpt.snapshot.adam_update import (
 )
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 from moe_ckpt.snapshot.codec import Snapshot, SnapshotHeader, header_from_json, header_to_json
-from moe_ckpt.snapshot.step_log import RECORD, START, StepRecord
+from moe_ckpt.snapshot.step_log import RECORD, START, StepRecord, window_steps
 from moe_ckpt.snapshot.windows import HostBuffers
 from moe_ckpt.types import ReadyGradients
 
@@ -250,11 +250,11 @@ class Publisher:
         """
         return not self._copies_fail and self._are_copied([f"{START}{iteration}", f"{RECORD}{iteration}"])
 
-    def has_copies(self, snapshots: Iterable[Snapshot]) -> bool:
-        """Wait until peers hold these snapshots and the start of the iteration after each; return whether they do."""
+    def has_copies(self, snapshots: Sequence[Snapshot]) -> bool:
+        """Wait until peers hold these snapshots of a window and its steps; return whether they do."""
         return self._are_copied(self._copied_keys_of(snapshots))
 
-    def awaits_copies(self, snapshots: Iterable[Snapshot]) -> bool:
+    def awaits_copies(self, snapshots: Sequence[Snapshot]) -> bool:
         """Return whether `has_copies` would wait."""
         assert self._copying is not None, "asked for copies before peers were told of anything"
         copies = [self._copying.get(key) for key in self._copied_keys_of(snapshots)]
@@ -265,9 +265,7 @@ class Publisher:
 
         Of the windows on disk only the one that starts at `keep` stays; None: all of them stay.
         """
-        last = snapshots[-1].header.iteration
-        records = [f"{RECORD}{i}" for i in range(snapshots[0].header.window_start + 1, last + 1)]
-        keys = self._keys_of(snapshots) + records
+        keys = self._keys_of(snapshots)
         there = BlobFolder(disk.path).keys()
         stale = [] if keep is None else [key for key in there if key not in keys and not belongs_to(key, keep)]
         return disk.persist(keys, stale)
@@ -296,12 +294,12 @@ class Publisher:
         """Return the recent rate at which snapshots reached all peers, including waits; inf without peers."""
         return self._times.bytes_per_s()
 
-    def sent(self, snapshots: Iterable[Snapshot]) -> SentCopy | None:
+    def sent(self, snapshots: Sequence[Snapshot]) -> SentCopy | None:
         """Return the time until all peers had these snapshots; None without peers, or for an earlier worker's."""
         return self._times.of(self._copied_keys_of(snapshots)) if self.num_peers else None
 
-    def num_copies(self, snapshots: Iterable[Snapshot], held: Iterable[Collection[str]]) -> int:
-        """Return the number of peers that have all of these snapshots. `held`: the keys that each peer has."""
+    def num_copies(self, snapshots: Sequence[Snapshot], held: Iterable[Collection[str]]) -> int:
+        """Return the number of peers that have all of a window and its steps. `held`: the keys that each peer has."""
         wanted = set(self._copied_keys_of(snapshots))
         return sum(wanted.issubset(keys) for keys in held)
 
@@ -375,12 +373,10 @@ class Publisher:
             finally:
                 self._unfinished.unlink(missing_ok=True)
 
-    def _keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
-        kept = list(snapshots)
-        starts = [f"{START}{snapshot.header.iteration + 1}" for snapshot in kept if snapshot.header.unit is None]
-        return starts + [self._keys[id(snapshot.payload)] for snapshot in kept]
+    def _keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
+        return window_steps(snapshots) + [self._keys[id(snapshot.payload)] for snapshot in snapshots]
 
-    def _copied_keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
+    def _copied_keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
         return [key for key in self._keys_of(snapshots) if not key.startswith(_LOCAL)]
 
     @property

@@ -290,6 +290,22 @@ def test_copies_that_fail_are_waited_for_once(life: Life, peers: Peers) -> None:
     assert life.publisher.has_copies_of_step(6)
 
 
+def test_a_window_counts_as_copied_with_its_steps_only(life: Life, peers: Peers) -> None:
+    """A record whose copy failed is not sent again, and no replay gets past its iteration."""
+    life.begin(set())
+    for iteration in (5, 6):
+        life.log(iteration)
+    life.persist(4)
+    snapshots = life.memory.windows()[0].snapshots
+    assert life.publisher.has_copies(snapshots)
+    lacking = [peers.held - {key} for key in ("start-5", "start-6", "record-5")]
+    assert [life.publisher.num_copies(snapshots, [held]) for held in (peers.held, *lacking)] == [1, 0, 0, 0]
+    peers.fails = True
+    life.steps.add(life.steps.record(5))
+    assert not life.publisher.awaits_copies(snapshots)
+    assert not life.publisher.has_copies(snapshots)
+
+
 def fetch_of(folder: BlobFolder, *, fail_after: int | None = None) -> Callable[[BlobFolder], int]:
     """Return a fetch of what another folder holds, which fails after some blobs."""
 
