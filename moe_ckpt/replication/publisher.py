@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
 _SNAPSHOT, _LOCAL = "snapshot-", "local-"
+_KEY = re.compile(rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{RECORD})([0-9]+))")
 _TIED = "tied_gradient"
 _UNFINISHED = "unfinished"
 
@@ -439,9 +441,11 @@ def _new_key(kind: str, header: SnapshotHeader) -> str:
 
 
 def newest_snapshot(keys: Iterable[str]) -> int | None:
-    """Return the newest iteration of any snapshot, complete or not; None for none."""
-    places = (key.split("-") for key in keys if _is_snapshot(key))
-    return max((int(start) + int(slot) for _, start, slot, _ in places), default=None)
+    """Return the newest iteration of any snapshot, complete or not; None for none.
+
+    Raises CheckpointLoadError for a key that begins as a snapshot's does, and has no iteration.
+    """
+    return max((sum(_numbers(key)) for key in keys if _is_snapshot(key)), default=None)
 
 
 def _is_snapshot(key: str) -> bool:
@@ -449,10 +453,21 @@ def _is_snapshot(key: str) -> bool:
 
 
 def belongs_to(key: str, window_start: int) -> bool:
-    """Return whether a blob belongs to the window that starts there, or to an iteration after that."""
-    kind, _, rest = key.partition("-")
-    number = int(rest.split("-")[0])
-    return number == window_start if f"{kind}-" == _SNAPSHOT else number > window_start
+    """Return whether a blob belongs to the window that starts there, or to an iteration after that.
+
+    Raises CheckpointLoadError for a key that is neither a snapshot's nor a step's.
+    """
+    number = _numbers(key)[0]
+    return number == window_start if key.startswith(_SNAPSHOT) else number > window_start
+
+
+def _numbers(key: str) -> list[int]:
+    """Return the start and the slot of a snapshot, or the iteration of a start or a record, from the key."""
+    found = _KEY.fullmatch(key)
+    if found is None:
+        wanted = f"{_SNAPSHOT}START-SLOT-ID, {_LOCAL}START-SLOT-ID, {START}ITERATION or {RECORD}ITERATION"
+        raise CheckpointLoadError(f"key of a blob: got {key!r}, wanted {wanted}")
+    return [int(number) for number in found.groups() if number is not None]
 
 
 def holds_records(keys: Iterable[str]) -> bool:
@@ -505,9 +520,9 @@ def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
             if _is_snapshot(key) and blob.payload is not None:
                 snapshots.append(Snapshot(header=header_from_json(blob.header), payload=blob.payload))
             elif key.startswith(START):
-                starts[int(key.removeprefix(START))] = _tensors(blob)[0]
+                starts[_numbers(key)[0]] = _tensors(blob)[0]
             elif key.startswith(RECORD):
-                records[int(key.removeprefix(RECORD))] = _record(key, blob)
+                records[_numbers(key)[0]] = _record(_numbers(key)[0], blob)
         except CheckpointLoadError as error:
             _log.warning("%s cannot be used: %s", key, error)
     return FolderContents(snapshots=tuple(snapshots), starts=starts, records=records)
@@ -516,18 +531,18 @@ def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
 def _tensors(blob: Blob) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors and the facts of a blob without payload."""
     try:
+        tensors = load(blob.header)  # first: it checks the form of the JSON
         length = int.from_bytes(blob.header[:8], "little")
-        facts = json.loads(blob.header[8 : 8 + length]).get("__metadata__", {})
-        return load(blob.header), facts
+        return tensors, json.loads(blob.header[8 : 8 + length]).get("__metadata__", {})
     except (SafetensorError, ValueError) as error:
         raise CheckpointLoadError(f"step log: {error}") from error
 
 
-def _record(key: str, blob: Blob) -> StepRecord:
+def _record(iteration: int, blob: Blob) -> StepRecord:
     tensors, facts = _tensors(blob)
-    gradients = json.loads(facts["gradients"])
-    return StepRecord(
-        iteration=int(key.removeprefix(RECORD)),
-        gradients=ReadyGradients(**{**gradients, "overflows": tuple(gradients["overflows"])}),
-        tied_gradient=tensors.get(_TIED),
-    )
+    try:
+        fields = json.loads(facts["gradients"])
+        gradients = ReadyGradients(**{**fields, "overflows": tuple(fields["overflows"])})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointLoadError(f"step record: got {facts} ({error!r}), wanted gradients as JSON") from error
+    return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=tensors.get(_TIED))
