@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +120,44 @@ def test_deaths_are_kept_by_generation(both: Both) -> None:
     one.record_death(2, death_of(1))
     assert other.num_deaths() == 3
     assert [other.deaths(generation) for generation in (1, 2, 3)] == [[death_of(2), death_of(0)], [death_of(1)], []]
+
+
+class CutOffStore(dist.HashStore):
+    """Its client dies as it sends a request, after `num_answers` others."""
+
+    num_answers = 0
+
+    def add(self, key: str, value: int) -> int:
+        self._answer()
+        return super().add(key, value)
+
+    def set(self, key: str, value: str) -> None:
+        self._answer()
+        super().set(key, value)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        self._answer()
+        return super().compare_set(key, expected_value, desired_value)
+
+    def _answer(self) -> None:
+        if not self.num_answers:
+            raise InterruptedError
+        self.num_answers -= 1
+
+
+@pytest.mark.parametrize("num_answers", range(5))
+def test_half_a_record_of_a_death_keeps_none_from_reading(num_answers: int) -> None:
+    """A supervisor may be killed between any two requests."""
+    store = CutOffStore()
+    store.set_timeout(timedelta(seconds=0.01))
+    generations = Generations(store)
+    store.num_answers = num_answers
+    with contextlib.suppress(InterruptedError):
+        generations.record_death(1, death_of(2))
+    store.num_answers = 100
+    generations.record_death(1, death_of(1))
+    assert generations.deaths(1)[-1] == death_of(1)
+    assert len(generations.deaths(1)) == 1 + min(num_answers, 1)
 
 
 def test_a_generation_finishes_for_good_when_the_last_rank_is_done(both: Both) -> None:
