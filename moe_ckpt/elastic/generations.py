@@ -88,10 +88,6 @@ class Generations:
         written = takewhile(lambda key: self._store.check([key]), (_death(generation, n) for n in count(1)))
         return [_DEATHS.decode(self._store.get(key)) for key in written]
 
-    def has_ended(self, generation: int) -> bool:
-        """Return whether any process has ended the generation."""
-        return self._store.check([f"{generation}/end"])
-
     def wait_for_end(self, generation: int) -> str:
         """Block until a generation has ended, without limit; return the reason."""
         self._store.wait([f"{generation}/end"], _FOR_EVER)

@@ -149,7 +149,7 @@ def test_a_death_before_joining_ends_no_generation(supervised) -> None:
     rank.generations.current()
     rank.kill_worker()
     rank.meet_worker()
-    assert (rank.life, rank.generations.current(), rank.generations.has_ended(1)) == (1, 1, False)
+    assert (rank.life, rank.generations.current()) == (1, 1)
     assert "died of SIGKILL in build" in rank.said()
 
 
@@ -160,7 +160,7 @@ def test_an_exit_status_is_passed_on_and_not_repaired(supervised, act: Act, stat
     rank.tell(act)
     assert rank.exit_status() == status
     assert rank.has_no_successor
-    assert not rank.generations.has_ended(1)
+    assert rank.generations.current() == 1
     assert ("ValueError: the user's own error" in rank.said()) == (act is fail)
 
 
@@ -269,7 +269,7 @@ def test_a_death_after_the_jobs_end_is_replaced_by_none(supervised, phase: Phase
     rank.kill_worker()
     assert rank.exit_status() == status
     assert rank.has_no_successor
-    assert not rank.generations.has_ended(1)
+    assert rank.generations.current() == 1
 
 
 LINGERING = """
