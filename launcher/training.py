@@ -53,7 +53,7 @@ class TrainingJob:
 
     @property
     def loss(self) -> float | None:
-        """The last iteration's loss; None where an earlier life had done all iterations."""
+        """The last iteration's loss; None where an earlier incarnation had done all iterations."""
         return self.committed.loss if self.committed else None
 
     @property
@@ -128,7 +128,7 @@ class TrainingJob:
         self._checks.begin(done, is_replacement=self._is_supervised and self._log.incarnation > 0)
 
     def _evaluate_where_due(self, done: int) -> None:
-        """Evaluate what a fault, or an earlier life, has left unevaluated on any rank."""
+        """Evaluate what a fault, or an earlier incarnation, has left unevaluated on any rank."""
         latest = self._evaluated.iteration if self._evaluated else _NEVER
         everywhere = torch.tensor([latest], device=torch.cuda.current_device())
         # an evaluation is collective: ranks that have its result take part for one that died before it was logged

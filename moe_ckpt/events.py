@@ -390,7 +390,7 @@ class EventLog:
     def __init__(self, path: Path, *, global_rank: int, clock_origin_unix_s: float) -> None:
         make_private(path.parent)
         self._fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        # an earlier life of this rank may have died in the middle of a line
+        # an earlier incarnation of this rank may have died in the middle of a line
         os.ftruncate(self._fd, _complete_length(path.read_bytes()))
         self._path = path
         self._global_rank = global_rank

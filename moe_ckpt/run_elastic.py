@@ -183,7 +183,7 @@ class Worker:
             wait_s=served.server_wait_s,
         )
         # a connection of its own: another thread may need the shared one while this waits for a server
-        return ServerHosts(open_store(PART, own_connection=True), self.place.ticket, rules, self.page.wait)
+        return ServerHosts(open_store(PART, own_connection=True), self.place.ticket, rules, self.page.waits)
 
     def announce(self, run: Path) -> None:
         """Write this worker's file in the run folder, where the status command and fault injection find it.

@@ -57,7 +57,7 @@ class FaultAtTime(Task):
             return
         self.job.leave(elsewhere)
         for rank in sorted(missing):
-            self.job.say(f"rank {rank}: no new life within {self.job.patience_s:g} s, left alone")
+            self.job.say(f"rank {rank}: no new worker within {self.job.patience_s:g} s, left alone")
         if workers:
             self.job.inject(workers, self._fault)
         self.outcome = len(workers) == len(ranks)
@@ -107,7 +107,7 @@ class NodeAtPoint(Task):
 
 
 class Orders(Task):
-    """Kills of one rank's process at points, one after the other, each an order to a life of its own."""
+    """Kills of one rank's process at points, one after the other, each an order to an incarnation of its own."""
 
     def __init__(self, job: TargetJob, rank: int, kills: Sequence[Kill]) -> None:
         super().__init__(job)

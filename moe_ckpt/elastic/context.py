@@ -51,8 +51,10 @@ class ElasticContext:
         """Let the daemon copy to the holders' daemons, at their present addresses. Raises CheckpointSaveError."""
         if self.daemon:
             self.page.wait_for_copies(True)
-            self.daemon.use_peers([self.address(holder) for holder in self.holders])
-            self.page.wait_for_copies(False)
+            try:
+                self.daemon.use_peers([self.address(holder) for holder in self.holders])
+            finally:
+                self.page.wait_for_copies(False)  # else no supervisor would notice a later hang
 
     @property
     def uses_hosts(self) -> bool:

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count, takewhile
 from typing import NoReturn
 
 import msgspec
@@ -72,8 +73,10 @@ class Generations:
 
     def record_death(self, generation: int, death: Death) -> None:
         """Record the death of a rank's process: all ranks of the next generation can read it before that begins."""
-        number = self._store.add(f"{generation}/deaths", 1)
-        self._store.set(f"{generation}/death/{number}", msgspec.json.encode(death).decode())
+        record, number = msgspec.json.encode(death), 1
+        # one request takes the number and writes the record: readers would wait for a number without one
+        while self._store.compare_set(_death(generation, number), "", record.decode()) != record:
+            number += 1
         self._store.add("deaths", 1)
 
     def num_deaths(self) -> int:
@@ -82,12 +85,8 @@ class Generations:
 
     def deaths(self, generation: int) -> list[Death]:
         """Return the deaths in a generation."""
-        numbers = range(1, 1 + self._store.add(f"{generation}/deaths", 0))
-        return [_DEATHS.decode(self._store.get(f"{generation}/death/{number}")) for number in numbers]
-
-    def has_ended(self, generation: int) -> bool:
-        """Return whether any process has ended the generation."""
-        return self._store.check([f"{generation}/end"])
+        written = takewhile(lambda key: self._store.check([key]), (_death(generation, n) for n in count(1)))
+        return [_DEATHS.decode(self._store.get(key)) for key in written]
 
     def wait_for_end(self, generation: int) -> str:
         """Block until a generation has ended, without limit; return the reason."""
@@ -299,6 +298,10 @@ class Membership:
             if time.monotonic() >= abandon_s:
                 self._groups.abandon()
             left.wait(0.02)
+
+
+def _death(generation: int, number: int) -> str:
+    return f"{generation}/death/{number}"
 
 
 def fault_of_end(reason: str) -> FaultClass:

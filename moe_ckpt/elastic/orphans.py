@@ -38,14 +38,14 @@ def reap_ended(but: Collection[int]) -> set[int]:
     return reaped
 
 
-def end_orphans(own: Collection[int], *, grace_s: float = GRACE_S) -> None:
+def end_orphans(own: Collection[int]) -> None:
     """End all descendants of this process but its `own` children, and those of these.
 
     Call when the worker has ended: its children are this process's then, and the children of each follow once that has
-    ended. A process that the kernel cannot end within another `grace_s` is left to end as soon as it can.
+    ended. A process that the kernel cannot end within another GRACE_S is left to end as soon as it can.
     """
-    gently_until_s = time.monotonic() + grace_s
-    until_s = gently_until_s + grace_s
+    gently_until_s = time.monotonic() + GRACE_S
+    until_s = gently_until_s + GRACE_S
     while (now_s := time.monotonic()) < until_s:
         orphans = [pid for pid in children_of(os.getpid()) if pid not in own]
         if not orphans:

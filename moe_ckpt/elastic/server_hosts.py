@@ -13,9 +13,11 @@ over its ranks; without any server the training nodes' own processors do, until 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -99,16 +101,20 @@ class ServerNumbers:
 
 
 class ServerHosts:
-    """One rank's view of the servers, for its training thread. `waiting` is called as waits begin (True) and end."""
+    """One rank's view of the servers, for its training thread, which waits for servers inside `waits()`."""
 
     def __init__(
-        self, store: dist.Store, ticket: Ticket, rules: ServerRules, waiting: Callable[[bool], None] = lambda _: None
+        self,
+        store: dist.Store,
+        ticket: Ticket,
+        rules: ServerRules,
+        waits: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._numbers = ServerNumbers(store, rules.num_servers)
         self._store = store
         self._ticket = ticket
         self._rules = rules
-        self._waiting = waiting
+        self._waits = waits
         self._addresses: tuple[str, ...] = ()
 
     @property
@@ -143,26 +149,23 @@ class ServerHosts:
 
         Raises ConfigError on all ranks if the job begins and its servers do not come in time.
         """
-        self._waiting(True)
-        try:
-            reached = gather_results(ranks, self._look, ConfigError)
-            found = broadcast_result(ranks, lambda: self._choose(reached), CheckpointLoadError)
-        finally:
-            self._waiting(False)
+        reached = gather_results(ranks, self._look, ConfigError)
+        found = broadcast_result(ranks, lambda: self._choose(reached), CheckpointLoadError)
         before, self._addresses = self._addresses, found
         return found != before
 
     def _look(self) -> tuple[str, ...]:
         """Return the addresses of all servers that this rank reaches, by number; empty for others."""
-        if not self._store.check([_BEGUN]):  # later a missing server is replaced, or left
-            until_s = time.monotonic() + self._rules.join_s
-            come = [self._numbers.wait(each, until_s - time.monotonic()) for each in range(self._rules.num_servers)]
-            if not all(come):
-                got = f"{sum(map(bool, come))} servers in runtime.join_s={self._rules.join_s:g} seconds"
-                wanted = f"{len(come)}: start `moe-ckpt server RUN_FOLDER` on that many machines"
-                raise ConfigError(f"ckpt.server_hosts: got {got}, wanted {wanted}")
-        addresses = map(self._numbers.address, range(self._rules.num_servers))
-        return tuple(address if address and self._answers(address) else "" for address in addresses)
+        with self._waits():  # here and not around both: each collective operation ends the wait of its rank
+            if not self._store.check([_BEGUN]):  # later a missing server is replaced, or left
+                until_s = time.monotonic() + self._rules.join_s
+                come = [self._numbers.wait(each, until_s - time.monotonic()) for each in range(self._rules.num_servers)]
+                if not all(come):
+                    got = f"{sum(map(bool, come))} servers in runtime.join_s={self._rules.join_s:g} seconds"
+                    wanted = f"{len(come)}: start `moe-ckpt server RUN_FOLDER` on that many machines"
+                    raise ConfigError(f"ckpt.server_hosts: got {got}, wanted {wanted}")
+            addresses = map(self._numbers.address, range(self._rules.num_servers))
+            return tuple(address if address and self._answers(address) else "" for address in addresses)
 
     def _answers(self, address: str) -> bool:
         try:
@@ -180,9 +183,10 @@ class ServerHosts:
         # a server that one rank cannot reach is lost for all: each may have to hold the state of any rank
         common = [of_all[0] if len(set(of_all)) == 1 else "" for of_all in zip(*reached, strict=True)]
         until_s = time.monotonic() + self._rules.wait_s
-        for number, address in enumerate(common):
-            if not address:
-                common[number] = self._replace(number, until_s)
+        with self._waits():
+            for number, address in enumerate(common):
+                if not address:
+                    common[number] = self._replace(number, until_s)
         if not any(common):
             self._store.set(_GONE, "1")
             _log.warning(

@@ -40,6 +40,7 @@ from moe_ckpt.types import Phase
 _log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.05
 _LOOK_FOR_NOTICE_S = 1.0
+_END_S = 30.0  # the kernel frees all memory of a killed process in less, unless a driver or a disk does not answer
 _FAILED = 1
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _GIVES_NOTICE = (signal.SIGTERM, signal.SIGUSR1)  # SIGINT is a user at a terminal, who waits
@@ -119,6 +120,9 @@ class Supervisor:
         except StoreLostError as error:  # nothing can be agreed with other ranks any more
             _complain(f"error: rank {self._global_rank}: {error}")
             status = STORE_LOST
+        except Exception:
+            self._save_last()  # an error of this process loses no iteration, either
+            raise
         if status:
             self._save_last()  # an error of the program loses no iteration, either
         if self._is_sick and self._hooks.leave:
@@ -225,8 +229,16 @@ class Supervisor:
                 hung = self._hang()
                 if hung:
                     os.kill(self._pid, signal.SIGKILL)  # works on a stopped process, too
+                    if not ended(_END_S):
+                        self._give_up_unended(hung)
                     return hung
         return None
+
+    def _give_up_unended(self, hung: str) -> NoReturn:
+        """End without the worker's end: until then no successor can use its device."""
+        reason = f"it has not ended in {_END_S:g} seconds: a driver or a disk of {socket.gethostname()} does not answer"
+        _complain(f"error: rank {self._global_rank} {hung}, but {reason}")
+        self._exit(_FAILED)
 
     def _replace_dead_daemon(self) -> None:
         """Start another daemon if it has died; then all ranks meet again, and learn its address."""
@@ -330,11 +342,12 @@ class Supervisor:
 
 
 def _end(pid: int) -> int:
-    """Kill a child, if there is one, and wait for its end; return 0, the pid of no child."""
+    """Kill a child, if there is one, and wait up to _END_S for its end; return 0, the pid of no child."""
     if pid:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        with contextlib.suppress(ProcessLookupError, ChildProcessError), watching([pid]) as ended:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            if ended(_END_S):
+                os.waitpid(pid, 0)
     return 0
 
 

@@ -159,8 +159,8 @@ class WindowSources:
         folder = BlobFolder(elastic.own_states)
         for holder, there in on_hosts.items():
             folder.clear()  # of a fetch that failed
-            keys = sorted(key for key in there if belongs_to(key, start))
             try:
+                keys = sorted(key for key in there if belongs_to(key, start))
                 address, timeout_s = elastic.address(holder), elastic.copy_s
                 size_bytes = fetch_blobs(address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
             except CheckpointLoadError as error:

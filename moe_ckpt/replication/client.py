@@ -97,6 +97,7 @@ class DaemonClient:
             connection, self._connection = self._connection, None
         if connection:  # without the lock: callbacks of requests that fail now may send more requests
             connection.close()
+            connection.join()
 
     def _ask(self, request: Callable[[int], Message]) -> Future[Any]:
         with self._lock:
@@ -112,7 +113,7 @@ class DaemonClient:
         if self._is_closed:
             raise CheckpointSaveError("the connection to the daemon was closed")
         if self._connection and self._connection.is_over:
-            self._connection.close()
+            self._connection.close()  # and no wait for its thread: callbacks there may need locks of this caller
             self._connection = None
         if self._connection is None:
             self._connection = _Connection(_dial(self._path, wait_s, self._timeout_s), self._timeout_s)
@@ -159,8 +160,11 @@ class _Connection:
 
     def close(self) -> None:
         self._link.shut_down()
+        self._link.close()  # the thread reads from a twin
+
+    def join(self) -> None:
+        """Wait until all unanswered requests have failed."""
         self._thread.join(self._timeout_s)
-        self._link.close()
 
     def _read_all(self, link: Connection) -> None:
         reason: Exception | None = None

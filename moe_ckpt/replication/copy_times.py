@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from threading import Lock
 
 _RECENT = 16
 
@@ -39,30 +40,35 @@ class CopyTimes:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
+        self._lock = Lock()  # a copy ends on the thread of its answer, while the training thread reads rates
         self._copies: dict[str, _Copy] = {}
         self._busy: deque[_Copy] = deque(maxlen=_RECENT)
 
     def ended(self, key: str, size_bytes: int, *, since_s: float) -> None:
         """A copy that was requested at `since_s` has reached all peers."""
-        copy = _Copy(size_bytes=size_bytes, since_s=since_s, until_s=self._now())
-        self._copies[key] = copy
-        if self._busy and since_s < self._busy[-1].until_s:  # it shared the link with other copies
-            before = self._busy.pop()
-            since_s, size_bytes = min(since_s, before.since_s), size_bytes + before.size_bytes
-        self._busy.append(_Copy(size_bytes=size_bytes, since_s=since_s, until_s=copy.until_s))
+        with self._lock:
+            copy = _Copy(size_bytes=size_bytes, since_s=since_s, until_s=self._now())
+            self._copies[key] = copy
+            if self._busy and since_s < self._busy[-1].until_s:  # it shared the link with other copies
+                before = self._busy.pop()
+                since_s, size_bytes = min(since_s, before.since_s), size_bytes + before.size_bytes
+            self._busy.append(_Copy(size_bytes=size_bytes, since_s=since_s, until_s=copy.until_s))
 
     def drop(self, key: str) -> None:
         """The blob is not copied any more."""
-        self._copies.pop(key, None)
+        with self._lock:
+            self._copies.pop(key, None)
 
     def bytes_per_s(self) -> float:
         """Return the recent rate of copies while any was in progress, including waits; inf without copies."""
-        rates = [each.size_bytes / max(each.until_s - each.since_s, 1e-9) for each in self._busy]
+        with self._lock:
+            rates = [each.size_bytes / max(each.until_s - each.since_s, 1e-9) for each in self._busy]
         return statistics.median(rates) if rates else math.inf
 
     def of(self, keys: Iterable[str]) -> SentCopy | None:
         """Return the time spent on sending these blobs, or on those of them that were sent; None for none of them."""
-        copies = [copy for key in keys if (copy := self._copies.get(key))]
+        with self._lock:
+            copies = [copy for key in keys if (copy := self._copies.get(key))]
         if not copies:
             return None
         until_s = max(copy.until_s for copy in copies)

@@ -18,8 +18,8 @@ from moe_ckpt.private_files import write_private
 from moe_ckpt.replication.local_disk import persist
 from moe_ckpt.replication.publisher import is_unfinished, read_snapshots
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
-from moe_ckpt.snapshot.step_log import RECORD, START
-from moe_ckpt.snapshot.windows import Window, group_windows
+from moe_ckpt.snapshot.step_log import START, window_steps
+from moe_ckpt.snapshot.windows import group_windows
 
 _TARGET = "save_target"
 
@@ -66,13 +66,6 @@ def windows_in(folder: BlobFolder) -> Iterator[list[str]]:
     of_payload = {id(snapshot.payload): key for key, snapshot in by_key.items()}
     there = set(folder.keys())
     for window in sorted(group_windows(by_key.values()), key=lambda window: window.start):
-        keys = [*_steps(window), *(of_payload[id(snapshot.payload)] for snapshot in window.snapshots)]
+        keys = [*window_steps(window.snapshots), *(of_payload[id(snapshot.payload)] for snapshot in window.snapshots)]
         if window.complete and there.issuperset(keys):
             yield keys
-
-
-def _steps(window: Window) -> list[str]:
-    """Return the keys of the starts and records that a replay of the window needs, that of its end first."""
-    iterations = [snapshot.header.iteration for snapshot in window.snapshots]
-    starts = [f"{START}{iteration + 1}" for iteration in reversed(iterations)]
-    return starts + [f"{RECORD}{iteration}" for iteration in range(window.start + 1, iterations[-1] + 1)]

@@ -40,17 +40,6 @@ def copy_holders(
     return tuple(first + holder for holder in holders)
 
 
-def ring_holders(global_rank: int, *, world_size: int, ranks_per_node: int, replicas: int) -> tuple[int, ...]:
-    """Return the ranks in this rank's place on each of the next `replicas` nodes, with all nodes in one ring.
-
-    8 ranks, 2 a node, 2 replicas: ranks 5 and 7 hold the copies of rank 3, ranks 1 and 3 those of rank 7. The
-    conditions are those of `copy_holders`. Gemini, section 4.1, ring strategy: the loss of replicas + 1 adjacent nodes
-    loses a state.
-    """
-    nodes = _equal_nodes(world_size, ranks_per_node, replicas)
-    return _next_in_ring(global_rank, nodes, ranks_per_node, replicas)
-
-
 def placement_lines(*, world_size: int, ranks_per_node: int, replicas: int, peers: int | None = None) -> list[str]:
     """Return a readable table of `copy_holders`: a line a node, the first rank of a range held by the first of each.
 

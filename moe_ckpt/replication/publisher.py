@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,12 +45,13 @@ from moe_ckpt.snapshot.adam_update import (
 )
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 from moe_ckpt.snapshot.codec import Snapshot, SnapshotHeader, header_from_json, header_to_json
-from moe_ckpt.snapshot.step_log import RECORD, START, StepRecord
+from moe_ckpt.snapshot.step_log import RECORD, START, StepRecord, window_steps
 from moe_ckpt.snapshot.windows import HostBuffers
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
 _SNAPSHOT, _LOCAL = "snapshot-", "local-"
+_KEY = re.compile(rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{RECORD})([0-9]+))")
 _TIED = "tied_gradient"
 _UNFINISHED = "unfinished"
 
@@ -250,11 +252,11 @@ class Publisher:
         """
         return not self._copies_fail and self._are_copied([f"{START}{iteration}", f"{RECORD}{iteration}"])
 
-    def has_copies(self, snapshots: Iterable[Snapshot]) -> bool:
-        """Wait until peers hold these snapshots and the start of the iteration after each; return whether they do."""
+    def has_copies(self, snapshots: Sequence[Snapshot]) -> bool:
+        """Wait until peers hold these snapshots of a window and its steps; return whether they do."""
         return self._are_copied(self._copied_keys_of(snapshots))
 
-    def awaits_copies(self, snapshots: Iterable[Snapshot]) -> bool:
+    def awaits_copies(self, snapshots: Sequence[Snapshot]) -> bool:
         """Return whether `has_copies` would wait."""
         assert self._copying is not None, "asked for copies before peers were told of anything"
         copies = [self._copying.get(key) for key in self._copied_keys_of(snapshots)]
@@ -265,9 +267,7 @@ class Publisher:
 
         Of the windows on disk only the one that starts at `keep` stays; None: all of them stay.
         """
-        last = snapshots[-1].header.iteration
-        records = [f"{RECORD}{i}" for i in range(snapshots[0].header.window_start + 1, last + 1)]
-        keys = self._keys_of(snapshots) + records
+        keys = self._keys_of(snapshots)
         there = BlobFolder(disk.path).keys()
         stale = [] if keep is None else [key for key in there if key not in keys and not belongs_to(key, keep)]
         return disk.persist(keys, stale)
@@ -296,12 +296,12 @@ class Publisher:
         """Return the recent rate at which snapshots reached all peers, including waits; inf without peers."""
         return self._times.bytes_per_s()
 
-    def sent(self, snapshots: Iterable[Snapshot]) -> SentCopy | None:
+    def sent(self, snapshots: Sequence[Snapshot]) -> SentCopy | None:
         """Return the time until all peers had these snapshots; None without peers, or for an earlier worker's."""
         return self._times.of(self._copied_keys_of(snapshots)) if self.num_peers else None
 
-    def num_copies(self, snapshots: Iterable[Snapshot], held: Iterable[Collection[str]]) -> int:
-        """Return the number of peers that have all of these snapshots. `held`: the keys that each peer has."""
+    def num_copies(self, snapshots: Sequence[Snapshot], held: Iterable[Collection[str]]) -> int:
+        """Return the number of peers that have all of a window and its steps. `held`: the keys that each peer has."""
         wanted = set(self._copied_keys_of(snapshots))
         return sum(wanted.issubset(keys) for keys in held)
 
@@ -375,12 +375,10 @@ class Publisher:
             finally:
                 self._unfinished.unlink(missing_ok=True)
 
-    def _keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
-        kept = list(snapshots)
-        starts = [f"{START}{snapshot.header.iteration + 1}" for snapshot in kept if snapshot.header.unit is None]
-        return starts + [self._keys[id(snapshot.payload)] for snapshot in kept]
+    def _keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
+        return window_steps(snapshots) + [self._keys[id(snapshot.payload)] for snapshot in snapshots]
 
-    def _copied_keys_of(self, snapshots: Iterable[Snapshot]) -> list[str]:
+    def _copied_keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
         return [key for key in self._keys_of(snapshots) if not key.startswith(_LOCAL)]
 
     @property
@@ -443,9 +441,11 @@ def _new_key(kind: str, header: SnapshotHeader) -> str:
 
 
 def newest_snapshot(keys: Iterable[str]) -> int | None:
-    """Return the newest iteration of any snapshot, complete or not; None for none."""
-    places = (key.split("-") for key in keys if _is_snapshot(key))
-    return max((int(start) + int(slot) for _, start, slot, _ in places), default=None)
+    """Return the newest iteration of any snapshot, complete or not; None for none.
+
+    Raises CheckpointLoadError for a key that begins as a snapshot's does, and has no iteration.
+    """
+    return max((sum(_numbers(key)) for key in keys if _is_snapshot(key)), default=None)
 
 
 def _is_snapshot(key: str) -> bool:
@@ -453,10 +453,21 @@ def _is_snapshot(key: str) -> bool:
 
 
 def belongs_to(key: str, window_start: int) -> bool:
-    """Return whether a blob belongs to the window that starts there, or to an iteration after that."""
-    kind, _, rest = key.partition("-")
-    number = int(rest.split("-")[0])
-    return number == window_start if f"{kind}-" == _SNAPSHOT else number > window_start
+    """Return whether a blob belongs to the window that starts there, or to an iteration after that.
+
+    Raises CheckpointLoadError for a key that is neither a snapshot's nor a step's.
+    """
+    number = _numbers(key)[0]
+    return number == window_start if key.startswith(_SNAPSHOT) else number > window_start
+
+
+def _numbers(key: str) -> list[int]:
+    """Return the start and the slot of a snapshot, or the iteration of a start or a record, from the key."""
+    found = _KEY.fullmatch(key)
+    if found is None:
+        wanted = f"{_SNAPSHOT}START-SLOT-ID, {_LOCAL}START-SLOT-ID, {START}ITERATION or {RECORD}ITERATION"
+        raise CheckpointLoadError(f"key of a blob: got {key!r}, wanted {wanted}")
+    return [int(number) for number in found.groups() if number is not None]
 
 
 def holds_records(keys: Iterable[str]) -> bool:
@@ -509,9 +520,9 @@ def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
             if _is_snapshot(key) and blob.payload is not None:
                 snapshots.append(Snapshot(header=header_from_json(blob.header), payload=blob.payload))
             elif key.startswith(START):
-                starts[int(key.removeprefix(START))] = _tensors(blob)[0]
+                starts[_numbers(key)[0]] = _tensors(blob)[0]
             elif key.startswith(RECORD):
-                records[int(key.removeprefix(RECORD))] = _record(key, blob)
+                records[_numbers(key)[0]] = _record(_numbers(key)[0], blob)
         except CheckpointLoadError as error:
             _log.warning("%s cannot be used: %s", key, error)
     return FolderContents(snapshots=tuple(snapshots), starts=starts, records=records)
@@ -520,18 +531,18 @@ def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
 def _tensors(blob: Blob) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors and the facts of a blob without payload."""
     try:
+        tensors = load(blob.header)  # first: it checks the form of the JSON
         length = int.from_bytes(blob.header[:8], "little")
-        facts = json.loads(blob.header[8 : 8 + length]).get("__metadata__", {})
-        return load(blob.header), facts
+        return tensors, json.loads(blob.header[8 : 8 + length]).get("__metadata__", {})
     except (SafetensorError, ValueError) as error:
         raise CheckpointLoadError(f"step log: {error}") from error
 
 
-def _record(key: str, blob: Blob) -> StepRecord:
+def _record(iteration: int, blob: Blob) -> StepRecord:
     tensors, facts = _tensors(blob)
-    gradients = json.loads(facts["gradients"])
-    return StepRecord(
-        iteration=int(key.removeprefix(RECORD)),
-        gradients=ReadyGradients(**{**gradients, "overflows": tuple(gradients["overflows"])}),
-        tied_gradient=tensors.get(_TIED),
-    )
+    try:
+        fields = json.loads(facts["gradients"])
+        gradients = ReadyGradients(**{**fields, "overflows": tuple(fields["overflows"])})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointLoadError(f"step record: got {facts} ({error!r}), wanted gradients as JSON") from error
+    return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=tensors.get(_TIED))

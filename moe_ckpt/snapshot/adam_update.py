@@ -20,6 +20,7 @@ import torch
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.mirror.plan import BucketPlace, Mirrored, mirrored_from_json, mirrored_to_json
+from moe_ckpt.snapshot.blobs import is_key
 from moe_ckpt.snapshot.codec import (
     BUFFER,
     MASTER,
@@ -147,6 +148,9 @@ def update_from_bytes(data: bytes) -> Update:
             seals=fields["seals"] is True,
             mirrored=mirrored_from_json(fields.get("mirrored")),
         )
+        for key in (update.base, update.target):
+            if not is_key(key):  # a peer chooses these names of files
+                raise ValueError(f"got key {key!r}, wanted letters, digits, '.', '_' and '-'")
         # here, where the caller expects an error of the bytes: the strict `zip`s of these would raise ValueError later
         if len(update.places) != sum(step is not None for step in steps):
             raise ValueError(f"got {len(update.places)} places of gradients")

@@ -6,13 +6,14 @@ record are opaque, named, on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.snapshot.codec import Snapshot
 from moe_ckpt.types import ReadyGradients
 
 T = TypeVar("T")
@@ -25,6 +26,21 @@ START, RECORD = "start-", "record-"
 def is_step(key: str) -> bool:
     """Return whether a blob is the start or the record of an iteration."""
     return key.startswith((START, RECORD))
+
+
+def window_steps(snapshots: Sequence[Snapshot]) -> list[str]:
+    """Return the keys of the starts and records that a replay of a window needs, the start after its end first.
+
+    `snapshots`: those of the window, by slot. Units of a partial checkpoint have no replay, and need none.
+
+    Slots of the iterations 4 to 6: start-7, start-6, start-5, record-5, record-6.
+    """
+    headers = [snapshot.header for snapshot in snapshots if snapshot.header.unit is None]
+    if not headers:
+        return []
+    starts = [f"{START}{header.iteration + 1}" for header in reversed(headers)]
+    replayed = range(headers[0].window_start + 1, headers[-1].iteration + 1)
+    return starts + [f"{RECORD}{iteration}" for iteration in replayed]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,10 +13,14 @@ import torch.distributed as dist
 from moe_ckpt import server
 from moe_ckpt.config import NO_TLS
 from moe_ckpt.elastic.job_store import STORE_FILE
-from moe_ckpt.elastic.server_hosts import ServerNumbers, ServerSettings
+from moe_ckpt.elastic.server_hosts import ServerHosts, ServerNumbers, ServerRules, ServerSettings
+from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.exact_json import ExactDecoder
 from moe_ckpt.replication.daemon import MirrorSettings
 from moe_ckpt.replication.messages import Address
+from tests.elastic.workers import NotingStore
+from tests.replication.peers import TICKET
 
 
 def address(port: int) -> Address:
@@ -45,3 +51,35 @@ def test_a_job_is_found_by_its_store_or_its_folder(tmp_path: Path, capsys: pytes
     assert server._find_store(str(tmp_path)) == server._find_store("10.0.0.1:29500") == address(29500)
     assert server.main(["nowhere:x"]) == 1
     assert capsys.readouterr().err == "error: JOB: got 'nowhere:x', wanted a run folder, or HOST:PORT\n"
+
+
+class LoneRank:
+    """The only rank of a job. Each operation ends with the page as those of `ElasticGroups` leave it."""
+
+    rank, size = 0, 1
+
+    def __init__(self, page: StatusPage) -> None:
+        self._page = page
+
+    def gather(self, value: Any) -> list[Any]:
+        return [self.broadcast(value)]
+
+    def broadcast(self, value: Any) -> Any:
+        self._page.wait(True)
+        self._page.wait(False)
+        return value
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_rank_that_waits_for_servers_counts_as_waiting(tmp_path: Path, has_begun: bool) -> None:
+    """Its supervisor would kill it as hung. No server comes, neither as the job begins nor in place of a lost one."""
+    page = StatusPage(tmp_path / "page")
+    store = NotingStore(page)
+    if has_begun:
+        store.set("begun", "1")
+    rules = ServerRules(num_servers=1, copies=1, join_s=0.0, wait_s=0.0)
+    ranks: Any = LoneRank(page)
+    with contextlib.suppress(ConfigError):
+        ServerHosts(store, TICKET, rules, page.waits).agree(ranks)
+    assert [is_waiting for request, is_waiting in store.seen if request == "wait"] == [True]
+    assert not page.waiting

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from moe_ckpt.elastic import orphans, supervisor
 from moe_ckpt.elastic.generations import STORE_LOST, Generations
 from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.process_failure import Death, FaultClass
@@ -150,7 +151,7 @@ def test_a_death_before_joining_ends_no_generation(supervised) -> None:
     rank.generations.current()
     rank.kill_worker()
     rank.meet_worker()
-    assert (rank.incarnation, rank.generations.current(), rank.generations.has_ended(1)) == (1, 1, False)
+    assert (rank.incarnation, rank.generations.current()) == (1, 1)
     assert "died of SIGKILL in build" in rank.said()
 
 
@@ -161,7 +162,7 @@ def test_an_exit_status_is_passed_on_and_not_repaired(supervised, act: Act, stat
     rank.tell(act)
     assert rank.exit_status() == status
     assert rank.has_no_successor
-    assert not rank.generations.has_ended(1)
+    assert rank.generations.current() == 1
     assert ("ValueError: the user's own error" in rank.said()) == (act is fail)
 
 
@@ -270,7 +271,7 @@ def test_a_death_after_the_jobs_end_is_replaced_by_none(supervised, phase: Phase
     rank.kill_worker()
     assert rank.exit_status() == status
     assert rank.has_no_successor
-    assert not rank.generations.has_ended(1)
+    assert rank.generations.current() == 1
 
 
 LINGERING = """
@@ -512,20 +513,58 @@ def test_a_dead_daemon_is_replaced_but_not_for_ever(supervised) -> None:
 class CutOff(Generations):
     """The network to the store is cut as a worker dies."""
 
+    error: Exception = StoreLostError("the store of the job at node0:29500 does not answer")
+
     def record_death(self, generation: int, death: Death) -> None:
-        raise StoreLostError("the store of the job at node0:29500 does not answer")
+        raise self.error
 
 
-def supervisor_that_is_cut_off(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
-    hooks = SupervisorHooks(save_last=lambda: (Path(folder) / "saved").write_bytes(b""))
-    supervisor_main(connection, folder, limits, hooks, CutOff)
+class TooSlow(CutOff):
+    """The store answers, and lacks a key for too long."""
+
+    error = dist.DistStoreError("wait timeout after 300000ms")
 
 
-def test_a_supervisor_that_is_cut_off_saves_and_ends(supervised) -> None:
-    rank = supervised(supervisor_that_is_cut_off, stop_save_s=WAIT_S)
+def supervisor_that_is_cut_off(
+    connection: Connection, folder: str, limits: SupervisorLimits, *, kind: type[CutOff] = CutOff
+) -> None:
+    supervisor_main(connection, folder, limits, hooks_that_save(folder), kind)
+
+
+def hooks_that_save(folder: str) -> SupervisorHooks:
+    return SupervisorHooks(save_last=lambda: int(not (Path(folder) / "saved").write_bytes(b"1")))
+
+
+@pytest.mark.parametrize(("kind", "status"), [(CutOff, STORE_LOST), (TooSlow, 1)])
+def test_a_supervisor_that_is_cut_off_saves_and_ends(supervised, kind: type[CutOff], status: int) -> None:
+    rank = supervised(functools.partial(supervisor_that_is_cut_off, kind=kind), stop_save_s=WAIT_S)
     rank.do(join_first_generation)
     rank.kill_worker()
-    assert rank.exit_status() == STORE_LOST
+    assert rank.exit_status() == status
     assert rank.has_no_successor
     assert (rank.folder / "saved").exists()
-    assert rank.said() == "error: rank 0: the store of the job at node0:29500 does not answer\n"
+    if kind is CutOff:
+        assert rank.said() == "error: rank 0: the store of the job at node0:29500 does not answer\n"
+    else:
+        assert "DistStoreError: wait timeout" in rank.said()
+
+
+def supervisor_that_ends_no_process(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
+    """Supervisor on a kernel whose driver does not answer: no signal ends a process."""
+    os.kill = lambda pid, number: None
+    supervisor._END_S = orphans.GRACE_S = HANG_S
+    supervisor_main(connection, folder, limits, hooks_that_save(folder))
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["hung", "told to stop"])
+def test_a_worker_that_cannot_be_ended_keeps_no_supervisor(supervised, is_told: bool) -> None:
+    limits = {} if is_told else {"heartbeat_s": HANG_S}
+    rank = supervised(supervisor_that_ends_no_process, stop_save_s=WAIT_S, **limits)
+    rank.do(join_first_generation)
+    rank.kill_worker(signal.SIGSTOP)
+    if is_told:
+        os.kill(rank.supervisor_pid, signal.SIGTERM)
+    assert rank.exit_status() == (REQUEUE if is_told else 1)
+    assert rank.has_no_successor
+    assert (rank.folder / "saved").exists()
+    assert ("hung: no heartbeat" in rank.said()) == ("it has not ended in 1 seconds" in rank.said()) == (not is_told)

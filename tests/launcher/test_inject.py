@@ -35,8 +35,8 @@ def bear(_: Connection, run: Path, memory: Path) -> None:
     """Be the supervisor of workers that live long, so that to look takes a while, and of new ones at every moment."""
     for rank in range(1, NUM_RANKS):
         write_live(run, global_rank=rank, node=0, supervisor_pid=os.getpid(), memory=memory, incarnation=0)
-    for life in count(1):
-        write_live(run, global_rank=0, node=0, supervisor_pid=os.getpid(), memory=memory, incarnation=life)
+    for incarnation in count(1):
+        write_live(run, global_rank=0, node=0, supervisor_pid=os.getpid(), memory=memory, incarnation=incarnation)
 
 
 def newest_incarnation(run: Path) -> int:

@@ -108,7 +108,7 @@ def test_a_stopped_rank_hangs_at_once_or_at_its_point(tmp_path: Path, capsys: py
 
 
 def host_memory(job: Job, rank: int) -> list[str]:
-    """Return what the first life has left."""
+    """Return what the first incarnation has left."""
     return sorted(part for part in ("own", "held") if (job.memory(rank) / part / "life0").exists())
 
 
@@ -270,7 +270,7 @@ def test_a_worker_without_a_successor_is_left_alone_in_time(tmp_path: Path) -> N
         kill_at_once(job, 0)
         kills = [Kill(rank=0, after_s=0.0), Kill(rank=1, after_s=0.0)]
         assert not carry_out(kills, job.run, ranks_per_node=1, say=said.append, patience_s=0.2)
-        assert said[0] == "rank 0: no new life within 0.2 s, left alone"
+        assert said[0] == "rank 0: no new worker within 0.2 s, left alone"
         assert said[1].startswith("killed rank 1 ")
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Event, Thread, get_ident
 
 import pytest
 
@@ -249,6 +251,35 @@ def test_a_dead_daemon_fails_its_copies_and_its_successor_has_the_peers(ranks: l
     ranks[0].start_daemon()
     worker.copy(["a"]).result(WAIT_S)
     assert ranks[1].held(0).keys() == ["a"]
+
+
+def test_a_request_does_not_wait_until_earlier_ones_have_failed(ranks: list[Rank], slow_peer: Proxy) -> None:
+    """The caller may hold a lock that these need as they fail, as a rank's publisher does."""
+    worker, caller = ranks[0].worker(slow_peer.address), get_ident()
+    publish(ranks[0].own(), "a")
+    fails, asked = Event(), Event()
+    has_waited: Future[bool] = Future()
+
+    def hold_until_asked(_: object) -> None:
+        fails.set()
+        while not (asked.is_set() or joins_a_thread(caller)):
+            pass
+        has_waited.set_result(not asked.is_set())
+
+    worker.copy(["a"]).add_done_callback(hold_until_asked)
+    ranks[0].kill_daemon()
+    assert fails.wait(WAIT_S)
+    again = worker.copy(["a"])
+    asked.set()
+    assert not has_waited.result(WAIT_S)
+    assert again.exception(WAIT_S)
+
+
+def joins_a_thread(ident: int) -> bool:
+    frame = sys._current_frames().get(ident)
+    while frame is not None and frame.f_code is not Thread.join.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def test_where_there_is_no_daemon_the_worker_is_told(tmp_path: Path) -> None:

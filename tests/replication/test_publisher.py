@@ -12,10 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.replication.copy_times import SentCopy
-from moe_ckpt.replication.publisher import NoCopies, Publisher, holds_records, read_kept
+from moe_ckpt.replication.publisher import (
+    NoCopies,
+    Publisher,
+    belongs_to,
+    holds_records,
+    newest_snapshot,
+    read_kept,
+)
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.step_log import StepLog, StepRecord
 from moe_ckpt.snapshot.windows import HostBuffers, SnapshotMemory
@@ -290,6 +298,22 @@ def test_copies_that_fail_are_waited_for_once(life: Life, peers: Peers) -> None:
     assert life.publisher.has_copies_of_step(6)
 
 
+def test_a_window_counts_as_copied_with_its_steps_only(life: Life, peers: Peers) -> None:
+    """A record whose copy failed is not sent again, and no replay gets past its iteration."""
+    life.begin(set())
+    for iteration in (5, 6):
+        life.log(iteration)
+    life.persist(4)
+    snapshots = life.memory.windows()[0].snapshots
+    assert life.publisher.has_copies(snapshots)
+    lacking = [peers.held - {key} for key in ("start-5", "start-6", "record-5")]
+    assert [life.publisher.num_copies(snapshots, [held]) for held in (peers.held, *lacking)] == [1, 0, 0, 0]
+    peers.fails = True
+    life.steps.add(life.steps.record(5))
+    assert not life.publisher.awaits_copies(snapshots)
+    assert not life.publisher.has_copies(snapshots)
+
+
 def fetch_of(folder: BlobFolder, *, fail_after: int | None = None) -> Callable[[BlobFolder], int]:
     """Return a fetch of what another folder holds, which fails after some blobs."""
 
@@ -338,6 +362,42 @@ def test_nothing_is_made_of_a_fetch_that_failed(life: Life, copy: BlobFolder, ar
     assert life.keys() == set()
     successor = Life(half, NoCopies())
     assert (successor.keys(), starts_of(successor.memory), successor.steps.size_bytes) == (set(), [], 0)
+
+
+@pytest.mark.parametrize("key", ["snapshot-1", "snapshot-a-0-bb", "local-", "snapshot-1-0-aa-2"])
+def test_a_snapshots_key_without_its_numbers_is_one_clear_error(key: str) -> None:
+    for read in (lambda: newest_snapshot(["snapshot-4-1-aa", key]), lambda: belongs_to(key, 4)):
+        with pytest.raises(CheckpointLoadError, match=f"got '{key}', wanted snapshot-START-SLOT-ID, "):
+            read()
+
+
+def test_which_keys_belong_to_a_window() -> None:
+    keys = ["snapshot-4-1-aa", "snapshot-5-0-bb", "start-4", "start-5", "record-5"]
+    assert [key for key in keys if belongs_to(key, 4)] == ["snapshot-4-1-aa", "start-5", "record-5"]
+    assert newest_snapshot(keys) == 5
+    assert newest_snapshot(["start-5"]) is None
+    with pytest.raises(CheckpointLoadError, match="got 'other', wanted snapshot-START-SLOT-ID, "):
+        belongs_to("other", 4)
+
+
+DAMAGED = ["{}", "[]", "[", '{"overflows": 3}', '{"overflows": [], "loss_scale": 1.0}']
+
+
+def test_damaged_steps_are_left_out(copy: BlobFolder, caplog: pytest.LogCaptureFixture) -> None:
+    facts = [None, {"other": "1"}, *({"gradients": text} for text in DAMAGED)]
+    heads = [save({}, metadata=each) for each in facts]
+    blobs = {f"record-{number}": head for number, head in enumerate(heads, start=6)}
+    blobs |= {
+        "start-six": heads[0],
+        "record-six": heads[0],
+        "start-7": b"",
+        "record-99": (2).to_bytes(8, "little") + b"[]",
+    }
+    for key, head in blobs.items():
+        copy.publish(key, head, None, 0)
+    kept = read_kept(copy)
+    assert (list(kept.starts), list(kept.records)) == ([5], [5])
+    assert {record.args[0] for record in caplog.records if isinstance(record.args, tuple)} == set(blobs)
 
 
 def test_only_a_record_proves_progress(copy: BlobFolder) -> None:

@@ -283,3 +283,11 @@ def test_an_update_with_a_place_too_few_is_refused(owner: Owner) -> None:
     with_one = replace(update, mirrored=Mirrored(groups=(), places=(None,)))
     with pytest.raises(CheckpointLoadError, match="got 1 places"):
         update_from_bytes(update_to_bytes(with_one))
+
+
+@pytest.mark.parametrize("names", [{"base": "../other"}, {"target": "a/b"}, {"target": ""}])
+def test_an_update_names_no_files_outside_of_its_folder(owner: Owner, names: dict[str, str]) -> None:
+    key = owner.train()
+    update = _following(header_from_json(owner.peer.get(key).header), "snapshot-next", base=key)
+    with pytest.raises(CheckpointLoadError, match="wanted letters, digits"):
+        update_from_bytes(update_to_bytes(replace(update, **names)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import math
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -124,6 +126,32 @@ def test_blobs_never_sent_or_forgotten_have_no_time() -> None:
 )
 def test_copies_that_wait_for_each_other_are_no_slower(copies: Copies, bytes_per_s: float) -> None:
     assert times_of(copies).bytes_per_s() == bytes_per_s
+
+
+def test_a_copy_that_ends_while_the_rate_is_read_waits() -> None:
+    """Copies end on the thread that reads answers; the training thread reads rates."""
+    times = times_of([(0, 1), (2, 3)])
+    ending = threading.Thread(target=lambda: times.ended("another", 8, since_s=9.0))
+
+    class Size(int):
+        """A size whose rate is only known once the other copy has ended, or waits for the rates."""
+
+        def __truediv__(self, seconds: float) -> float:
+            if ending.ident is None:
+                ending.start()
+            while ending.is_alive() and not waits_for_a_lock(ending):
+                pass
+            return int(self) / seconds
+
+    times.ended("this", Size(8), since_s=3.5)
+    assert times.bytes_per_s() == 8.0
+    ending.join()
+    assert times.of(["another"])
+
+
+def waits_for_a_lock(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and "with self._lock" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 class DeviceClock:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.snapshot.step_log import StepLog, StepRecord
+from moe_ckpt.snapshot.step_log import StepLog, StepRecord, window_steps
 from moe_ckpt.types import ReadyGradients
+from tests.snapshot.samples import pool, snapshot_of
 
 
 def record(iteration: int, tied_gradient: torch.Tensor | None = None) -> StepRecord:
@@ -32,6 +33,12 @@ def log_of(first: int, last: int) -> StepLog:
 @pytest.mark.parametrize(("first", "last"), [(3, 6), (4, 6), (6, 6), (7, 6), (2, None), (8, None), (9, None)])
 def test_a_log_reaches_as_far_as_all_can_run_again(first: int, last: int | None) -> None:
     assert log_of(3, 6).reaches(first) == last
+
+
+def test_the_steps_of_a_window() -> None:
+    window = [snapshot_of(pool(), (4, slot, 3)) for slot in range(3)]
+    assert window_steps(window) == ["start-7", "start-6", "start-5", "record-5", "record-6"]
+    assert window_steps(window[:1]) == ["start-5"]
 
 
 def test_both_start_and_record_are_needed() -> None:

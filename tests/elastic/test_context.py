@@ -1,0 +1,34 @@
+"""A rank's means to survive: the page is as before once an operation has ended, in whatever way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.elastic.generations import Member
+from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.replication.client import DaemonClient
+from moe_ckpt.replication.messages import Address
+from tests.replication.peers import TICKET
+
+
+def test_a_rank_without_a_daemon_does_not_count_as_waiting_for_ever(tmp_path: Path) -> None:
+    page = StatusPage(tmp_path / "page")
+    context = ElasticContext(
+        member=Member(global_rank=0, world_size=2, incarnation=0),
+        sync=lambda: None,
+        page=page,
+        memory=tmp_path,
+        daemon=DaemonClient(tmp_path, timeout_s=0.0),
+        address_of=lambda rank: Address(host="127.0.0.1", port=rank),
+        ticket=TICKET,
+        replicas=1,
+        ranks_per_node=1,
+        copy_s=0.0,
+    )
+    with pytest.raises(CheckpointSaveError, match="got no daemon"):
+        context.use_peers()
+    assert not page.waiting
