@@ -1,9 +1,9 @@
 """Carries a plan of kills out on the workers of a running job, from another process beside it.
 
 At times: as soon as the time has come and the workers live. A worker that is being replaced is waited for; no
-incarnation is killed twice. At a point: an order in the worker's page, which the worker carries out on itself at exactly that point.
-A lost node takes several processes and their memory, which no worker can do to itself: the page of the kill's rank is
-watched, every millisecond, and the node is struck as soon as the point is seen or has been passed.
+incarnation is killed twice. At a point: an order in the worker's page, which the worker carries out on itself at
+exactly that point. A lost node takes several processes and their memory, which no worker can do to itself: the page of
+the kill's rank is watched, every millisecond, and the node is lost as soon as the point is seen or has been passed.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from moe_ckpt.elastic.starvation import Readings, Silence, ThreadReading, read_threads, starved_s
+from tests.waits import WAIT_S
 
 LIMIT_S = 1.0
 MAIN, HEART = 1, 2
@@ -127,7 +128,7 @@ def test_under_eight_busy_loops_only_a_stopped_process_is_dead(is_stopped: bool,
         if is_stopped:
             os.kill(starved.pid, signal.SIGSTOP)
         silence, since_s = Silence(LIMIT_S, lambda: read_threads(starved.pid)), time.monotonic()
-        until_s, found = since_s + 2.5, False
+        until_s, found = since_s + (WAIT_S if is_stopped else 2.5), False
         while time.monotonic() < until_s and not found:
             found = silence.exceeds_limit(since_s, time.monotonic())
             time.sleep(0.05)

@@ -404,7 +404,7 @@ def test_experts_double_where_faults_cost_too_much(settings: dict[str, Any], siz
 
 def test_units_on_disk_are_the_next_start_s_if_memory_is_gone(tmp_path: Path) -> None:
     settings = config("moc", **_all_of("moc", APART))
-    ThreadJob(tmp_path, settings, APART, iterations=3, lossless=True).run()
+    ThreadJob(tmp_path, settings, APART, iterations=3, settles=True, lossless=True).run()
     shutil.rmtree(tmp_path / "memory")
     job = ThreadJob(tmp_path, settings, APART, iterations=6, lossless=True)
     assert job.run().digests == uninterrupted(APART, 6).digests
@@ -416,7 +416,7 @@ def test_units_on_disk_are_the_next_start_s_if_memory_is_gone(tmp_path: Path) ->
 
 def test_units_of_another_run_on_disk_are_no_start(tmp_path: Path) -> None:
     settings = config("moc", **SETTINGS["moc"])
-    ThreadJob(tmp_path, settings, APART, iterations=3).run()
+    ThreadJob(tmp_path, settings, APART, iterations=3, settles=True).run()
     shutil.rmtree(tmp_path / "memory")
     job = ThreadJob(tmp_path, settings, APART, iterations=3, run_id="other", lossless=True)
     assert job.run().digests == uninterrupted(APART, 3).digests

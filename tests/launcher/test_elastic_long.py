@@ -36,7 +36,7 @@ def test_deaths_of_one_rank_cost_the_others_nothing_that_stays(deaths: int, tmp_
 
     faults = [_death(chosen.choice(PHASES), 3 + 2 * death, measure_and_kill) for death in range(deaths)]
     training = (*PP2, f"train.iterations={2 * deaths + 4}")
-    survive(tmp_path, faults, *training, world_size=2, settings=["ckpt.window=2"], setup=_cache_little, timeout_s=580)
+    survive(tmp_path, faults, *training, world_size=2, settings=ENDURING, setup=_cache_little, timeout_s=580)
     for early, late in zip(zip(*used[1:5], strict=True), zip(*used[-4:], strict=True), strict=True):
         assert min(use.files for use in late) <= max(use.files for use in early)
         assert min(use.threads for use in late) <= max(use.threads for use in early)
