@@ -133,7 +133,7 @@ def test_the_first_tensor_that_differs_is_named(tmp_path: Path, changed: Values,
     assert str(first_difference(plain, other)) == found
 
 
-def test_a_digest_of_a_later_life_counts_and_a_missing_one_too(tmp_path: Path) -> None:
+def test_a_digest_of_a_later_incarnation_counts_and_a_missing_one_too(tmp_path: Path) -> None:
     write_run(tmp_path / "plain", {})
     plain = read_digests(tmp_path / "plain")
     write_run(tmp_path / "short", {}, num_iters=7)

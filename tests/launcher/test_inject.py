@@ -78,7 +78,7 @@ def test_a_dead_workers_memory_is_lost_before_its_successor_starts(tmp_path: Pat
             assert job.deaths(0) == []
         job.wait_for_death(0)
         job.wait_to_park(0)
-        assert [path.name for path in (job.memory(0) / "own").iterdir()] == ["life1"]
+        assert [path.name for path in (job.memory(0) / "own").iterdir()] == ["incarnation1"]
 
 
 def keep_writing(_: Connection, memory: Path) -> None:

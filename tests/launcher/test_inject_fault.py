@@ -109,7 +109,7 @@ def test_a_stopped_rank_hangs_at_once_or_at_its_point(tmp_path: Path, capsys: py
 
 def host_memory(job: Job, rank: int) -> list[str]:
     """Return what the first incarnation has left."""
-    return sorted(part for part in ("own", "held") if (job.memory(rank) / part / "life0").exists())
+    return sorted(part for part in ("own", "held") if (job.memory(rank) / part / "incarnation0").exists())
 
 
 def test_a_lost_node_takes_the_host_memory_of_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_a_lost_node_takes_the_host_memory_of_its_ranks(tmp_path: Path, capsys: 
         assert inject(job, "--rank", "3", "--scope", "node") == 0
         assert [wait_for_successor(job, rank).signal for rank in (2, 3)] == ["SIGKILL", "SIGKILL"]
         assert [host_memory(job, rank) for rank in range(4)] == [["held", "own"], ["held", "own"], [], []]
-        assert (job.memory(3) / "own" / "life1").exists()
+        assert (job.memory(3) / "own" / "incarnation1").exists()
         assert [[death.pid for death in job.deaths(rank)] for rank in range(4)] == [[], [], pids[2:3], pids[3:]]
         struck = [(fault.rank, fault.pid, fault.scope) for fault in read_faults(job.run)]
         assert struck == [(2, pids[2], "node"), (3, pids[3], "node")]
@@ -141,14 +141,14 @@ def test_a_lost_node_takes_the_host_memory_of_its_ranks(tmp_path: Path, capsys: 
 def test_an_order_is_carried_out_at_exactly_its_point(
     parked: Job, capsys: pytest.CaptureFixture[str], arguments: list[str], iteration: int, phase: str
 ) -> None:
-    pid, others, life = pids_of(parked)[1], len(parked.deaths(0)), len(parked.deaths(1))
+    pid, others, deaths = pids_of(parked)[1], len(parked.deaths(0)), len(parked.deaths(1))
     before_s = time.time()
     assert inject(parked, "--rank", "1", *arguments) == 0
     death = wait_for_successor(parked, 1)
     assert (death.pid, death.signal, death.iteration, death.phase) == (pid, "SIGKILL", iteration, phase)
     assert len(parked.deaths(0)) == others
     fault = read_faults(parked.run)[-1]
-    assert (fault.pid, fault.ordered, fault.generation, fault.phase) == (pid, True, 1 + life, phase)
+    assert (fault.pid, fault.ordered, fault.generation, fault.phase) == (pid, True, 1 + deaths, phase)
     assert fault.iteration == (iteration if "--at-iteration" in arguments else None)
     assert before_s <= fault.unix_s <= time.time()
     ordered, done = capsys.readouterr().out.splitlines()
@@ -191,7 +191,7 @@ def test_an_order_is_given_again_when_the_plan_has_killed_its_worker(tmp_path: P
         assert [fault.ordered for fault in read_faults(job.run)] == [True, False, True]
 
 
-def test_orders_to_one_rank_are_for_one_life_after_the_other(tmp_path: Path) -> None:
+def test_orders_to_one_rank_are_for_one_worker_after_the_other(tmp_path: Path) -> None:
     with running_job(tmp_path, 2) as job:
         points = [(0, 4, "step"), (1, 5, "forward"), (0, 6, "backward")]
         kills = [Kill(rank=rank, iteration=iteration, phase=phase) for rank, iteration, phase in points]
@@ -308,7 +308,7 @@ def test_kills_come_as_planned_from_a_trace_in_bursts(tmp_path: Path) -> None:
         assert burst[0].unix_s - before_s >= 0.2
 
 
-def test_no_life_is_struck_twice(tmp_path: Path) -> None:
+def test_no_incarnation_is_killed_twice(tmp_path: Path) -> None:
     with parked_job(tmp_path, 1) as (job, _):
         kills = [Kill(rank=0, after_s=0.0, signal=name) for name in ("SEGV", "TERM", "KILL")]
         assert carry_out(kills, job.run, ranks_per_node=1)

@@ -87,7 +87,7 @@ def test_a_kill_in_an_iteration_comes_once_the_one_before_is_committed(children:
     assert (fault.rank, fault.iteration, fault.ordered) == (1, 3, False)
 
 
-def test_no_life_is_struck_twice(children: Children) -> None:
+def test_no_incarnation_is_killed_twice(children: Children) -> None:
     left = children.inject(
         [Kill(rank=0, after_s=0.0), Kill(rank=0, after_s=0.0, signal="TERM")],
         lambda: children.start(0),
