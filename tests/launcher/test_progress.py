@@ -46,7 +46,7 @@ def test_lines_show_the_first_and_the_last_iteration(capsys: pytest.CaptureFixtu
     assert "loss 0.3333  1,234 tokens/s  0.50 s/iteration" in shown[-1]
 
 
-def test_a_second_incarnation_replaces_the_scalars_of_iterations_that_run_again(tmp_path: Path) -> None:
+def test_a_second_incarnation_replaces_scalars_of_iterations_run_again(tmp_path: Path) -> None:
     for first, last in ((1, 5), (4, 6)):
         scalars = Scalars(tmp_path, first)
         for iteration in range(first, last + 1):
