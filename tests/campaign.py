@@ -53,7 +53,7 @@ from tests.elastic_job import ElasticJob, JobFailedError
 from tests.references import Outcome, uninterrupted
 from tests.training import events_of
 
-HANGS_END_SOON = "runtime.heartbeat_s=3"
+HANGS_END_SOON = "runtime.heartbeat_s=5"
 """Of campaigns in which ranks hang: a rank that stands still for the test must not count as one."""
 
 
