@@ -144,6 +144,7 @@ class InMemoryAssembly:
         partial = self._policy if isinstance(self._policy, PartialExperts | PopularExperts) else None
         if self._elastic:
             hosts = self._elastic.hosts
+            # before `use_peers`, which then names the servers that all ranks can reach
             if hosts and hosts.agree(self._place.ranks):
                 self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
             self._elastic.use_peers()  # a daemon that was replaced since has another address
@@ -153,6 +154,7 @@ class InMemoryAssembly:
             self._account = self._account or TokenAccount(self._attached.operators.table)
         if self._config.asks_popularity:
             self._counts = self._counts or self._attached.counts()
+        # outlives the policy: once a surviving rank has settled costs, a generation makes no more trial windows
         self._meter = self._meter or Measurements(
             sum(op.kind is OperatorKind.EXPERT for op in self._attached.operators.table.operators)
         )
@@ -246,6 +248,7 @@ class InMemoryAssembly:
             disk=disk,
             bubbles=bubbles,
         )
+        # a replacement finds the snapshots and the step log of the worker before it, which outlive a process
         stores.adopt_kept()
         return stores
 
@@ -265,6 +268,7 @@ class InMemoryAssembly:
         """Raise ConfigError on all ranks if the cap lets no full snapshot through within `runtime.copy_s`."""
         if self._elastic is None:
             return
+        # by the largest of all stages: ranks that raised alone would leave the others waiting for them
         caps, copy_s = self._config.max_bytes_per_s, self._elastic.copy_s
         most_bytes = max(stage.dense_bytes for stage in stages)
         for name, cap, nbytes in (

@@ -60,6 +60,7 @@ class DiskWindows:
 
     def begin(self, window_start: int, *, to_disk: bool) -> None:
         """A window begins, which goes to disk or not. A selected window whose write has not begun is dropped."""
+        # a dropped window that kept its role would let each later one wait for the write in progress
         self._starts.pop(Role.SNAPSHOT, None)
         if to_disk:
             self._starts[Role.SNAPSHOT] = window_start
@@ -75,6 +76,7 @@ class DiskWindows:
 
         Raises CheckpointSaveError for a failed write if `strict`.
         """
+        # cleared before the wait: a failed write is reported once, and does not hold up the next one
         written, self._written = self._written, None
         if written is None or self._publisher is None:
             return
@@ -88,5 +90,6 @@ class DiskWindows:
             if self._strict:
                 raise
             return
+        # not before: the window of a failed write does not count, and the one before it still does
         self._starts[Role.RECOVERY] = window_start
         self._events.append(WindowPersisted(window_start=window_start, seconds=time.monotonic() - since_s))

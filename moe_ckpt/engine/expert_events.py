@@ -53,6 +53,7 @@ class ExpertEvents:
             self._begin(plan.window_start)
         taken = [self._number[position] for position in plan.full if position in self._number]
         self._slots[taken] = plan.slot
+        # one slot takes all experts at once: there is no order to report
         if not (self._is_written and plan.is_last and plan.num_slots > 1):
             return
         before, self._written_slots = self._written_slots, (plan.num_slots, self._slots.tolist())

@@ -65,6 +65,7 @@ class ExpertTokens:
         if self._boost is None or self._account is None or extra is None:
             return
         total = torch.from_numpy(extra).to(self._place.device)
+        # over the stage: its ranks have equal deficits, and so give their experts equal capacity
         self._place.stage_ranks.reduce(total, "sum")
         self._boost.make_up(total.cpu().numpy())
         self._account.deficit = self._boost.deficit.copy()
@@ -76,6 +77,7 @@ class ExpertTokens:
         """Return the popularity over all ranks of the stage, float64 [experts]."""
         # a copy: the reduction would write the stage's sum into this rank's own counts
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
+        # ranks that chose by counts of their own would take different experts into one snapshot
         if self._counts:
             self._place.stage_ranks.reduce(popularity, "sum")
         return popularity.cpu().numpy()

@@ -66,6 +66,7 @@ class Suspects:
 
     def source_of(self, iteration: int, loss: float) -> Source | None:
         """Return the source that an iteration's loss counts against, or None."""
+        # without a collective: the loss is the same on all ranks, so all suspect the same source, or none
         if self._loaded is None or math.isfinite(loss) or iteration > self._loaded.iteration + self._num_iters:
             return None
         return self._loaded

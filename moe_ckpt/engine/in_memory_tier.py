@@ -82,6 +82,7 @@ class InMemoryTier:
         self._operators.log_step(iteration, gradients)
         self._experts.log_extra(gradients)
         if self.recovers_locally:
+            # before the session's vote, which waits until peers hold this record
             self.logs.add(iteration, gradients)
         try:
             with self._meter.waiting():
@@ -152,6 +153,7 @@ class InMemoryTier:
     def _hand_over(self, servers: ServerStates, plan: SlotPlan) -> None:
         """Let servers compute the state that the plan names, from the gradients that led to it."""
         self._collect(wait=True)  # the stream may begin with it
+        # servers have no generators and no schedule: a recovery takes these from the step log
         self.logs.log_start(plan.window_start + 1)
         kept = [self._stores.memory.in_flight(), *self._stores.memory.windows()]
         whole = [snapshot for window in kept if window for snapshot in window.snapshots]
@@ -174,18 +176,22 @@ class InMemoryTier:
 
     def lose(self) -> None:
         """This rank's state is lost: a snapshot in progress is torn, and the boundary log dies with the process."""
+        # a copy still under way may take bytes from after the loss, with a checksum that matches them
         self._stores.engine.discard_torn()
+        # as these die with a process; snapshots and step log are in memory that outlives it
         self.logs.lose_boundary()
         self._meter.drop_counts()
 
     def abort(self) -> None:
         """Abandon the iteration: stop observing, finish copies, drop an incomplete window."""
         self.stop_observing()
+        # the fault would count as the price of the snapshot
         self._meter.drop_snapshot()
         self._stage.abandon_pass()
         self._operators.freeze(())  # a replay that was cut off leaves operators frozen
         if self._servers:
             self._servers.clear()
+        # the copier still reads tensors that the recovery overwrites
         self.settle()
         # after that: the last snapshot may complete a window that other ranks have confirmed before the fault
         self._stores.memory.keep_complete()

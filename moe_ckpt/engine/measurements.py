@@ -97,11 +97,13 @@ class Measurements:
         try:
             yield
         finally:
+            # not in `added`: the choice of a window computes waits from sizes and rates
             self._wait_s += self._now() - since_s
 
     def copied(self, size_bytes: int, seconds: float) -> None:
         """A snapshot has reached host memory."""
         self.added.copied(size_bytes)
+        # an empty snapshot has no rate: 0 bytes a second would count as that of the slowest rank
         if size_bytes:
             self.copy_rates.append(size_bytes / max(seconds, 1e-9))
 

@@ -204,6 +204,7 @@ class PartialRecovery:
                     verify(unit, identity=self._place.identity, shard=shard)
                     yield unit
             except CheckpointLoadError as error:
+                # passed over, not raised: another place may have the same version intact
                 self._events.append(CheckpointSkipped(source=str(unit.header), reason=str(error)))
                 _log.warning("%s", error)
 
@@ -271,6 +272,7 @@ class PartialRecovery:
         parts = {part.key: unit.part(part) for unit in units.values() for part in unit.header.parts}
         names = {str(operator) for operator in self._operators.table.operators}
         core = units[CORE].header
+        # step counts are the core's, for older experts too: they belong to an optimizer, not to an expert
         self._operators.load(parts, names, set(), core.adam_steps)
         self._stage.restore_start(_facts(parts, START))
         # a rank loads the experts of which it has a piece, and the account is of all experts of the stage
@@ -286,12 +288,14 @@ class PartialRecovery:
         of_stages: dict[int, IntArray] = dict(lost)
         shares = lost_shares([of_stages[stage] for stage in sorted(of_stages)], plan.version.iteration, self._rate)
         iteration = plan.version.iteration
+        # Dynamic-K follows the loss of all faults so far, which is known only now (MoC, section 5.3)
         self._policy.went_back(_facts(parts, POLICY)["facts"].tolist(), plt=shares.plt, iteration=iteration)
         self._log_lost(iteration, loss.lost, shares)
         return shares
 
     def _begin_epoch(self, stocks: Sequence[_Stock]) -> None:
         """Begin a new epoch: later snapshots belong to it, and no earlier snapshot does."""
+        # above the epochs of all units that any rank holds: one of an abandoned epoch could pass for a new one
         self._store.epoch = newest_epoch(_with_held(stocks)) + 1
 
     def _log_lost(self, iteration: int, lost: IntArray, shares: LostShares) -> None:

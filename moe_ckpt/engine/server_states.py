@@ -59,6 +59,7 @@ class ServerStates:
         reduced = {} if gradients.overflow else self._operators.reduced_gradients()
         if self._mirror:
             self._sums = self._mirror.sums()
+            # servers read the others from the mirror port, which is there to spare training this copy
             reduced = {key: gradient for key, gradient in reduced.items() if key not in self._mirror.places}
         buffers = self._operators.buffer_pieces(range(len(self._operators.table.operators)))
         self._stream.tap(reduced, sum(tensor.nbytes for _, tensor, _ in buffers))
@@ -171,6 +172,7 @@ class ServerStates:
         self._publisher.begin_copying([frozenset[str]() for _ in self._elastic.holders], drop_stale=False)
 
     def _mark(self) -> None:
+        # gloo's ports follow no setting: servers find the groups' connections, new in each generation, by these marks
         if self._mirror:
             self._mirror.mark()
 

@@ -122,6 +122,7 @@ class Session:
         """Meet the other ranks, some of which may be replacements."""
         if self.sparse:
             self.sparse.tier.abort()
+            # a save of the generation before: a replacement has no part in it, so it can never be complete
             self._durable.abandon()
         # new on all ranks: a replacement's policy has no history, and plans have to be the same everywhere
         self._parts = self._make_parts()
@@ -144,6 +145,7 @@ class Session:
             if rejoined.went_back and rejoined.iteration is not None:  # else the state that was live goes on
                 self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.iteration))
         if rejoined.iteration is None:
+            # no state of memory goes on; `resume` names the source if there is one on disk
             self._suspects.clear()
         else:  # first: a window of one slot needs it, and peers are about to drop earlier blobs
             self.sparse.tier.logs.log_start(rejoined.iteration + 1)
@@ -154,6 +156,7 @@ class Session:
         """The whole state is that after `iteration` steps, on all ranks."""
         self._state.be_at(iteration)
         if self._elastic:
+            # an exception that comes back before the next iteration then counts as a repetition, and ends the job
             self._elastic.page.begin_at(iteration)
 
     def resume(self, source: Path | None) -> int:
@@ -181,6 +184,7 @@ class Session:
     def iteration_started(self, iteration: int) -> None:
         if self.sparse is None:
             return
+        # not in `enter`: the state to begin with is loaded, or broadcast, only after it
         if not self._has_base:
             self._take_base(self.sparse, iteration - 1)
         self.sparse.tier.started(iteration)

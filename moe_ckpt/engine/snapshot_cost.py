@@ -97,6 +97,7 @@ def fit_costs(blocks: Sequence[BlockCost]) -> tuple[float, float]:
     factors = factors / scale
     if np.linalg.matrix_rank(factors, tol=1e-3) == 2:
         both = np.linalg.lstsq(factors, seconds, rcond=None)[0]
+        # where snapshots cost little, noise makes one of them negative: then a single factor explains the blocks
         if both.min() >= 0:
             return float(both[0] / scale[0]), float(both[1] / scale[1])
     by_bytes, by_count = (_fit_one(factors[:, column], seconds) for column in (1, 0))

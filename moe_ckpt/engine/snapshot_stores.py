@@ -57,6 +57,7 @@ class SnapshotStore:
 
     def wanted(self, plan: SlotPlan) -> list[SnapshotRequest]:
         """Return the requests for the current state."""
+        # with each unit, as experts go back to different iterations: the loss is a difference to these counts
         seen = self._account.seen() if self._account else {}
         return [self._request(plan, unit, seen.get(unit.name, 0)) for unit in self._mine(plan.units)]
 
@@ -128,6 +129,7 @@ class SnapshotStore:
             on_disk=unit.on_disk,
             seen_tokens=seen_tokens,
             complete_with=tuple(each.name for each in whole),
+            # by these a recovery finds a snapshot that a death tore as it was published
             taken_with=(len(taken), sum(each.on_peers for each in taken), sum(each.on_disk for each in taken)),
         )
 
@@ -141,8 +143,10 @@ class SnapshotStore:
     def _facts(self, plan: SlotPlan, account: TokenAccount) -> list[Piece]:
         """Return the parts of the core beside operators."""
         facts = {
+            # part of the core: a partial checkpoint needs no step log that would have to reach the same places
             START: self._stage.begin(plan.iteration + 1),
             ACCOUNT: account.as_tensors(),
+            # a replacement's policy has no history: Dynamic-K goes on from here, alike on all ranks
             POLICY: {"facts": torch.tensor(plan.facts, dtype=torch.float64)},
         }
         return [

@@ -37,6 +37,7 @@ def share_profiles(place: StagePlace, mine: StageProfile) -> list[StageProfile]:
     lengths = {kind: length for kind, length, _ in stages}
     starts = dict(zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False))
     content = torch.zeros(sum(lengths.values()), dtype=torch.uint8)
+    # the first stage of a kind alone: the sum of two equal descriptions describes nothing
     if describes and _kind(packed) not in [kind for kind, _, _ in stages[: place.stage]]:
         start = starts[_kind(packed)]
         content[start : start + len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)

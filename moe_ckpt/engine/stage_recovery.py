@@ -197,6 +197,7 @@ class StageRecovery:
                 fetched_bytes += self._run_again(step, step.run_iteration, rollback, lambda: progress(None))
                 self._stage.begin(step.run_iteration + 1)  # remembers buffers, which the next pass changes
                 reach(step.run_iteration)
+        # at a target that is the window's end, the last load activates operators that the last replay had frozen
         self._operators.freeze(())
         if self._stores.steps.has_start(target + 1):  # else the replay has led there
             self._stage.restore_start(self._stores.steps.start(target + 1))

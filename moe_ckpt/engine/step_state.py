@@ -30,6 +30,7 @@ class StepState:
 
     def apply(self, iteration: int) -> None:
         """The step has been taken, on this rank alone."""
+        # not whole: of a sharded optimizer's weights only this rank's shard is new
         self.reached, self.whole, self.gradients = iteration, False, None
 
     def lose(self) -> None:

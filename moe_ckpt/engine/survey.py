@@ -93,6 +93,7 @@ class CopySurvey:
         self._dropped_of_servers = self._elastic.serves_itself
         self._stores.clear()
         if self._stores.publisher:
+            # peers keep their copies until copying resumes: a fault before that still finds them
             self._stores.publisher.stop_copying()
             self._stores.publisher.replace(lambda _: 0)
 
@@ -128,6 +129,7 @@ class CopySurvey:
             return
         self._elastic.page.wait_for_copies(True)
         try:
+            # a request without keys is done once all earlier ones are
             daemon.copy([]).result(self._elastic.copy_s)
         except (CheckpointSaveError, TimeoutError) as error:
             _log.warning("servers may make further states during the survey: %s", error or "no answer in time")

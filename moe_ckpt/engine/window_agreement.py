@@ -97,6 +97,7 @@ class WindowAgreement:
         """Return the ranks' common measurements, those of the last reduction if no iteration has begun since."""
         if self._measured is None:
             self._agree(wait=False)
+        # once: the account of tokens would count the same popularity twice
         measured, self._measured = self._measured, None
         assert measured is not None
         return measured
@@ -126,6 +127,7 @@ class WindowAgreement:
         """Measure, and return how much of the window in flight is complete, on all ranks alike."""
         found = self._find(wait=wait)  # first: what is on disk may be more then
         meter, caps = self._meter, self._config.max_bytes_per_s
+        # no limit where nothing was measured, on a replacement, say: the slowest of the other ranks decides
         host_bytes_per_s = statistics.median(meter.copy_rates) if meter.copy_rates else math.inf
         empty_s, dense_s = meter.added.fit(self._dense_bytes) or (None, None)
         # one reduction, where ranks have just met for the norm: each small collective waits for the slowest rank
@@ -184,6 +186,7 @@ class WindowAgreement:
         if window is None or self.has_failed:
             return _Found.NOTHING
         if not window.complete:
+            # all copies were waited for: one that is not there has failed
             return _Found.NOTHING if wait else _Found.NOT_YET
         if publisher is None:
             return _Found.ALL

@@ -62,6 +62,7 @@ class WindowRecovery:
         all_go_back = target is not None and not begins_anew and not self._recovers_locally
         if all_go_back:
             target = None
+        # before the inventories: a lost memory without the last record would not lead to the target
         self._sources.fill_records(progress.gradients)
         live = self._finish_or_undo(state, target) if target else False
         if begins_anew or not (all_go_back or progress.has_left_start):
@@ -80,6 +81,7 @@ class WindowRecovery:
         is_there = live and target is not None and plan.target_iteration == target.iteration
         executed_iters = self._recovery.carry_out(plan, live=is_there, progress=state.replay_reached)
         self._sources.drop_brought()
+        # later records go, too: with them a window would claim to lead to iterations that no rank has reached
         self._keep_safest()
         self._stores.steps.drop_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
@@ -134,6 +136,7 @@ class WindowRecovery:
         stage, steps = self._place.stage, self._stores.steps
         if stage in target.finishing_stages:
             if state.gradients is not None and state.reached == target.iteration - 1:
+                # the gradients are still in their buffers, which only the next iteration clears
                 self._stage.update(state.gradients)
                 state.apply(target.iteration)
             # on all ranks of the stage, also those that had gathered: the gather is collective, and may be repeated

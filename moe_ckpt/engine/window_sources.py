@@ -80,6 +80,7 @@ class WindowSources:
         steps = StepLog()
         steps.adopt(kept.starts, kept.records)
         if not self._logs_tied:
+            # as the owner does after a fetch: its copies may lack the last records, which all ranks share
             steps.fill(self._stores.steps.gradients)
         found = (self._window(window, owner, steps) for window in group_windows(kept.snapshots) if window.complete)
         # one for each start, as an inventory wants: a folder may hold two, of before and after a rollback

@@ -84,6 +84,7 @@ class ElasticJob:
                 self._training.run(done, notes)
                 # once all have finished, the supervisor takes the death of a worker in this phase for success
                 self._rendezvous.page.enter(Phase.DONE)
+                # within the generation: saves are collective, and a rank that is lost here is still replaced
                 self._session.wait_for_saves()
                 result = finish(self._rendezvous.num_deaths())
                 self._rendezvous.finish()
