@@ -83,6 +83,7 @@ class CheckpointFolder:
     def _all(self) -> list[CheckpointRef]:
         if not self.root.is_dir():
             return []
+        # foreign files and folders are left alone: the folder is its user's, too
         named = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir() if entry.is_dir())
         found = [CheckpointRef(iteration=int(name[1]), directory=str(entry)) for name, entry in named if name]
         return sorted(found, key=lambda ref: ref.iteration, reverse=True)
@@ -125,6 +126,7 @@ def commit(directory: Path, manifest: Manifest) -> None:
     _sync(temporary)
     _sync(directory)
     temporary.rename(marker)
+    # without these two a loss of power may take the marker's name, or the directory's
     _sync(directory)
     _sync(directory.parent)
 

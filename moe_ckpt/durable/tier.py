@@ -118,6 +118,7 @@ class DurableTier:
 
     def committed(self) -> Sequence[CheckpointRef]:
         """Return the committed checkpoints in the folder, usable or not, the newest first; report torn ones."""
+        # rank 0 looks for all: ranks of a network file system may see different lists, and choose different sources
         for ref in broadcast_result(self._ranks, self._folder.torn, CheckpointLoadError):
             reason = f"no {MARKER}: the save was not finished"
             self._events.append(CheckpointSkipped(source=ref.directory, reason=reason))
@@ -154,12 +155,14 @@ class DurableTier:
     def _commit_alone(self, flight: _SaveInFlight, sealed: Sequence[FileRecord]) -> Manifest:
         """Commit a checkpoint whose large files are sealed: the small ones are read on the rank that wrote them."""
         present, named = set(file_names(flight.directory)), {file.name for file in sealed}
+        # a rank whose folder is on a file system of its own wrote where rank 0 cannot see it
         if gone := sorted(named - present):
             raise CheckpointSaveError(f"{flight.directory}: {', '.join(gone)}: written, and not there")
         files = sorted((*sealed, *seal_files(flight.directory, present - named)), key=lambda file: file.name)
         manifest = Manifest(iteration=flight.iteration, identity=self._identity, files=tuple(files))
         commit(flight.directory, manifest)
         try:
+            # not before the commit: until then an old checkpoint may be the only one
             self._folder.keep_newest(self._keep, up_to=flight.iteration)
         except OSError as error:  # the new checkpoint is committed all the same
             _log.warning("an old checkpoint could not be dropped: %s", error)
@@ -168,12 +171,15 @@ class DurableTier:
     def _resume(self, ref: CheckpointRef, *, run_id: str | None) -> None:
         directory = Path(ref.directory)
         manifest = broadcast_result(self._ranks, lambda: read_manifest(directory), CheckpointLoadError)
+        # without a collective: all ranks compare the same manifest
         _require_fit(directory, manifest, self._identity, run_id)
+        # each file is hashed by one rank: together they read the checkpoint once
         mine = manifest.files[self._ranks.rank :: self._ranks.size]
         gather_results(self._ranks, lambda: verify_files(directory, mine), CheckpointLoadError)
         saved_at = manifest.identity.layout
         is_resharded = saved_at != self._identity.layout
         iteration = self._state.load(directory, saved_at if is_resharded else None)
+        # the state's own count: a marker may lie beside the files of another save
         if iteration != ref.iteration:
             raise CheckpointLoadError(f"{directory}: got the state after iteration {iteration}, wanted {ref.iteration}")
         if is_resharded:
@@ -200,6 +206,7 @@ def _reporting(events: EventLog, iteration: int) -> Iterator[None]:
 def _require_fit(directory: Path, manifest: Manifest, mine: RunIdentity, run_id: str | None) -> None:
     theirs = manifest.identity
     for what, got, wanted in (
+        # not the layout: Megatron's format can be loaded at another one
         ("run", theirs.run_id, theirs.run_id if run_id is None else run_id),
         ("model", theirs.model, mine.model),
     ):
