@@ -55,6 +55,7 @@ class AtConfig(FaultConfig):
 
     def __post_init__(self) -> None:
         require_at_least("fault.seed", self.seed, 0)
+        # kills of one rank are ordered one after the other: a later point in front would hold up an earlier one
         iterations = [kill.iteration for kill in self.at if kill.iteration is not None]
         in_order = all(before <= after for before, after in pairwise(iterations))
         require(in_order, "fault.at: iteration", iterations, "the order in which they come")

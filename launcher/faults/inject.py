@@ -44,6 +44,7 @@ def nobody_replaced(run: Path, ranks: Collection[int], *, wait_s: float) -> Iter
     supervisors = {worker.supervisor_pid for worker in _workers_here(run, ranks) if worker.is_supervised}
     try:
         _stop(supervisors, wait_s)
+        # read again: a worker may have been born before its supervisor stood still
         yield _workers_here(run, ranks)
     finally:
         _signal_all(supervisors, signal.SIGCONT)
@@ -73,6 +74,7 @@ def signal_processes(
     """Send a signal to each of these workers; return what was written about it."""
     now_s = time.time()
     faults = [fault_of(worker, worker.open_page(), name, scope, now_s) for worker in workers]
+    # before the signals: a report that finds the effects of a fault finds the fault as well
     append_faults(run, faults)
     _signal_all([worker.pid for worker in workers], signal_number(name))
     return faults

@@ -46,6 +46,7 @@ class TargetJob:
                 self._seen_s = self._clock()
                 self._begin_s = self._begin_s if self.has_begun else self._seen_s
                 self.has_begun = True
+        # workers that finish remove their files, and those that die leave them
         has_ended_well = self.has_begun and not self.workers
         return not has_ended_well and self._clock() - self._seen_s <= self.patience_s
 

@@ -91,6 +91,7 @@ class _Rank:
                     self.iteration = json.loads(line)["iteration"]
 
     def can_be_struck(self, parent_pid: int) -> bool:
+        # the agent's child: a pid in an old event may belong to any process by now
         return self.pid not in {0, *self.struck} and is_alive(self.pid) and parent_of(self.pid) == parent_pid
 
 

@@ -138,6 +138,7 @@ class Orders(Task):
             self.outcome = False
         for worker in workers:
             page = worker.open_page()
+            # an order of another injector may stand there: it is carried out first
             if not page.has_order:
                 self._order = _Order(worker=worker, page=page, obeyed_before=page.orders_obeyed)
                 _give_order(self.job.run, self._kills[0], self._order)

@@ -173,6 +173,7 @@ def victims(kill: Kill, world_size: int, ranks_per_node: int) -> tuple[int, ...]
     assert kill.rank is not None, kill
     if kill.scope == "process":
         return (kill.rank,)
+    # nodes are consecutive ranks from 0 on, whichever of its ranks a kill names
     first = kill.rank // ranks_per_node * ranks_per_node
     return tuple(range(first, min(first + ranks_per_node, world_size)))
 
@@ -187,6 +188,7 @@ def has_come(kill: Kill, iteration: int, phase: str) -> bool:
     if kill.iteration is None or wanted == "recovery":
         return phase == wanted and iteration >= (kill.iteration or 0)
     order = KILL_PHASES[: KILL_PHASES.index("recovery")]
+    # or later: a phase may be over between two looks at a worker's page
     is_late = iteration == kill.iteration and phase in order and order.index(phase) >= order.index(wanted)
     return is_late or iteration > kill.iteration
 
