@@ -98,6 +98,7 @@ class LauncherCommand:
     def varied(self, variation: Variation) -> list[str]:
         kept = [word for word in self.overrides if not _sets(word, "fault")]
         if variation.is_plain:
+            # settings of the policy are unknown keys to `none`, which has no supervisors either
             kept = [word for word in kept if not _sets(word, "ckpt") and not _sets(word, "runtime.guard")]
             kept.append("ckpt=none")
         settings = [f"{key}={value}" for key, value in variation.settings.items()]

@@ -41,6 +41,7 @@ def read_digests(run: Path) -> Digests:
         for logged in read_events(run / "events" / f"rank{rank:04d}.jsonl"):
             event = logged.event
             if isinstance(event, StateDigest):
+                # all, not the last: a wrong state that a later recovery has left would go unnoticed
                 found.states.setdefault((event.iteration, rank), set()).add(event.digest)
             if isinstance(event, TensorDigests):
                 found.tensors.setdefault((event.iteration, rank), []).append(event.digests)
