@@ -69,6 +69,7 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
         "take_s": stalls,
         **{name: [each[name] for of_run in recoveries for each in of_run if name in each] for name in _OF_A_FAULT},
         "disk_bytes_per_s": [event.size_bytes / event.seconds for event in saved],
+        # the event of a load has no size: whole checkpoints of a run are all alike
         "disk_read_bytes_per_s": [saved[0].size_bytes / event.seconds for event in loaded if saved],
         "flops_per_s": [_flops_per_s(run, cluster) for run in runs],
     }

@@ -155,6 +155,7 @@ def standard_library_files() -> list[Path]:
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY_TEXT]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
+    # the order of os.walk is the file system's, and a sample is a place in the text
     return sorted(found)
 
 
@@ -231,6 +232,7 @@ class Batches:
 
     def _gather(self, sample: Callable[[int], Tokens], global_batch: int, micro_batch: int) -> torch.Tensor:
         size = self.train.micro_batch_size
+        # ranks take turns by micro-batch: an iteration has the same samples in the same order at any layout
         first = global_batch * self.train.global_batch_size + (micro_batch * self.dp + self.dp_rank) * size
         rows = [sample(number) for number in range(first, first + size)]
         return torch.from_numpy(np.stack(rows).astype(np.int64))

@@ -43,6 +43,7 @@ def count_faults(ranks: Iterable[Sequence[Event]]) -> dict[str, int]:
     """Return the number of faults of each class. `ranks`: the events of each rank, in order."""
     logs = [[event for event in events if isinstance(event, _MARKING_EVENTS)] for events in ranks]
     ends = [event for events in logs for event in events if isinstance(event, Rejoined)]
+    # a set: all ranks of a generation log the same deaths
     found = {each for event in ends for each in _deaths(event)}
     with_deaths = {(event.generation, event.iteration) for event in ends if event.deaths}
     for event in ends:

@@ -173,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--trace", metavar="FILE", help="kills when nodes of a real cluster went")
     add("--count", type=_whole(1), help="with --mtbf: how many kills (default: 1)")
     add("--speedup", type=_above_zero, help="with --trace: how many times as fast (default: 1)")
+    # a number, and no generator that nothing seeds: it is printed, so that the plan can be repeated
     add("--seed", type=_whole(0), default=random.SystemRandom().randrange(2**32), help="the same seed, the same plan")
     add("--dry-run", action="store_true", help="print the plan, touch nothing")
     return parser

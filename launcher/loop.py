@@ -84,6 +84,7 @@ class StageRunner:
         self.on_phase(Phase.FORWARD)
         output = _forward(next(micro_batches), model)
         if output.requires_grad:
+            # Megatron's schedules call no function of a loop as backward begins
             output.register_hook(lambda _: self.on_phase(Phase.BACKWARD))
         return output, _mean_loss
 
@@ -111,6 +112,7 @@ class MegatronLoop:
         self._stall_s = 0.0
         gradients = self._compute_gradients(iteration)
         apply_update(self.state, gradients)
+        # before `update_applied`, after which a recovery repeats only the gather
         advance_schedule(self.state, gradients)
         self._timed(lambda: self._hooks.update_applied(iteration))
         # a rank that is cut off in here repeats it after the recovery: its own update is whole already
