@@ -101,6 +101,7 @@ def attach(
         parts = Parts(policy=make_policy(ckpt, last_iteration=last_iteration), sparse=None)
         build = lambda: parts  # noqa: E731
     session = Session(build, durable, ranks, events, strict=ckpt.strict, suspect_iters=suspect_iters, elastic=elastic)
+    # with `elastic` the caller enters later: a replacement attaches before it meets the other ranks
     if elastic is None:
         session.enter()
     return session

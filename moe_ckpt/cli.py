@@ -56,6 +56,7 @@ def usage() -> str:
 def train_command(arguments: Sequence[str]) -> list[str]:
     """Return the torchrun command of a training: leading options are torchrun's, all others the launcher's."""
     script = str(app_root() / "launcher" / "train.py")
+    # torchrun would take this option for its own, and print its own help
     if any(argument in ("-h", "--help") for argument in arguments):
         return [sys.executable, script, "--help"]
     split = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))

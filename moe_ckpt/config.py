@@ -243,8 +243,10 @@ class MoevementConfig(HostMemoryConfig):
 class RollbackConfig(HostMemoryConfig):
     """The settings of policies under which all ranks go back to the newest snapshot after a fault."""
 
+    # all stages go back together: no stage replays by what its neighbours have sent
     boundary_log: ClassVar[bool] = False
     keep_windows: ClassVar[int] = 1
+    # the account of lost tokens is exact: whole tokens, no probabilities, no decay
     popularity: ClassVar[str] = "hard"
     popularity_decay: ClassVar[float] = 0.0
 
@@ -294,6 +296,7 @@ class CheckfreqConfig(WholeSnapshotsConfig):
     replicas: ClassVar[int] = 0
     network_interface: ClassVar[None] = None
     tls: ClassVar[TlsConfig] = NO_TLS
+    # CheckFreq brings each snapshot to storage before it takes the next one
     disk_every_iters: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+# not psutil: it turns start times into seconds of the wall clock, and has no states of threads
 _STATE = 0  # fields of /proc/PID/stat that follow the name
 _PARENT = 1
 _START_TICKS = 19

@@ -137,6 +137,7 @@ class OwnLoop:
         """Train one iteration; return its loss. Raises RolledBackError on all ranks if they went back."""
         while True:
             self.session.iteration_started(iteration)
+            # in each attempt: the gradients of an iteration that was undone would be added to
             clear_gradients(self.state)
             losses = self.forward_backward(iteration)
             gradients = finish_gradients(self.state)  # unscaled, with their norm
@@ -146,6 +147,7 @@ class OwnLoop:
             if self.session.gradients_ready(iteration, gradients):
                 break  # else state was lost and rebuilt: the iteration starts over
         apply_update(self.state, gradients)
+        # before `update_applied`, after which a recovery repeats only the gather
         advance_schedule(self.state, gradients)
         self.session.update_applied(iteration)
         gather_parameters(self.state)  # with a sharded optimizer, weights that other ranks have updated

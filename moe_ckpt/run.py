@@ -118,6 +118,7 @@ def run_program(command: Command) -> int:
         if command.is_module:
             runpy.run_module(command.name, run_name="__main__", alter_sys=True)
         else:
+            # `run_path` leaves the script's folder out of the path, where `python SCRIPT` has it first
             sys.path.insert(0, str(Path(command.name).resolve().parent))
             runpy.run_path(command.name, run_name="__main__")
     except SystemExit as ended:

@@ -308,6 +308,7 @@ def _work(work: Callable[[Worker], int], worker: Worker, runtime: RuntimeConfig)
     except Exception as error:
         if not is_fault(error, replace_on=runtime.replace_on, end_on=runtime.end_on):
             raise
+        # by this file the supervisor sees whether a replacement repeats the exception at the same place
         write_failure(worker.place.failure, failure_of(error, worker.page.iteration))
         return WORKER_FAULT
 
@@ -369,6 +370,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
     tls, host = open_tls(ckpt.tls), own_host(launch, ckpt.network_interface)
     root = open_memory_root(Path(config.runtime.shared_memory), agent_pid())
     first = launch.global_rank - launch.local_rank
+    # ranks of an earlier start of the job may have had other numbers on this node
     take_over(root, range(first, first + launch.local_world_size))
     # the secret of the job: that of the first rank to get here counts for all ranks and all their incarnations
     token = store.compare_set("token", "", os.urandom(16).hex()).decode()
@@ -413,6 +415,7 @@ def _announce_servers(config: ElasticConfig, served: FlowcheckConfig, place: Ran
 
 def _start_daemon(config: ElasticConfig, place: RankPlace) -> int:
     """Return the pid of a replica daemon, which will announce its address; until then the store has none."""
+    # peers wait for the new address: nothing answers at that of a dead daemon
     open_store("daemons").delete_key(str(place.launch.global_rank))
     supervisor_pid = os.getpid()
     return start_beside(lambda: _run_daemon(config, place, supervisor_pid))

@@ -123,6 +123,7 @@ def _create_or_find(run: RunFolderConfig, remembered: str | None) -> RunFolder:
         take_lock(path, is_ours=_remembered_folder() == str(path))
         if not (path / "run.json").exists():
             _write_whole(path / "config.yaml", run.configuration)
+            # last: an attempt that dies before it leaves no run, and the next one writes both files
             _write_whole(path / "run.json", json.dumps(_describe_run(), indent=1) + "\n")
         _point_latest(path)
     except OSError as error:

@@ -81,6 +81,7 @@ def _may_take(holder: Holder, mine: Holder) -> bool:
     If torchrun keeps a store, that identifies the job on this machine; else its name must.
     """
     if has_agent_store():
+        # "none" is torchrun's name for any job without --rdzv-id
         same_job = not holder.is_here and holder.job == mine.job and mine.job not in ("", "none")
     else:
         same_job = holder.job == mine.job != ""
@@ -113,6 +114,7 @@ def _read(file: TextIO) -> Holder | None:
 
 
 def _write(file: TextIO, holder: Holder | None) -> None:
+    # in place: after a rename, a process that holds or waits for the old file's lock would not exclude others
     file.truncate(0)
     if holder:
         file.write(json.dumps(asdict(holder)) + "\n")

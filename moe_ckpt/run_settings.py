@@ -162,6 +162,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    # no abbreviations: `cli.is_option_of_run` finds the options in torchrun's command by their whole names
     parser = _Parser(prog="moe_ckpt.run", usage=USAGE, allow_abbrev=False, add_help=False)
     parser.add_argument("--loop", default=_DEFAULT_LOOP)
     parser.add_argument("--ckpt")
@@ -236,6 +237,7 @@ def _converted(value: Any, hint: Any, setting: str) -> Any:
         [kind] = get_args(hint)
         return [_converted(each, kind, setting) for each in value]
     kinds = get_args(hint) or (hint,)
+    # not isinstance, for which true would be a number
     if type(value) in kinds:
         return value
     if float in kinds and isinstance(value, int | str) and not isinstance(value, bool):

@@ -68,6 +68,7 @@ def _serve(store: dist.Store, where: Address, interface: str | None, memory: Pat
     numbers = ServerNumbers(of_servers, settings.num_servers)
     capture = open_mirror(settings.mirror, os.getpid()) if settings.mirror else None
     while True:
+        # a new one each time: states in the old one may be some that the ranks have left since
         with tempfile.TemporaryDirectory(prefix="moe_ckpt-server-", dir=memory) as folder:
             server = CopyServer(
                 Path(folder),

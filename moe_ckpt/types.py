@@ -197,6 +197,7 @@ class SlotPlan:
     @property
     def period_iters(self) -> int:
         """Iterations from the start of this window to that of the next one."""
+        # with the pause: logs are kept this long, and a fault in the pause goes back to this window
         return self.num_slots + self.pause_iters
 
 
