@@ -129,6 +129,7 @@ class ServerStates:
         """Return whether all ranks have a snapshot of `iteration` in memory to continue from; then none is taken."""
         base = next((window for window in self._memory.windows() if window.start == iteration), None)
         has_base = {"base": base is not None}
+        # on all ranks or on none: a recovery needs the states of one iteration from all servers
         agreed = reduce_extremes(self._place.ranks, self._place.device, largest={}, smallest=has_base)
         if base is None or not agreed["base"]:
             return False

@@ -220,6 +220,7 @@ class StageRecovery:
         self._operators.freeze(step.frozen)
         if boundary:
             boundary.begin(iteration)  # log again what this stage sent then: its neighbours may be the next to fail
+        # then a tied embedding's gradient is summed again over the stages, and not taken from the log
         whole_model = segment == range(place.num_stages)
         record, start = steps.record(iteration), steps.start(iteration)
         self._stage.replay(record, start, ends, whole_model=whole_model, before_update=before_update)
