@@ -47,6 +47,7 @@ def nobody_replaced(run: Path, ranks: Collection[int], *, wait_s: float) -> Iter
         # read again: a worker may have been born before its supervisor stood still
         yield _workers_here(run, ranks)
     finally:
+        # also where the fault could not be injected: a supervisor that stands still replaces no worker
         _signal_all(supervisors, signal.SIGCONT)
 
 

@@ -53,6 +53,7 @@ class FaultAtTime(Task):
         elsewhere = self.job.elsewhere(ranks)
         workers = self.job.targets(ranks)
         missing = set(ranks) - {worker.global_rank for worker in (*workers, *elsewhere)}
+        # all at one time, as in a trace: a rank that is being replaced is waited for
         if missing and late_s < self.job.patience_s:
             return
         self.job.leave(elsewhere)

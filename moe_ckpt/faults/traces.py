@@ -53,6 +53,7 @@ def read_removals(text: str) -> tuple[Removals, ...]:
     for line in lines:
         totals[line.at_ms] += line.removed if there is None or line.there is None else max(0, there - line.there)
         there = line.there
+    # from the first event: the times of dated lines count from 1970
     begin_ms = lines[0].at_ms
     return tuple(Removals(at_s=(at_ms - begin_ms) / 1000, count=count) for at_ms, count in totals.items() if count)
 
