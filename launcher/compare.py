@@ -134,6 +134,7 @@ def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], b
 
     Its output goes to a log file beside the run folder. Workers without supervisors are killed from this process.
     """
+    # the torchrun of this environment: another one may come first on the path
     command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={num_ranks}"]
     # each kill from outside ends all ranks, and torchrun starts them again
     command += [f"--max-restarts={len(variant.kills)}", str(_TRAIN), *variant.overrides, f"run.dir={run}"]

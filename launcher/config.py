@@ -173,6 +173,7 @@ class PrecisionConfig:
             require(self.fp8, "precision.fp8", self.fp8, f"true where {setting}")
             # Megatron accepts FP16 masters, and breaks: see `moe_ckpt.megatron.replay`
             require(self.master == "fp32", "precision.master", self.master, f"fp32 where {setting}")
+            # Transformer Engine 2.9 to 2.11: FusedAdam sets `_scale_inv` only on ranks that keep a part
             has_fp32_moments = (self.exp_avg, self.exp_avg_sq) == ("fp32", "fp32")
             wanted = f"tensorwise or blockwise where {setting} and moments are not fp32"
             require(has_fp32_moments or self.fp8_recipe != "delayed", "precision.fp8_recipe", self.fp8_recipe, wanted)
@@ -182,6 +183,7 @@ class PrecisionConfig:
         """How each parameter's weights and moments are stored."""
         is_delayed = self.fp8_recipe == "delayed"
         return StateFormat(
+            # BF16 parameters of FP8 layers are bytes in a snapshot, unless their scales are those of earlier passes
             compute="fp8" if self.fp8_param_gather or (self.fp8 and not is_delayed) else self.dtype,
             master=self.master,
             exp_avg=self.exp_avg,

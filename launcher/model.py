@@ -58,6 +58,7 @@ def build_training(
         ),
         _build_stage(settings, config, vocab_size, router),
     )
+    # before the optimizer, which makes its master weights of these
     broadcast_parameters(model)
     optimizer = get_megatron_optimizer(_optimizer_config(settings), [model], use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
@@ -242,6 +243,7 @@ def _optimizer_config(settings: Settings) -> OptimizerConfig:
     if torch.cuda.is_available():
         return OptimizerConfig(**arguments)
     precision_adam.install()
+    # Megatron imports Transformer Engine's FusedAdam as it checks the types of states
     with precision_adam.importable():
         return OptimizerConfig(**arguments)
 
