@@ -114,6 +114,7 @@ def _attached(
     require_replayable(state, rows=loop.communicator.rows)
     operators = RankOperators(state)
     if ckpt.served:
+        # before training: servers cannot repeat the steps of every optimizer, nor derive weights of every format
         operators.require_steps()
     stage = StageReplay(state, operators, loop.communicator, loop.forward_backward)
     place = _place(identity, loop.communicator, cpu_backend)

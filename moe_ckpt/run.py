@@ -79,6 +79,7 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
     config = ElasticConfig(ckpt=ckpt, runtime=settings.runtime, ranks_per_node=settings.ranks_per_node)
     from moe_ckpt.integrations.other_loops import refuse_other_loops  # noqa: PLC0415
 
+    # before the first fork: all workers share these imports
     loop.import_attachment()
     refuse_other_loops(settings.loop)
     for name in imports:  # a worker that finds them imported is there a second earlier

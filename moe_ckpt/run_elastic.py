@@ -261,6 +261,7 @@ def run_elastic(
     if config.runtime.etcd:
         use_etcd(config.runtime.etcd)
     elif not has_agent_store():
+        # torchrun shares none if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set, as spare agents of torch 2.13 need it
         use_hosted_store(launch, start_beside)
     store = CheckedStore(_open_store("generations", config.runtime))
     place = _place(config, launch, store)
