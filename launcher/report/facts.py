@@ -128,6 +128,7 @@ def _over_time(ranks: Sequence[RankDigest], end_us: int) -> OverTime:
     for rank in ranks:
         time_us, *sums = rank.gained
         gained += np.stack([np.interp(grid_us, time_us, each) for each in sums])
+    # of one rank: all commit the same iterations
     at_us, iteration = ranks[0].committed if ranks else np.empty((2, 0), np.int64)
     return OverTime(
         committed_s=at_us / 1e6,
@@ -151,6 +152,7 @@ def _series(ranks: Sequence[RankDigest]) -> Series:
     for rank in ranks:
         own = rank.iterations
         there = np.searchsorted(iteration, own.iteration)
+        # of any rank: all have the same loss
         loss[there] = np.where(np.isnan(loss[there]), own.loss, loss[there])
         stall_max_s[there] = np.maximum(stall_max_s[there], own.stall_s)
         for total, values in ((seconds, own.seconds), (stall_s, own.stall_s), (sent_bytes, own.sent_bytes), (count, 1)):

@@ -44,4 +44,5 @@ EXPLAINED: Mapping[PagePart, str] = {
 }
 RECOVERY = (PagePart.DETECTION, PagePart.REBUILD, PagePart.FETCH, PagePart.WAITING, PagePart.REPLAY)
 OF_FAULTS = (PagePart.LOST, *RECOVERY)
+# no checkpoint policy changes these times; counted as lost, they would hide those that it changes
 NOT_IN_ETTR = (PagePart.STARTUP, PagePart.EVALUATION, PagePart.UNKNOWN)

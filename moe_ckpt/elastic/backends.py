@@ -256,6 +256,7 @@ def _open_sockets() -> dict[str, int]:
 
 def _shut_down(fd: int, name: str) -> None:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:  # OSError: closed meanwhile
+        # on a duplicate: no other thread can close it between the check and the shutdown
         is_same = name == f"socket:[{os.fstat(duplicate.fileno()).st_ino}]"  # or the number is another's meanwhile
         if is_same and not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             duplicate.shutdown(socket.SHUT_RDWR)

@@ -64,6 +64,7 @@ def end_silent_connections(port: int, after_s: float) -> None:
     confirms, so a server may be slow, or stopped.
     """
     for entry in Path("/proc/self/fd").iterdir():
+        # a duplicate: the end of this object must not close torch's descriptor
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
             if connection.type == socket.SOCK_STREAM and _peer_port(connection) == port:
                 _limit_silence(connection, after_s)
@@ -75,6 +76,8 @@ def _peer_port(connection: socket.socket) -> int | None:
 
 
 def _limit_silence(connection: socket.socket, after_s: float) -> None:
+    # probes for connections that send nothing, the user timeout for bytes that are not confirmed; with both set, the
+    # user timeout also decides when probes are given up (tcp(7)), so there is no TCP_KEEPCNT
     pause_s = min(max(1, round(after_s / _PROBES)), _LONGEST_PAUSE_S)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)

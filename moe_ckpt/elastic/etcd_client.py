@@ -76,6 +76,7 @@ class EtcdClient:
     ) -> Answer:
         """Carry out the operations `then` if all conditions hold, else `otherwise`, as one change."""
         if self._lease and time.monotonic() > self._renewed_s + _RENEW_S:
+            # before the request: other threads need not renew the same lease meanwhile
             self._renewed_s = time.monotonic()
             self._ask("/v3/lease/keepalive", {"ID": self._lease})
         request = {"compare": list(conditions), "success": list(then), "failure": list(otherwise)}
@@ -125,6 +126,7 @@ class EtcdClient:
             granted = self._ask("/v3/lease/grant", {"TTL": str(_LEASE_S)})["ID"]
             keep = _put(self._lease_key, granted.encode(), granted)
             answer = self.transact([is_missing(self._lease_key)], [keep], [read(self._lease_key)])
+            # another process may have been first: its lease counts, and the one granted here expires unused
             found = Entry(granted.encode(), 0) if answer.succeeded else answer.entries[0]
         assert found is not None, "a key of the job was deleted"
         return found.value.decode()
@@ -155,6 +157,7 @@ class EtcdClient:
             self._connection = http.client.HTTPConnection(*self._members[0], timeout=_ANSWER_S)
         self._connection.request("POST", path, body)
         answer = self._connection.getresponse()
+        # whatever the status: http.client sends no request over a connection with an unread answer
         text = answer.read().decode()
         if answer.status in _TRY_AGAIN or answer.status >= 500:
             raise http.client.HTTPException(text)

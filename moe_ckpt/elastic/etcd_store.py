@@ -67,6 +67,7 @@ class EtcdStore(dist.Store):
         if answer.succeeded:
             return new
         [entry] = answer.entries
+        # sent again after a lost answer, the swap fails, and finds its own value here
         return entry.value if entry else old
 
     def delete_key(self, key: str) -> bool:

@@ -63,6 +63,7 @@ def is_fault(error: BaseException, *, replace_on: Sequence[str] = (), end_on: Se
     `end_on` and then `replace_on` come before the patterns of this module; all are searched in `type: message`.
     """
     chain = [_text(cause) for cause in islice(causes_of(error), _MOST_CAUSES)]
+    # errors before faults: a device-side assert is also a `CUDA error`, and each replacement would repeat it
     for patterns, answer in ((end_on, False), (replace_on, True), (_ERRORS, False), (FAULTS, True)):
         if any(re.search(pattern, text) for pattern in patterns for text in chain):
             return answer
@@ -91,6 +92,7 @@ def take_failure(path: Path) -> Failure | None:
     if not path.exists():
         return None
     text = path.read_text()
+    # removed: the next worker that ends with this status would seem to have failed in the same way
     path.unlink()
     return Failure(**json.loads(text))
 

@@ -63,6 +63,7 @@ class Generations:
     def end(self, generation: int, reason: str) -> bool:
         """End a generation unless it has ended; return False if it has finished. Any process may call it."""
         # the same swap as in `done`: a job either finishes or goes on, decided once for all ranks
+        # swaps throughout: several ranks may end one generation, and the first reason stays
         if self._store.compare_set(f"{generation}/outcome", "", _ENDED) == _FINISHED.encode():
             return False
         # the counter before the news of the end: a rank that leaves at once would join the ended generation again
@@ -96,6 +97,7 @@ class Generations:
     def arrive(self, generation: int, world_size: int) -> None:
         """Count one more arrived rank; the last one decides that the generation begins."""
         if self._store.add(f"{generation}/arrived", 1) == world_size:
+            # a swap: if the generation has ended meanwhile, `stop` stays
             self._store.compare_set(f"{generation}/decision", "", _GO)
 
     def goes(self, generation: int, timeout_s: float) -> bool:
@@ -170,6 +172,7 @@ class Membership:
         self.generation = 0
         self._store = CheckedStore(store)  # forming groups is a wait as a whole, and uses it from several threads
         self._generations = Generations(CheckedStore(store, page.waits))
+        # without `page.waits`: this thread always waits, which must not excuse a training thread that hangs
         self._watched = Generations(CheckedStore(watched))
         self._groups = groups
         self._join_s = join_s
@@ -198,6 +201,7 @@ class Membership:
             if self._generations.incarnation(self.member.global_rank) != self.member.incarnation:
                 _exit(FENCED, "another process has taken this rank's place")
             self.generation = generation
+            # before the arrival: if this worker dies after it, its supervisor ends the generation that the page names
             self.page.join(generation)
             self._generations.arrive(generation, self.member.world_size)
             goes = self._generations.goes(generation, self._join_s)
@@ -221,6 +225,7 @@ class Membership:
 
     def deaths(self) -> list[Death]:
         """Return the deaths since the last generation that all ranks entered."""
+        # a new worker has entered none: the death of its forerunner ended the generation before
         first = self._reported or self.generation - 1
         return [death for generation in range(first, self.generation) for death in self._generations.deaths(generation)]
 
@@ -256,6 +261,7 @@ class Membership:
 
     def _require_progress(self) -> None:
         """Raise PeersLostError if several generations in a row end without a death or a new iteration."""
+        # a supervisor's reason has a cause, too, though no death is recorded for it
         died = self._reason.startswith(SUPERVISOR) or self._generations.deaths(self.generation - 1)
         fruitless = self._reason and not died and self.page.iteration <= self._furthest
         self._fruitless = self._fruitless + 1 if fruitless else 0

@@ -40,6 +40,7 @@ STORE_FILE = "store"
 def write_store_address(run: Path) -> None:
     """Write the address of this job's store into its run folder."""
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    # replaced as a whole: servers outside of the job may read it at any time
     temporary = run / f"{STORE_FILE}.{os.getpid()}"
     write_private(temporary, f"{where}\n")
     temporary.replace(run / STORE_FILE)
@@ -146,6 +147,7 @@ def say_once(message: str) -> None:
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     answers: list[bool] = []
+    # with the attempt: the store outlives a restart by torchrun, after which the same error is to be printed again
     key = hashlib.sha256(f"{attempt} {message}".encode()).hexdigest()
     asking = Thread(target=_ask_if_first, args=(key, answers), name="say_once", daemon=True)
     asking.start()

@@ -76,6 +76,7 @@ def write_live(run: Path, *, global_rank: int, node: int, supervisor_pid: int, m
     )
     path = _path(run, global_rank)
     make_private(path.parent)
+    # replaced as a whole: other processes read the files at any time
     temporary = path.with_suffix(f".{os.getpid()}")
     write_private(temporary, json.dumps(asdict(worker)) + "\n")
     temporary.replace(path)

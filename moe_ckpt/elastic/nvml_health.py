@@ -61,6 +61,7 @@ def read_health(nvml: Any, gpu: str) -> GpuHealth:
     find = nvml.nvmlDeviceGetHandleByIndex if gpu.isdigit() else nvml.nvmlDeviceGetHandleByUUID
     handle = find(int(gpu) if gpu.isdigit() else gpu)
     rows = _if_supported(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+    # not the aggregate counts: these outlive reboots, and would condemn a GPU for good
     kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     return GpuHealth(
         uncorrected=_if_supported(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))),
@@ -76,6 +77,7 @@ def _watch_xids(nvml: Any, handle: Any) -> tuple[int, ...]:
     found: list[int] = []
     try:
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        # bounded: a GPU that reports without a pause would keep the command until runtime.health_s
         while len(found) < _MOST_XIDS:
             found.append(int(nvml.nvmlEventSetWait_v2(events, _WATCH_MS).eventData))
     except nvml.NVMLError_Timeout:

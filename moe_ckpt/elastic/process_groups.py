@@ -341,6 +341,7 @@ class ElasticGroups:
     def _start(self, helper: Helper, call: Callable[[], object]) -> WaitResult:
         outcome = WaitResult()
         with self._lock:
+            # before it starts: an `abandon` that comes now must find it
             self._awaited.add(outcome)
         helper.start(call, outcome)
         return outcome

@@ -61,6 +61,7 @@ class PollingStore(dist.Store):
 
     def _ask(self, request: Callable[[], T]) -> T:
         with self._lock:
+            # under the lock: the generation may end while this thread waits for another one's request
             if self._is_over():
                 raise PeersLostError("rendezvous: other ranks were lost")
             return request()

@@ -150,6 +150,7 @@ class ServerHosts:
         Raises ConfigError on all ranks if the job begins and its servers do not come in time.
         """
         reached = gather_results(ranks, self._look, ConfigError)
+        # rank 0 chooses for all: ranks that read the store at different moments would find different servers
         found = broadcast_result(ranks, lambda: self._choose(reached), CheckpointLoadError)
         before, self._addresses = self._addresses, found
         return found != before
@@ -169,6 +170,7 @@ class ServerHosts:
 
     def _answers(self, address: str) -> bool:
         try:
+            # with the ticket: another run's process may have got the port of a server that is gone
             open_connection(parse_address(address), self._ticket, _ANSWER_S).close()
         except (OSError, RefusedError) as error:
             _log.warning("the checkpoint server at %s does not answer: %s", address, error)

@@ -40,6 +40,7 @@ def open_memory_root(base: Path, agent_pid: int) -> Path:
         require(False, "runtime.shared_memory", str(base), f"a folder in memory that can be written ({error})")
     _remove_orphans(base)
     _start_janitor(root, agent_pid)
+    # after the janitor is forked: it would inherit this lock, and wait for itself
     fcntl.flock(os.open(root, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)  # open until the last of us has ended
     return root
 
@@ -106,6 +107,7 @@ def _remove_orphans(base: Path) -> None:
         if not named or int(named[3]) != _pid_namespace() or is_alive(int(named[1]), started=int(named[2])):
             continue
         with contextlib.suppress(FileNotFoundError):  # another process removes it
+            # lstat: in a folder that all users share, as /dev/shm, the name may be another user's link
             if root.lstat().st_uid == os.geteuid():
                 shutil.rmtree(root, ignore_errors=True)
 
@@ -123,10 +125,12 @@ def _start_janitor(root: Path, agent_pid: int) -> None:
 
 
 def _fork_janitor(root: Path, agent_pid: int) -> None:
+    # before the forks: later the number may belong to another process
     agent = os.pidfd_open(agent_pid)
     child = os.fork()
     if child == 0:
         os.setsid()  # torchrun's signals to its children's groups are not for it
+        # twice: the janitor is then no child of a supervisor, which ends the processes that its workers leave
         if os.fork() == 0:
             _wait_and_remove(root, agent)
         os._exit(0)

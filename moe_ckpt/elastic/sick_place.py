@@ -29,6 +29,7 @@ def reason_of_deaths(rules: SickPlaceRules, deaths_s: Sequence[float]) -> str | 
     """Return the reason if these deaths, at times in ascending order of which the last is now, are too many."""
     if not rules.deaths or len(deaths_s) < rules.deaths:
         return None
+    # of the last ones only: deaths that lie months apart say nothing about a place
     spent_s = deaths_s[-1] - deaths_s[-rules.deaths]
     if spent_s > rules.within_s:
         return None

@@ -79,6 +79,7 @@ class SoloGroup:
     recv = recv_anysource = send
 
     def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> FinishedWork:
+        # this rank's part in place of the others' would silently give another model
         if self._size != 1:
             raise RuntimeError(f"process groups are not formed yet: got an exchange among {self._size} ranks")
         for output, own in zip(outputs, inputs, strict=True):

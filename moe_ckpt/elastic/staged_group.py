@@ -81,6 +81,7 @@ class StagedGroup(dist.ProcessGroup):
         for value in (*arguments, *options.values()):
             if isinstance(value, dist.BarrierOptions):
                 value.device = _HOST
+        # no results but the first argument: sources may be views of it, and to bring them back would overwrite it
         first = _host_copy if name in WITHOUT_RESULT else as_result
         staged = [_mapped(_host_copy if place else first, value) for place, value in enumerate(arguments)]
         return StagedWork(getattr(self._host_group, name)(*staged, **options), results)
@@ -98,4 +99,5 @@ def _mapped(copy: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    # copy=True: a CPU tensor would stand for itself, and an operation that was cut off would write to it
     return tensor.detach().to(_HOST, copy=True).contiguous()

@@ -61,6 +61,7 @@ class Silence:
 
 def starved_s(before: Readings, after: Readings, passed_s: float) -> float:
     """Return the seconds for which a process was starved between two readings that are `passed_s` apart."""
+    # the longest wait and not the sum: threads that wait at the same time starve the process once
     longest_s = 0.0
     for thread, now in after.items():
         if (then := before.get(thread)) is None:
@@ -78,6 +79,7 @@ def read_threads(pid: int) -> Readings:
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):  # the thread has ended
                 ran_ns, waited_ns, _ = (task / "schedstat").read_text().split()
+                # from the last bracket on: a thread's name may contain brackets and spaces
                 state = (task / "stat").read_text().rpartition(")")[2].split()[0]
                 reading = ThreadReading(
                     ran_s=int(ran_ns) / 1e9, waited_s=int(waited_ns) / 1e9, is_runnable=state == "R"

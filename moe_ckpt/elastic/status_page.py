@@ -36,6 +36,7 @@ class _Word(IntEnum):
     ORDER_PHASE = 8
     ORDER_SKIP = 9
     ORDERS_OBEYED = 10
+    # apart from WAITING: the thread that polls the device writes it, at any time
     DEVICE_WAITS = 11
 
 
@@ -189,6 +190,7 @@ class StatusPage:
         if words[_Word.ORDER_SKIP] > 0:
             words[_Word.ORDER_SKIP] -= 1
             return
+        # before it is executed: a process that dies of it could not mark it as done
         number, words[_Word.ORDER_SIGNAL] = words[_Word.ORDER_SIGNAL], 0
         words[_Word.ORDERS_OBEYED] += 1
         self._execute(number)

@@ -27,6 +27,7 @@ class StopBoard:
 
         Returns the newest that all ranks have, or None if ranks are still missing, or have none in common.
         """
+        # before the check: of ranks that report at the same time, at least the last to write sees all reports
         self._store.set(str(global_rank), json.dumps(list(iterations)))
         keys = [str(rank) for rank in range(self._world_size)]
         if not self._store.check(keys):

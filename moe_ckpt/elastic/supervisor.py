@@ -125,6 +125,7 @@ class Supervisor:
             raise
         if status:
             self._save_last()  # an error of the program loses no iteration, either
+        # after the save: once the agent has ended, shared memory is about to be removed
         if self._is_sick and self._hooks.leave:
             self._hooks.leave()
         return status
@@ -134,6 +135,7 @@ class Supervisor:
             before = signal.signal(number, self._stop)
             if number == signal.SIGUSR1:
                 self._user_handler = before or signal.SIG_DFL
+        # after the handlers: if the agent has ended already, the signal comes at once
         die_with_parent(signal.SIGTERM, parent=agent_pid())
         self._beside = set(children_of(os.getpid()))  # all others are the daemon, a worker, and what a worker leaves
         adopt_orphans()
@@ -158,6 +160,7 @@ class Supervisor:
                 return _FAILED
             fault = FaultClass.EXCEPTION if failure else FaultClass.HANG if hung else FaultClass.SIGNAL
             death = self._death(pid, name, why, fault)
+            # before `_may_replace`: other ranks must not wait for a health command, which takes up to runtime.health_s
             if not self._end_generation(death):
                 return self._status_after_training(why, is_killed=failure is None)
             if not self._may_replace(death):
@@ -171,6 +174,7 @@ class Supervisor:
 
     def _failure(self, status: int) -> Failure | None:
         """Return the exception of a worker that ended by a fault of the hardware."""
+        # a script may end with that status by itself; it leaves no failure file
         is_fault = os.WIFEXITED(status) and os.WEXITSTATUS(status) == WORKER_FAULT
         return self._hooks.take_failure() if is_fault and self._hooks.take_failure else None
 
@@ -203,6 +207,7 @@ class Supervisor:
             )
 
     def _spawn(self) -> None:
+        # before the fork: a worker whose number is not in the store yet would end as one that has been replaced
         self._generations.set_incarnation(self._global_rank, self._incarnation)
         self._page.reset()
         sys.stdout.flush()  # the child has a copy of the buffer, and would write the text once more
@@ -212,6 +217,7 @@ class Supervisor:
         self._pid = os.fork()
         if self._pid == 0:
             for number in _STOPPING:
+                # while they are blocked: `_stop` would end the worker with a status, as an error of the program does
                 signal.signal(number, self._user_handler if number == signal.SIGUSR1 else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
         if self._pid == 0:
@@ -257,6 +263,7 @@ class Supervisor:
         now_s = time.monotonic()
         if self._heartbeat.exceeds_limit(self._page.heartbeat_s, now_s):
             return f"hung: no heartbeat for runtime.heartbeat_s={self._limits.heartbeat_s:g} seconds, killed"
+        # a rank that hangs stops all others: only the one that waits for no rank is killed
         if not self._page.waiting and self._progress.exceeds_limit(self._page.progress_s, now_s):
             return f"hung: no progress for runtime.progress_s={self._limits.progress_s:g} seconds, killed"
         return None
@@ -287,6 +294,7 @@ class Supervisor:
         return sick is None
 
     def _death(self, pid: int, name: str, why: str, fault: FaultClass) -> Death:
+        # the page has monotonic times, which mean nothing on the machines of other ranks
         offset_s = time.time() - time.monotonic()
         return Death(
             fault=fault,
@@ -361,6 +369,7 @@ class _Budget:
 
     def allows_another(self, iteration: int) -> bool:
         """Count a death in an iteration; return whether there may be another."""
+        # progress renews the budget: over a long job, faults exceed any fixed number
         self._deaths = 1 if iteration > self._furthest else self._deaths + 1
         self._furthest = max(self._furthest, iteration)
         return self._deaths < self._max_deaths

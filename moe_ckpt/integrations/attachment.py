@@ -212,6 +212,7 @@ def _hash_of(shaping: Mapping[str, object]) -> str:
 def _layout() -> ParallelLayout:
     return ParallelLayout(
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        # context-parallel ranks hold one state and see other tokens: they count as data parallel
         dp=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_world_size(),
         tp=parallel_state.get_tensor_model_parallel_world_size(),

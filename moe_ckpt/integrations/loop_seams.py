@@ -38,6 +38,7 @@ def require_seams(module: Any, parameters: Names, calls: Names, tried: str) -> N
         got = list(inspect.signature(_function(module, name)).parameters)
         _require_seam(module, name, "the parameters", [each for each in wanted if each not in got], tried)
     for name, wanted in calls.items():
+        # a decorator's own code calls none of these names
         function = inspect.unwrap(_function(module, name))
         missing = [each for each in wanted if each not in function.__code__.co_names]
         _require_seam(module, name, "calls of", missing, tried)

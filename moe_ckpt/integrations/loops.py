@@ -80,6 +80,7 @@ class MegatronBridge(Loop):
         from moe_ckpt.integrations import loop_plain  # noqa: PLC0415
 
         def iteration_of(*arguments: Any) -> int:
+            # `global_state`, by its place in `megatron_bridge_seams._STEP`
             return arguments[5].train_state.step + 1
 
         loop_plain.observe(self._modules.pretrain, self._modules.train, iteration_of, settings)

@@ -158,6 +158,7 @@ class AttachedBridge:
         flops: Any = importlib.import_module("megatron.bridge.training.utils.flop_utils")
         of_one = flops.num_floating_point_operations(global_state.cfg, batch_size=consumed.largest_batch)
         train_state.floating_point_operations_so_far = done * of_one  # batches that grow are refused
+        # a pass that was cut off has added its values, and would count twice as it runs again
         if global_state.cfg.model.num_moe_experts:
             logging: Any = importlib.import_module("megatron.core.transformer.moe.moe_logging")
             logging.get_moe_metrics_tracker().clear()

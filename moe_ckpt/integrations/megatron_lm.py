@@ -142,6 +142,7 @@ class AttachedLoop:
         args.iteration = args.curr_iteration = done
         # `train` sets them itself, and asserts that there is no `no_sync_func` before
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
+        # a pass that was cut off has added its values, and would count twice as it runs again
         if args.num_experts:
             self._training.get_moe_metrics_tracker().clear()
         reset_loop(self._training.get_timers(), state)

@@ -114,6 +114,7 @@ class IterationBatches:
         if not hasattr(loader, "__next__"):
             got = type(loader).__name__
             raise ConfigError(f"--dataloader-type external: got {got}, wanted an iterator, which has __next__")
+        # two readers of one iterator would each miss the batches that the other one takes
         is_new = all(loader is not known for known in self._loaders)
         require(is_new, "--dataloader-type external", "one iterator twice", "one for each model chunk and purpose")
         self._loaders.append(loader)

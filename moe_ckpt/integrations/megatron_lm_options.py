@@ -33,6 +33,7 @@ class Refusal:
 
     def require_allowed(self, setting: str, settings: object) -> None:
         """Raise ConfigError, naming the setting, if the option has another value among `settings` of a loop."""
+        # an option that this version does not have cannot be on
         got = getattr(settings, self.option, self.allowed[0])
         wanted = " or ".join(repr(value) for value in self.allowed[:2])
         require(got in self.allowed, setting, got, f"{wanted} with moe_ckpt.run: {self.reason}")

@@ -71,6 +71,7 @@ class AttachedSwift:
             try:
                 return self._train_step(trainer, samples)
             finally:
+                # also after a rollback: `train` is entered again with the trainer's own
                 trainer.optimizer, trainer.opt_param_scheduler = optimizer, scheduler
 
         return self._attachment.rank.train_step(trainer.state.iteration + 1, run)
@@ -119,6 +120,7 @@ class AttachedSwift:
 def _reset(counters: Any, done: int, batch: int) -> None:
     """Set ms-swift's `TrainerState` to its values after iteration `done`."""
     counters.iteration, counters.consumed_train_samples = done, done * batch
+    # set by an iteration that a fault cut off, they would act in the one that is entered now
     counters.should_log = counters.should_eval = counters.should_save = False
 
 

@@ -35,6 +35,7 @@ def refuse_other_loops(attached: str) -> None:
         }
     )
     for name in others:
+        # Python asks no finder for a module that it has already
         if name in sys.modules:
             refused.find_spec(name, None)
     sys.meta_path.insert(0, refused)

@@ -119,6 +119,7 @@ class RankTraining:
         return TrainingLoop(
             communicator=self.communicator,
             forward_backward=self._replay,
+            # of the largest batch: the forecast of boundary logs counts by it
             num_micro_batches=self._batches.consumed.largest_batch // self._shape.samples_of_micro_batches,
             micro_batch_size=self._shape.micro_batch_size,
             sequence_length=self._shape.sequence_length // parallel_state.get_context_parallel_world_size(),
@@ -204,6 +205,7 @@ class RankTraining:
         self._gradients = gradients = finish_gradients(self.state)
         loss = mean_over_job(self._losses)
         self._losses = ()
+        # before the vote: after a load that led to this loss, all ranks go back, and none may take the step
         self.session.loss_known(iteration, loss)
         # before the vote: a rank that is cut off after it takes the step in the next generation, and logs it then
         self._prepared = describe_step(self.state, iteration, loss, gradients)

@@ -88,6 +88,7 @@ class MirrorCapture:
 
     def _keep(self, wanted: MirroredSums, found: list[bytearray] | None) -> None:
         results = self._results[wanted.group]
+        # a failure stays as well: the other ranks of the ring must get the same answer
         results[wanted.end] = found
         self._results.move_to_end(wanted.group)
         self._watcher.drop(wanted)

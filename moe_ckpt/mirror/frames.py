@@ -69,6 +69,7 @@ def _ipv4_packet(frame: bytes) -> bytes | None:
     version, header_bytes = packet[0] >> 4, 4 * (packet[0] & 15)
     total_bytes, _, fragment = struct.unpack_from(">HHH", packet, 2)
     total_bytes = total_bytes or len(packet)  # segmentation is offloaded, and the packet larger than the field
+    # 0x3FFF: a fragment has the flag MF or an offset; DF, the bit above, only forbids fragments
     if version != 4 or fragment & 0x3FFF or not _LEAST_HEADER_BYTES <= header_bytes <= total_bytes <= len(packet):
         return None
     return packet[:total_bytes]

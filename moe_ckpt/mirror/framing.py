@@ -106,6 +106,7 @@ class Framing:
             over, self._skip = num_bytes - self._skip, max(0, self._skip - num_bytes)
             num_bytes = over
         if num_bytes > 0:
+            # the buffer's bytes are lost as well: the preamble that they begin lacks its end
             self._lose(num_bytes + len(self._buffer))
 
     def _lose(self, num_bytes: int) -> None:
@@ -129,6 +130,7 @@ class Framing:
 
     def _begin_message(self, slot: int, length: int | None) -> None:
         if length is None:  # an announcement
+            # part of the bytes from which `operations` counts the messages that are missing
             if self._skipped not in (None, UNKNOWN):
                 self._skipped += PREAMBLE_BYTES
             return

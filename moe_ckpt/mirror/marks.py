@@ -55,6 +55,7 @@ def _mark_at(payload: bytes, place: int) -> StreamMark | None:
     contributed = unit[_HEAD_BYTES:]
     size = len(contributed)
     senders = [rank for rank in range(size) if contributed[rank] == 1 and contributed[rank - 1] == 0]
+    # a complete result names no sender: all ranks have contributed to it
     if len(senders) != 1 or set(contributed) != {0, 1}:
         return None
     return StreamMark(group=unit[len(MAGIC) : _HEAD_BYTES], size=size, rank=senders[0], start=start)

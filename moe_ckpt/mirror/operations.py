@@ -115,4 +115,5 @@ def _position_after(
         if is_announced and sent.num_bytes == message.length:
             fitting.append(position + number - len(before))
         left -= PREAMBLE_BYTES + sent.num_bytes
+    # below 0 it would be a message of the operation before, whose number it does not have
     return fitting[0] if len(fitting) == 1 and fitting[0] >= 0 else None

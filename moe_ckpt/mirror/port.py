@@ -20,7 +20,9 @@ _SO_RCVBUFFORCE = 33
 _BUFFER_BYTES = 64 << 20
 _SOL_PACKET, _ADD_MEMBERSHIP, _PROMISCUOUS, _IGNORE_OUTGOING = 263, 1, 1, 23
 _ARPHRD_LOOPBACK = 772
+# beyond 64 KiB: where segmentation is offloaded, a packet exceeds the length in its header (see `frames`)
 _LARGEST_FRAME_BYTES = 1 << 17
+# bounded: the caller takes them under a lock that requests for sums need, too
 _MOST_FRAMES = 256
 
 
@@ -72,6 +74,7 @@ def _open(interface: str) -> socket.socket:
         port.bind((interface, 0))
         if port.getsockname()[3] == _ARPHRD_LOOPBACK:  # else a second copy fills in what `ckpt.capture_loss` drops
             port.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
+        # mirrored frames are addressed to other hosts
         request = struct.pack("iHH8s", socket.if_nametoindex(interface), _PROMISCUOUS, 0, b"")
         port.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, request)
         with contextlib.suppress(PermissionError):  # it needs CAP_NET_ADMIN; frames are then lost earlier

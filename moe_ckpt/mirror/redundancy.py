@@ -21,6 +21,7 @@ def failure_probability(*, packets: float, ranks: int, captures: int, loss: floa
     assert 0.0 <= loss <= 1.0, loss
     if loss == 1.0 or captures == 1:
         return 1.0  # a single capture lacks a share of the gradients
+    # log1p and expm1: with three captures and a loss of 1e-9, 1 - 1e-27 would be 1
     thin = captures / ranks * packets * math.log1p(-(loss ** (captures - 1)))
     thick = (ranks - captures) / ranks * packets * math.log1p(-(loss**captures))
     return -math.expm1(thin + thick)

@@ -76,6 +76,7 @@ class Reassembly:
             yield from self._give_up()
 
     def _begin(self, sequence: int) -> None:
+        # SYN has a sequence number of its own (RFC 9293)
         self._first, self._start, self._next = sequence, (sequence + 1) % _MODULUS, 0
         self._held, self._order, self._held_bytes = {}, [], 0
 
@@ -83,6 +84,7 @@ class Reassembly:
         before = self._held.get(position, b"")
         if not before:
             heappush(self._order, position)
+        # a retransmission may begin at the same byte and be longer
         if len(payload) > len(before):
             self._held[position] = payload
             self._held_bytes += len(payload) - len(before)
@@ -110,4 +112,5 @@ class Reassembly:
     def _ahead(self, sequence: int) -> int:
         """Return how far a sequence number is ahead of the next one; below 0: behind it."""
         assert self._start is not None
+        # the shorter way around: sequence numbers begin anew every 4 GiB
         return (sequence - self._start - self._next + _MODULUS // 2) % _MODULUS - _MODULUS // 2

@@ -152,6 +152,7 @@ class Watcher:
         mark = find_mark(segment.payload) if segment.payload else None
         if mark and mark.group.hex() != group:
             stream = self._watch(segment, mark)
+        # ports are used again: a later connection of the same five-tuple is followed from a mark of its own
         if segment.begins or segment.ends:
             self._streams.pop(segment.stream, None)
         if stream is not None and not segment.begins:
@@ -200,6 +201,7 @@ class Watcher:
         group.merge()
         sends = _sends(wanted.buckets, wanted.size, wanted.element_bytes)
         is_same = group.before is not None and replace(group.before, first=wanted.first, end=wanted.end) == wanted
+        # merges follow the buckets of the iteration before: with other buckets their sums are wrong
         merges = group.merges if is_same else {}
         results: list[Gradient] = []
         for operation in group.operations(range(wanted.first, wanted.end)):
@@ -252,6 +254,7 @@ class Watcher:
         self._streams = {each: known for each, known in self._streams.items() if known[0] != name}
 
 
+# every iteration has the same buckets
 @lru_cache(maxsize=64)
 def _sends(buckets: tuple[int, ...], size: int, element_bytes: int) -> list[list[list[RingSend]]]:
     """Return the messages of each bucket's all-reduce, by the sender's rank."""

@@ -97,4 +97,5 @@ def _proof(ticket: Ticket, role: str, server_nonce: str, client_nonce: str) -> s
 
 
 def _equal(one: str, other: str) -> bool:
+    # in constant time: the duration of `==` tells how much of a proof is right
     return hmac.compare_digest(one.encode(), other.encode())

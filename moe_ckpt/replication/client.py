@@ -56,6 +56,7 @@ class DaemonClient:
         Raises CheckpointSaveError if no daemon answers in time.
         """
         with self._lock:
+            # kept before it is sent: `_connected` gives it to each successor of the daemon, which begins without peers
             self._peers = UsePeers(addresses=tuple(map(str, addresses)))
             try:
                 self._connected(wait_s=self._timeout_s).send(self._peers)
@@ -145,6 +146,7 @@ class _Connection:
         with self._lock:
             if self._unanswered is None:
                 raise CheckpointSaveError("the daemon is gone")
+            # before the request is sent: its answer may arrive before `send` returns
             self._unanswered[number] = future
         with contextlib.suppress(CheckpointSaveError):  # then the reading thread ends, and fails the future
             self.send(request(number))
@@ -179,6 +181,7 @@ class _Connection:
         with self._lock:
             futures, self._unanswered = list((self._unanswered or {}).values()), None
         for future in futures:
+            # without the lock, which `is_over` takes: callbacks may send further requests
             future.set_exception(CheckpointSaveError(f"the daemon is gone: {reason}"))
 
     def _finish(self, answer: Copied) -> None:

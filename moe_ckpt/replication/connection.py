@@ -92,6 +92,7 @@ class Connection:
     def receive(self, most_bytes: int = MOST_MESSAGE_BYTES) -> Message:
         """Return the next message, of at most `most_bytes`. Its memory is allocated after that check."""
         length, complement, wanted = _HEAD.unpack(self._receive(_HEAD.size))
+        # a damaged length would be allocated, and waited for, before the message's hash is compared
         if length != complement ^ _ALL_BITS or length > most_bytes:
             raise ConnectionError(f"got no message, or one of more than {most_bytes} bytes")
         body = self._receive(length)
@@ -165,6 +166,7 @@ class Connection:
         return content
 
     def _receive_into(self, target: memoryview) -> None:
+        # the time is set anew for each part: a peer that sends byte by byte must not exceed the limit
         while target:
             self._socket.settimeout(self._left_s())
             received_bytes = self._socket.recv_into(target)

@@ -180,6 +180,7 @@ class CopyServer:
         if owner_rank == self._global_rank and not self._rules.serves_itself:
             raise RefusedError(f"rank {owner_rank} keeps no copies for itself", garbled=False)
         with self._lock:
+            # one for all connections of an owner: they share its limit and its pool of free memory
             if owner_rank not in self._held:
                 path = held_path(self._rank_folder, owner_rank)
                 self._held[owner_rank] = ReplicaFolder(path, most_bytes=self._rules.most_bytes_per_owner)

@@ -146,6 +146,7 @@ class WorkerServer:
         self._path = daemon_socket(rank_folder)
         self._own = BlobFolder(own_path(rank_folder))
         self._replicator = replicator
+        # one thread: each write sweeps unfinished files, which must not be those of another write
         self._disk_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="local-disk")
         self._timeout_s = timeout_s
         self._listener: ConnectionServer | None = None
@@ -168,6 +169,7 @@ class WorkerServer:
             self._listener, self._inode = None, None
 
     def _serve(self, link: Connection) -> None:
+        # a twin: threads of copies answer while this one waits for requests
         worker = _Worker(link.twin(), self._timeout_s)
         try:
             while link.is_readable(None):  # the kernel closes the socket of any local process that ends
@@ -222,6 +224,7 @@ class _Worker:
 
 def _listen(path: Path) -> socket.socket:
     make_private(path.parent)
+    # a daemon that died has left its file, and bind refuses a path that exists
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX)
     try:

@@ -84,6 +84,7 @@ def _fetch_if_given(caller: RetryingClient, request: Get, folder: BlobFolder, un
     try:
         return _fetch(caller, request, folder, until_s)
     except CheckpointLoadError as error:
+        # a refusal is about this blob, which may be damaged there; any other failure is about all of them
         if not isinstance(error.__cause__, RefusedError):
             raise
         _log.warning("done without: %s", error)

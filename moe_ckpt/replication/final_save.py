@@ -35,6 +35,7 @@ class SaveTarget:
 
 def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
     """Leave the target for the last save, in place of an earlier worker's."""
+    # replaced as a whole: a worker that dies while it writes leaves the earlier target to the last save
     unfinished = rank_folder / f"{_TARGET}.tmp"
     write_private(unfinished, json.dumps(asdict(target)))
     unfinished.replace(rank_folder / _TARGET)
@@ -56,6 +57,7 @@ def save_last(rank_folder: Path) -> list[int]:
         if is_unfinished(folder):
             continue
         for keys in windows_in(folder):
+            # nothing is stale: if another rank saves less, all ranks go on from an older state
             persist(folder, disk, keys, [], target.limit_bytes)
     return sorted({int(keys[0].removeprefix(START)) - 1 for keys in windows_in(BlobFolder(disk))})
 

@@ -97,6 +97,7 @@ class GradientStream:
 
     def cut(self, reason: str) -> None:
         """An iteration is missing from the stream: nothing follows until it begins again."""
+        # the first reason: later ones follow from it
         self._lost = self._lost or reason
         self._release()
 
@@ -178,6 +179,8 @@ class GradientStream:
         if self._base is None or self._lost:
             return
         try:
+            # a stream that is cut begins again with a whole snapshot: while servers lack that, training waits, as the
+            # stream would else be cut again and again
             has_base = self._completed != NOTHING
             self._look(wait=not self._max_lag_iters or (not has_base and self.lag_iters > self._max_lag_iters))
         except CheckpointSaveError as error:

@@ -41,6 +41,7 @@ class LocalDisk:
         """Empty the disk, while no write is in progress, and mark it: all ranks start from nothing."""
         self.drop(lambda _: True)
         make_private(self.path)
+        # last: beside states of an earlier start the mark would be wrong
         write_private(self.path / _NEVER_HELD, "")
 
     @property
@@ -88,7 +89,9 @@ def persist(
         return
     with _naming_the_disk(path):
         disk = BlobFolder(path, synced=True)
+        # a daemon that died while it wrote has left unfinished files
         disk.sweep()
+        # before the copies: so the disk never holds three windows
         for key in stale:
             disk.discard(key)
         before = disk.keys()
@@ -104,6 +107,7 @@ def persist(
                 with contextlib.suppress(OSError):  # the future gets the first error
                     disk.discard(key)
             raise
+        # after the last blob: if a fault cuts the write off, the mark still allows a new start
         (path / _NEVER_HELD).unlink(missing_ok=True)
         sync(path)
 

@@ -185,6 +185,7 @@ class UsePeers(Message, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
 
 
+# made at import: two threads that first decoded a type at the same time crashed a daemon inside msgspec 0.22
 _NAMED = msgspec.json.Decoder(dict[str, Raw])
 _KINDS = {kind.__name__: kind for kind in Message.__subclasses__()}
 _DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()}

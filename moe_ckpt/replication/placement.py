@@ -67,6 +67,7 @@ def placement_lines(*, world_size: int, ranks_per_node: int, replicas: int, peer
 
 def _near(global_rank: int, world_size: int, ranks_per_node: int, replicas: int, peers: int | None) -> tuple[int, int]:
     """Return the first of the ranks among which this rank's copies stay, and their number."""
+    # groups are of whole nodes: a node with ranks of two stages would be in two rings
     if peers is None or peers % ranks_per_node or num_nodes(peers, ranks_per_node) <= replicas:
         return 0, world_size
     return global_rank // peers * peers, peers

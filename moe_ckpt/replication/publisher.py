@@ -101,6 +101,7 @@ class Publisher:
         self._copies = copies
         self._copy_s = copy_s
         self._on_wait = on_wait
+        # reentrant: a copy that is done at once, as all are without peers, calls back inside the lock
         self._lock = RLock()
         self._times = CopyTimes()
         self.num_peers = 0
@@ -194,6 +195,7 @@ class Publisher:
             copies = [self._copying.get(each) if self._copying else None for each in keys]
         if wait:
             with self._waiting():
+                # without the lock: other threads add snapshots meanwhile
                 wait_for_futures([copy for copy in copies if copy], self._copy_s)
         for copy in copies:
             if copy is None:
@@ -319,6 +321,7 @@ class Publisher:
             self.num_peers = len(held)
             here = self.folder.keys()
             kept = [key for key in here if not (key.startswith(_LOCAL) or is_update(key))]
+            # the same key is not enough: a record that was logged again has other contents
             everywhere = set(kept).intersection(*held).difference(self._changed)
             self._copying, self._copies_fail, self._changed = {key: _done() for key in everywhere}, False, set()
             for key in kept:
@@ -336,6 +339,7 @@ class Publisher:
             if copied.exception():
                 return  # on a thread for which the holder of the lock may wait
             with self._lock:
+                # not once copying has stopped or begun anew: then the stale blobs may be the last source again
                 if self._copying is copying and all(copy.done() and not copy.exception() for copy in copies):
                     self._copies.drop(sorted(self._stale))
                     self._stale = set()
@@ -348,6 +352,7 @@ class Publisher:
 
         Blobs that an earlier process had fetched in part are dropped.
         """
+        # the mark goes last: a process that dies in between leaves it, and its successor clears again
         if is_unfinished(self.folder):
             self.folder.clear()
             self._unfinished.unlink()
@@ -364,6 +369,7 @@ class Publisher:
         """
         assert self._copying is None, "peers would drop what is being fetched"
         make_private(self.folder.path)
+        # before the first change: after a death in between, the successor must adopt nothing
         write_private(self._unfinished, "")
         self.folder.clear()
         with self._waiting():
@@ -429,6 +435,7 @@ class Publisher:
             with self._waiting():
                 for key in keys:
                     self._copying[key].result(max(0.0, until_s - time.monotonic()))
+        # KeyError: a step for which the folder had no room was never sent
         except (CheckpointSaveError, NotInTimeError, KeyError) as error:
             _log.warning("not copied, training goes on: %s", error or f"no answer in {self._copy_s:g} s")
             self._copies_fail = True
@@ -437,6 +444,7 @@ class Publisher:
 
 
 def _new_key(kind: str, header: SnapshotHeader) -> str:
+    # random: after a rollback the same slot is taken again, and peers may still hold the earlier one
     return f"{kind}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
 
 

@@ -35,6 +35,7 @@ class ReplicaFolder(BlobFolder):
         """
         with self._lock:
             for tensor in self._free.values():
+                # its file may be gone, with the whole folder: an entry for it would name nothing
                 if tensor.numel() == nbytes and self._buffer_path(self._names[id(tensor)]).exists():
                     return self._free.pop(id(tensor))
             self._require_allowed(nbytes)
@@ -48,6 +49,7 @@ class ReplicaFolder(BlobFolder):
 
     def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
         with self._lock:
+            # before the old payload is freed: the entry must not name memory that another blob may be given
             self.publish(key, header, payload, payload_bytes)
             self._free_payload(key)
             if payload is not None:

@@ -44,6 +44,7 @@ class RetryingClient:
             num_attempts += 1
             try:
                 return self._attempt(act, until_s)
+            # of this end (a blob that was withdrawn, a full disk): another attempt would fail as well
             except MoeCkptError as error:
                 raise self._failure(f"{what}, {self.address}: {error}") from error
             except RefusedError as error:

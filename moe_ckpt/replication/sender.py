@@ -69,6 +69,7 @@ class Replicator:
         """Copy to these addresses from now on; copies to others fail, including those in progress."""
         with self._lock:
             before = self._peers or {}
+            # a peer that stays keeps its lanes: requests to it stay in order
             self._peers = {address: before.get(address) or self._peer(address) for address in addresses}
             gone = [peer for address, peer in before.items() if address not in self._peers]
         for lane in itertools.chain(*gone):
@@ -139,6 +140,7 @@ class _Lane:
 
     def close(self) -> None:
         self._caller.shut_down()
+        # on the lane's thread, to which the connection belongs
         self._thread.submit(self._caller.close)
         self._thread.shutdown(wait=False)  # the thread may be connecting, until its deadline
 
@@ -165,6 +167,7 @@ class _Lane:
         try:
             self._send(link, key)
         except RefusedError as error:
+            # damage on the way is no difference in arithmetic: the client sends the update again
             if error.garbled:
                 raise
             self._refused[unit] += 1

@@ -55,6 +55,7 @@ class ConnectionServer:
     def _start(self, link: Connection) -> None:
         thread = Thread(target=self._run, args=(link,), name="served-link", daemon=True)
         with self._lock:
+            # under the lock: a connection that ends at once removes its entry, which must be there by then
             thread.start()
             self._links[link] = thread
 

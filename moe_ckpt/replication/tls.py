@@ -26,6 +26,7 @@ def open_tls(config: TlsConfig) -> TlsEnds | None:
     """Return the contexts of a node, or None without TLS. Raises ConfigError, naming the setting, for a bad file."""
     if config.certificate is None or config.key is None or config.authority is None:
         return None
+    # opened here first: ssl's own error for a missing file does not name it
     for name, path in (("certificate", config.certificate), ("key", config.key), ("authority", config.authority)):
         try:
             Path(path).open("rb").close()

@@ -68,6 +68,7 @@ def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: 
     """Send a blob that `folder.get(key)` returned."""
     payload_bytes = None if blob.payload is None else blob.payload_bytes
     link.send(Found(header_bytes=len(blob.header), payload_bytes=payload_bytes))
+    # the receiver has allocated by then: one without room refuses here, and no payload is on its way
     link.expect(Done)
     header_xxh3 = link.send_stream(memoryview(blob.header), pace)
     payload_xxh3 = link.send_stream(_bytes_of(blob.payload, blob.payload_bytes), pace)
@@ -97,6 +98,7 @@ def receive_blob(
         link.send(Done())
         header_xxh3 = link.receive_stream(memoryview(header), pace)
         consumer = begin(folder, key, bytes(header), payload, payload_bytes)
+        # callbacks run in reverse order: the consumer ends before the payload is freed
         undo.callback(consumer.abandon)
         payload_xxh3 = link.receive_stream(_bytes_of(payload, payload_bytes), _counting(consumer, pace))
         consumer.arrived(payload_bytes)
