@@ -92,7 +92,7 @@ def _facts(committed: IterationCommitted, tokens_per_s: float) -> str:
 
 
 class Scalars:
-    """TensorBoard scalars; purges what an earlier incarnation wrote for iterations that are run again.
+    """TensorBoard scalars; purges an earlier incarnation's values of iterations that are run again.
 
     A disk that fills ends the scalars with a warning, not the run.
     """

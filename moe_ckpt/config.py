@@ -243,7 +243,7 @@ class MoevementConfig(HostMemoryConfig):
 class RollbackConfig(HostMemoryConfig):
     """The settings of policies under which all ranks go back to the newest snapshot after a fault."""
 
-    # all stages go back together: no stage replays by what its neighbours have sent
+    # all stages go back together: no stage replays from its neighbours' logs
     boundary_log: ClassVar[bool] = False
     keep_windows: ClassVar[int] = 1
     # the account of lost tokens is exact: whole tokens, no probabilities, no decay

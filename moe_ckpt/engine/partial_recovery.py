@@ -119,7 +119,7 @@ class PartialRecovery:
         )
 
     def _begin_anew(self, state: StepState) -> None:
-        """Undo the first iteration if it was begun, and forget all tokens."""
+        """Undo the first iteration if it was begun, and reset the account of tokens."""
         steps = self._stores.steps
         # a surviving rank has drawn random numbers in it, and a replacement has not
         if state.reached == 0 and steps.has_start(1):
@@ -130,6 +130,10 @@ class PartialRecovery:
 
     def _reset_tokens(self) -> None:
         self._account.begin()
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        """The account is that of another state: drop counts of iterations that happen again; boost by its deficit."""
         self._meter.drop_counts()
         if self._boost:
             self._boost.recover(self._account.deficit)
@@ -281,9 +285,7 @@ class PartialRecovery:
         of_stage = [of_rank for stage, of_rank in gathered if stage == self._place.stage]
         seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
-        self._meter.drop_counts()  # of iterations that happen again
-        if self._boost:
-            self._boost.recover(self._account.deficit)
+        self._count_anew()
         lost = gather_results(self._place.ranks, lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
         of_stages: dict[int, IntArray] = dict(lost)
         shares = lost_shares([of_stages[stage] for stage in sorted(of_stages)], plan.version.iteration, self._rate)

@@ -129,7 +129,7 @@ class _Run:
 
     def _account(self, generation: Generation, moment: Moment) -> None:
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
-        # what a fault cuts off of an iteration has to be run again
+        # an iteration that a fault cuts off is run again
         self._ledger.again_s += moment.into_s
         if moment.iterations or moment.into_s:
             self._timeline.append(Trained(generation=generation, iterations=moment.iterations))
