@@ -1,9 +1,10 @@
 """From kill -9 of a rank to the next new iteration: ckpt=moevement, and torchrun's restart with ckpt=dense.
 
-    python benchmarks/recovery.py [--kills 10] [OVERRIDES]        # model=tiny, 4 ranks, PP=2 EP=2 unless overridden
+    python benchmarks/recovery.py [--kills 10] [--mtbf-s 15] [OVERRIDES]    # model=tiny, 4 ranks, PP=2 EP=2
 
 Both jobs train the same model on this machine, one after the other, and lose a random rank again and again. Printed:
-the median of each part, and their ratio. Absolute times mean little on a laptop; the ratio does.
+the median of each phase, and the ratio of the jobs. `--mtbf-s` is what the first job's `ckpt.mtbf_s` says: about the
+seconds between kills, from which `window=auto` chooses. Absolute times mean little on a laptop; ratios do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -39,11 +41,23 @@ console = Console(highlight=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovered:
-    """One kill. Seconds from it: all ranks together again, without building the model; the next new iteration."""
+class Phases:
+    """Seconds of a recovery, each of the slowest rank; `build_s`, of the replacement, is a part of `rebuild_s`."""
 
-    rejoined_s: float | None
+    detect_s: float
+    rebuild_s: float
+    build_s: float
+    fetch_s: float
+    replay_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """One kill. Seconds from it to the next new iteration; those of the new iterations that follow, their median."""
+
+    phases: Phases | None
     committed_s: float
+    iteration_s: float
     repeated_iters: int
 
 
@@ -96,11 +110,13 @@ class Job:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--mtbf-s", type=float, help="the first job's ckpt.mtbf_s; default: the policy's")
     parser.add_argument("--seed", type=int, default=0)
     options, overrides = parser.parse_known_args()
     common = ["train.iterations=100000", "train.eval_every_iters=0", "run.tensorboard=false", *overrides]
+    told = [f"ckpt.mtbf_s={options.mtbf_s}"] if options.mtbf_s is not None else []
     with tempfile.TemporaryDirectory() as folder:
-        moevement = ["launcher/train.py", "+ckpt=moevement", *common]
+        moevement = ["launcher/train.py", "+ckpt=moevement", *told, *common]
         elastic = measure(Job(Path(folder) / "moevement", moevement), options.kills, options.seed)
         restarts = [
             f"--max-restarts={options.kills}",
@@ -133,13 +149,14 @@ def kill_once(job: Job, chosen: random.Random) -> Recovered:
     committed = next(when for when, iteration in job.committed() if iteration > before and when > killed_unix_s)
     wanted = before + 1 + NEW_ITERATIONS_BETWEEN_KILLS
     job.wait_for(lambda: job.committed()[-1][1] >= wanted, "new iterations")
-    events = list(job.events(rank))
-    again = [event for when, event in events if when > killed_unix_s]
+    times = [when for when, iteration in job.committed() if before < iteration <= wanted]
+    again = [event for when, event in job.events(rank) if when > killed_unix_s]
     repeated = sum(isinstance(event, IterationCommitted) and event.iteration <= before for event in again)
     executed = sum(event.executed_iters for event in again if isinstance(event, Rejoined))
     return Recovered(
-        rejoined_s=rejoined(job, killed_unix_s, again),
+        phases=phases_of(job, killed_unix_s, again),
         committed_s=committed - killed_unix_s,
+        iteration_s=statistics.median(end - start for start, end in pairwise(times)),
         repeated_iters=repeated + executed,
     )
 
@@ -152,30 +169,48 @@ def victim(job: Job, chosen: random.Random) -> tuple[int, int]:
     return live.get(rank, started[-1]), rank
 
 
-def rejoined(job: Job, killed_unix_s: float, replacement: Sequence[Event]) -> float | None:
-    """Return the seconds until the last rank was there again, without those that building the model took."""
-    joined = [
-        event.joined_unix_s
+def phases_of(job: Job, killed_unix_s: float, replacement: Sequence[Event]) -> Phases | None:
+    """Return the phases of a recovery, or None if the job was started again."""
+    rejoined = [
+        event
         for rank in range(RANKS)
         for when, event in job.events(rank)
         if isinstance(event, Rejoined) and when > killed_unix_s
     ]
-    if not joined:
+    if not rejoined:
         return None
-    built = next(event.seconds for event in replacement if isinstance(event, ModelBuilt))
-    return max(joined) - killed_unix_s - built
+    return Phases(
+        detect_s=max(event.detect_s for event in rejoined),
+        rebuild_s=max(event.rebuild_s for event in rejoined),
+        build_s=next(event.seconds for event in replacement if isinstance(event, ModelBuilt)),
+        fetch_s=max(event.fetch_s for event in rejoined),
+        replay_s=max(event.replay_s for event in rejoined),
+    )
 
 
 def show(elastic: Sequence[Recovered], restarted: Sequence[Recovered]) -> None:
     table = Table("median (least to most)", f"moevement, {len(elastic)} kills", f"dense, {len(restarted)} restarts")
-    together = [recovered.rejoined_s for recovered in elastic if recovered.rejoined_s is not None]
-    table.add_row("kill to all ranks rejoined, beside building the model, s", summary(together), "-")
-    rows = [[recovered.committed_s for recovered in found] for found in (elastic, restarted)]
-    table.add_row("kill to the next new iteration, s", *map(summary, rows))
-    again = [[float(recovered.repeated_iters) for recovered in found] for found in (elastic, restarted)]
+    phases = [recovered.phases for recovered in elastic if recovered.phases is not None]
+    parts = {
+        "detection, s": [each.detect_s for each in phases],
+        "until all ranks are together again, s": [each.rebuild_s for each in phases],
+        "of these, building the model": [each.build_s for each in phases],
+        "windows out of other ranks' memories, s": [each.fetch_s for each in phases],
+        "loading and replay, s": [each.replay_s for each in phases],
+    }
+    for name, seconds in parts.items():
+        table.add_row(name, summary(seconds), "-")
+    both = elastic, restarted
+    committed = [[recovered.committed_s for recovered in found] for found in both]
+    table.add_row("kill to the next new iteration, s", *map(summary, committed))
+    table.add_row("an iteration, s", *(summary([each.iteration_s for each in found]) for found in both))
+    again = [[float(recovered.repeated_iters) for recovered in found] for found in both]
     table.add_row("iterations run again, on the killed rank", *map(summary, again))
     console.print(table)
-    ratio = statistics.median(rows[1]) / statistics.median(rows[0])
+    iteration_s = statistics.median(each.iteration_s for each in elastic)
+    beside_detection_s = statistics.median(committed[0]) - statistics.median(parts["detection, s"])
+    console.print(f"kill to the next new iteration beside detection: {beside_detection_s / iteration_s:.2f} iterations")
+    ratio = statistics.median(committed[1]) / statistics.median(committed[0])
     console.print(f"torchrun's restart takes {ratio:.1f} times as long")
 
 

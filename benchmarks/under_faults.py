@@ -85,13 +85,15 @@ class Outcome:
     """The measurements of a run in the first `seconds` after its first iteration.
 
     `iterations` are new ones, `iteration_s` is the median time from one new iteration to the next without a fault
-    between, `fault_s` has the price of each fault. `snapshot_bytes` are an iteration's, of rank 0.
+    between, `fault_s` has the price of each fault. The last `tail_s` seconds, an iteration or a recovery that the end
+    cut off, have no new iteration. `snapshot_bytes` are an iteration's, of rank 0.
     """
 
     seconds: float
     iterations: int
     iteration_s: float
     fault_s: tuple[float, ...]
+    tail_s: float
     cadence: str
     snapshot_bytes: float
     host_bytes: int
@@ -187,6 +189,7 @@ def measure(run: RealRun, seconds: float) -> Outcome:
         iterations=len(counted) - 1,
         iteration_s=iteration_s,
         fault_s=tuple(each.cost_s - iteration_s for each in recovered),
+        tail_s=end_s - max(counted.values()),
         cadence=_cadence(run),
         snapshot_bytes=sum(taken) / max(1, len(counted)),
         host_bytes=max(memory, default=0),
@@ -247,9 +250,11 @@ class Study:
         cluster = replace(constants_of(others), interference=interference(others, self.plain_s))
         found = []
         for cell in self._cells(policy, mtbf_s):
-            iterations = self.measured[cell].iterations
-            predicted = predict_run(self.runs[cell], cluster, self.plain_s, iterations + 1)
-            found.append((iterations * self.plain_s / predicted.wall_s, predicted.recovery_s))
+            measured = self.measured[cell]
+            predicted = predict_run(self.runs[cell], cluster, self.plain_s, measured.iterations + 1)
+            # a prediction ends with the last new iteration: what the end cut off is taken as it was
+            ettr = measured.iterations * self.plain_s / (predicted.wall_s + measured.tail_s)
+            found.append((ettr, predicted.recovery_s))
         return found
 
     def _cells(self, policy: str, mtbf_s: float) -> list[Cell]:

@@ -47,7 +47,7 @@ def predict_run(run: RealRun, cluster: ClusterConfig, iteration_s: float | None,
     """
     setup = setup_of(run, cluster, iteration_s)
     saving = plan_saving(run.settings.ckpt, setup)
-    outcome = simulate(setup, saving, run.kills, duration_s=LONG_S, last_iteration=iterations)
+    outcome = simulate(setup, saving, run.kills, duration_s=LONG_S, last_iteration=iterations, in_order=True)
     return facts_of([rank_events(setup, saving, outcome, rank) for rank in range(run.world_size)])
 
 

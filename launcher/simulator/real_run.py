@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from launcher.config import AUTO, Settings, read_settings
-from launcher.faults.log import read_faults
+from launcher.faults.log import InjectedFault, read_faults
 from launcher.layout import fit_layout
 from launcher.simulator.config import shape_of
 from moe_ckpt.config import require
@@ -37,6 +37,8 @@ from moe_ckpt.sim.saving import Setup
 from moe_ckpt.state_format import BYTES
 
 T = TypeVar("T")
+_RECOVERING = ("build", "join", "recovery")
+_ENDED = {"between": "snapshot", "done": "snapshot"}  # the last point of an iteration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,14 +105,25 @@ def read_run(folder: Path) -> RealRun:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"real: {str(folder)!r} is not the folder of a run ({error!r})") from error
     require(len(ranks) == world_size, "real", f"events of {len(ranks)} ranks", f"those of all {world_size}")
-    kills = tuple(
-        Kill(
-            rank=fault.rank, signal=fault.signal, scope=fault.scope, iteration=max(1, fault.iteration or 1), phase=phase
-        )
-        for fault in read_faults(folder)
-        if (phase := fault.phase if fault.phase in KILL_PHASES else "forward")
-    )
-    return RealRun(settings=settings, world_size=world_size, kills=kills, ranks=ranks)
+    return RealRun(settings=settings, world_size=world_size, kills=kills_of(read_faults(folder)), ranks=ranks)
+
+
+def kills_of(faults: Sequence[InjectedFault]) -> tuple[Kill, ...]:
+    """Return the faults of a run, as they were carried out, at points of a run that meets them one after another.
+
+    A fault at the time of the one before, or before all ranks were together again, comes in the recovery from that.
+    """
+    kills = []
+    for before, fault in pairwise([None, *faults]):
+        assert fault is not None
+        own = {"rank": fault.rank, "signal": fault.signal, "scope": fault.scope}
+        if before and (fault.phase in _RECOVERING or fault.unix_s == before.unix_s):
+            kills.append(Kill(**own, phase="recovery"))
+            continue
+        phase = _ENDED.get(fault.phase, fault.phase)
+        is_point = phase in KILL_PHASES and phase not in _RECOVERING  # ranks also join before their first iteration
+        kills.append(Kill(**own, iteration=max(1, fault.iteration or 1), phase=phase if is_point else "forward"))
+    return tuple(kills)
 
 
 def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None) -> Setup:

@@ -40,6 +40,7 @@ class WholeSnapshots(StageForecasts[StageProfile]):
         self._largest_bytes = max(stage.dense_bytes for stage in stages)
         self._aim, self._interval = _aim(config)
         self._every_iters = 0 if config.every_iters == AUTO else int(config.every_iters)
+        self._is_measured = False
         self._newest_on_disk: int | None = None
         self._next: int | None = None
         require_budget(config.memory_budget_bytes, self.forecast())
@@ -47,9 +48,10 @@ class WholeSnapshots(StageForecasts[StageProfile]):
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return the plan for the state after `iteration` steps: everything, or nothing.
 
-        Asks for measurements if a snapshot is due and every_iters=auto. Until the cost of a snapshot is known, one is
-        taken every `profile_iters` iterations. If copies were made in all of the last _STALE_ITERS iterations, the next
-        snapshot comes an iteration later: the time of an iteration without copies may have changed.
+        Asks for measurements if a snapshot is due and every_iters=auto. Until the cost of a snapshot has been measured,
+        it is the wait that its size and the rate of copies predict, and the interval is `profile_iters` or longer. If
+        copies were made in all of the last _STALE_ITERS iterations, the next snapshot comes an iteration later: the
+        time of an iteration without copies may have changed.
         """
         every = self._config.durable_every_iters
         # no whole checkpoint at the first snapshot, which also follows a load
@@ -80,16 +82,23 @@ class WholeSnapshots(StageForecasts[StageProfile]):
 
     def _choose(self, measured: Measured) -> IntervalChoice | None:
         """Set the interval by measurements; without any, return None and set no interval."""
-        cost_s = measured.snapshot_cost_s
-        if measured.iteration_s <= 0 or cost_s is None:
+        if measured.iteration_s <= 0:
             return None
+        cost_s, least_iters, is_measured = measured.snapshot_cost_s, 1, measured.snapshot_cost_s is not None
+        if cost_s is None:
+            cost_s, least_iters = self._wait_s(measured), self._config.profile_iters
+            if cost_s == 0:  # what slows training is not known yet
+                self._every_iters = 0
+                return None
         copy_s = self._largest_bytes / measured.copy_bytes_per_s
         best = max(
+            least_iters,
             copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s),
             self._interval(iteration_s=measured.iteration_s, checkpoint_s=cost_s),
         )
-        is_first = self._every_iters == 0
-        self._every_iters = best if is_first else refit(self._every_iters, best, drift=self._config.interval_drift)
+        holds = self._every_iters > 0 and self._is_measured == is_measured  # a prediction binds no measurement
+        self._every_iters = refit(self._every_iters, best, drift=self._config.interval_drift) if holds else best
+        self._is_measured = is_measured
         return IntervalChoice(
             every_iters=self._every_iters,
             best=best,
@@ -97,6 +106,11 @@ class WholeSnapshots(StageForecasts[StageProfile]):
             copy_bytes_per_s=measured.copy_bytes_per_s,
             snapshot_cost_s=cost_s,
         )
+
+    def _wait_s(self, measured: Measured) -> float:
+        """Return the seconds that the update waits for a copy to host memory."""
+        copy_s = self._largest_bytes / measured.host_bytes_per_s
+        return max(0.0, copy_s - (measured.overlap_s or measured.iteration_s))
 
     def _forecast(self, stage: StageProfile) -> MemoryForecast:
         return forecast(

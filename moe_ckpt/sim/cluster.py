@@ -23,14 +23,22 @@ _NO_RANKS: frozenset[int] = frozenset()
 
 
 def simulate(
-    setup: Setup, saving: Saving, kills: Sequence[Kill], *, duration_s: float, last_iteration: int | None = None
+    setup: Setup,
+    saving: Saving,
+    kills: Sequence[Kill],
+    *,
+    duration_s: float,
+    last_iteration: int | None = None,
+    in_order: bool = False,
 ) -> Outcome:
     """Return the outcome of a job that trains for this time: it ends with the first iteration after that.
 
-    With `last_iteration` it ends there if that is earlier. `kills` each have a rank. The same arguments give the same
-    outcome.
+    With `last_iteration` it ends there if that is earlier. `kills` each have a rank; `in_order`: those at points come
+    one after another. The same arguments give the same outcome.
     """
-    return _Run(setup, saving, kills, duration_s, last_iteration).run()
+    layout, per_node = setup.job.layout, setup.cluster.gpus_per_node
+    faults = FaultQueue(kills, world_size=layout.world_size, ranks_per_node=per_node, in_order=in_order)
+    return _Run(setup, saving, faults, duration_s, last_iteration).run()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,12 +62,11 @@ class _Attempt:
 
 class _Run:
     def __init__(
-        self, setup: Setup, saving: Saving, kills: Sequence[Kill], duration_s: float, last_iteration: int | None
+        self, setup: Setup, saving: Saving, faults: FaultQueue, duration_s: float, last_iteration: int | None
     ) -> None:
         self._setup, self._saving = setup, saving
         self._duration_s, self._last_iteration = duration_s, last_iteration
-        per_node = setup.cluster.gpus_per_node
-        self._faults = FaultQueue(kills, world_size=setup.job.layout.world_size, ranks_per_node=per_node)
+        self._faults = faults
         self._spares = [0.0] * setup.cluster.spares  # since when each is free
         self._ledger = Ledger()
         self._timeline: list[Trained | Recovered] = []
@@ -217,11 +224,11 @@ class _Run:
     def _try(self, attempt: _Attempt) -> tuple[RollbackPath | None, TimedFault | None]:
         """Return the way back, or the fault that interrupted it."""
         begun_s = attempt.now_s
-        interrupting = self._due(begun_s)
+        interrupting = self._due(begun_s) or self._due_in_recovery(begun_s)
         if interrupting is not None:
             return None, interrupting
         path = self._choose(attempt)
-        interrupting = self._due(begun_s + path.fetch_s + path.replay_s, in_recovery=True)
+        interrupting = self._due(begun_s + path.fetch_s + path.replay_s)
         spent_s = path.fetch_s + path.replay_s if interrupting is None else max(0.0, interrupting.after_s - begun_s)
         attempt.fetch_s += min(spent_s, path.fetch_s)
         attempt.replay_s += max(0.0, spent_s - path.fetch_s)
@@ -229,16 +236,18 @@ class _Run:
             attempt.losses = self._after(attempt.losses, path.estimate, spent_s)
         return path, interrupting
 
-    def _due(self, until_s: float, *, in_recovery: bool = False) -> TimedFault | None:
-        """Return a fault that comes before a recovery has ended."""
+    def _due(self, until_s: float) -> TimedFault | None:
+        """Return a fault that comes before this time."""
         timed = next(reversed(self._faults.timed), None)
-        if timed is not None and timed.after_s < until_s:
-            self._faults.timed.pop()
-            return timed
-        for kill in self._faults.at_points:
-            if in_recovery and kill.phase == "recovery":
-                return self._faults.meet(kill, until_s)
-        return None
+        if timed is None or timed.after_s >= until_s:
+            return None
+        self._faults.timed.pop()
+        return timed
+
+    def _due_in_recovery(self, begun_s: float) -> TimedFault | None:
+        """Return a fault of a worker that enters its recovery now."""
+        kill = next((kill for kill in self._faults.at_points if kill.phase == "recovery"), None)
+        return self._faults.meet(kill, begun_s) if kill else None
 
     def _choose(self, attempt: _Attempt) -> RollbackPath:
         if self._saving.recovery is Recovery.RESTART:

@@ -9,16 +9,25 @@ from moe_ckpt.sim.costs import Costs
 
 
 class FaultQueue:
-    """The faults to come: the `timed` ones, the earliest last, and those `at_points`, when training gets there."""
+    """The faults to come: the `timed` ones, the earliest last, and those at points, when training gets there.
 
-    def __init__(self, kills: Sequence[Kill], *, world_size: int, ranks_per_node: int) -> None:
+    `in_order`: a kill at a point waits for those before it, as in a run that goes back and meets its points again.
+    """
+
+    def __init__(self, kills: Sequence[Kill], *, world_size: int, ranks_per_node: int, in_order: bool) -> None:
         self.timed = [*reversed(plan_faults(kills, world_size, ranks_per_node))]
-        self.at_points = [kill for kill in kills if kill.after_s is None]
+        self._at_points = [kill for kill in kills if kill.after_s is None]
+        self._in_order = in_order
         self._world_size, self._ranks_per_node = world_size, ranks_per_node
+
+    @property
+    def at_points(self) -> Sequence[Kill]:
+        """The kills of which any may be next."""
+        return self._at_points[:1] if self._in_order else self._at_points
 
     def meet(self, kill: Kill, at_s: float) -> TimedFault:
         """Turn a kill at a point into a strike, now that training is there."""
-        self.at_points.remove(kill)
+        self._at_points.remove(kill)
         ranks = victims(kill, self._world_size, self._ranks_per_node)
         return TimedFault(after_s=at_s, ranks=ranks, signal=kill.signal, scope=kill.scope)
 

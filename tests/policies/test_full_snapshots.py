@@ -26,7 +26,7 @@ def checkfreq(**changes: Any) -> WholeSnapshots:
 
 
 def measuring(
-    *, cost_s: float | None = 0.0, copy_bytes_per_s: float = math.inf, since_quiet: int = 0
+    *, cost_s: float | None = 0.0, copy_bytes_per_s: float = math.inf, since_quiet: int = 0, **others: Any
 ) -> Callable[[], Measured]:
     """Iterations of two seconds."""
     measured = Measured(
@@ -35,6 +35,7 @@ def measuring(
         popularity=np.zeros(0),
         snapshot_cost_s=cost_s,
         iters_since_quiet=since_quiet,
+        **others,
     )
     return lambda: measured
 
@@ -51,9 +52,9 @@ def taken(policy: WholeSnapshots, iterations: range, measure: Callable[[], Measu
     return list(snapshots)
 
 
-def chosen(policy: WholeSnapshots, iteration: int, cost_s: float) -> tuple[int, int]:
+def chosen(policy: WholeSnapshots, iteration: int, cost_s: float | None, **others: Any) -> tuple[int, int]:
     """Return the interval that is chosen with a snapshot of everything, and the best one."""
-    plan = policy.plan(iteration, measuring(cost_s=cost_s))
+    plan = policy.plan(iteration, measuring(cost_s=cost_s, **others))
     assert plan.sparse == everything_at(iteration)
     assert plan.interval is not None
     return plan.interval.every_iters, plan.interval.best
@@ -78,6 +79,30 @@ def test_the_interval_is_chosen_once_iterations_have_been_measured() -> None:
 def test_until_its_cost_is_known_there_is_a_snapshot_every_few_iterations() -> None:
     policy = gemini(profile_iters=3)
     assert taken(policy, range(10), measuring(cost_s=None)) == [0, 3, 6, 9]
+
+
+def test_until_its_cost_is_known_a_snapshot_costs_the_wait_for_its_copy() -> None:
+    """The update waits for 2.5 s of a copy of 4.5 s; later 3 s are measured."""
+    policy = gemini(mtbf_s=81.0, profile_iters=5)
+    predicted = {"host_bytes_per_s": 8.0, "overlap_s": 2.0}
+    assert policy.plan(0, nothing_yet).interval is None
+    assert chosen(policy, 5, None, **predicted) == (10, 10), "sqrt(2 * 2.5 * 81.0) seconds"
+    assert chosen(policy, 15, None, **(predicted | {"overlap_s": 1.5})) == (10, 11), "a little more is no reason"
+    assert chosen(policy, 25, 3.0) == (11, 11), "but a first measurement is"
+    assert chosen(policy, 36, 2.5) == (11, 10)
+
+
+@pytest.mark.parametrize("rate", [pytest.param(20.0, id="short waits"), pytest.param(math.inf, id="no waits")])
+def test_until_its_cost_is_known_snapshots_are_not_closer_than_told(rate: float) -> None:
+    policy = gemini(mtbf_s=1.0, profile_iters=3)
+    assert taken(policy, range(10), measuring(cost_s=None, host_bytes_per_s=rate, overlap_s=1.7)) == [0, 3, 6, 9]
+
+
+def test_a_copy_that_is_waited_for_no_longer_has_no_predicted_cost() -> None:
+    policy = gemini(mtbf_s=81.0, profile_iters=3)
+    assert chosen(policy, 0, None, host_bytes_per_s=8.0, overlap_s=2.0) == (10, 10)
+    assert policy.plan(10, measuring(cost_s=None)).interval is None
+    assert taken(policy, range(11, 17), measuring(cost_s=None)) == [13, 16]
 
 
 def test_an_iteration_is_left_alone_where_none_has_been_for_long() -> None:

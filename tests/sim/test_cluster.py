@@ -227,6 +227,19 @@ def test_kills_at_points_come_when_training_gets_there() -> None:
     assert (first.iteration, second.iteration) == (6, 19)
 
 
+def test_kills_in_order_meet_iterations_that_are_run_again() -> None:
+    kills = [Kill(rank=4, iteration=12), Kill(rank=0, iteration=10)]
+    outcomes = [simulate(SETUP, GEMINI, kills, duration_s=400.0, in_order=in_order) for in_order in (False, True)]
+    assert [[each.lost_iters for each in recoveries(outcome)] for outcome in outcomes] == [[1, 3], [3, 1]]
+
+
+def test_a_worker_that_dies_as_its_recovery_begins_has_not_replayed() -> None:
+    (recovered,) = recoveries(run(LOCAL, LOST_IN_RECOVERY))
+    (together,) = recoveries(run(LOCAL, [at(95.0, rank=4), at(95.0, rank=0)]))
+    assert recovered.replay_s == pytest.approx(together.replay_s)
+    assert recovered.rebuild_s == 2 * together.rebuild_s
+
+
 def test_partial_snapshots_lose_tokens_and_grow_when_they_lose_too_many() -> None:
     fixed = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.dynamic_k=false"), SETUP)
     grows = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.plt_limit=0.02"), SETUP)

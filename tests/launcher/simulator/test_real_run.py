@@ -9,9 +9,10 @@ import pytest
 
 from launcher.cluster_profile import constants_of, measure
 from launcher.config import compose_settings
+from launcher.faults.log import InjectedFault
 from launcher.simulator.comparison import predict_run
 from launcher.simulator.config import compose_machine
-from launcher.simulator.real_run import RealRun, facts_of, recoveries_of, setup_of
+from launcher.simulator.real_run import RealRun, facts_of, kills_of, recoveries_of, setup_of
 from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, WorkerStarted
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.cluster import simulate
@@ -75,6 +76,27 @@ def test_to_resume_takes_the_extra_time_of_the_first_iterations(told: Rejoined, 
     found = measure([run], compose_machine(["cluster=local"])[0])
     assert (found["detect_s"], found["rebuild_s"], found.get("resume_s")) == ("0.1", "0.2", resume_s)
     assert "restart_s" not in found
+
+
+def injected(unix_s: float, rank: int, phase: str, iteration: int | None = 7) -> InjectedFault:
+    where = {"pid": 1, "signal": "KILL", "scope": "process", "generation": 0, "ordered": False}
+    return InjectedFault(unix_s=unix_s, rank=rank, phase=phase, iteration=iteration, **where)  # type: ignore[arg-type]
+
+
+def test_faults_of_a_run_are_at_points_one_after_another() -> None:
+    told = [(1.0, "join", None), (2.0, "backward", 7), (2.0, "step", 7), (3.0, "build", None), (4.0, "recovery", 7)]
+    later = [(5.0, "between", 8), (6.0, "unknown", 9), (7.0, "reduce", 3)]
+    kills = kills_of([injected(unix_s, rank, phase, at) for rank, (unix_s, phase, at) in enumerate([*told, *later])])
+    assert [(kill.rank, kill.phase, kill.iteration) for kill in kills] == [
+        (0, "forward", 1),
+        (1, "backward", 7),
+        (2, "recovery", None),
+        (3, "recovery", None),
+        (4, "recovery", None),
+        (5, "snapshot", 8),
+        (6, "forward", 9),
+        (7, "reduce", 3),
+    ]
 
 
 KILLS = (Kill(rank=2, iteration=13, phase="backward"), Kill(rank=0, iteration=19))
