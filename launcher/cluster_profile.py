@@ -19,7 +19,7 @@ from launcher.config import CONF_DIR
 from launcher.simulator.config import compose_machine
 from launcher.simulator.real_run import RealRun, events_of, facts_of, read_run, recoveries_of, setup_of
 from moe_ckpt.errors import exit_status
-from moe_ckpt.events import CheckpointSaved, IterationCommitted, LoggedEvent, Rejoined, SnapshotTaken, StateResumed
+from moe_ckpt.events import CheckpointSaved, IterationCommitted, Rejoined, SnapshotTaken, StateResumed
 from moe_ckpt.sim.hardware import ClusterConfig
 
 _WHAT = "Print the constants of this machine as real runs measured them."
@@ -59,7 +59,7 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
     ranks = [rank for run in runs for rank in run.ranks]
     snapshots = [event for event in events_of(ranks, SnapshotTaken) if event.size_bytes]
     rates, whole = _rates(snapshots), _rates([event for event in snapshots if event.num_slots == 1])
-    stalls = [stall_s for rank in ranks for stall_s in _stalls_s(rank)]
+    stalls = [stall_s for run in runs for stall_s in _stalls_s(run)]
     recoveries = [_costs_of(run, cluster) for run in runs]
     saved = [event for event in events_of(ranks, CheckpointSaved) if event.seconds > 0]
     loaded = [event for event in events_of(ranks, StateResumed) if event.seconds > 0 and event.iteration > 0]
@@ -120,7 +120,7 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
         elif rejoined:
             costs = {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
             if not (recovered.replayed or rejoined.fetched_bytes):
-                slower_s = recovered.after_s - again_s - iteration_s
+                slower_s = recovered.after_s - recovered.stalled_s - again_s - iteration_s
                 costs["resume_s"] = max(0.0, rejoined.fetch_s + rejoined.replay_s - load_s + slower_s)
             found.append(costs)
     return found
@@ -130,11 +130,20 @@ def _rates(snapshots: Sequence[SnapshotTaken]) -> list[float]:
     return [event.size_bytes / max(event.copy_s, 1e-9) for event in snapshots]
 
 
-def _stalls_s(rank: Sequence[LoggedEvent]) -> Iterator[float]:
-    """Yield what each snapshot stopped training for, from the iteration that it was copied in to the next snapshot."""
-    stalls = {each.event.iteration: each.event.stall_s for each in rank if isinstance(each.event, IterationCommitted)}
-    taken = sorted({each.event.iteration for each in rank if isinstance(each.event, SnapshotTaken)})
-    return (sum(stalls.get(number, 0.0) for number in range(first + 1, last + 1)) for first, last in pairwise(taken))
+def _stalls_s(run: RealRun) -> Iterator[float]:
+    """Yield what each snapshot stopped training for, from the iteration that it was copied in to the next snapshot.
+
+    The wait for a copy that takes longer than an iteration is left out: it follows from sizes and rates.
+    """
+    iteration_s = facts_of(run.ranks).iteration_s
+    for rank in run.ranks:
+        stalls = {
+            each.event.iteration: each.event.stall_s for each in rank if isinstance(each.event, IterationCommitted)
+        }
+        copies = {each.event.iteration: each.event.copy_s for each in rank if isinstance(each.event, SnapshotTaken)}
+        for first, last in pairwise(sorted(copies)):
+            stalled_s = sum(stalls.get(number, 0.0) for number in range(first + 1, last + 1))
+            yield max(0.0, stalled_s - max(0.0, copies[first] - iteration_s))
 
 
 if __name__ == "__main__":

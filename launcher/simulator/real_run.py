@@ -71,7 +71,8 @@ class MeasuredRecovery:
 
     `before` is that last iteration; the next one ended at `until_s`, on the run's clock. In that time all ranks ran
     `again` iterations a second time, or some ranks `replayed` iterations, and loading from disk took `resumed_s`.
-    `rejoined` is the event of the rank that joined last, `after_s` before the end of the next new iteration.
+    `rejoined` is the event of the rank that joined last, `after_s` before the end of the next new iteration; snapshots
+    stopped training for `stalled_s` of these.
     """
 
     before: int
@@ -82,6 +83,7 @@ class MeasuredRecovery:
     resumed_s: float
     rejoined: Rejoined | None
     after_s: float
+    stalled_s: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,6 +209,10 @@ def _recovered(
     rejoined = [(each.event, each.t_s) for each in logged if isinstance(each.event, Rejoined)]
     last, rejoined_s = max(rejoined, key=lambda pair: pair[0].detect_s + pair[0].rebuild_s, default=(None, until_s))
     resumed = [each.event for each in logged if isinstance(each.event, StateResumed)]
+    stalled_s = [0.0] * num_ranks
+    for each in logged:
+        if isinstance(each.event, IterationCommitted) and each.t_s > rejoined_s:
+            stalled_s[each.global_rank] += each.event.stall_s
     return MeasuredRecovery(
         before=before,
         until_s=until_s,
@@ -217,6 +223,7 @@ def _recovered(
         resumed_s=max((event.seconds for event in resumed), default=0.0),
         rejoined=last,
         after_s=until_s - rejoined_s,
+        stalled_s=max(stalled_s),
     )
 
 
