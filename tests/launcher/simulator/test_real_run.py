@@ -12,7 +12,7 @@ from launcher.config import compose_settings
 from launcher.faults.log import InjectedFault
 from launcher.simulator.comparison import predict_run
 from launcher.simulator.config import compose_machine
-from launcher.simulator.real_run import RealRun, facts_of, kills_of, recoveries_of, setup_of
+from launcher.simulator.real_run import RealRun, events_of, facts_of, kills_of, recoveries_of, setup_of
 from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, WorkerStarted
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.cluster import simulate
@@ -156,3 +156,10 @@ def test_constants_from_other_runs_predict_a_run_of_the_same_machine(policy: str
     assert predicted.recovery_s == pytest.approx(truth.recovery_s, rel=0.05)
     assert predicted.ettr == pytest.approx(truth.ettr, abs=0.01)
     assert truth.num_recoveries == 2
+
+
+def test_waits_for_copies_are_none_of_what_any_snapshot_takes() -> None:
+    run = run_of("gemini", machine_of(links_are_slow=True))
+    longest_s = max(event.stall_s for event in events_of(run.ranks, IterationCommitted))
+    assert longest_s > 10 * MACHINE["take_s"], "training waits"
+    assert constants_of([run]).take_s == pytest.approx(MACHINE["take_s"])
