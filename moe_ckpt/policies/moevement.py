@@ -155,7 +155,7 @@ class SparseWindows:
             return None
         job = self._job_cost(measured)
         if measured.dense_snapshot_s is None or not measured.costs_are_settled:
-            self._try(job, is_first=measured.dense_snapshot_s is None)
+            self._try(job)
             return None
         best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
         if self._terms:  # the window so far, at the price by these measurements and not by earlier ones
@@ -169,7 +169,7 @@ class SparseWindows:
         self._pause_iters = self._within_pauses(1) if is_stale else best.pause_iters
         return best
 
-    def _try(self, job: JobCost, *, is_first: bool) -> None:
+    def _try(self, job: JobCost) -> None:
         """Set a window whose cost will be measured, and a pause that keeps trials within a share of the time.
 
         Its slots are the best for the costs so far, or four times as many in every other trial.
@@ -180,12 +180,11 @@ class SparseWindows:
         # faults may be so frequent that replays of a longer trial exceed the share
         is_longer = self._num_trials % 2 == 1 and window_terms(longer, job, 0).replay_share <= share
         self._num_slots = longer.num_slots if is_longer else best.num_slots
-        pause_iters = _TRIAL_PAUSE_ITERS
-        if not is_first:  # else the price is unknown
-            size = self._sizes.size(self._num_slots)
-            best = cheapest_window([size], job, overhead=self._config.overhead)
-            pause_iters = max(pause_iters, min(best.pause_iters, shortest_pause(size, job, overhead=share)))
-        self._pause_iters = self._within_pauses(pause_iters)
+        size = self._sizes.size(self._num_slots)
+        best = cheapest_window([size], job, overhead=self._config.overhead)
+        # of the first trial's price only the waits for copies are known
+        pause_iters = min(best.pause_iters, shortest_pause(size, job, overhead=share))
+        self._pause_iters = self._within_pauses(max(_TRIAL_PAUSE_ITERS, pause_iters))
         self._num_trials += 1
 
     def _within_pauses(self, pause_iters: int) -> int:

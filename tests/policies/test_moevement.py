@@ -235,6 +235,22 @@ def test_trials_are_spread(mtbf_s: float, wanted: list[tuple[int, int]]) -> None
     assert found == wanted
 
 
+@pytest.mark.parametrize(
+    ("host_bytes_per_s", "wanted"),
+    [
+        pytest.param(8.0, [(1, 7), (1, 7)], id="the update waits for 7 s of a copy of 9 s"),
+        pytest.param(40.0, [(1, 2), (1, 2)], id="the update waits for nothing"),
+    ],
+)
+def test_first_trials_are_spread_by_waits_alone(host_bytes_per_s: float, wanted: list[tuple[int, int]]) -> None:
+    policy, begin, found = begun(equal(6), mtbf_s=20.0), 6, []
+    for _ in range(2):
+        choice, _ = next_window(policy, begin, Measurements(1e9, host_bytes_per_s=host_bytes_per_s))
+        begin += period_iters(choice)
+        found.append((choice.num_slots, choice.pause_iters))
+    assert found == wanted
+
+
 def cheapest(policy: SparseWindows, begin: int, *, costs_s: tuple[float, float], **facts: Any) -> WindowChoice:
     choice, _ = next_window(policy, begin, Measurements(1e9, costs_s=costs_s, **facts))
     return choice
