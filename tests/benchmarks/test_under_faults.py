@@ -67,10 +67,12 @@ def test_only_new_iterations_within_the_time_count() -> None:
     """Iteration 1 ends at 10 s; a restart takes 2 and 3 back; 60 % of the 10 s after that are the iterations 2 to 4."""
     before: list[tuple[float, Event]] = [(0.0, worker(0)), *((9.0 + n, iteration(n)) for n in (1, 2, 3))]
     after: list[tuple[float, Event]] = [(13.0, worker(1)), *((15.0 + n, iteration(n)) for n in (2, 3, 4, 5, 6))]
-    outcome = measure(run_of([*before, *after], [*before, *after]), 10.0)
+    run = run_of([*before, *after], [*before, *after])
+    outcome = measure(run, 10.0)
     assert (outcome.iterations, outcome.iteration_s) == (4, 1.0)
     assert outcome.fault_s == (6.0,)
     assert outcome.ettr(plain_s=1.5) == pytest.approx(0.6)
+    assert (outcome.tail_s, measure(run, 10.75).tail_s) == (0.0, 0.75)
 
 
 def test_copies_slow_iterations_by_their_excess_over_plain_ones() -> None:
