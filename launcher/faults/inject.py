@@ -10,6 +10,7 @@ replacement is touched:
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -103,7 +104,13 @@ def _lose_memory(memory: Path) -> None:
     for part in _HOST_MEMORY:
         with contextlib.suppress(FileNotFoundError):
             (memory / part).rename(Path(lost) / part)
-    shutil.rmtree(lost)
+    while os.path.lexists(lost):
+        try:
+            shutil.rmtree(lost)
+        except OSError as error:
+            # a daemon that had found its folder under the old name creates or deletes a file there now: its last one
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
 
 
 def _workers_here(run: Path, ranks: Collection[int]) -> list[LiveWorker]:

@@ -85,9 +85,11 @@ def caused(error: Exception, cause: Exception) -> Exception:
 def wait_until(look: Callable[[], bool]) -> bool:
     """Return whether something that no other process announces came to be in time."""
     deadline_s = time.monotonic() + WAIT_S
-    while not look() and time.monotonic() < deadline_s:
+    while not look():  # once: to look may itself change what there is to see
+        if time.monotonic() > deadline_s:
+            return False
         time.sleep(0.001)
-    return look()
+    return True
 
 
 class NotingStore(dist.HashStore):

@@ -353,6 +353,8 @@ class _Training:
             hooks.step_committed(iteration)
         self._log(iteration, loss, gradients)
         self.job.note_state(iteration, self.rank, model)
+        if self.job.settles:
+            self.ranks.barrier()  # a rank that dies as the next iteration begins finds the snapshots of all
         return iteration
 
     def _mean_over_job(self, losses: list[float], iteration: int) -> float:
@@ -380,7 +382,8 @@ class ThreadJob:
     """A job of `shape` that trains `iterations` under `config`, or without a session, while faults strike in order.
 
     `lossless`: all states and losses are compared with those of the job without faults; by default by the policy.
-    `settles`: after each iteration ranks wait until its snapshot is in memory and on peers, and the one before on disk.
+    `settles`: after each iteration all ranks wait until its snapshots are in memory and on peers, and those of the one
+    before on disk.
     """
 
     def __init__(
@@ -411,7 +414,7 @@ class ThreadJob:
         self._lossless = (config is None or not config.loses_tokens) if lossless is None else lossless
         self.checks_digests = config is not None and self._lossless
         self.on_divergence = "window"
-        self._settles = settles
+        self.settles = settles
         self.before_fetch: Callable[[int, int], None] = lambda rank, holder: None
         self._faults = list(faults)
         self._replicas = 0 if config is None else 1 if config.replicas == "auto" else int(config.replicas)
@@ -500,7 +503,7 @@ class ThreadJob:
             )
         for observer in self.observers:
             observer.committed(iteration, rank, model)
-        if self._settles:
+        if self.settles:
             self.settle(rank)
 
     def settle(self, rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -82,15 +83,21 @@ def test_a_dead_workers_memory_is_lost_before_its_successor_starts(tmp_path: Pat
 
 
 def keep_writing(_: Connection, memory: Path) -> None:
-    """Be a daemon: new files in its folders, which it makes again where they are gone."""
+    """Be a daemon: new files in its folders, which it makes again where they are gone.
+
+    Each time it looks up a folder once and then writes there, as the kernel does within one call.
+    """
     for number in count():
         for part in ("own", "held/rank0001"):
             folder = memory / part
-            try:
+            with contextlib.suppress(FileNotFoundError, FileExistsError):  # deleted just now, maybe while mkdir looked
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"{number:09d}").touch()
-            except (FileNotFoundError, FileExistsError):  # deleted just now, maybe while mkdir looked
-                continue
+                found = os.open(folder, os.O_DIRECTORY)
+                try:
+                    for each in range(5):
+                        os.close(os.open(f"{number:09d}-{each}", os.O_CREAT, dir_fd=found))
+                finally:
+                    os.close(found)
 
 
 def test_memory_is_lost_whatever_its_daemon_writes_meanwhile(tmp_path: Path, start: Callable[..., Child]) -> None:
