@@ -6,7 +6,9 @@ all stages' operators and from measurements that ranks agree on. Must not: measu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -117,15 +119,27 @@ class SparseWindows:
         return [f"host memory of the largest rank, window {slots}{later}:", *lines]
 
     def _base(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        profile_iters = 0
+        plan, before_window_iters = everything_at(iteration, self._table), 0
         if self._config.window == AUTO:
             measured = measure()
             if measured.iteration_s > 0:  # before a fault
-                self._known = measured
+                before_window_iters = self._copying_iters(measured)
+                plan = replace(plan, pause_iters=before_window_iters)
+                self._known = None if before_window_iters else measured
             else:
-                profile_iters = self._config.profile_iters
-        self._next_iteration = iteration + 1 + profile_iters
-        return SnapshotPlan(sparse=everything_at(iteration, self._table))
+                before_window_iters = self._config.profile_iters
+        self._next_iteration = iteration + 1 + before_window_iters
+        return SnapshotPlan(sparse=plan)
+
+    def _copying_iters(self, measured: Measured) -> int:
+        """Return the iterations in which everything reaches peers, within the pauses that memory allows.
+
+        A window that followed at once would make training wait for them; 0 where they have it within an iteration.
+        """
+        if self._config.paper_exact:
+            return 0
+        iters = self._sizes.dense_bytes / measured.peer_bytes_per_s / measured.iteration_s
+        return math.ceil(min(iters, self._sizes.size(1).most_pause_iters)) if iters > 1 else 0
 
     def _begin(self, iteration: int, measured: Measured) -> WindowChoice:
         fitting, terms = self._num_slots, None

@@ -143,10 +143,34 @@ def test_auto_takes_nothing_while_iterations_are_profiled(profile_iters: int) ->
 
 def test_auto_does_not_profile_again_after_a_fault() -> None:
     policy = SparseWindows(moevement(), [equal(6)], 0)
-    meter = Measurements(41)
-    assert policy.plan(40, meter).sparse is not None
+    meter = Measurements(41, peer_bytes_per_s=36.0)  # all 72 bytes in an iteration of 2 s
+    base = policy.plan(40, meter).sparse
+    assert base
+    assert base.pause_iters == 0
     first = policy.plan(41, unasked)
     assert first.window == TRIAL
+
+
+@pytest.mark.parametrize(
+    ("settings", "peer_bytes_per_s", "pause_iters"),
+    [
+        pytest.param({}, 35.9, 2, id="a little longer than an iteration"),
+        pytest.param({}, 9.0, 4, id="four iterations"),
+        pytest.param({"memory_budget_bytes": 163}, 9.0, 1, id="as memory for logs allows"),
+        pytest.param({"paper_exact": True}, 9.0, 0, id="as printed"),
+    ],
+)
+def test_after_a_fault_peers_get_the_base_before_a_window_begins(
+    settings: dict[str, Any], peer_bytes_per_s: float, pause_iters: int
+) -> None:
+    """Else the next update would wait until peers have it."""
+    policy = SparseWindows(moevement(**settings), [equal(6, boundary_log_bytes=2, step_log_bytes=1)], 0)
+    measure = Measurements(41, peer_bytes_per_s=peer_bytes_per_s)
+    base = policy.plan(40, measure).sparse
+    assert base
+    assert base.pause_iters == pause_iters
+    assert [policy.plan(41 + i, unasked) for i in range(pause_iters)] == [NOTHING] * pause_iters
+    assert policy.plan(41 + pause_iters, measure).window is not None
 
 
 @given(
