@@ -334,6 +334,11 @@ class Measured:
     replayed_iteration_s: float | None = None
     overlap_s: float = 0.0
 
+    @property
+    def hidden_copy_s(self) -> float:
+        """The seconds of a copy to host memory for which no update waits: the whole iteration until more is known."""
+        return self.overlap_s or self.iteration_s
+
 
 class Phase(IntEnum):
     """The activity of a worker. BUILD comes first; JOIN to RECOVERY come again with every generation."""

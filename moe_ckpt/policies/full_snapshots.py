@@ -109,8 +109,7 @@ class WholeSnapshots(StageForecasts[StageProfile]):
 
     def _wait_s(self, measured: Measured) -> float:
         """Return the seconds that the update waits for a copy to host memory."""
-        copy_s = self._largest_bytes / measured.host_bytes_per_s
-        return max(0.0, copy_s - (measured.overlap_s or measured.iteration_s))
+        return max(0.0, self._largest_bytes / measured.host_bytes_per_s - measured.hidden_copy_s)
 
     def _forecast(self, stage: StageProfile) -> MemoryForecast:
         return forecast(

@@ -6,7 +6,6 @@ all stages' operators and from measurements that ranks agree on. Must not: measu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from moe_ckpt.config import MoevementConfig
 from moe_ckpt.policies import window_schedule as schedule
+from moe_ckpt.policies.checkpoint_interval import copying_interval
 from moe_ckpt.policies.expert_popularity import has_shifted
 from moe_ckpt.policies.memory_forecast import MemoryForecast
 from moe_ckpt.policies.stage_profile import AUTO, StageProfile, everything_at, is_due
@@ -138,8 +138,9 @@ class SparseWindows:
         """
         if self._config.paper_exact:
             return 0
-        iters = self._sizes.dense_bytes / measured.peer_bytes_per_s / measured.iteration_s
-        return math.ceil(min(iters, self._sizes.size(1).most_pause_iters)) if iters > 1 else 0
+        copy_s = self._sizes.dense_bytes / measured.peer_bytes_per_s
+        iters = copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s)
+        return min(iters, self._sizes.size(1).most_pause_iters) if iters > 1 else 0
 
     def _begin(self, iteration: int, measured: Measured) -> WindowChoice:
         fitting, terms = self._num_slots, None
@@ -211,7 +212,7 @@ class SparseWindows:
         replayed_s = measured.iteration_s if measured.replayed_iteration_s is None else measured.replayed_iteration_s
         return JobCost(
             iteration_s=measured.iteration_s,
-            overlap_s=measured.overlap_s or measured.iteration_s,
+            overlap_s=measured.hidden_copy_s,
             per_snapshot_s=empty_s,
             per_byte_s=(dense_s - empty_s) / max(1, self._sizes.dense_bytes),
             host_bytes_per_s=measured.host_bytes_per_s,
@@ -243,9 +244,10 @@ class SparseWindows:
     def _fitting_in_time(self, measured: Measured) -> int:
         if self._config.paper_exact:
             return min(self.max_slots, max(_paper_window(stage.table, measured) for stage in self._stages))
-        overlap_s = measured.overlap_s or measured.iteration_s
         # a slot must reach peers by the next one, and host memory by the update
-        budget_bytes = min(measured.iteration_s * measured.copy_bytes_per_s, overlap_s * measured.host_bytes_per_s)
+        budget_bytes = min(
+            measured.iteration_s * measured.copy_bytes_per_s, measured.hidden_copy_s * measured.host_bytes_per_s
+        )
         return max(
             schedule.fitting_window(stage.table, order, budget_bytes, max_slots=self.max_slots)
             for stage, order in zip(self._stages, self._sizes.natural, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +86,18 @@ def next_window(policy: SparseWindows, iteration: int, measure: Measurements) ->
 
 def period_iters(choice: WindowChoice) -> int:
     return choice.num_slots + choice.pause_iters
+
+
+def first_windows(
+    policy: SparseWindows, count: int, measure: Callable[[], Measurements]
+) -> list[tuple[int, int, float | None]]:
+    """Return slots, pause and share of snapshots of the first windows after a base and profiled iterations."""
+    begin, found = 6, []
+    for _ in range(count):
+        choice, _ = next_window(policy, begin, measure())
+        begin += period_iters(choice)
+        found.append((choice.num_slots, choice.pause_iters, choice.snapshot_share))
+    return found
 
 
 def assert_is_window(slots: Sequence[SlotPlan], start: int, num_slots: int, num_operators: int) -> None:
@@ -224,11 +236,7 @@ def test_an_iteration_that_was_planned_already_changes_nothing() -> None:
 
 def test_windows_are_tried_until_it_is_known_what_they_cost() -> None:
     """The fewest slots that fit, then four times as many: bytes and the number of snapshots cost each its own."""
-    policy, begin, found = begun(equal(6)), 6, []
-    for _ in range(3):
-        choice, _ = next_window(policy, begin, Measurements(80))
-        begin += period_iters(choice)
-        found.append((choice.num_slots, choice.pause_iters, choice.snapshot_share))
+    found = first_windows(begun(equal(6)), 3, lambda: Measurements(80))
     assert found == [(1, 2, None), (4, 2, None), (1, 2, None)]
 
 
@@ -250,13 +258,9 @@ def test_no_longer_window_is_tried_where_faults_are_frequent() -> None:
 )
 def test_trials_are_spread(mtbf_s: float, wanted: list[tuple[int, int]]) -> None:
     """Each snapshot adds 0.88 s to iterations of 2 s, and costs are not settled."""
-    policy, begin, found = begun(equal(6), mtbf_s=mtbf_s), 6, []
-    for _ in range(3):
-        choice, _ = next_window(policy, begin, Measurements(1e9, costs_s=(0.88, 0.88), costs_are_settled=False))
-        begin += period_iters(choice)
-        assert choice.snapshot_share is None
-        found.append((choice.num_slots, choice.pause_iters))
-    assert found == wanted
+    measure = lambda: Measurements(1e9, costs_s=(0.88, 0.88), costs_are_settled=False)  # noqa: E731
+    found = first_windows(begun(equal(6), mtbf_s=mtbf_s), 3, measure)
+    assert found == [(*window, None) for window in wanted]
 
 
 @pytest.mark.parametrize(
@@ -267,12 +271,9 @@ def test_trials_are_spread(mtbf_s: float, wanted: list[tuple[int, int]]) -> None
     ],
 )
 def test_first_trials_are_spread_by_waits_alone(host_bytes_per_s: float, wanted: list[tuple[int, int]]) -> None:
-    policy, begin, found = begun(equal(6), mtbf_s=20.0), 6, []
-    for _ in range(2):
-        choice, _ = next_window(policy, begin, Measurements(1e9, host_bytes_per_s=host_bytes_per_s))
-        begin += period_iters(choice)
-        found.append((choice.num_slots, choice.pause_iters))
-    assert found == wanted
+    measure = lambda: Measurements(1e9, host_bytes_per_s=host_bytes_per_s)  # noqa: E731
+    found = first_windows(begun(equal(6), mtbf_s=20.0), 2, measure)
+    assert found == [(*window, None) for window in wanted]
 
 
 def cheapest(policy: SparseWindows, begin: int, *, costs_s: tuple[float, float], **facts: Any) -> WindowChoice:
