@@ -42,7 +42,7 @@ from benchmarks.runs import current_commit, default_model, hardware, packages  #
 from launcher.cluster_profile import constants_of  # noqa: E402
 from launcher.compare import plan_variants, run_job  # noqa: E402
 from launcher.simulator.comparison import predict_run  # noqa: E402
-from launcher.simulator.real_run import RealRun, first_commits, read_run, recoveries_of  # noqa: E402
+from launcher.simulator.real_run import RealRun, RunFacts, first_commits, read_run, recoveries_of  # noqa: E402
 from moe_ckpt.errors import MoeCkptError  # noqa: E402
 from moe_ckpt.events import (  # noqa: E402
     HostMemoryUsed,
@@ -242,8 +242,8 @@ class Study:
         found = self.outcomes(PLAIN, math.inf)
         return sum(each.seconds for each in found) / sum(each.iterations for each in found)
 
-    def predictions(self, policy: str, mtbf_s: float) -> list[tuple[float, float]]:
-        """Return the predicted ETTR, and seconds of a fault, of each run; empty without runs at another MTBF."""
+    def predictions(self, policy: str, mtbf_s: float) -> list[tuple[float, RunFacts]]:
+        """Return the ETTR and the facts of each run as predicted; empty without runs at another MTBF."""
         others = [run for cell, run in self.runs.items() if cell.policy == policy and cell.mtbf_s != mtbf_s]
         if not others or policy == "none":
             return []
@@ -254,7 +254,7 @@ class Study:
             predicted = predict_run(self.runs[cell], cluster, self.plain_s, measured.iterations + 1)
             # a prediction ends with the last new iteration: what the end cut off is taken as it was
             ettr = measured.iterations * self.plain_s / (predicted.wall_s + measured.tail_s)
-            found.append((ettr, predicted.recovery_s))
+            found.append((ettr, predicted))
         return found
 
     def _cells(self, policy: str, mtbf_s: float) -> list[Cell]:
@@ -276,12 +276,19 @@ def _row(study: Study, policy: str, mtbf_s: float) -> Iterator[str]:
     yield interval([each.ettr(study.plain_s) for each in outcomes])
     yield f"{statistics.fmean(ettr for ettr, _ in predicted):.3f}" if predicted else "-"
     yield f"{statistics.fmean(costs):.2f} ({min(costs):.2f} to {max(costs):.2f})" if costs else "-"
-    yield f"{statistics.fmean(cost_s for _, cost_s in predicted):.2f}" if predicted else "-"
+    fault_s = mean_fault_s([facts for _, facts in predicted])
+    yield "-" if fault_s is None else f"{fault_s:.2f}"
     yield str(len(costs))
     yield f"{statistics.fmean(each.iteration_s for each in outcomes) / study.plain_s:.3f}"
     yield outcomes[-1].cadence
     yield f"{statistics.fmean(each.snapshot_bytes for each in outcomes) / _MIB:.1f}"
     yield f"{max(each.host_bytes for each in outcomes) / _MIB:.0f}"
+
+
+def mean_fault_s(runs: Sequence[RunFacts]) -> float | None:
+    """Return the mean seconds of a fault over all faults of all runs; None without any."""
+    num_faults = sum(each.num_recoveries for each in runs)
+    return sum(each.num_recoveries * each.recovery_s for each in runs) / num_faults if num_faults else None
 
 
 def figure(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float], title: str) -> str:

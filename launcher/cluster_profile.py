@@ -57,7 +57,7 @@ def constants_of(runs: Sequence[RealRun]) -> ClusterConfig:
 def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
     """Return the constants that these runs measured, by name."""
     ranks = [rank for run in runs for rank in run.ranks]
-    snapshots = [event for event in events_of(ranks, SnapshotTaken) if event.size_bytes]
+    snapshots = [event for run in runs for event in _copied_freely(run)]
     rates, whole = _rates(snapshots), _rates([event for event in snapshots if event.num_slots == 1])
     stalls = [stall_s for run in runs for stall_s in _stalls_s(run)]
     recoveries = [_costs_of(run, cluster) for run in runs]
@@ -108,8 +108,9 @@ def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
 def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
     """Return what of each fault's cost is which constant; what a replay takes follows from the others."""
     iteration_s = facts_of(run.ranks).iteration_s
-    snapshots = [event for event in events_of(run.ranks, SnapshotTaken) if event.size_bytes]
-    load_s = max(event.dense_bytes for event in snapshots) / statistics.median(_rates(snapshots)) if snapshots else 0.0
+    rates = _rates(_copied_freely(run)) or [cluster.copy_bytes_per_s]
+    whole_bytes = max((event.dense_bytes for event in events_of(run.ranks, SnapshotTaken)), default=0)
+    load_s = whole_bytes / statistics.median(rates)
     restarts = not events_of(run.ranks, Rejoined)
     found = []
     for recovered in recoveries_of(run.ranks, iteration_s):
@@ -124,6 +125,14 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
                 costs["resume_s"] = max(0.0, rejoined.fetch_s + rejoined.replay_s - load_s + slower_s)
             found.append(costs)
     return found
+
+
+def _copied_freely(run: RealRun) -> list[SnapshotTaken]:
+    """Return the snapshots whose copies tell the machine's rate: none where a cap holds for them."""
+    in_memory = run.settings.ckpt.in_memory
+    if in_memory and in_memory.max_bytes_per_s.host is not None:
+        return []
+    return [event for event in events_of(run.ranks, SnapshotTaken) if event.size_bytes]
 
 
 def _rates(snapshots: Sequence[SnapshotTaken]) -> list[float]:

@@ -304,6 +304,10 @@ class ExpertCounts:
     soft: npt.NDArray[np.float64]
 
 
+WARM_UP_ITERS = 2
+"""The first iterations of a process, which are slower than others: they are not measured."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
     """The measurements that a policy may use at the start of a window, agreed by all ranks.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -31,6 +33,7 @@ from moe_ckpt.events import (
 )
 from moe_ckpt.faults.schedule import KILL_PHASES, Kill
 from moe_ckpt.sim.costs import TimingConfig, estimate
+from moe_ckpt.sim.faults import LateKill
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import BatchConfig, FormatsConfig, Job
 from moe_ckpt.sim.saving import Setup
@@ -107,25 +110,50 @@ def read_run(folder: Path) -> RealRun:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"real: {str(folder)!r} is not the folder of a run ({error!r})") from error
     require(len(ranks) == world_size, "real", f"events of {len(ranks)} ranks", f"those of all {world_size}")
-    return RealRun(settings=settings, world_size=world_size, kills=kills_of(read_faults(folder)), ranks=ranks)
+    return RealRun(settings=settings, world_size=world_size, kills=kills_of(read_faults(folder), ranks), ranks=ranks)
 
 
-def kills_of(faults: Sequence[InjectedFault]) -> tuple[Kill, ...]:
+def kills_of(faults: Sequence[InjectedFault], ranks: Sequence[Sequence[LoggedEvent]]) -> tuple[Kill, ...]:
     """Return the faults of a run, as they were carried out, at points of a run that meets them one after another.
 
     A fault at the time of the one before, or before all ranks were together again, comes in the recovery from that.
+    Others come in the phase of their iteration, and as long after its begin, as they came in the run.
     """
-    kills = []
+    joined_s = {
+        event.generation: event.joined_unix_s + event.fetch_s + event.replay_s for event in events_of(ranks, Rejoined)
+    }
+    begins_s = _begins_of_iterations(ranks)
+    kills: list[Kill] = []
     for before, fault in pairwise([None, *faults]):
         assert fault is not None
         own = {"rank": fault.rank, "signal": fault.signal, "scope": fault.scope}
-        if before and (fault.phase in _RECOVERING or fault.unix_s == before.unix_s):
+        # a worker that has joined takes its first snapshot before it tells of an iteration
+        is_alone = fault.phase in _RECOVERING and joined_s.get(fault.generation, math.inf) > fault.unix_s
+        if before and (is_alone or fault.unix_s == before.unix_s):
             kills.append(Kill(**own, phase="recovery"))
             continue
+        number = None if before and fault.phase in _RECOVERING else max(1, fault.iteration or 1)
         phase = _ENDED.get(fault.phase, fault.phase)
-        is_point = phase in KILL_PHASES and phase not in _RECOVERING  # ranks also join before their first iteration
-        kills.append(Kill(**own, iteration=max(1, fault.iteration or 1), phase=phase if is_point else "forward"))
+        phase = phase if phase in KILL_PHASES and phase not in _RECOVERING else "forward"
+        begun = bisect.bisect_right(begins_s, fault.unix_s)
+        if fault.ordered or phase == "snapshot" or not begun:
+            kills.append(Kill(**own, iteration=number, phase=phase))
+        else:
+            late_s = fault.unix_s - begins_s[begun - 1]
+            kills.append(LateKill(**own, iteration=number, phase=phase, late_s=late_s))
     return tuple(kills)
+
+
+def _begins_of_iterations(ranks: Sequence[Sequence[LoggedEvent]]) -> list[float]:
+    """Return the times at which iterations began, as Unix seconds, ascending; none for a run without a recovery."""
+    logged = sorted((each for rank in ranks for each in rank), key=lambda each: each.t_s)
+    recovered = next((each for each in logged if isinstance(each.event, Rejoined)), None)
+    if recovered is None:
+        return []
+    event = recovered.event
+    assert isinstance(event, Rejoined)
+    origin_s = event.joined_unix_s + event.fetch_s + event.replay_s - recovered.t_s
+    return [origin_s + each.t_s for each in logged if isinstance(each.event, IterationCommitted | Rejoined)]
 
 
 def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None) -> Setup:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moe_ckpt.engine.snapshot_cost import SnapshotCost
+from moe_ckpt.types import WARM_UP_ITERS
 
 _RECENT = 16
-_WARM_UP_ITERS = 2
 _ENOUGH_SNAPSHOTS = 3
 
 
@@ -67,13 +67,13 @@ class Measurements:
     def gradients_complete(self) -> None:
         """The update of this iteration follows, once copies of the state before it are complete."""
         self.paused()
-        if self._num_iters >= _WARM_UP_ITERS:
+        if self._num_iters >= WARM_UP_ITERS:
             self._overlaps.append(self._so_far_s)
 
     def iteration_finished(self) -> None:
         self.paused()
         self._num_iters += 1
-        if self._num_iters <= _WARM_UP_ITERS:
+        if self._num_iters <= WARM_UP_ITERS:
             return
         self._recent.append(self._so_far_s)
         (self._quiet if self._is_quiet else self._busy).append(self._so_far_s)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.faults.schedule import Kill, TimedFault
 from moe_ckpt.recovery.inventory import ReplayedState
-from moe_ckpt.sim.faults import FaultQueue, time_in_iteration
+from moe_ckpt.sim.faults import FaultQueue, LateKill, time_in_iteration
 from moe_ckpt.sim.generation import Generation, Kept, Moment
 from moe_ckpt.sim.recovering import Estimate, Losses, RollbackPath, estimate, plan_after, replay_s, replayed_by
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
 from moe_ckpt.sim.timeline import HOST_MEMORY, Ledger, Outcome, Recovered, Trained
 from moe_ckpt.sim.units import go_back
+from moe_ckpt.types import WARM_UP_ITERS
 
 _NO_RANKS: frozenset[int] = frozenset()
 
@@ -73,6 +74,7 @@ class _Run:
         self._on_disk: Kept | None = None
         self._unreplicated = _NO_RANKS
         self._num_faults = 0
+        self._num_iters = 0  # with repeated ones: those that ranks which live on have measured
         self._epoch = saving.partial.first_epoch() if saving.partial else None
 
     def run(self) -> Outcome:
@@ -109,8 +111,8 @@ class _Run:
         )
 
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
-        # only the first generation starts before anything is measured
-        pattern = self._saving.later if since_s else self._saving.at_start
+        is_measured = self._num_iters > WARM_UP_ITERS
+        pattern = self._saving.later if is_measured else self._saving.at_start
         pattern = self._epoch.pattern if self._epoch else pattern
         return Generation(self._setup.costs, self._saving, pattern, start, since_s, carried, self._epoch)
 
@@ -131,10 +133,16 @@ class _Run:
     def _time_of(self, kill: Kill, generation: Generation) -> float:
         """Return the time at which training reaches the point of a kill: now if it has been there before."""
         number = max(1, (kill.iteration or generation.start + 1) - generation.start)
-        into_s = time_in_iteration(kill.point_phase, self._setup.costs, generation.iteration_s(number))
+        seconds = generation.iteration_s(number)
+        into_s = time_in_iteration(kill.point_phase, self._setup.costs, seconds)
+        if isinstance(kill, LateKill):
+            # waits before the update are longer or shorter here than they were
+            latest_s = seconds if kill.point_phase == "step" else seconds - self._setup.costs.update_s
+            into_s = min(max(into_s, kill.late_s), latest_s)
         return generation.since_s + generation.elapsed_s(number - 1) + into_s
 
     def _account(self, generation: Generation, moment: Moment) -> None:
+        self._num_iters += moment.iterations
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
         # an iteration that a fault cuts off is run again
         self._ledger.again_s += moment.into_s

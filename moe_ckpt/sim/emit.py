@@ -103,7 +103,7 @@ class _Rank:
             yield taken_s, self._chosen(iteration, snapshot.experts.choice)
         if snapshot.offset >= iterations:
             return  # it was being copied when the generation ended
-        size_bytes, copy_s = self._share(snapshot.size_bytes), snapshot.size_bytes / self._saving.reload_bytes_per_s
+        size_bytes, copy_s = self._share(snapshot.size_bytes), snapshot.size_bytes / self._saving.host_bytes_per_s
         done_s = generation.since_s + generation.elapsed_s(snapshot.offset + 1)
         yield (
             done_s,

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from moe_ckpt.faults.schedule import Kill, TimedFault, plan_faults, victims
 from moe_ckpt.sim.costs import Costs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateKill(Kill):
+    """A kill of a real run: it strikes `late_s` seconds after the begin of its iteration, but within its phase."""
+
+    late_s: float
 
 
 class FaultQueue:
@@ -33,7 +41,7 @@ class FaultQueue:
 
 
 def time_in_iteration(phase: str, costs: Costs, seconds: float) -> float:
-    """Return the seconds from the start of an iteration of this length to a phase."""
+    """Return the seconds from the start of an iteration to a phase; `seconds` are its length with all stalls."""
     match phase:
         case "forward":
             return 0.0
@@ -41,7 +49,8 @@ def time_in_iteration(phase: str, costs: Costs, seconds: float) -> float:
             # forward is a third of the work: backward computes two gradients for each product of forward
             return costs.pipeline_s(range(costs.num_stages)) / 3
         case "reduce":
-            return seconds - costs.update_s - costs.sync_s
+            # the update waits for copies of the state before it, gradients do not
+            return costs.iteration_s - costs.update_s - costs.sync_s
         case "step":
             return seconds - costs.update_s
         case _:

@@ -74,9 +74,13 @@ def _in_memory(
     link: _Link,
     patterns: tuple[SnapshotPattern, SnapshotPattern],
     recovery: Recovery = Recovery.ROLLBACK,
+    host: _Link | None = None,
     **own: Any,
 ) -> Saving:
-    """Return the costs that all policies have alike that keep snapshots in memory, beside a policy's `own`."""
+    """Return the costs that all policies have alike that keep snapshots in memory, beside a policy's `own`.
+
+    `host`: the link to host memory, where `link` is that to peers, too.
+    """
     return Saving(
         name=config.policy,
         recovery=recovery,
@@ -85,6 +89,7 @@ def _in_memory(
         whole_bytes=link.most_bytes,
         durable=_durable(setup, config.durable_every_iters, asynchronous=config.async_save),
         sizes_are_of_job=link.is_shared,
+        host_bytes_per_s=(host or link).bytes_per_s,
         **own,
     )
 
@@ -216,6 +221,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         link,
         patterns,
         recovery=Recovery.LOCAL,
+        host=host,
         reload_bytes_per_s=setup.cluster.copy_bytes_per_s,
         replicas=replicas,
         logs=config.boundary_log,
@@ -435,8 +441,8 @@ def _active_shares(make: Callable[[], Any], measured: Measured, setup: Setup, li
     while True:
         plan = policy.plan(offset, lambda: measured).sparse
         offset += 1
-        if offset == 1:
-            continue  # the base
+        if offset == 1 or plan is None:
+            continue  # the base, and the pause until peers have it
         active += float(work[list(plan.full)].sum())
         shares.append(active / float(work.sum()) if setup.switches.skip_frozen else 1.0)
         if plan.slot == plan.num_slots - 1:

@@ -70,11 +70,12 @@ class Durable:
 class Saving:
     """A policy's saves and their price.
 
-    `at_start`, `later`: its snapshots in the first generation, and in those after measurements. `kept_bytes_per_s`: the
-    rate at which a snapshot reaches all its destinations, `disk_s` the time of one that goes to disk. `active`: the
-    share of the work whose operators are active once slot j of a window is loaded. `partial`: the experts in snapshots.
-    `served_s`: the time in which servers make a state of a snapshot that has arrived; `window_bytes` are those of such
-    a state on a rank, None where snapshots are the state.
+    `at_start`, `later`: its snapshots in a generation that begins before or after an iteration has been measured.
+    `host_bytes_per_s`: the rate at which a snapshot reaches host memory, `kept_bytes_per_s` the one at which it reaches
+    all its destinations, both within the policy's caps, which do not hold for `reload_bytes_per_s`; `disk_s` the time
+    of a snapshot that goes to disk. `active`: the share of the work whose operators are active once slot j of a window
+    is loaded. `partial`: the experts in snapshots. `served_s`: the time in which servers make a state of a snapshot
+    that has arrived; `window_bytes` are those of such a state on a rank, None where snapshots are the state.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Saving:
     replicas: int = 0
     logs: bool = False
     keep_windows: int = 1
+    host_bytes_per_s: float = math.inf
     kept_bytes_per_s: float = math.inf
     disk_s: float = 0.0
     durable: Durable | None = None

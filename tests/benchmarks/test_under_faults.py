@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from benchmarks.under_faults import PLAIN, Cell, arguments_of, carry_out, interference, interval, measure, plan_cells
+from benchmarks.under_faults import (
+    PLAIN,
+    Cell,
+    arguments_of,
+    carry_out,
+    interference,
+    interval,
+    mean_fault_s,
+    measure,
+    plan_cells,
+)
 from launcher.compare import plan_variants
 from launcher.config import compose_settings
-from launcher.simulator.real_run import RealRun
+from launcher.simulator.real_run import RealRun, facts_of
 from moe_ckpt.events import Event, LoggedEvent, SnapshotTaken, WorkerStarted
 from tests.report_runs import committed
 
@@ -46,6 +57,14 @@ def test_every_run_is_one_that_the_launcher_accepts(policy: str, cap_bytes_per_s
     [variant] = plan_variants(words(Cell(policy=policy, mtbf_s=20.0, number=0), cap_bytes_per_s), 4)
     is_capped = "ckpt.max_bytes_per_s.host=28000000" in variant.overrides
     assert is_capped == (cap_bytes_per_s is not None and policy not in ("none", PLAIN))
+
+
+def test_each_fault_counts_once_in_whatever_run_it_came() -> None:
+    facts = facts_of([[LoggedEvent(t_s=1.0, global_rank=0, event=iteration(1))]])
+    costs = [(2, 3.0), (0, 0.0), (1, 9.0)]
+    runs = [replace(facts, num_recoveries=number, recovery_s=cost_s) for number, cost_s in costs]
+    assert mean_fault_s(runs) == 5.0
+    assert mean_fault_s(runs[1:2]) is None
 
 
 def run_of(*ranks: list[tuple[float, Event]]) -> RealRun:

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from moe_ckpt.faults.schedule import Kill, poisson_kills
 from moe_ckpt.sim.cluster import simulate
+from moe_ckpt.sim.faults import LateKill
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.saving import Saving, Setup
-from moe_ckpt.sim.timeline import Outcome, Recovered
+from moe_ckpt.sim.timeline import Outcome, Recovered, Trained
+from moe_ckpt.types import WARM_UP_ITERS
 from tests.properties import examples
 from tests.sim.setups import ckpt, cluster, job, setup
 
@@ -138,6 +140,34 @@ def test_a_snapshot_that_is_not_copied_yet_is_none() -> None:
     before, after = (recoveries(run(GEMINI, [at(80.0 + share * copying_s)]))[0] for share in (0.9, 1.1))
     assert (before.iteration, before.lost_iters) == (4, 4)
     assert (after.iteration, after.lost_iters) == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("kill", "into_s"),
+    [
+        pytest.param(Kill(rank=0, iteration=5), 0.0, id="where the iteration begins"),
+        pytest.param(Kill(rank=0, iteration=5, phase="reduce"), 10.0, id="gradients wait for no copy"),
+        pytest.param(Kill(rank=0, iteration=5, phase="step"), 15.0, id="the update does"),
+        pytest.param(LateKill(rank=0, iteration=5, late_s=4.0), 4.0, id="late"),
+        pytest.param(LateKill(rank=0, iteration=5, phase="reduce", late_s=4.0), 10.0, id="not before its phase"),
+        pytest.param(LateKill(rank=0, iteration=5, phase="reduce", late_s=12.0), 12.0, id="while the update waits"),
+        pytest.param(LateKill(rank=0, iteration=5, phase="reduce", late_s=99.0), 15.0, id="not after its phase"),
+    ],
+)
+def test_a_kill_comes_before_or_after_the_wait_for_a_copy(kill: Kill, into_s: float) -> None:
+    """Every fourth iteration is 5 s longer: iteration 5 begins after 45 s, and ends after 60."""
+    of = setup(machines=cluster(whole_copy_bytes_per_s=GEMINI.whole_bytes / 15.0))
+    saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4"), of)
+    (recovered,) = recoveries(run(saving, [kill], of=of))
+    assert recovered.since_s == pytest.approx(45.0 + into_s, abs=2 * of.costs.update_s)
+
+
+@pytest.mark.parametrize(("iteration", "is_measured"), [(WARM_UP_ITERS + 1, False), (WARM_UP_ITERS + 2, True)])
+def test_a_policy_knows_nothing_until_an_iteration_has_been_measured(iteration: int, *, is_measured: bool) -> None:
+    saving = plan_saving(ckpt("ckpt=gemini"), SETUP)
+    last = run(saving, [Kill(rank=0, iteration=iteration, phase="forward")]).timeline[-1]
+    assert isinstance(last, Trained)
+    assert last.generation.pattern is (saving.later if is_measured else saving.at_start)
 
 
 def test_whoever_lives_takes_the_step_that_all_were_ready_for() -> None:

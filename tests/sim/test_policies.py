@@ -118,6 +118,15 @@ def test_more_is_active_slot_by_slot_and_popular_experts_come_last() -> None:
     assert active(Switches(skip_frozen=False)) == (1.0,) * 4
 
 
+def test_a_window_begins_once_peers_have_the_base() -> None:
+    of, roomy = setup(), ("ckpt=moevement", "ckpt.replicas=1", "ckpt.memory_budget_bytes=1000000000")
+    saving = plan_saving(ckpt(*roomy, "ckpt.max_bytes_per_s.peers=1000"), of)
+    base, first = saving.later.lead[0], saving.later.repeat[0]
+    assert (base.offset, first.offset) == (0, 1 + base.pause_iters)
+    assert base.pause_iters * of.costs.iteration_s >= saving.whole_bytes / 1000.0
+    assert (len(saving.active), saving.active[-1]) == (first.num_slots, pytest.approx(1.0))
+
+
 def test_memory_is_that_of_the_policys_own_forecast() -> None:
     of = setup()
     saving = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), of)

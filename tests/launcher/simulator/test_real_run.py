@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, Wo
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
+from moe_ckpt.sim.faults import LateKill
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.policies import plan_saving
 from tests.report_runs import committed, rejoined
@@ -78,15 +81,16 @@ def test_to_resume_takes_the_extra_time_of_the_first_iterations(told: Rejoined, 
     assert "restart_s" not in found
 
 
-def injected(unix_s: float, rank: int, phase: str, iteration: int | None = 7) -> InjectedFault:
-    where = {"pid": 1, "signal": "KILL", "scope": "process", "generation": 0, "ordered": False}
-    return InjectedFault(unix_s=unix_s, rank=rank, phase=phase, iteration=iteration, **where)  # type: ignore[arg-type]
+def injected(unix_s: float, rank: int, phase: str, iteration: int | None = 7, **where: Any) -> InjectedFault:
+    given = {"pid": 1, "signal": "KILL", "scope": "process", "generation": 0, "ordered": False} | where
+    return InjectedFault(unix_s=unix_s, rank=rank, phase=phase, iteration=iteration, **given)
 
 
 def test_faults_of_a_run_are_at_points_one_after_another() -> None:
     told = [(1.0, "join", None), (2.0, "backward", 7), (2.0, "step", 7), (3.0, "build", None), (4.0, "recovery", 7)]
     later = [(5.0, "between", 8), (6.0, "unknown", 9), (7.0, "reduce", 3)]
-    kills = kills_of([injected(unix_s, rank, phase, at) for rank, (unix_s, phase, at) in enumerate([*told, *later])])
+    faults = [injected(unix_s, rank, phase, at) for rank, (unix_s, phase, at) in enumerate([*told, *later])]
+    kills = kills_of(faults, ranks=())
     assert [(kill.rank, kill.phase, kill.iteration) for kill in kills] == [
         (0, "forward", 1),
         (1, "backward", 7),
@@ -99,6 +103,28 @@ def test_faults_of_a_run_are_at_points_one_after_another() -> None:
     ]
 
 
+def test_a_fault_comes_as_long_after_its_iteration_began_as_in_the_run() -> None:
+    joined = rejoined(1, generation=2, joined_unix_s=109.5, fetch_s=0.25, replay_s=0.25)  # and begins at 110 s
+    ranks = [logged(0, (1.0, second(1)), (10.0, joined), (11.0, second(2))), logged(1, (11.0, second(2)))]
+    faults = [
+        injected(101.5, 0, "backward", 2),
+        injected(109.0, 1, "recovery", 1),
+        injected(110.25, 2, "recovery", 1, generation=2),
+        injected(111.75, 3, "reduce", 3),
+        injected(111.75, 4, "reduce", 3),
+        injected(111.875, 5, "step", 3, ordered=True),
+    ]
+    own: dict[str, Any] = {"signal": "KILL", "scope": "process"}
+    assert kills_of(faults, ranks) == (
+        LateKill(rank=0, iteration=2, phase="backward", late_s=0.5, **own),
+        Kill(rank=1, phase="recovery", **own),
+        LateKill(rank=2, phase="forward", late_s=0.25, **own),
+        LateKill(rank=3, iteration=3, phase="reduce", late_s=0.75, **own),
+        Kill(rank=4, phase="recovery", **own),
+        Kill(rank=5, iteration=3, phase="step", **own),
+    )
+
+
 KILLS = (Kill(rank=2, iteration=13, phase="backward"), Kill(rank=0, iteration=19))
 POLICIES = {
     "none": (),
@@ -108,20 +134,6 @@ POLICIES = {
     "moc": (),
     "moetion": (),
 }
-
-
-def run_of(policy: str, constants: Mapping[str, float], kills: tuple[Kill, ...] = KILLS) -> RealRun:
-    """A run that a simulation made, on a machine with its own constants."""
-    settings = compose_settings([f"ckpt={policy}", *POLICIES[policy], "train.global_batch_size=16"])
-    machine = compose_machine(["cluster=local", *(f"cluster.{name}={value}" for name, value in constants.items())])[0]
-    run = RealRun(settings=settings, world_size=4, kills=kills, ranks=())
-    setup = setup_of(run, machine, None)
-    saving = plan_saving(settings.ckpt, setup)
-    outcome = simulate(setup, saving, kills, duration_s=1e9, last_iteration=30)
-    ranks = [rank_events(setup, saving, outcome, rank) for rank in range(4)]
-    return RealRun(settings=settings, world_size=4, kills=kills, ranks=ranks)
-
-
 MACHINE = {
     "detect_s": 0.3,
     "rebuild_s": 0.7,
@@ -132,34 +144,70 @@ MACHINE = {
     "disk_bytes_per_s": 4e6,
     "disk_read_bytes_per_s": 9e6,
 }
+SLOW = 1.5e6
+CAPS = (f"ckpt.max_bytes_per_s.host={SLOW}",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """The machine's rates of copies, and the caps of policies that copy."""
+
+    rates: Mapping[str, float] = field(default_factory=dict[str, float])
+    caps: Sequence[str] = ()
+
+    @property
+    def machine(self) -> dict[str, float]:
+        return MACHINE | dict(self.rates)
 
 
 # interference cannot be told from the seconds that any snapshot takes
-SLOW_LINKS = {"copy_bytes_per_s": 1.5e6, "whole_copy_bytes_per_s": 1.5e6, "interference": 0.0}
+LINKS = {
+    "fast links": Links(),
+    "training waits for copies": Links(
+        rates={"copy_bytes_per_s": SLOW, "whole_copy_bytes_per_s": SLOW, "interference": 0.0}
+    ),
+    "copies have a cap, recoveries none": Links(rates={"interference": 0.0}, caps=CAPS),
+}
 
 
-def machine_of(links_are_slow: bool) -> dict[str, float]:
-    return MACHINE | (SLOW_LINKS if links_are_slow else {})
+def run_of(policy: str, links: Links, kills: tuple[Kill, ...] = KILLS) -> RealRun:
+    """A run that a simulation made, on a machine with its own constants."""
+    caps = () if policy in ("none", "dense") else links.caps
+    settings = compose_settings([f"ckpt={policy}", *POLICIES[policy], *caps, "train.global_batch_size=16"])
+    constants = (f"cluster.{name}={value}" for name, value in links.machine.items())
+    machine = compose_machine(["cluster=local", *constants])[0]
+    run = RealRun(settings=settings, world_size=4, kills=kills, ranks=())
+    setup = setup_of(run, machine, None)
+    saving = plan_saving(settings.ckpt, setup)
+    outcome = simulate(setup, saving, kills, duration_s=1e9, last_iteration=30)
+    ranks = [rank_events(setup, saving, outcome, rank) for rank in range(4)]
+    return RealRun(settings=settings, world_size=4, kills=kills, ranks=ranks)
 
 
 @cache
-def measured(*, links_are_slow: bool) -> ClusterConfig:
-    kills, machine = (Kill(rank=1, iteration=8), Kill(rank=3, iteration=16)), machine_of(links_are_slow)
-    return constants_of([run_of(name, machine, kills) for name in ("none", "dense", "gemini", "moevement")])
+def measured(links: str) -> ClusterConfig:
+    kills = (Kill(rank=1, iteration=8), Kill(rank=3, iteration=16))
+    return constants_of([run_of(name, LINKS[links], kills) for name in ("none", "dense", "gemini", "moevement")])
 
 
-@pytest.mark.parametrize("links_are_slow", [False, True], ids=["fast links", "training waits for copies"])
+@pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_constants_from_other_runs_predict_a_run_of_the_same_machine(policy: str, *, links_are_slow: bool) -> None:
-    run = run_of(policy, machine_of(links_are_slow))
-    truth, predicted = facts_of(run.ranks), predict_run(run, measured(links_are_slow=links_are_slow), None, 30)
+def test_constants_from_other_runs_predict_a_run_of_the_same_machine(policy: str, links: str) -> None:
+    run = run_of(policy, LINKS[links])
+    truth, predicted = facts_of(run.ranks), predict_run(run, measured(links), None, 30)
     assert predicted.recovery_s == pytest.approx(truth.recovery_s, rel=0.05)
     assert predicted.ettr == pytest.approx(truth.ettr, abs=0.01)
     assert truth.num_recoveries == 2
 
 
+def test_a_cap_is_none_of_the_machines_rates() -> None:
+    capped = LINKS["copies have a cap, recoveries none"]
+    rates = [constants_of([run_of("gemini", links)]).copy_bytes_per_s for links in (capped, LINKS["fast links"])]
+    assert rates == [pytest.approx(compose_machine(["cluster=local"])[0].copy_bytes_per_s)] * 2
+
+
 def test_waits_for_copies_are_none_of_what_any_snapshot_takes() -> None:
-    run = run_of("gemini", machine_of(links_are_slow=True))
+    run = run_of("gemini", LINKS["training waits for copies"])
     longest_s = max(event.stall_s for event in events_of(run.ranks, IterationCommitted))
     assert longest_s > 10 * MACHINE["take_s"], "training waits"
     assert constants_of([run]).take_s == pytest.approx(MACHINE["take_s"])
