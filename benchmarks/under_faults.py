@@ -62,7 +62,8 @@ _MIB = 1 << 20
 _STYLES = ("moevement", "gemini", "first", "second", "third", "none")
 _TABLE = ("<!-- under faults: written by benchmarks/under_faults.py -->", "<!-- end of under faults -->")
 _COLUMNS = (
-    *("MTBF, s", "policy", "ETTR", "predicted", "a fault, s", "predicted", "faults", "beside plain between faults"),
+    *("MTBF, s", "policy", "ETTR", "less that of the first, pairs", "predicted"),
+    *("a fault, s", "predicted", "faults", "beside plain between faults"),
     *("window, pause or interval", "MiB an iteration", "host memory, MiB"),
 )
 
@@ -236,6 +237,11 @@ class Study:
         """Return the measurements of all runs of a kind."""
         return [self.measured[cell] for cell in self._cells(policy, mtbf_s)]
 
+    def differences(self, policy: str, first: str, mtbf_s: float) -> list[float]:
+        """Return each run's ETTR less that of the policy `first` in the same round, under the same faults."""
+        pairs = zip(self.outcomes(policy, mtbf_s), self.outcomes(first, mtbf_s), strict=True)
+        return [one.ettr(self.plain_s) - other.ettr(self.plain_s) for one, other in pairs]
+
     @cached_property
     def plain_s(self) -> float:
         """Seconds of an iteration of plain training, the mean over all rounds."""
@@ -258,7 +264,7 @@ class Study:
         return found
 
     def _cells(self, policy: str, mtbf_s: float) -> list[Cell]:
-        return [cell for cell in self.runs if (cell.policy, cell.mtbf_s) == (policy, mtbf_s)]
+        return [cell for cell in self.measured if (cell.policy, cell.mtbf_s) == (policy, mtbf_s)]
 
 
 def table(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float]) -> Iterator[str]:
@@ -267,13 +273,14 @@ def table(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float]) -> It
     yield "| --- " * len(_COLUMNS) + "|"
     for mtbf_s in mtbfs_s:
         for policy in policies:
-            yield f"| {mtbf_s:g} | {' | '.join([policy, *_row(study, policy, mtbf_s)])} |"
+            yield f"| {mtbf_s:g} | {' | '.join([policy, *_row(study, policy, policies[0], mtbf_s)])} |"
 
 
-def _row(study: Study, policy: str, mtbf_s: float) -> Iterator[str]:
+def _row(study: Study, policy: str, first: str, mtbf_s: float) -> Iterator[str]:
     outcomes, predicted = study.outcomes(policy, mtbf_s), study.predictions(policy, mtbf_s)
     costs = [cost_s for each in outcomes for cost_s in each.fault_s]
     yield interval([each.ettr(study.plain_s) for each in outcomes])
+    yield "-" if policy == first else interval(study.differences(policy, first, mtbf_s))
     yield f"{statistics.fmean(ettr for ettr, _ in predicted):.3f}" if predicted else "-"
     yield f"{statistics.fmean(costs):.2f} ({min(costs):.2f} to {max(costs):.2f})" if costs else "-"
     fault_s = mean_fault_s([facts for _, facts in predicted])

@@ -103,17 +103,21 @@ def read_run(folder: Path) -> RealRun:
     """Read a run's folder. Raises ConfigError, naming it, for one that is not that of a run."""
     try:
         settings = read_settings(folder / "config.yaml")
-        world_size = int(json.loads((folder / "run.json").read_text())["world_size"])
+        about = json.loads((folder / "run.json").read_text())
+        world_size, origin_unix_s = int(about["world_size"]), float(about["clock_origin_unix_s"])
         ranks = [list(read_events(path)) for path in sorted((folder / "events").glob("rank*.jsonl"))]
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"real: {str(folder)!r} is not the folder of a run ({error!r})") from error
     require(len(ranks) == world_size, "real", f"events of {len(ranks)} ranks", f"those of all {world_size}")
-    return RealRun(settings=settings, world_size=world_size, kills=kills_of(read_faults(folder), ranks), ranks=ranks)
+    kills = kills_of(read_faults(folder), ranks, origin_unix_s)
+    return RealRun(settings=settings, world_size=world_size, kills=kills, ranks=ranks)
 
 
-def kills_of(faults: Sequence[InjectedFault], ranks: Sequence[Sequence[LoggedEvent]]) -> tuple[Kill, ...]:
+def kills_of(
+    faults: Sequence[InjectedFault], ranks: Sequence[Sequence[LoggedEvent]], origin_unix_s: float
+) -> tuple[Kill, ...]:
     """Return the faults of a run, as they were carried out, at points of a run that meets them one after another.
 
     A fault at the time of the one before, or before all ranks were together again, comes in the recovery from that.
@@ -122,38 +126,32 @@ def kills_of(faults: Sequence[InjectedFault], ranks: Sequence[Sequence[LoggedEve
     joined_s = {
         event.generation: event.joined_unix_s + event.fetch_s + event.replay_s for event in events_of(ranks, Rejoined)
     }
-    begins_s = _begins_of_iterations(ranks)
+    logged = [each for rank in ranks for each in rank if isinstance(each.event, IterationCommitted | Rejoined)]
+    begins_s = sorted(origin_unix_s + each.t_s for each in logged)
     kills: list[Kill] = []
     for before, fault in pairwise([None, *faults]):
         assert fault is not None
-        own = {"rank": fault.rank, "signal": fault.signal, "scope": fault.scope}
         # a worker that has joined takes its first snapshot before it tells of an iteration
-        is_alone = fault.phase in _RECOVERING and joined_s.get(fault.generation, math.inf) > fault.unix_s
+        is_recovering = fault.phase in _RECOVERING
+        is_alone = is_recovering and joined_s.get(fault.generation, math.inf) > fault.unix_s
         if before and (is_alone or fault.unix_s == before.unix_s):
-            kills.append(Kill(**own, phase="recovery"))
+            kills.append(Kill(rank=fault.rank, signal=fault.signal, scope=fault.scope, phase="recovery"))
             continue
-        number = None if before and fault.phase in _RECOVERING else max(1, fault.iteration or 1)
-        phase = _ENDED.get(fault.phase, fault.phase)
-        phase = phase if phase in KILL_PHASES and phase not in _RECOVERING else "forward"
+        number = None if before and is_recovering else max(1, fault.iteration or 1)
         begun = bisect.bisect_right(begins_s, fault.unix_s)
-        if fault.ordered or phase == "snapshot" or not begun:
-            kills.append(Kill(**own, iteration=number, phase=phase))
-        else:
-            late_s = fault.unix_s - begins_s[begun - 1]
-            kills.append(LateKill(**own, iteration=number, phase=phase, late_s=late_s))
+        kills.append(_kill_in(number, fault, begins_s[begun - 1] if begun else None))
     return tuple(kills)
 
 
-def _begins_of_iterations(ranks: Sequence[Sequence[LoggedEvent]]) -> list[float]:
-    """Return the times at which iterations began, as Unix seconds, ascending; none for a run without a recovery."""
-    logged = sorted((each for rank in ranks for each in rank), key=lambda each: each.t_s)
-    recovered = next((each for each in logged if isinstance(each.event, Rejoined)), None)
-    if recovered is None:
-        return []
-    event = recovered.event
-    assert isinstance(event, Rejoined)
-    origin_s = event.joined_unix_s + event.fetch_s + event.replay_s - recovered.t_s
-    return [origin_s + each.t_s for each in logged if isinstance(each.event, IterationCommitted | Rejoined)]
+def _kill_in(iteration: int | None, fault: InjectedFault, begun_unix_s: float | None) -> Kill:
+    """Return a fault in an iteration, which began at that time if it is known; None: in the next iteration."""
+    phase = _ENDED.get(fault.phase, fault.phase)
+    phase = phase if phase in KILL_PHASES and phase not in _RECOVERING else "forward"
+    point = {"rank": fault.rank, "signal": fault.signal, "scope": fault.scope, "iteration": iteration, "phase": phase}
+    # an ordered fault came as its phase began, and what an iteration ends with comes after its commit
+    if fault.ordered or phase == "snapshot" or begun_unix_s is None:
+        return Kill(**point)
+    return LateKill(**point, late_s=fault.unix_s - begun_unix_s)
 
 
 def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None) -> Setup:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.under_faults import (
     PLAIN,
     Cell,
+    Study,
     arguments_of,
     carry_out,
     interference,
@@ -57,6 +58,15 @@ def test_every_run_is_one_that_the_launcher_accepts(policy: str, cap_bytes_per_s
     [variant] = plan_variants(words(Cell(policy=policy, mtbf_s=20.0, number=0), cap_bytes_per_s), 4)
     is_capped = "ckpt.max_bytes_per_s.host=28000000" in variant.overrides
     assert is_capped == (cap_bytes_per_s is not None and policy not in ("none", PLAIN))
+
+
+def test_policies_are_compared_round_by_round() -> None:
+    run = run_of([(0.0, iteration(1)), (2.0, iteration(2)), (4.0, iteration(3))])
+    plain, slow, fast = measure(run, 4.0), measure(run, 8.0), measure(run, 4.0)
+    cells = [Cell(policy=policy, mtbf_s=20.0, number=number) for number in range(2) for policy in ("a", "b")]
+    measured = dict(zip(cells, [slow, fast, fast, fast], strict=True))
+    study = Study(runs={}, measured=measured | {Cell(policy=PLAIN, mtbf_s=math.inf, number=0): plain})
+    assert study.differences("b", "a", 20.0) == [0.5, 0.0]
 
 
 def test_each_fault_counts_once_in_whatever_run_it_came() -> None:

@@ -90,7 +90,7 @@ def test_faults_of_a_run_are_at_points_one_after_another() -> None:
     told = [(1.0, "join", None), (2.0, "backward", 7), (2.0, "step", 7), (3.0, "build", None), (4.0, "recovery", 7)]
     later = [(5.0, "between", 8), (6.0, "unknown", 9), (7.0, "reduce", 3)]
     faults = [injected(unix_s, rank, phase, at) for rank, (unix_s, phase, at) in enumerate([*told, *later])]
-    kills = kills_of(faults, ranks=())
+    kills = kills_of(faults, ranks=(), origin_unix_s=0.0)
     assert [(kill.rank, kill.phase, kill.iteration) for kill in kills] == [
         (0, "forward", 1),
         (1, "backward", 7),
@@ -115,7 +115,7 @@ def test_a_fault_comes_as_long_after_its_iteration_began_as_in_the_run() -> None
         injected(111.875, 5, "step", 3, ordered=True),
     ]
     own: dict[str, Any] = {"signal": "KILL", "scope": "process"}
-    assert kills_of(faults, ranks) == (
+    assert kills_of(faults, ranks, origin_unix_s=100.0) == (
         LateKill(rank=0, iteration=2, phase="backward", late_s=0.5, **own),
         Kill(rank=1, phase="recovery", **own),
         LateKill(rank=2, phase="forward", late_s=0.25, **own),
