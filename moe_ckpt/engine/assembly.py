@@ -254,9 +254,10 @@ class InMemoryAssembly:
 
     def _open_surviving(self, elastic: ElasticContext, copier: HostCopier) -> tuple[Publisher, LocalDisk]:
         """Open the memory that outlives this process, and the local disk, where its supervisor saves it at the end."""
-        elastic.at_end(copier.throttle.lift)  # else survivors would join late, after the rest of a copy
+        elastic.at_end(copier.throttle.lift)  # else survivors would join late, after the rest of a copy,
         folder = BlobFolder(own_path(elastic.memory), pinned=torch.cuda.is_available())
         publisher = Publisher(folder, elastic.daemon or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
+        elastic.at_end(publisher.interrupt_waits)  # and of those to peers
         rank, limit_bytes = self._place.shard.global_rank, self._config.disk_budget_bytes
         disk = LocalDisk(self._disk_folder, rank, elastic.daemon, limit_bytes)
         if not self._config.loses_tokens:  # the last save knows windows only: units go on from those on disk

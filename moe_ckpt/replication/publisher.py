@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotInTimeError
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict, dataclass
@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, PeersLostError
 from moe_ckpt.mirror.plan import Mirrored
 from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.replication.copy_times import CopyTimes, SentCopy
@@ -90,7 +90,7 @@ class FolderContents:
 class Publisher:
     """Publishes one rank's snapshots and steps in `folder`. Any thread may add snapshots; all else is for one thread.
 
-    A copy may take `copy_s` seconds.
+    A copy may take `copy_s` seconds. Methods that wait for one raise PeersLostError as soon as ranks are lost.
 
     Peers receive nothing before `begin_copying` and after `stop_copying`: their copies may be the last ones. `on_wait`
     is called when a wait for peers begins (True) and ends (False).
@@ -110,6 +110,7 @@ class Publisher:
         self._changed: set[str] = set()  # since copying stopped: peers may hold other contents under these keys
         self._stale: set[str] = set()  # keys that peers hold and drop once they hold the folder's blobs
         self._copies_fail = False
+        self._interrupted: Future[None] = Future()  # no event: a wait for a copy ends with whichever comes first
         self._newest: dict[str | None, str] = {}  # by unit: the key that peers received last
         self.updates = HostBuffers(folder)  # gradients on their way to peers; a stream acquires memory for its own here
         self._packed: dict[str, torch.Tensor] = {}  # by the update's key
@@ -194,9 +195,8 @@ class Publisher:
         with self._lock:
             copies = [self._copying.get(each) if self._copying else None for each in keys]
         if wait:
-            with self._waiting():
-                # without the lock: other threads add snapshots meanwhile
-                wait_for_futures([copy for copy in copies if copy], self._copy_s)
+            # without the lock: other threads add snapshots meanwhile
+            self._wait_for([copy for copy in copies if copy])
         for copy in copies:
             if copy is None:
                 raise CheckpointSaveError(f"the state of iteration {iteration} was not sent")
@@ -209,6 +209,23 @@ class Publisher:
         with self._lock:
             copy = self._copying.get(key) if self._copying else None
         return copy.result() if copy and copy.done() and isinstance(copy.result(), ServerWork) else NO_WORK
+
+    def interrupt_waits(self) -> None:
+        """End this and all later waits for peers until copying begins again: ranks were lost. For another thread."""
+        with contextlib.suppress(InvalidStateError):  # a second loss, before copying began
+            self._interrupted.set_result(None)
+
+    def _wait_for(self, copies: Sequence[Future[Any]]) -> None:
+        """Return once these copies are done, or one has failed, or after the time that a copy may take."""
+        until_s = time.monotonic() + self._copy_s
+        with self._waiting():
+            for copy in copies:
+                rest_s = max(0.0, until_s - time.monotonic())
+                wait_for_futures([copy, self._interrupted], rest_s, FIRST_COMPLETED)
+                if self._interrupted.done() and not copy.done():
+                    raise PeersLostError("ranks were lost during a wait for copies")
+                if copy.done() and copy.exception():
+                    return
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -324,6 +341,7 @@ class Publisher:
             # the same key is not enough: a record that was logged again has other contents
             everywhere = set(kept).intersection(*held).difference(self._changed)
             self._copying, self._copies_fail, self._changed = {key: _done() for key in everywhere}, False, set()
+            self._interrupted = Future()
             for key in kept:
                 if key not in everywhere:
                     self._copy(key)
@@ -430,14 +448,14 @@ class Publisher:
 
     def _are_copied(self, keys: Iterable[str]) -> bool:
         assert self._copying is not None, "asked for copies before peers were told of anything"
-        until_s = time.monotonic() + self._copy_s
         try:
-            with self._waiting():
-                for key in keys:
-                    self._copying[key].result(max(0.0, until_s - time.monotonic()))
+            copies = [self._copying[key] for key in keys]
+            self._wait_for(copies)
+            for copy in copies:
+                copy.result(0.0)
         # KeyError: a step for which the folder had no room was never sent
         except (CheckpointSaveError, NotInTimeError, KeyError) as error:
-            _log.warning("not copied, training goes on: %s", error or f"no answer in {self._copy_s:g} s")
+            _log.warning("not copied, training goes on: %s", str(error) or f"no answer in {self._copy_s:g} s")
             self._copies_fail = True
             return False
         return True

@@ -200,6 +200,7 @@ class _Generations:
         self._is_over = True
         self._groups: tuple[ThreadGroup, list[ThreadGroup]] | None = None
         self.failure: BaseException | None = None
+        self.at_end: list[Callable[[], None]] = []  # what workers do at each end of a generation
 
     def join(self, rank: int) -> tuple[int, ThreadGroup, ThreadGroup]:
         """Return the generation that begins, and this rank's groups: all ranks, and those of its stage."""
@@ -218,6 +219,8 @@ class _Generations:
     def end(self, reason: str) -> None:
         with self._changed:
             self._is_over = True
+            for action in self.at_end:
+                action()
             for group in [self._groups[0], *self._groups[1]] if self._groups else []:
                 group.cut(reason)
             self._changed.notify_all()
@@ -420,6 +423,7 @@ class ThreadJob:
         self._replicas = 0 if config is None else 1 if config.replicas == "auto" else int(config.replicas)
         self._losses_of_config = losses
         self._generations = _Generations(self.shape)
+        self.at_end = self._generations.at_end
         self._lock = threading.RLock()
         self._buried = 0
         self.digests: dict[int, dict[int, str]] = {}
@@ -621,6 +625,7 @@ class ThreadJob:
             replicas=self._replicas,
             ranks_per_node=1,
             copy_s=_WAIT_S,
+            at_end=self.at_end.append,
             serves_itself=self._has_servers,
             hosts=self.hosts.view() if self.hosts else None,
         )

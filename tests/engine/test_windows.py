@@ -444,6 +444,13 @@ def test_a_capped_job_recovers_as_without_faults(tmp_path: Path) -> None:
     assert all(event.copy_bytes_per_s <= HOST_BYTES_PER_S for event in chosen)
 
 
+def test_no_survivor_waits_for_copies(tmp_path: Path) -> None:
+    job = exact(made(tmp_path, AT_REDUCE))
+    stores = [job.stores(rank) for rank in job.ranks]
+    assert all(each.publisher and each.publisher.interrupt_waits in job.at_end for each in stores), "to peers"
+    assert all(each.copiers[0].throttle.lift in job.at_end for each in stores), "to host memory"
+
+
 def test_a_cap_that_lets_no_snapshot_through_in_time_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"runtime.copy_s: got .*, wanted at least .*at ckpt.max_bytes_per_s.host"):
         made(tmp_path, iterations=2, window="auto", max_bytes_per_s=_capped(1e-3)).run()

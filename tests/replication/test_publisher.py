@@ -7,14 +7,14 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, PeersLostError
 from moe_ckpt.replication.copy_times import SentCopy
 from moe_ckpt.replication.publisher import (
     NoCopies,
@@ -31,6 +31,7 @@ from moe_ckpt.types import ReadyGradients
 from tests.replication.blobs import content_of, filled
 from tests.snapshot.copiers import Engine, finish, held_until_waited_for
 from tests.snapshot.samples import persist_window, piece, starts_of, take_window
+from tests.waits import WAIT_S
 
 GRADIENTS = ReadyGradients(overflows=(False, True), total_norm=None, loss_scale=2.0)
 STEP_5 = {"start-5", "record-5"}
@@ -217,6 +218,28 @@ class LatePeers(Peers):
         answers, self._unanswered = self._unanswered[:most], self._unanswered[most:]
         for answer in answers:
             answer.set_result(None)
+
+
+def test_a_wait_for_copies_ends_as_ranks_are_lost(tmp_path: Path) -> None:
+    peers = LatePeers()
+    life = Life(tmp_path, peers)
+    life.begin(set())
+    life.log(5)
+    with ThreadPoolExecutor() as training:
+        copied = training.submit(life.publisher.has_copies_of_step, 5)
+        while not life.waits and not copied.done():
+            pass
+        life.publisher.interrupt_waits()
+        with pytest.raises(PeersLostError):
+            copied.result(WAIT_S)
+    assert life.waits == [True, False]
+    life.publisher.interrupt_waits()
+    with pytest.raises(PeersLostError):
+        life.publisher.has_copies_of_step(5)
+    life.publisher.stop_copying()
+    life.begin(set())
+    peers.answer()
+    assert life.publisher.has_copies_of_step(5), "the wait ended, the copy did not fail"
 
 
 def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(tmp_path: Path) -> None:
