@@ -481,7 +481,10 @@ def _check_whole_run(
 ) -> None:
     dead = [rank for fault in faults for rank in fault.dead]
     built = [point.rank for fault in faults for point in fault.at if point.phase is Phase.BUILD]
-    assert result["faults_survived"] == len(dead)
+    found = {
+        event.generation: event.deaths for rank in range(job.world_size) for event in events_of(job.run, Rejoined, rank)
+    }
+    assert result["faults_survived"] == len(dead), f"{result['faults_survived']} deaths, wanted {dead}, found {found}"
     for rank in range(job.world_size):
         started = events_of(job.run, WorkerStarted, rank)
         assert len(started) == 1 + dead.count(rank) - built.count(rank), f"rank {rank}"

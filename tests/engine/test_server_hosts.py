@@ -10,7 +10,7 @@ import pytest
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import GradientsLost, GradientsSent, Rejoined, ServersChanged, SnapshotTaken
-from moe_ckpt.replication.publisher import read_kept
+from moe_ckpt.replication.publisher import FolderContents, read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.types import Phase
 from tests.engine.job import Fault, ThreadJob, exact
@@ -24,10 +24,15 @@ def made(folder: Path, *faults: Fault, shape: Shape = PAIR, iterations: int = 9,
     return ThreadJob(folder, policy, shape, iterations=iterations, faults=faults)
 
 
+def kept_on(job: ThreadJob, started: int) -> Mapping[int, FolderContents]:
+    """Return what the server that was started as this one has of each rank."""
+    assert job.hosts is not None
+    return {rank: read_kept(BlobFolder(held_path(job.hosts.memory(started), rank))) for rank in job.ranks}
+
+
 def states_on(job: ThreadJob, started: int) -> Mapping[int, set[int]]:
     """Return the iterations of the states of each rank on the server that was started as this one."""
-    assert job.hosts is not None
-    kept = {rank: read_kept(BlobFolder(held_path(job.hosts.memory(started), rank))) for rank in job.ranks}
+    kept = kept_on(job, started)
     return {rank: {state.header.iteration for state in each.snapshots} for rank, each in kept.items()}
 
 
@@ -40,7 +45,9 @@ def test_a_killed_rank_takes_its_state_from_a_server_that_trains_nothing(
     newest_of_all: list[int] = []
 
     def note_states(job: ThreadJob) -> None:
-        newest_of_all.append(max(set.intersection(*states_on(job, 1).values())))
+        # no state is of use before the server has what the next iteration starts from
+        starts = [{number - 1 for number in each.starts} for each in kept_on(job, 1).values()]
+        newest_of_all.append(max(set.intersection(*states_on(job, 1).values(), *starts)))
 
     faults = [
         Fault(rank=1, phase=Phase.BACKWARD, iteration=4, loses_memory=loses_memory, before_restart=note_states),
