@@ -41,6 +41,7 @@ from benchmarks.overhead import QUIET, student  # noqa: E402
 from benchmarks.runs import current_commit, default_model, hardware, packages  # noqa: E402
 from launcher.cluster_profile import constants_of  # noqa: E402
 from launcher.compare import plan_variants, run_job  # noqa: E402
+from launcher.faults.log import InjectedFault, read_faults  # noqa: E402
 from launcher.simulator.comparison import predict_run  # noqa: E402
 from launcher.simulator.real_run import RealRun, RunFacts, first_commits, read_run, recoveries_of  # noqa: E402
 from moe_ckpt.errors import MoeCkptError  # noqa: E402
@@ -48,6 +49,7 @@ from moe_ckpt.events import (  # noqa: E402
     HostMemoryUsed,
     IntervalChosen,
     IterationCommitted,
+    Rejoined,
     SnapshotTaken,
     WindowChosen,
 )
@@ -195,6 +197,18 @@ def measure(run: RealRun, seconds: float) -> Outcome:
         snapshot_bytes=sum(taken) / max(1, len(counted)),
         host_bytes=max(memory, default=0),
     )
+
+
+def faults_until(iteration: int, run: RealRun, faults: Sequence[InjectedFault]) -> RealRun:
+    """Return a run of these faults without those that came after the first commit of an iteration.
+
+    One that ended the generation of that commit came after it, however soon. A prediction ends with that iteration.
+    """
+    done_s = first_commits(run.ranks)[iteration]
+    logged = [each for rank in run.ranks for each in rank if each.t_s <= done_s]
+    generation = max((each.event.generation for each in logged if isinstance(each.event, Rejoined)), default=1)
+    kills = [kill for kill, fault in zip(run.kills, faults, strict=True) if fault.generation < generation]
+    return replace(run, kills=tuple(kills))
 
 
 def _cadence(run: RealRun) -> str:
@@ -345,8 +359,10 @@ def main() -> int:
     for cell in plan_cells(options.policy, options.mtbf_s, options.runs):
         common = [*default_model(overrides), *overrides]
         words = arguments_of(cell, cap_bytes_per_s=cap_bytes_per_s, seconds=options.seconds, common=common)
-        runs[cell] = read_run(carry_out(cell, folder, words, options.seconds))
-        measured[cell] = measure(runs[cell], options.seconds)
+        done = carry_out(cell, folder, words, options.seconds)
+        run = read_run(done)
+        measured[cell] = measure(run, options.seconds)
+        runs[cell] = faults_until(measured[cell].iterations + 1, run, read_faults(done))
         print(f"{cell.name}: {measured[cell].iterations} iterations", file=sys.stderr, flush=True)
     study = Study(runs=runs, measured=measured)
     lines = [*table(study, options.policy, options.mtbf_s), "", *notes(study, options.regime, cap_bytes_per_s, folder)]

@@ -15,6 +15,7 @@ from benchmarks.under_faults import (
     Study,
     arguments_of,
     carry_out,
+    faults_until,
     interference,
     interval,
     mean_fault_s,
@@ -25,7 +26,9 @@ from launcher.compare import plan_variants
 from launcher.config import compose_settings
 from launcher.simulator.real_run import RealRun, facts_of
 from moe_ckpt.events import Event, LoggedEvent, SnapshotTaken, WorkerStarted
-from tests.report_runs import committed
+from moe_ckpt.faults.schedule import Kill
+from tests.benchmarks.faults import injected
+from tests.report_runs import committed, rejoined
 
 POLICIES = ["moevement", "gemini:ckpt.every_iters=5", "none"]
 
@@ -67,6 +70,15 @@ def test_policies_are_compared_round_by_round() -> None:
     measured = dict(zip(cells, [slow, fast, fast, fast], strict=True))
     study = Study(runs={}, measured=measured | {Cell(policy=PLAIN, mtbf_s=math.inf, number=0): plain})
     assert study.differences("b", "a", 20.0) == [0.5, 0.0]
+
+
+def test_a_prediction_has_the_faults_before_its_last_iteration() -> None:
+    back = rejoined(1, generation=2)
+    run = run_of([(0.0, iteration(1)), (1.0, back), (2.0, iteration(2)), (3.0, iteration(3))])
+    run = replace(run, kills=tuple(Kill(rank=rank, iteration=rank + 1) for rank in range(3)))
+    faults = [injected(rank, rank + 1, generation=generation) for rank, generation in enumerate((1, 2, 3))]
+    kept = [[kill.rank for kill in faults_until(number, run, faults).kills] for number in (1, 2, 3)]
+    assert kept == [[], [0], [0]], "the second one ends the generation of the last iteration"
 
 
 def test_each_fault_counts_once_in_whatever_run_it_came() -> None:
