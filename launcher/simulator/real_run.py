@@ -123,10 +123,8 @@ def kills_of(
     A fault at the time of the one before, or before all ranks were together again, comes in the recovery from that.
     Others come in the phase of their iteration, and as long after its begin, as they came in the run.
     """
-    joined_s = {
-        event.generation: event.joined_unix_s + event.fetch_s + event.replay_s for event in events_of(ranks, Rejoined)
-    }
     logged = [each for rank in ranks for each in rank if isinstance(each.event, IterationCommitted | Rejoined)]
+    joined_s = {each.event.generation: origin_unix_s + each.t_s for each in logged if isinstance(each.event, Rejoined)}
     begins_s = sorted(origin_unix_s + each.t_s for each in logged)
     kills: list[Kill] = []
     for before, fault in pairwise([None, *faults]):

@@ -104,7 +104,7 @@ def test_faults_of_a_run_are_at_points_one_after_another() -> None:
 
 
 def test_a_fault_comes_as_long_after_its_iteration_began_as_in_the_run() -> None:
-    joined = rejoined(1, generation=2, joined_unix_s=109.5, fetch_s=0.25, replay_s=0.25)  # and begins at 110 s
+    joined = rejoined(1, generation=2)
     ranks = [logged(0, (1.0, second(1)), (10.0, joined), (11.0, second(2))), logged(1, (11.0, second(2)))]
     faults = [
         injected(101.5, 0, "backward", 2),
