@@ -50,11 +50,12 @@ class Policy(Protocol):
     """A pure decision maker: the same calls give the same answers, on every rank."""
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` optimizer steps; the first one takes all operators in a slot.
+        """Return the plan for the state after `iteration` optimizer steps.
 
-        Each generation builds its policy anew. In a window each operator is taken in full once, and its compute weight
-        in all slots before. A policy that needs measurements calls `measure`, which is collective: on all ranks alike
-        or on none.
+        Each generation builds its policy anew. The first plan takes all operators in a slot, unless all ranks keep a
+        window of the last generation, which the next one follows. In a window each operator is taken in full once, and
+        its compute weight in all slots before. A policy that needs measurements calls `measure`, which is collective:
+        on all ranks alike or on none.
         """
         ...
 

@@ -217,6 +217,11 @@ class WindowChoice:
     snapshot_share: float | None = None
     replay_share: float | None = None
 
+    @property
+    def period_iters(self) -> int:
+        """Iterations from the start of this window to that of the next one."""
+        return self.num_slots + self.pause_iters
+
     def describe(self) -> str:
         """Return the window with its terms, in a line."""
         window = f"{self.num_slots} slots and a pause of {self.pause_iters} iterations"
@@ -321,7 +326,7 @@ class Measured:
     (None: not known yet), and whether these costs are settled: enough windows have been measured to choose by them.
     Seconds in which a lost stage replays an iteration (None: no stage was replayed). Seconds from the start of an
     iteration to its complete gradients, on the fastest rank: a copy to host memory that takes longer makes the update
-    wait (0: not known yet).
+    wait (0: not known yet). The start of the newest window that all ranks keep (None: a rank keeps none).
     """
 
     iteration_s: float
@@ -337,6 +342,7 @@ class Measured:
     costs_are_settled: bool = True
     replayed_iteration_s: float | None = None
     overlap_s: float = 0.0
+    kept_since: int | None = None
 
     @property
     def hidden_copy_s(self) -> float:

@@ -27,7 +27,7 @@ from moe_ckpt.agent import die_with_parent
 from moe_ckpt.elastic.job_store import say_once
 from moe_ckpt.errors import MoeCkptError
 
-_ENDING_S = 5.0
+_ENDING_S = 30.0
 
 
 def run_agent(settings: Settings, world_size: int, folder: Path, setup: Callable[[], None] | None) -> None:

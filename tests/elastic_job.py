@@ -41,7 +41,7 @@ _PATIENT = (
 )
 SHARED_MEMORY = Path("/dev/shm")
 _LOOK_EVERY_S = 0.002
-_ENDING_S = 5.0
+_ENDING_S = 30.0
 
 
 class JobFailedError(AssertionError):

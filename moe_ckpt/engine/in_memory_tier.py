@@ -131,22 +131,32 @@ class InMemoryTier:
         with self._meter.stalling():
             self._capture(plan)
 
-    def take_base(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
-        """Take a snapshot of everything.
+    def entered(self, iteration: int, period_iters: int) -> None:
+        """A generation begins with the state after `iteration` steps; its next window may come in a period."""
+        oldest = self._stores.memory.oldest_needed_iteration()
+        if oldest is not None:  # windows of the last generation were this long: theirs may be the only one for a while
+            self.logs.window_takes(max(iteration - oldest, period_iters))
 
-        If a rank has no other window, wait until it is kept: a fault can come at any time.
+    def take_base(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
+        """Take the first snapshot of a generation.
+
+        If a rank has no other window, wait until it is kept: a fault can come at any time. If all ranks have a whole
+        snapshot of this very state, to which they went back, none is taken, unless it is to go to disk.
 
         Servers that continue from a snapshot that all ranks have restored need no further snapshot.
         """
         if self._servers and self._servers.adopt(plan.window_start):
             return
-        oldest = self._stores.memory.oldest_needed_iteration()
-        if oldest is not None:  # windows of the last generation were this long: theirs may be the only one for a while
-            self.logs.window_takes(plan.window_start - oldest)
+        windows = self._stores.memory.windows()
+        has_state = any(window.is_whole_state and window.start == plan.window_start for window in windows)
+        # the rank with the fewest decides for all: snapshots and their confirmation are collective
+        facts = {"num_kept": len(windows), "has_state": has_state}
+        all_have = reduce_extremes(self._place.ranks, self._place.device, largest={}, smallest=facts)
+        if all_have["has_state"] and not to_disk:
+            self.logs.drop_old()
+            return
         self.take(plan, to_disk=to_disk)
-        # the rank with the fewest decides for all: the confirmation is collective
-        num_kept = {"kept": len(self._stores.memory.windows())}
-        if not reduce_extremes(self._place.ranks, self._place.device, largest={}, smallest=num_kept)["kept"]:
+        if not all_have["num_kept"]:
             self._confirm(wait=True)
             self._meter.drop_snapshot()  # no other has training wait for all of it
 

@@ -309,13 +309,18 @@ class Session:
     def _take_base(self, sparse: InMemoryParts, iteration: int) -> None:
         assert self._parts is not None
         plan = self._parts.policy.plan(iteration, self._measure)
-        assert plan.sparse is not None, iteration
-        if plan.experts:
-            self._events.append(ExpertsChosen(iteration=iteration, **asdict(plan.experts)))
-        sparse.tier.take_base(plan.sparse, to_disk=plan.to_disk)
+        self._report(iteration, plan)
+        sparse.tier.entered(iteration, plan.window.period_iters if plan.window else 0)
+        if plan.sparse:
+            sparse.tier.take_base(plan.sparse, to_disk=plan.to_disk)
         self._has_base = True
 
     def _take(self, sparse: InMemoryParts, iteration: int, plan: SnapshotPlan) -> None:
+        self._report(iteration, plan)
+        if plan.sparse:
+            sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
+
+    def _report(self, iteration: int, plan: SnapshotPlan) -> None:
         if plan.window:
             self._events.append(WindowChosen(iteration=iteration, **asdict(plan.window)))
             before, self._logged_window = self._logged_window, (plan.window.num_slots, plan.window.pause_iters)
@@ -325,8 +330,6 @@ class Session:
             self._events.append(IntervalChosen(iteration=iteration, **asdict(plan.interval)))
         if plan.experts:
             self._events.append(ExpertsChosen(iteration=iteration, **asdict(plan.experts)))
-        if plan.sparse:
-            sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
 
     def _measure(self) -> Measured:
         assert self.sparse is not None

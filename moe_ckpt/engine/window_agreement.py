@@ -151,9 +151,11 @@ class WindowAgreement:
                 "overlap_s": meter.overlap_s(),
                 "found": found,
                 "on_disk": _known_or(self.disk.start_of(Role.RECOVERY)),
+                "kept_since": _known_or(self._stores.memory.newest_start()),
             },
         )
         on_disk, newest_on_disk = (_if_known(agreed[name]) for name in ("on_disk", "newest_on_disk"))
+        kept_since = _if_known(agreed["kept_since"])
         if on_disk == newest_on_disk:  # else writes failed: the window before is on all disks still
             self._on_all_disks = None if on_disk is None else int(on_disk)
         # where every snapshot goes to disk before the next one is taken, the disk's cap counts, too
@@ -172,6 +174,7 @@ class WindowAgreement:
             costs_are_settled=bool(agreed["costs_are_settled"]),
             replayed_iteration_s=_if_known(agreed["replayed_iteration_s"]),
             overlap_s=agreed["overlap_s"],
+            kept_since=None if kept_since is None else int(kept_since),
         )
         return _Found(int(agreed["found"]))
 

@@ -73,15 +73,20 @@ class SparseWindows:
         """Return the plan for the state after `iteration` steps: everything at first, then slot after slot.
 
         Asks for measurements at the start of a window, and for window=auto also at first: without earlier measurements,
-        windows begin after `profile_iters` iterations. An iteration that does not follow the last begins a window, too.
+        windows begin after `profile_iters` iterations; with them, and a window that all ranks still keep, they go on
+        from that one. An iteration that does not follow the last begins a window, too.
         """
-        if self._next_iteration is None:
-            return self._base(iteration, measure)
+        choice = None
         every = self._config.durable_every_iters
         durable = every > 0 and iteration % every == 0
+        if self._next_iteration is None:
+            measured = measure() if self._config.window == AUTO else None
+            if measured is None or not self._can_go_on(measured):
+                return self._base(iteration, measured)
+            choice, durable = self._go_on(iteration, measured), False
+            self._next_iteration = self._start
         if iteration < self._next_iteration:
-            return SnapshotPlan(durable=durable)
-        choice = None
+            return SnapshotPlan(durable=durable, window=choice)
         if self._window is None or iteration != self._next_iteration or iteration >= self._start + self._num_slots:
             # those that the base asked for serve its first window, and no other
             measured, self._known = self._known or measure(), None
@@ -118,12 +123,11 @@ class SparseWindows:
         lines = self._sizes.forecast(slots, self._pause_iters).lines()
         return [f"host memory of the largest rank, window {slots}{later}:", *lines]
 
-    def _base(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
+    def _base(self, iteration: int, measured: Measured | None) -> SnapshotPlan:
         plan, before_window_iters = everything_at(iteration, self._table), 0
-        if self._config.window == AUTO:
-            measured = measure()
+        if measured is not None:
             if measured.iteration_s > 0:  # before a fault
-                before_window_iters = self._copying_iters(measured)
+                before_window_iters = self._copying_pause(1, measured)
                 plan = replace(plan, pause_iters=before_window_iters)
                 self._known = None if before_window_iters else measured
             else:
@@ -131,16 +135,38 @@ class SparseWindows:
         self._next_iteration = iteration + 1 + before_window_iters
         return SnapshotPlan(sparse=plan)
 
-    def _copying_iters(self, measured: Measured) -> int:
-        """Return the iterations in which everything reaches peers, within the pauses that memory allows.
+    def _can_go_on(self, measured: Measured) -> bool:
+        """Return whether all ranks keep a window of the last generation, and know how long iterations take."""
+        return measured.kept_since is not None and measured.iteration_s > 0 and not self._config.paper_exact
 
-        A window that followed at once would make training wait for them; 0 where they have it within an iteration.
+    def _go_on(self, iteration: int, measured: Measured) -> WindowChoice:
+        """Choose the window that follows the newest one of the last generation; a base would stop training for longer.
+
+        It begins a period after that one, or now if that is past. It has fewer slots if it would not end within two
+        periods, for which memory has room for logs.
+        """
+        assert measured.kept_since is not None
+        choice = self._begin(iteration, measured)
+        period_iters = self._num_slots + self._pause_iters
+        self._start = max(iteration, measured.kept_since + period_iters)
+        num_slots = max(1, measured.kept_since + 2 * period_iters - self._start)
+        if num_slots < self._num_slots:
+            self._num_slots = num_slots
+            self._pause_iters = max(self._pause_iters, self._copying_pause(num_slots, measured))
+            self._window = self._sizes.cut(self._order, self._table, num_slots)
+        return replace(choice, num_slots=self._num_slots, pause_iters=self._pause_iters)
+
+    def _copying_pause(self, num_slots: int, measured: Measured) -> int:
+        """Return the pause in which a window of so many slots reaches peers, within those that memory allows.
+
+        A window that followed at once would make training wait for them; 0 where they have it with its last slot.
         """
         if self._config.paper_exact:
             return 0
-        copy_s = self._sizes.dense_bytes / measured.peer_bytes_per_s
+        size = self._sizes.size(num_slots)
+        copy_s = size.window_bytes / measured.peer_bytes_per_s
         iters = copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s)
-        return min(iters, self._sizes.size(1).most_pause_iters) if iters > 1 else 0
+        return min(iters + 1 - num_slots, size.most_pause_iters) if iters > num_slots else 0
 
     def _begin(self, iteration: int, measured: Measured) -> WindowChoice:
         fitting, terms = self._num_slots, None

@@ -16,6 +16,7 @@ from moe_ckpt.sim.faults import FaultQueue, LateKill, time_in_iteration
 from moe_ckpt.sim.generation import Generation, Kept, Moment
 from moe_ckpt.sim.recovering import Estimate, Losses, RollbackPath, estimate, plan_after, replay_s, replayed_by
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
+from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
 from moe_ckpt.sim.timeline import HOST_MEMORY, Ledger, Outcome, Recovered, Trained
 from moe_ckpt.sim.units import go_back
 from moe_ckpt.types import WARM_UP_ITERS
@@ -111,10 +112,16 @@ class _Run:
         )
 
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
-        is_measured = self._num_iters > WARM_UP_ITERS
-        pattern = self._saving.later if is_measured else self._saving.at_start
-        pattern = self._epoch.pattern if self._epoch else pattern
+        pattern = self._epoch.pattern if self._epoch else self._pattern(start, carried)
         return Generation(self._setup.costs, self._saving, pattern, start, since_s, carried, self._epoch)
+
+    def _pattern(self, start: int, carried: tuple[Kept, ...]) -> SnapshotPattern:
+        if self._num_iters <= WARM_UP_ITERS:
+            return self._saving.at_start
+        if not carried or start == 0 or self._saving.going_on is None:
+            return self._saving.later  # a job that is back at its beginning drops all windows
+        newest = carried[-1]
+        return self._saving.going_on(start - newest.start, newest.num_slots)
 
     def _next_fault(self, generation: Generation, until_s: float) -> TimedFault | None:
         """Return the next fault if it comes before a time; it is then removed from the queue."""
@@ -153,7 +160,7 @@ class _Run:
         """Recover, including faults during the recovery; return the next generation."""
         moment = generation.moment(fault.after_s)
         reached = generation.start + moment.iterations
-        if generation.has_kept_any(moment):
+        if generation.is_replicated(moment):
             self._unreplicated = _NO_RANKS
         if moment.ready and self._saving.recovery is Recovery.LOCAL:  # all ranks are prepared: live ranks take the step
             rest_s = generation.iteration_s(moment.iterations + 1) - moment.into_s

@@ -87,8 +87,10 @@ class Generation:
         newest = [self._at(span) for span in islice(self._complete(moment), self.saving.keep_windows)]
         return (*self.carried, *reversed(newest))[-self.saving.keep_windows :]
 
-    def has_kept_any(self, moment: Moment) -> bool:
-        """Whether a window of this generation is kept: its copies are where they should be again."""
+    def is_replicated(self, moment: Moment) -> bool:
+        """Whether copies are where they should be again: those of a window from before, or of a new one."""
+        if self.carried and self._now_s(moment) >= self.saving.kept_bytes / self.saving.kept_bytes_per_s:
+            return True
         return next(iter(self._complete(moment)), None) is not None
 
     def on_disk(self, moment: Moment) -> Kept | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -111,11 +111,13 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     )
     make = partial(WholeSnapshots, config, link.profiles, link.own, replicas)
     describe = lambda _: (link.most_bytes, stalled_s)  # noqa: E731
+    patterns = _probe(make, measured, describe, config, config.every_iters != AUTO)
     return _in_memory(
         config,
         setup,
         link,
-        _probe(make, measured, describe, config, config.every_iters != AUTO),
+        patterns,
+        going_on=partial(_without_base, patterns[1]),
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
@@ -215,6 +217,14 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
 
     patterns = _probe(make, measured, describe, config, is_settled=False)  # the base is no window of choice
     chosen = patterns[1].repeat[0]
+
+    @cache
+    def going_on(age_iters: int, num_slots: int) -> SnapshotPattern:
+        if config.window != AUTO or config.paper_exact:
+            return _without_base(patterns[1], age_iters, num_slots)
+        # of a generation that begins at iteration 0
+        return _probe_measured(make, replace(measured, kept_since=-age_iters), describe, config, is_settled=False)
+
     return _in_memory(
         config,
         setup,
@@ -230,6 +240,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         disk_s=setup.total_full_bytes / rates.disk(),
         active=_active_shares(make, measured, setup, link),
         memory=make().forecast(chosen.num_slots, chosen.pause_iters),
+        going_on=going_on,
     )
 
 
@@ -394,8 +405,27 @@ def _probe(
     at_start = probe_policy(
         make(), lambda: next(answers, measured), describe, disk_every=disk_every, is_settled=is_settled
     )
-    later = probe_policy(make(), lambda: measured, describe, disk_every=disk_every, is_settled=is_settled)
-    return at_start, later
+    return at_start, _probe_measured(make, measured, describe, config, is_settled=is_settled)
+
+
+def _probe_measured(
+    make: Callable[[], Any],
+    measured: Measured,
+    describe: Callable[[SlotPlan], tuple[int, float]],
+    config: Any,
+    *,
+    is_settled: bool,
+) -> SnapshotPattern:
+    """Return the choices of a fresh policy by these measurements."""
+    disk_every = config.disk_every_iters > 0
+    return probe_policy(make(), lambda: measured, describe, disk_every=disk_every, is_settled=is_settled)
+
+
+def _without_base(pattern: SnapshotPattern, age_iters: int, num_slots: int) -> SnapshotPattern:
+    """Return a pattern without the snapshot of a state of which all ranks keep one, unless it goes to disk."""
+    first = next(iter((*pattern.lead, *pattern.repeat)), None)
+    has_state = age_iters == 0 and num_slots == 1 and first is not None and not first.to_disk
+    return pattern.without_first() if has_state else pattern
 
 
 def _durable(setup: Setup, every_iters: int, *, asynchronous: bool) -> Durable | None:

@@ -5,6 +5,7 @@ Ranks of a stage with equal sources are listed once: a plan depends on the sourc
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -89,11 +90,13 @@ def replay_s(setup: Setup, saving: Saving, stages: range, window: Kept, target: 
 
     `done` of these iterations, the first ones, were run by a replay that was cut off.
     """
-    active = saving.active if window.num_slots == len(saving.active) else (1.0,)
-    return sum(
-        setup.costs.replay_s(stages, active[min(number, len(active) - 1)])
-        for number in range(done, target - window.start)
-    )
+    most, slots = len(saving.active), window.num_slots
+
+    def active(number: int) -> float:
+        # a window of fewer slots, the first of a generation, activates as many operators in fewer iterations
+        return saving.active[min(most, math.ceil((number + 1) * most / slots)) - 1]
+
+    return sum(setup.costs.replay_s(stages, active(number)) for number in range(done, target - window.start))
 
 
 def replayed_by(setup: Setup, saving: Saving, rollback: Rollback, target: int, spent_s: float) -> ReplayedState | None:
@@ -122,10 +125,8 @@ def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -
 
 def _window_bytes(setup: Setup, saving: Saving) -> float:
     """Return the bytes of a window on a rank."""
-    snapshots, in_window = saving.later.repeat, saving.window_bytes
-    if in_window is None:
-        in_window = sum(snapshot.size_bytes for snapshot in snapshots[: snapshots[0].num_slots])
-    return in_window / setup.job.layout.world_size if setup.cluster.copies_share == JOB else in_window
+    world_size = setup.job.layout.world_size
+    return saving.kept_bytes / world_size if setup.cluster.copies_share == JOB else saving.kept_bytes
 
 
 def _standings(setup: Setup, losses: Losses, reached: int) -> list[Standing]:

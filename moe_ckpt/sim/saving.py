@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -70,7 +71,8 @@ class Durable:
 class Saving:
     """A policy's saves and their price.
 
-    `at_start`, `later`: its snapshots in a generation that begins before or after an iteration has been measured.
+    `at_start`, `later`: its snapshots in a generation that begins before or after an iteration has been measured, and
+    `going_on` those in one that keeps a window: by the iterations since the window's start, and the window's slots.
     `host_bytes_per_s`: the rate at which a snapshot reaches host memory, `kept_bytes_per_s` the one at which it reaches
     all its destinations, both within the policy's caps, which do not hold for `reload_bytes_per_s`; `disk_s` the time
     of a snapshot that goes to disk. `active`: the share of the work whose operators are active once slot j of a window
@@ -97,6 +99,15 @@ class Saving:
     partial: Partial | None = None
     served_s: float = 0.0
     window_bytes: float | None = None
+    going_on: Callable[[int, int], SnapshotPattern] | None = None
+
+    @property
+    def kept_bytes(self) -> float:
+        """Return the bytes of a kept window, or of a state that a server has made."""
+        if self.window_bytes is not None:
+            return self.window_bytes
+        snapshots = self.later.repeat
+        return float(sum(snapshot.size_bytes for snapshot in snapshots[: snapshots[0].num_slots]))
 
     @property
     def overhead_s(self) -> float:

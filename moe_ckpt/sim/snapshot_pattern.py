@@ -106,6 +106,13 @@ class SnapshotPattern:
                 shift -= self.period
         yield from (span for span in reversed(self._spans[0]) if span.last.offset <= last)
 
+    def without_first(self) -> SnapshotPattern:
+        """Return the same without its first snapshot."""
+        if self.lead:
+            return SnapshotPattern(self.lead[1:], self.repeat, self.period)
+        later = tuple(replace(each, offset=each.offset + self.period) for each in self.repeat)
+        return SnapshotPattern(self.repeat[1:], later, self.period)
+
     @property
     def interval_iters(self) -> float:
         """Iterations from one window or whole snapshot to the next; 0 without any."""
@@ -127,8 +134,8 @@ def probe_policy(
 ) -> SnapshotPattern:
     """Query a fresh policy until it repeats itself. `describe` gives bytes and stall of each request.
 
-    It repeats itself from the first window that it chose (`is_settled`: from the start) to the next one; with
-    `disk_every`, from one that goes to disk to the next such one.
+    It repeats itself from the first window that it chose after the start (`is_settled`: from the start) to the next
+    one; with `disk_every`, from one that goes to disk to the next such one.
     """
     snapshots: list[PlannedSnapshot] = []
     begins: list[int] = []  # positions in snapshots
@@ -138,7 +145,8 @@ def probe_policy(
         plan = policy.plan(offset, measure)
         if plan.sparse:
             choice = plan.window or plan.interval
-            is_begin = plan.sparse.slot == 0 and (is_settled or choice is not None or bool(begins))
+            is_choice = offset > 0 and choice is not None
+            is_begin = plan.sparse.slot == 0 and (is_settled or is_choice or bool(begins))
             if is_begin and (plan.to_disk or not disk_every):
                 begins.append(len(snapshots))
             size_bytes, stall_s = describe(plan.sparse)

@@ -158,6 +158,11 @@ class Window:
     def complete(self) -> bool:
         return len(self.snapshots) == self.num_snapshots
 
+    @property
+    def is_whole_state(self) -> bool:
+        """Whether one snapshot holds the whole state: no slots, and no units of a partial checkpoint."""
+        return self.complete and self.num_snapshots == 1 and self.snapshots[0].header.unit is None
+
     def __str__(self) -> str:
         return f"the window from {self.version} ({len(self.snapshots)} of {self.num_snapshots} snapshots)"
 
@@ -216,6 +221,10 @@ class SnapshotMemory:
         None without windows: a recovery would then begin before all snapshots in this memory.
         """
         return min((version.iteration for version in self._persisted), default=None)
+
+    def newest_start(self) -> int | None:
+        """Return the start of the newest persisted window; None without windows."""
+        return max((version.iteration for version in self._persisted), default=None)
 
     def begin(self, version: Version, num_snapshots: int) -> None:
         """Start a window; one that is still in flight is dropped."""

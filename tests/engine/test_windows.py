@@ -18,7 +18,16 @@ import pytest
 from moe_ckpt.config import MaxBytesPerS
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import ConfigError, NothingLeftError, PeersLostError
-from moe_ckpt.events import CheckpointSkipped, Rejoined, ReplayDiffered, SnapshotTaken, StageRecovered, WindowChosen
+from moe_ckpt.events import (
+    CheckpointSkipped,
+    Event,
+    Rejoined,
+    ReplayDiffered,
+    SnapshotTaken,
+    StageRecovered,
+    WindowChosen,
+    read_events,
+)
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
 from moe_ckpt.snapshot.step_log import RECORD
@@ -92,6 +101,11 @@ AT_REDUCE = Fault(rank=1, phase=Phase.REDUCE, iteration=6)
 def rejoined(job: ThreadJob, generation: int = 2) -> list[Rejoined]:
     """Return the event of each rank with which it entered a generation."""
     return [next(e for e in job.events(Rejoined, rank) if e.generation == generation) for rank in job.ranks]
+
+
+def of_last_generation(job: ThreadJob, rank: int) -> list[Event]:
+    events = [logged.event for logged in read_events(job.event_path(rank))]
+    return events[max(number for number, event in enumerate(events) if isinstance(event, Rejoined)) :]
 
 
 def replayed(job: ThreadJob) -> dict[int, int]:
@@ -249,6 +263,33 @@ def test_logs_of_an_old_window_outlive_a_recovery(tmp_path: Path) -> None:
 
     job.on_worker.append(lambda _, session: answer_copies(session, is_held, Future))
     assert replayed(exact(job)) == {1: 20}, "twice from the window of iteration 0 to iteration 10"
+
+
+def test_windows_go_on_after_a_fault(tmp_path: Path) -> None:
+    """A generation begins with the window that follows the kept one, also if a second fault comes soon."""
+    first = Fault(rank=1, phase=Phase.REDUCE, iteration=12)
+    second = Fault(rank=2, phase=Phase.BACKWARD, iteration=13)
+    job = exact(made(tmp_path, first, second, iterations=40, window="auto", pause_iters=3, profile_iters=2))
+    kept_since = job.events(StageRecovered, 2)[-1].window_start
+    for rank in job.ranks:
+        events = of_last_generation(job, rank)
+        chosen = next(event for event in events if isinstance(event, WindowChosen))
+        taken = next(event for event in events if isinstance(event, SnapshotTaken))
+        assert (chosen.iteration, taken.slot, taken.num_slots) == (12, 0, chosen.num_slots)
+        assert taken.window_start in (12, kept_since + chosen.num_slots + chosen.pause_iters)
+
+
+@pytest.mark.parametrize("goes_to_disk", [False, True])
+def test_a_state_that_all_ranks_keep_is_not_taken_again(goes_to_disk: bool, tmp_path: Path) -> None:
+    """All go back to a snapshot, twice: from there they go on without another one of it."""
+    faults = [Fault(rank=1, phase=Phase.REDUCE, iteration=iteration) for iteration in (8, 9)]
+    settings = config("gemini", every_iters=3, disk_every_iters=3 * goes_to_disk)
+    job = exact(ThreadJob(tmp_path, settings, PAIR, iterations=11, faults=faults))
+    (back_to,) = {event.iteration for event in rejoined(job, 3)}
+    assert back_to in (3, 6), "the next snapshot begins once all ranks have that of iteration 3"
+    for rank in job.ranks:
+        taken = next(event for event in of_last_generation(job, rank) if isinstance(event, SnapshotTaken))
+        assert taken.iteration == (back_to if goes_to_disk else back_to + 3)
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,6 @@ def next_window(policy: SparseWindows, iteration: int, measure: Measurements) ->
     return first.window, slots_of([first, *later])
 
 
-def period_iters(choice: WindowChoice) -> int:
-    return choice.num_slots + choice.pause_iters
-
-
 def first_windows(
     policy: SparseWindows, count: int, measure: Callable[[], Measurements]
 ) -> list[tuple[int, int, float | None]]:
@@ -95,7 +91,7 @@ def first_windows(
     begin, found = 6, []
     for _ in range(count):
         choice, _ = next_window(policy, begin, measure())
-        begin += period_iters(choice)
+        begin += choice.period_iters
         found.append((choice.num_slots, choice.pause_iters, choice.snapshot_share))
     return found
 
@@ -185,6 +181,60 @@ def test_after_a_fault_peers_get_the_base_before_a_window_begins(
     assert policy.plan(41 + pause_iters, measure).window is not None
 
 
+@pytest.mark.parametrize(
+    ("kept_since", "begin", "num_slots"),
+    [
+        pytest.param(38, 43, 3, id="a period after the kept one"),
+        pytest.param(35, 40, 3, id="now, as a period has passed"),
+        pytest.param(33, 40, 3, id="all slots in two periods"),
+        pytest.param(32, 40, 2, id="with fewer slots in two periods"),
+        pytest.param(31, 40, 1, id="whole in the last iteration of two periods"),
+        pytest.param(10, 40, 1, id="whole, after many periods"),
+    ],
+)
+def test_after_a_fault_windows_go_on_from_the_one_that_is_kept(kept_since: int, begin: int, num_slots: int) -> None:
+    """A period is 5 iterations: the choice is a trial of three slots with a pause of two."""
+    policy, measure = SparseWindows(moevement(), [equal(6)], 0), Measurements(41, kept_since=kept_since)
+    first = policy.plan(40, measure)
+    assert first.window == replace(TRIAL, num_slots=num_slots)
+    rest = [policy.plan(iteration, unasked) for iteration in range(41, begin + num_slots + TRIAL.pause_iters)]
+    plans = [first, *rest]
+    assert [plan.sparse for plan in plans[: begin - 40]] == [None] * (begin - 40)
+    end = begin - 40 + num_slots
+    assert_is_window(slots_of(plans[begin - 40 : end]), begin, num_slots, 6)
+    assert plans[end:] == [NOTHING] * TRIAL.pause_iters
+    choice, slots = next_window(policy, begin + num_slots + TRIAL.pause_iters, measure)
+    assert_is_window(slots, begin + num_slots + TRIAL.pause_iters, choice.num_slots, 6)
+    assert measure.asked == 2
+
+
+def test_peers_get_a_shorter_window_before_the_next_begins() -> None:
+    """Two slots have 80 bytes, which take five iterations at 9 bytes a second; a whole snapshot's 72 take four."""
+    pauses = []
+    for kept_since in (32, 31):
+        policy = SparseWindows(moevement(), [equal(6)], 0)
+        choice = policy.plan(40, Measurements(41, peer_bytes_per_s=9.0, kept_since=kept_since)).window
+        assert choice
+        pauses.append((choice.num_slots, choice.pause_iters))
+    assert pauses == [(2, 4), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        pytest.param({"paper_exact": True}, {"kept_since": 38}, id="as printed"),
+        pytest.param({}, {"kept_since": None}, id="a rank keeps none"),
+        pytest.param({}, {"kept_since": 38, "iteration_s": 0.0}, id="nothing is measured"),
+        pytest.param({"window": 3}, {"kept_since": 38}, id="a given window"),
+    ],
+)
+def test_a_generation_without_a_rhythm_begins_with_everything(settings: dict[str, Any], facts: dict[str, Any]) -> None:
+    policy = SparseWindows(moevement(**settings), [equal(6)], 0)
+    plan = policy.plan(40, lambda: replace(Measurements(41)(), **facts))
+    assert plan.sparse
+    assert (plan.sparse.full, plan.window) == ((0, 1, 2, 3, 4, 5), None)
+
+
 @given(
     stages=stages(),
     budgets_bytes=st.lists(st.floats(1, 5000), min_size=1, max_size=5),
@@ -205,7 +255,7 @@ def test_auto_windows_line_up_over_stages(
             assert_is_window(slots, begin, choice.num_slots, len(stage.table.operators))
             found.add(replace(choice, reordered=True))
         assert len(found) == 1
-        begin += period_iters(found.pop())
+        begin += found.pop().period_iters
 
 
 def alone(stage: StageProfile, budget_bytes: float) -> int:
@@ -245,7 +295,7 @@ def test_no_longer_window_is_tried_where_faults_are_frequent() -> None:
     for mtbf_s, num_slots in ((400.0, 4), (300.0, 1)):
         policy, measure = begun(equal(6), mtbf_s=mtbf_s), Measurements(80)
         first, _ = next_window(policy, 6, measure)
-        second, _ = next_window(policy, 6 + period_iters(first), measure)
+        second, _ = next_window(policy, 6 + first.period_iters, measure)
         assert (first.num_slots, second.num_slots) == (1, num_slots)
 
 
@@ -323,9 +373,9 @@ def test_slots_fit_into_the_time_before_the_update() -> None:
 def test_the_window_changes_when_another_loses_clearly_less(drift: float, is_kept: bool) -> None:
     policy = begun(equal(6), window_drift=drift)
     first = cheapest(policy, 6, costs_s=(0.9, 0.9))
-    second = cheapest(policy, 6 + period_iters(first), costs_s=(1.8, 1.8))
+    second = cheapest(policy, 6 + first.period_iters, costs_s=(1.8, 1.8))
     assert (first.pause_iters, second.pause_iters) == (39, 39 if is_kept else 56)
-    assert second.snapshot_share == pytest.approx(1.8 / (2 * period_iters(second)))
+    assert second.snapshot_share == pytest.approx(1.8 / (2 * second.period_iters))
 
 
 def test_a_pause_is_no_longer_than_memory_for_logs() -> None:
@@ -389,7 +439,7 @@ def test_an_order_is_kept_over_a_change_of_the_window() -> None:
     policy = begun(profile([[1] * 6], num_experts=6))
     measure = Measurements(42, 83, popularity=[[6, 5, 4, 3, 2, 1], [6, 5, 4, 3, 2, 1]])
     first, slots = next_window(policy, 6, measure)
-    second, later = next_window(policy, 6 + period_iters(first), measure)
+    second, later = next_window(policy, 6 + first.period_iters, measure)
     assert [(choice.num_slots, choice.reordered) for choice in (first, second)] == [(2, True), (4, False)]
     assert [slot.full for slot in slots] == [(3, 4, 5), (0, 1, 2)]
     assert [slot.full for slot in later] == [(5,), (3, 4), (2,), (0, 1)]
@@ -427,7 +477,7 @@ def test_auto_stays_in_budget_and_uses_it(stages: list[StageProfile], budget_byt
         choice, slots = next_window(policy, begin, measure)
         assert policy.forecast(choice.num_slots, choice.pause_iters).total_bytes <= budget_bytes
         assert_is_window(slots, begin, choice.num_slots, len(stages[0].table.operators))
-        begin += period_iters(choice)
+        begin += choice.period_iters
 
 
 @pytest.mark.parametrize(("has_budget", "in_slots"), [(False, {1: 0, 2: 0, 0: 1}), (True, {0: 0, 1: 1, 2: 1})])

@@ -170,6 +170,19 @@ def test_a_policy_knows_nothing_until_an_iteration_has_been_measured(iteration: 
     assert last.generation.pattern is (saving.later if is_measured else saving.at_start)
 
 
+def test_all_go_on_from_the_snapshot_to_which_they_went_back() -> None:
+    """A snapshot every fourth iteration adds 5 s: after 45 s the second one is being copied, and is kept after 60 s."""
+    of = setup(machines=cluster(whole_copy_bytes_per_s=GEMINI.whole_bytes / 15.0))
+    saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4"), of)
+    end = run(saving, [at(75.0)], of=of)
+    (recovered,) = recoveries(end)
+    last = end.timeline[-1]
+    assert isinstance(last, Trained)
+    assert recovered.iteration == last.generation.start == 4
+    offsets = [snapshot.offset for snapshot in last.generation.pattern.snapshots(0, 9)]
+    assert offsets == [4, 8], "none at the state of iteration 4"
+
+
 def test_whoever_lives_takes_the_step_that_all_were_ready_for() -> None:
     slow_update = setup(machines=cluster(gpu_bytes_per_s=1e4))
     saving = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3"), slow_update)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from moe_ckpt.sim.generation import Generation, Kept, Moment
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.saving import Saving
+from moe_ckpt.sim.snapshot_pattern import NOTHING
 from tests.sim.setups import ckpt, cluster, setup
 
 SETUP = setup(machines=cluster(copy_bytes_per_s=2000.0, disk_bytes_per_s=1e4))
@@ -51,6 +54,15 @@ def test_a_window_is_kept_when_the_iteration_after_it_is_done() -> None:
     moments = [*map(after, (0, 1, 3, 4, 6, 7)), Moment(iterations=3, into_s=9.9, ready=True)]
     spans = [[(window.start, window.end) for window in generation(LOCAL).kept(moment)] for moment in moments]
     assert spans == [[(0, 0)], [(0, 0)], [(0, 0)], [(1, 3)], [(1, 3)], [(4, 6)], [(1, 3)]]
+
+
+def test_a_kept_window_is_replicated_after_the_time_of_a_copy() -> None:
+    copied_s = LOCAL.kept_bytes / LOCAL.kept_bytes_per_s
+    of = replace(generation(LOCAL, start=16, carried=(Kept(start=10, end=12),)), pattern=NOTHING)
+    moments = [of.moment(of.since_s + copied_s + late_s) for late_s in (-0.1, 0.1)]
+    assert [of.is_replicated(moment) for moment in moments] == [False, True]
+    assert not replace(of, carried=()).is_replicated(after(99)), "there was no window"
+    assert generation(LOCAL).is_replicated(after(0, 0.0)), "training begins once the base is kept"
 
 
 def test_several_windows_are_kept_and_those_from_before_until_then() -> None:

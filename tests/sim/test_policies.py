@@ -127,6 +127,40 @@ def test_a_window_begins_once_peers_have_the_base() -> None:
     assert (len(saving.active), saving.active[-1]) == (first.num_slots, pytest.approx(1.0))
 
 
+def test_a_generation_goes_on_from_the_window_that_it_keeps() -> None:
+    saving = plan_saving(ckpt("ckpt=moevement", "ckpt.pause_iters=2"), setup(machines=SLOW))
+    assert saving.going_on
+    usual = saving.later.repeat[0]
+    period = usual.num_slots + usual.pause_iters
+    assert usual.num_slots > 2
+
+    def first(age_iters: int) -> tuple[int, int]:
+        assert saving.going_on
+        snapshot = next(saving.going_on(age_iters, usual.num_slots).snapshots(0, 2 * period))
+        return snapshot.offset, snapshot.num_slots
+
+    assert first(period - 2) == (2, usual.num_slots)
+    assert first(2 * period - 2) == (0, 2)
+    later = saving.going_on(2 * period - 2, usual.num_slots).repeat
+    assert [snapshot.num_slots for snapshot in later] == [usual.num_slots] * usual.num_slots
+
+
+@pytest.mark.parametrize("overrides", [("ckpt=gemini", "ckpt.every_iters=4"), ("ckpt=moevement", "ckpt.window=1")])
+def test_a_state_that_all_ranks_keep_whole_is_not_taken_again(overrides: tuple[str, ...]) -> None:
+    saving = plan_saving(ckpt(*overrides), setup())
+    assert saving.going_on
+    everything = [snapshot.offset for snapshot in saving.later.snapshots(0, 20)]
+    for age_iters, num_slots, wanted in [(0, 1, everything[1:]), (1, 1, everything), (0, 2, everything)]:
+        pattern = saving.going_on(age_iters, num_slots)
+        assert [snapshot.offset for snapshot in pattern.snapshots(0, 20)] == wanted
+
+
+def test_a_state_that_is_to_go_to_disk_is_taken_again() -> None:
+    saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4", "ckpt.disk_every_iters=8"), setup())
+    assert saving.going_on
+    assert saving.going_on(0, 1) is saving.later
+
+
 def test_memory_is_that_of_the_policys_own_forecast() -> None:
     of = setup()
     saving = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), of)

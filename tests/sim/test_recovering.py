@@ -136,6 +136,13 @@ def test_a_replay_takes_its_iterations_and_its_frozen_operators_less() -> None:
     assert [plan.target_iteration - rollback.starts_from for rollback in plan.rollbacks] == [4]
 
 
+def test_a_window_of_fewer_slots_is_active_sooner() -> None:
+    costs, active = SETUP.costs, LOCAL.active
+    shares = (active[1], 1.0, 1.0)  # the first of two slots has as much as one and a half of three
+    expected = sum(costs.replay_s(range(1, 2), share) for share in shares)
+    assert replay_s(SETUP, LOCAL, range(1, 2), Kept(start=6, end=7), 9) == pytest.approx(expected)
+
+
 def test_lost_memory_is_fetched_from_who_holds_it() -> None:
     slow = setup(of=SETUP.job, machines=cluster(nodes=8, network_bytes_per_s=2000.0))
     how = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), slow)

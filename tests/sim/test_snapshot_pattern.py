@@ -82,6 +82,12 @@ def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str],
         assert pattern.stalls_s(iterations) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("overrides", POLICIES, ids=" ".join)
+def test_without_the_first_snapshot_all_others_stay(overrides: Sequence[str]) -> None:
+    pattern = probed(overrides, measured_before=True)
+    assert list(pattern.without_first().snapshots(0, 119)) == list(pattern.snapshots(0, 119))[1:]
+
+
 @st.composite
 def patterns(draw: st.DrawFn) -> SnapshotPattern:
     """A window of any length at first, then a period of windows."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.codec import Snapshot, UnitTag
 from moe_ckpt.snapshot.units import StorageLevel, compose, needed_for, without_torn
-from moe_ckpt.snapshot.windows import HostBuffers, SnapshotMemory
+from moe_ckpt.snapshot.windows import HostBuffers, SnapshotMemory, Window
 from moe_ckpt.types import CORE, Version
 from tests.snapshot.samples import HEADER, pool, snapshot_of, starts_of
 
@@ -41,6 +41,16 @@ def unit(
     )
     header = replace(HEADER, iteration=iteration, window_start=iteration, slot=0, num_slots=1, full=(name,), unit=tag)
     return Snapshot(header=header, payload=torch.empty(8, dtype=torch.uint8) if payload is None else payload)
+
+
+def test_a_whole_state_has_neither_slots_nor_units() -> None:
+    """A rank without experts has a checkpoint of one unit."""
+    whole = Window(version=Version(epoch=0, iteration=5), num_snapshots=1, snapshots=(snapshot_of(pool(), (5, 0, 1)),))
+    assert whole.is_whole_state
+    assert not replace(whole, snapshots=()).is_whole_state
+    assert not replace(whole, snapshots=(unit(CORE, 5),)).is_whole_state
+    slots = tuple(snapshot_of(pool(), (5, slot, 2)) for slot in range(2))
+    assert not replace(whole, num_snapshots=2, snapshots=slots).is_whole_state
 
 
 @dataclass(kw_only=True)
