@@ -32,7 +32,7 @@ class Spans:
 
     def covers(self, num: int) -> bool:
         """Return whether all numbers below `num` are in the set."""
-        return not num or self._spans[:1] == [(0, num)]
+        return self.within(0, num) == ([(0, num)] if num else [])
 
 
 class Gradient:
