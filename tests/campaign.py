@@ -324,7 +324,10 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
         for order in due:
             skips[order] -= 1
             if skips[order] == -1:
-                _hold(page) if order.holds else signal_this_process(order.point.number)
+                if order.holds:
+                    _hold(page)
+                else:
+                    signal_this_process(order.point.number)
 
     def enter_and_obey(page: StatusPage, phase: Phase, iteration: int | None = None) -> None:
         enter(page, phase, iteration)

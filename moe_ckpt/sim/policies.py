@@ -222,8 +222,9 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     def going_on(age_iters: int, num_slots: int) -> SnapshotPattern:
         if config.window != AUTO or config.paper_exact:
             return _without_base(patterns[1], age_iters, num_slots)
-        # of a generation that begins at iteration 0
-        return _probe_measured(make, replace(measured, kept_since=-age_iters), describe, config, is_settled=False)
+        told = replace(measured, kept_since=-age_iters)  # of a generation that begins at iteration 0
+        disk_every = config.disk_every_iters > 0
+        return probe_policy(make(), lambda: told, describe, disk_every=disk_every, is_settled=False)
 
     return _in_memory(
         config,
@@ -405,20 +406,8 @@ def _probe(
     at_start = probe_policy(
         make(), lambda: next(answers, measured), describe, disk_every=disk_every, is_settled=is_settled
     )
-    return at_start, _probe_measured(make, measured, describe, config, is_settled=is_settled)
-
-
-def _probe_measured(
-    make: Callable[[], Any],
-    measured: Measured,
-    describe: Callable[[SlotPlan], tuple[int, float]],
-    config: Any,
-    *,
-    is_settled: bool,
-) -> SnapshotPattern:
-    """Return the choices of a fresh policy by these measurements."""
-    disk_every = config.disk_every_iters > 0
-    return probe_policy(make(), lambda: measured, describe, disk_every=disk_every, is_settled=is_settled)
+    later = probe_policy(make(), lambda: measured, describe, disk_every=disk_every, is_settled=is_settled)
+    return at_start, later
 
 
 def _without_base(pattern: SnapshotPattern, age_iters: int, num_slots: int) -> SnapshotPattern:
