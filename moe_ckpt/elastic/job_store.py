@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -25,6 +25,8 @@ from moe_ckpt.elastic.etcd_store import EtcdStore
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store, job_name
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.private_files import write_private
+
+T = TypeVar("T")
 
 _HOSTED = "MOE_CKPT_HOSTED_STORE"
 _ETCD = "MOE_CKPT_ETCD"
@@ -141,22 +143,39 @@ def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
 
 
 def say_once(message: str) -> None:
-    """Print an error that every rank meets, only on the first rank: torchrun ends the others before they could.
+    """Print an error that every rank meets, on the first rank only; the others return once it has.
 
-    If the store does not answer, every rank prints it: the error may be just that.
+    They wait because torchrun ends all ranks as soon as one has ended, the first in the middle of this. If the store
+    does not answer, or the first rank does not print, every rank prints the error: it may be just that.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    answers: list[bool] = []
     # with the attempt: the store outlives a restart by torchrun, after which the same error is to be printed again
     key = hashlib.sha256(f"{attempt} {message}".encode()).hexdigest()
-    asking = Thread(target=_ask_if_first, args=(key, answers), name="say_once", daemon=True)
+    printed = f"{key}/printed"
+
+    def is_first(store: dist.Store | None) -> bool:
+        return store.add(f"{key}/ranks", 1) == 1 if store else os.environ.get("RANK", "0") == "0"
+
+    def wait_until_printed(store: dist.Store | None) -> bool:
+        if store:
+            store.wait([printed], timedelta(seconds=_SAY_S))
+        return True
+
+    if _ask_store(is_first) is False and _ask_store(wait_until_printed):
+        return
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    _ask_store(lambda store: store.set(printed, "") if store else None)
+
+
+def _ask_store(question: Callable[[dist.Store | None], T]) -> T | None:
+    """Return the answer of the job's store, if it has one; None if it does not answer within `_SAY_S` seconds."""
+    answers: list[T] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):  # what torch raises for a store that is gone
+            answers.append(question(agent_store("said")))
+
+    asking = Thread(target=ask, name="say_once", daemon=True)
     asking.start()
     asking.join(_SAY_S)  # an operation of the store has no deadline of its own
-    if answers[:1] != [False]:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-
-
-def _ask_if_first(key: str, answers: list[bool]) -> None:
-    with contextlib.suppress(RuntimeError):  # what torch raises for a store that is gone
-        store = agent_store("said")
-        answers.append(store.add(key, 1) == 1 if store else os.environ.get("RANK", "0") == "0")
+    return answers[0] if answers else None

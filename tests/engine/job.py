@@ -54,7 +54,7 @@ from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.types import Phase, ReadyGradients, RunIdentity
 from tests.engine.model import BOUNDARY_BYTES, MICRO_BATCHES, TOKENS, Model, Shape, TokenCounts
 from tests.engine.model_files import ModelFiles
-from tests.engine.thread_ranks import HostRanks, ThreadGroup, ThreadRanks, WorkerKilled
+from tests.engine.thread_ranks import HostRanks, ThreadGroup, ThreadRanks, WorkerKilled, one_processor
 from tests.engine.wire import ModelMirror, Wire
 from tests.report_runs import committed
 
@@ -461,6 +461,7 @@ class ThreadJob:
         assert sparse is not None
         return sparse.stores
 
+    @one_processor()
     def run(self) -> Result:
         """Run to the end. Raises the error of the first rank that failed."""
         try:

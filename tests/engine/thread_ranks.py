@@ -6,12 +6,14 @@ operations under way and in all later ones; a rank whose worker was killed raise
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import pickle
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,22 @@ from moe_ckpt.errors import PeersLostError
 T = TypeVar("T")
 
 _DEADLINE_S = 60.0
+
+
+@contextlib.contextmanager
+def one_processor() -> Iterator[None]:
+    """Keep threads that are started meanwhile on one processor, another for each of pytest-xdist's workers.
+
+    One thread at a time holds Python's lock, and gives it back around each operation of a tensor: between two
+    processors that costs as much time as the operations.
+    """
+    allowed = os.sched_getaffinity(0)
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    os.sched_setaffinity(0, {sorted(allowed)[int(worker.removeprefix("gw")) % len(allowed)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 class WorkerKilled(BaseException):
@@ -169,8 +187,9 @@ def run_threads(size: int, function: Callable[..., T], *arguments: Any) -> list[
             group.cut(f"rank {rank} raised {error!r}")
 
     threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
+    with one_processor():
+        for thread in threads:
+            thread.start()
     for thread in threads:
         thread.join()
     if errors:

@@ -128,10 +128,16 @@ def loading_from_disk_is_a_point(owner: type, name: str, marker: Path) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "settings", "serves"),
     [
-        (MegatronDurableState, "load", ("ckpt.durable_every_iters=4", "ckpt.replicas=0"), {}),
-        (LocalDisk, "restore", ("ckpt.disk_every_iters=3", "ckpt.replicas=0"), {"resumed": "local disk"}),
+        pytest.param(
+            *(MegatronDurableState, "load", ("ckpt.durable_every_iters=4", "ckpt.replicas=0"), {}),
+            id="a checkpoint",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            *(LocalDisk, "restore", ("ckpt.disk_every_iters=3", "ckpt.replicas=0"), {"resumed": "local disk"}),
+            id="a local disk",
+        ),
     ],
-    ids=["a checkpoint", "a local disk"],
 )
 def test_a_rank_dies_while_all_step_down(
     owner: type, name: str, settings: tuple[str, ...], serves: dict[str, Any], tmp_path: Path
@@ -162,6 +168,7 @@ def _save_a_bad_one_and_die(settings: Settings, folder: Path, by: float) -> None
     run(settings, store=rank_store(), around_hooks=lambda hooks: KillingHooks(hooks, kill, folder))
 
 
+@pytest.mark.full
 def test_states_saved_since_a_bad_load_are_not_used_without_supervisors(tmp_path: Path) -> None:
     training = ("train.iterations=8", *BIAS)
     dense = ("ckpt=dense", "ckpt.every_iters=2", "ckpt.keep=3", *training, f"run.dir={tmp_path}")

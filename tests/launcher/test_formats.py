@@ -50,8 +50,8 @@ def _full(*rows: str) -> list[Any]:
 @pytest.mark.parametrize(
     "precision",
     [
-        *("fp16_fp16_fp16", REMAINDERS, GROUPED_FP8, GROUPED_DELAYED),
-        *_full("fp8_fp32_fp32", DELAYED, "fp8_fp16_fp32", "fp8_fp16_fp8", "fp8_fp8_fp8", GROUPED),
+        *("fp16_fp16_fp16", REMAINDERS, GROUPED_DELAYED),
+        *_full("fp8_fp32_fp32", DELAYED, "fp8_fp16_fp32", "fp8_fp16_fp8", "fp8_fp8_fp8", GROUPED, GROUPED_FP8),
         *_full(BLOCKWISE, *FP8_STORED),
     ],
 )

@@ -59,6 +59,22 @@ def say_to_a_store(count: int) -> str:
     return say(count)
 
 
+class Closed(io.StringIO):
+    """What a rank prints to that is ended before it has printed."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError
+
+
+def say_after_a_first_that_does_not() -> str:
+    job_store._SAY_S = 0.3
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    use_store(store.port)
+    with contextlib.redirect_stderr(Closed()), contextlib.suppress(BrokenPipeError):
+        say_once("it is broken")
+    return say(1)
+
+
 def connect(port: int) -> tuple[str, float]:
     job_store._CONNECT_S = 0.5
     use_store(port)
@@ -68,6 +84,10 @@ def connect(port: int) -> tuple[str, float]:
 
 def test_an_error_is_said_once_by_all_that_share_a_store() -> None:
     assert run_ranks(1, say_to_a_store, 3) == ["error: it is broken\n"]
+
+
+def test_an_error_is_said_by_another_rank_if_the_first_dies_before_it_has() -> None:
+    assert run_ranks(1, say_after_a_first_that_does_not) == ["error: it is broken\n"]
 
 
 @pytest.mark.parametrize(
