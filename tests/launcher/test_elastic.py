@@ -119,14 +119,15 @@ def _kill_once_others_wait(job: ElasticJob, ranks: Sequence[int]) -> None:
 
 
 def test_a_rank_dies_while_a_recovery_goes_on(tmp_path: Path) -> None:
-    """With W = 3, router biases that have no gradients, and evaluations between iterations. One rank hangs."""
+    """With W = 3, router biases that have no gradients, and evaluations between iterations. Three ranks hang."""
     replayed = functools.partial(Point, phase=RECOVERY, skip=2)
+    hangs = functools.partial(Point, 2, number=SIGSTOP)
     five_times = [Point(2, RECOVERY, skip=number % 4) for number in range(5)]
     faults = [
         fault("the bias of routers", Point(0, REDUCE, 5, number=SIGSTOP), back_to=4, executed=3),
-        fault("again while it is replayed", Point(2, BACKWARD, 9), replayed(2), back_to=8, executed=3),
+        fault("again while it is replayed", hangs(BACKWARD, 9), replayed(2), back_to=8, executed=3),
         fault("another rank of the stage", Point(2, BACKWARD, 13), replayed(3), back_to=12, executed=3),
-        fault("a neighbour as it sends logs", Point(2, STEP, 16), replayed(2), kills=[0], back_to=16, executed=3),
+        fault("a neighbour as it sends logs", hangs(STEP, 16), replayed(2), kills=[0], back_to=16, executed=3),
         fault("as it builds and joins", Point(1, REDUCE, 21), Point(1, BUILD), Point(1, JOIN), back_to=20, executed=3),
         fault("five times in a row", Point(2, BACKWARD, 25), *five_times, back_to=24, executed=3),
         fault("both ranks of a stage", Point(3, REDUCE, 29), kills=[2, 3], back_to=28, executed=3),

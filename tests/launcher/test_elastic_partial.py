@@ -10,8 +10,6 @@ import itertools
 from pathlib import Path
 from signal import SIGSTOP
 
-import pytest
-
 from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.events import CapacityBoosted, ExpertsChosen, SnapshotTaken, TokensLost
 from moe_ckpt.types import Phase
@@ -55,7 +53,6 @@ def test_moetion_with_all_experts_loses_nothing(tmp_path: Path) -> None:
     assert not any(event.bubble_bytes for rank in RANKS for event in events_of(job.run, SnapshotTaken, rank))
 
 
-@pytest.mark.full
 def test_moc_with_all_experts_loses_nothing(tmp_path: Path) -> None:
     again = (Point(3, Phase.RECOVERY, number=RAISE_NUMBER), Point(1, Phase.JOIN))
     faults = [

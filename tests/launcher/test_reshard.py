@@ -229,7 +229,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 @pytest.mark.parametrize(
     ("variant", "layout"),
     [
-        ("bf16, global aux loss", "PP=1 EP=4"),
+        pytest.param("bf16, global aux loss", "PP=1 EP=4", marks=pytest.mark.full),
         # two optimizers and loss scalers become one; a stage has no experts
         ("fp16 with skipped steps, dense first layer, shared experts", "PP=4 EP=1"),
         ("optimizer not sharded, aux-loss-free bias, tied embeddings", "PP=1 EP=4"),
