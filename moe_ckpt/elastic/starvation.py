@@ -3,12 +3,14 @@
 A thread is starved while it is runnable and waits for a CPU: /proc/PID/task/TID/schedstat has the sum of these waits,
 which the kernel adds once a wait is over; until then the thread is runnable and its CPU time stands still. A process is
 starved while any of its threads is: the heartbeat waits for the lock of the interpreter, whose holder may wait for a
-CPU. Owns: the account of one silence. Must not: judge it.
+CPU. So may the process that looks: it has seen nothing of a time in which it did not look, and that does not count
+either. Owns: the account of one silence. Must not: judge it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,7 @@ class Silence:
         self._read = read
         self._since_s = 0.0
         self._looked_s = 0.0
+        self._asked_s = math.inf
         self._before: Readings | None = None
         self._starved_s = 0.0
 
@@ -47,6 +50,9 @@ class Silence:
             self._since_s, self._before, self._starved_s = since_s, None, 0.0
         if now_s - since_s >= _FIRST_LOOK * self._limit_s:
             self._look(now_s)
+        unseen_s, self._asked_s = now_s - self._asked_s, now_s
+        if unseen_s >= _FIRST_LOOK * self._limit_s:
+            self._starved_s += min(unseen_s, now_s - since_s)
         return now_s - since_s - self._starved_s > self._limit_s
 
     def _look(self, now_s: float) -> None:
