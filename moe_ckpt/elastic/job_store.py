@@ -161,10 +161,12 @@ def say_once(message: str) -> None:
             store.wait([printed], timedelta(seconds=_SAY_S))
         return True
 
-    if _ask_store(is_first) is False and _ask_store(wait_until_printed):
+    first = _ask_store(is_first)
+    if first is False and _ask_store(wait_until_printed):
         return
     print(f"error: {message}", file=sys.stderr, flush=True)
-    _ask_store(lambda store: store.set(printed, "") if store else None)
+    if first:  # a store that has not answered would be waited for once more
+        _ask_store(lambda store: store.set(printed, "") if store else None)
 
 
 def _ask_store(question: Callable[[dist.Store | None], T]) -> T | None:

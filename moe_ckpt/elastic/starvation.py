@@ -46,22 +46,21 @@ class Silence:
 
     def exceeds_limit(self, since_s: float, now_s: float) -> bool:
         """Return whether the silence since `since_s` has lasted longer than the limit, starved time not counted."""
-        if since_s != self._since_s or now_s - since_s < _FIRST_LOOK * self._limit_s:
-            self._since_s, self._before, self._starved_s = since_s, None, 0.0
-        if now_s - since_s >= _FIRST_LOOK * self._limit_s:
-            self._look(now_s)
+        first_look_s = _FIRST_LOOK * self._limit_s
         unseen_s, self._asked_s = now_s - self._asked_s, now_s
-        if unseen_s >= _FIRST_LOOK * self._limit_s:
-            self._starved_s += min(unseen_s, now_s - since_s)
+        if since_s != self._since_s or now_s - since_s < first_look_s:
+            self._since_s, self._before, self._starved_s = since_s, None, 0.0
+        if now_s - since_s >= first_look_s:
+            self._look(now_s, unseen_s if unseen_s >= first_look_s else 0.0)
         return now_s - since_s - self._starved_s > self._limit_s
 
-    def _look(self, now_s: float) -> None:
+    def _look(self, now_s: float, unseen_s: float) -> None:
         if self._before is not None and now_s - self._looked_s < self._limit_s / _LOOKS:
             return
         readings, passed_s = self._read(), now_s - self._looked_s
-        if self._before is not None:
-            self._starved_s += starved_s(self._before, readings, passed_s)
-            self._starved_s = min(self._starved_s, now_s - self._since_s)  # a late sum may be of the time before
+        known_s = 0.0 if self._before is None else starved_s(self._before, readings, passed_s)
+        self._starved_s += max(known_s, unseen_s)
+        self._starved_s = min(self._starved_s, now_s - self._since_s)  # either may be of the time before
         self._before, self._looked_s = readings, now_s
 
 

@@ -60,7 +60,7 @@ def say_to_a_store(count: int) -> str:
 
 
 class Closed(io.StringIO):
-    """What a rank prints to that is ended before it has printed."""
+    """The stderr of a rank that is ended before it prints."""
 
     def write(self, _: str) -> int:
         raise BrokenPipeError
