@@ -33,7 +33,7 @@ from moe_ckpt.errors import PeersLostError, causes_of
 _log = logging.getLogger(__name__)
 _FOR_EVER = timedelta(days=365)
 _GO, _STOP = "go", "stop"
-_ENDED, _FINISHED = "ended", "finished"
+_ENDED, _FINISHED = "ended: ", "finished"
 _END_SEEN_S = 2.0
 _LATE_S = 0.5  # an error may come before the news of the death that caused it
 _MOST_FRUITLESS = 5
@@ -63,13 +63,14 @@ class Generations:
     def end(self, generation: int, reason: str) -> bool:
         """End a generation unless it has ended; return False if it has finished. Any process may call it."""
         # the same swap as in `done`: a job either finishes or goes on, decided once for all ranks
-        # swaps throughout: several ranks may end one generation, and the first reason stays
-        if self._store.compare_set(f"{generation}/outcome", "", _ENDED) == _FINISHED.encode():
+        # with the reason: ranks that this key lets go end the generation, too, and may be the first to publish the end
+        outcome = self._store.compare_set(f"{generation}/outcome", "", _ENDED + reason).decode()
+        if outcome == _FINISHED:
             return False
         # the counter before the news of the end: a rank that leaves at once would join the ended generation again
         self._store.compare_set("generation", str(generation), str(generation + 1))
         self._store.compare_set(f"{generation}/decision", "", _STOP)  # frees ranks that still wait for others to arrive
-        self._store.compare_set(f"{generation}/end", "", reason)
+        self._store.compare_set(f"{generation}/end", "", outcome.removeprefix(_ENDED))
         return True
 
     def record_death(self, generation: int, death: Death) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -69,6 +70,29 @@ def test_a_generation_ends_once_and_for_the_first_reason(both: Both) -> None:
     one.end(2, "the next")
     other.end(1, "late")
     assert (one.current(), one.wait_for_end(2)) == (3, "the next")
+
+
+class OvertakenStore(dist.HashStore):
+    """Lets another process `overtake` the one that has just been answered a swap of `key`."""
+
+    def __init__(self, key: str, overtake: Callable[[Generations], object]) -> None:
+        super().__init__()
+        self._key = key
+        self._overtake = overtake
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        answer = super().compare_set(key, expected_value, desired_value)
+        if key == self._key:
+            self._key = ""
+            self._overtake(Generations(self))
+        return answer
+
+
+def test_the_first_reason_stays_where_a_second_process_is_faster() -> None:
+    one = Generations(OvertakenStore("1/outcome", lambda other: other.end(1, "the second reason")))
+    assert one.current() == 1
+    assert one.end(1, "the first reason")
+    assert (one.wait_for_end(1), one.current()) == ("the first reason", 2)
 
 
 def test_all_may_end_a_generation_at_once(both: Both) -> None:
