@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import IntEnum
 
@@ -126,12 +127,21 @@ class WindowAgreement:
     def _agree(self, *, wait: bool) -> _Found:
         """Measure, and return how much of the window in flight is complete, on all ranks alike."""
         found = self._find(wait=wait)  # first: what is on disk may be more then
+        agreed = self._reduce(found)
+        on_disk, newest_on_disk = (_if_known(agreed[name]) for name in ("on_disk", "newest_on_disk"))
+        if on_disk == newest_on_disk:  # else writes failed: the window before is on all disks still
+            self._on_all_disks = None if on_disk is None else int(on_disk)
+        self._measured = self._measured_by_all(agreed)
+        return _Found(int(agreed["found"]))
+
+    def _reduce(self, found: _Found) -> dict[str, float]:
+        """Return the extremes over all ranks: measurements, starts of windows, and the progress that each `found`."""
         meter, caps = self._meter, self._config.max_bytes_per_s
         # no limit where nothing was measured, on a replacement, say: the slowest of the other ranks decides
         host_bytes_per_s = statistics.median(meter.copy_rates) if meter.copy_rates else math.inf
         empty_s, dense_s = meter.added.fit(self._dense_bytes) or (None, None)
         # one reduction, where ranks have just met for the norm: each small collective waits for the slowest rank
-        agreed = reduce_extremes(
+        return reduce_extremes(
             self._place.ranks,
             self._place.device,
             largest={
@@ -154,13 +164,13 @@ class WindowAgreement:
                 "kept_since": _known_or(self._stores.memory.newest_start()),
             },
         )
-        on_disk, newest_on_disk = (_if_known(agreed[name]) for name in ("on_disk", "newest_on_disk"))
+
+    def _measured_by_all(self, agreed: Mapping[str, float]) -> Measured:
+        """Return the measurements of a reduction. Collective over the stage's ranks, whose popularity is summed."""
         kept_since = _if_known(agreed["kept_since"])
-        if on_disk == newest_on_disk:  # else writes failed: the window before is on all disks still
-            self._on_all_disks = None if on_disk is None else int(on_disk)
         # where every snapshot goes to disk before the next one is taken, the disk's cap counts, too
-        disk_bytes_per_s = caps.disk if self._config.waits_for_disk else None
-        self._measured = Measured(
+        disk_bytes_per_s = self._config.max_bytes_per_s.disk if self._config.waits_for_disk else None
+        return Measured(
             iteration_s=agreed["iteration_s"],
             copy_bytes_per_s=min(agreed["host_bytes_per_s"], agreed["peer_bytes_per_s"], disk_bytes_per_s or math.inf),
             host_bytes_per_s=agreed["host_bytes_per_s"],
@@ -176,7 +186,6 @@ class WindowAgreement:
             overlap_s=agreed["overlap_s"],
             kept_since=None if kept_since is None else int(kept_since),
         )
-        return _Found(int(agreed["found"]))
 
     def _find(self, *, wait: bool) -> _Found:
         memory, publisher = self._stores.memory, self._stores.publisher

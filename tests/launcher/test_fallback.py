@@ -16,6 +16,7 @@ from launcher.config import Settings, compose_settings
 from launcher.loop import StageRunner
 from launcher.run import run
 from moe_ckpt.durable.checkpoint_folder import MARKER
+from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.events import CheckpointSaved, LossNotFinite, StateResumed
 from moe_ckpt.megatron.durable import MegatronDurableState
 from moe_ckpt.replication.local_disk import LocalDisk
@@ -67,7 +68,19 @@ def diverge_once(at_iteration: int, rank: int) -> None:
     StageRunner.train_on = train_on_nothing
 
 
+def write_in_time() -> None:
+    """Let each snapshot reach all peers and disks that it is for before the next update."""
+    confirm = InMemoryTier._confirm
+
+    def confirm_and_write(self: InMemoryTier, *, wait: bool) -> None:
+        confirm(self, wait=True)
+        self.finish_persisting()
+
+    InMemoryTier._confirm = confirm_and_write
+
+
 def corrupt_and_diverge() -> None:
+    write_in_time()
     spoil((5, 14))
     diverge((25, 31))
 
