@@ -6,6 +6,7 @@ or communicate.
 
     iter_0000050/            a checkpoint, committed
         COMMITTED.json       identity, iteration, and per file: bytes and CRC-32
+    iter_0000050.before/     the checkpoint that an iteration had when it came again, until that is committed again
     iter_0000100/            without the marker: torn, or still being written; never read
 """
 
@@ -26,7 +27,7 @@ from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.types import CheckpointRef, FileRecord, RunIdentity
 
 MARKER = "COMMITTED.json"
-_NAME = re.compile(r"iter_(\d{7,})")
+_NAME = re.compile(r"iter_(\d{7,})(\.before)?")
 _CHUNK_BYTES = 1 << 20
 
 
@@ -56,9 +57,17 @@ class CheckpointFolder:
         return self.root / f"iter_{iteration:07d}"
 
     def prepare(self, iteration: int) -> Path:
-        """Return an empty directory for a checkpoint; files of a torn save there are removed."""
+        """Return an empty directory for a checkpoint; files of a torn save there are removed.
+
+        A committed checkpoint of the same iteration stays usable beside it, until the new one is committed.
+        """
         directory = self.directory(iteration)
-        if directory.exists():
+        if is_committed(directory):
+            before = _before(directory)
+            if before.exists():
+                remove_checkpoint(before)
+            directory.rename(before)
+        elif directory.exists():
             remove_checkpoint(directory)
         make_private(directory)
         return directory
@@ -74,8 +83,12 @@ class CheckpointFolder:
     def keep_newest(self, count: int, *, up_to: int) -> None:
         """Remove all committed checkpoints up to iteration `up_to` but the newest `count`, and files of failed saves.
 
-        Later checkpoints stay: they could not be used, and their owner may want to look into them.
+        Of an iteration that came again the last one stays. Later checkpoints stay: they could not be used, and their
+        owner may want to look into them.
         """
+        for ref in self.committed():
+            if ref.iteration <= up_to and _before(Path(ref.directory)).exists():
+                remove_checkpoint(_before(Path(ref.directory)))
         old = [ref for ref in self.committed() if ref.iteration <= up_to][count:]
         for ref in old + [ref for ref in self.torn() if ref.iteration < up_to]:
             remove_checkpoint(Path(ref.directory))
@@ -86,7 +99,11 @@ class CheckpointFolder:
         # foreign files and folders are left alone: the folder is its user's, too
         named = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir() if entry.is_dir())
         found = [CheckpointRef(iteration=int(name[1]), directory=str(entry)) for name, entry in named if name]
-        return sorted(found, key=lambda ref: ref.iteration, reverse=True)
+        return sorted(found, key=lambda ref: (-ref.iteration, ref.directory))
+
+
+def _before(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.before")
 
 
 def is_committed(directory: Path) -> bool:

@@ -78,7 +78,9 @@ class SnapshotStore:
         if self._publisher is None or self._disk is None:
             return None
         if self._account is None:
-            return self._publisher.persist(self._disk, window.snapshots, keep=on_all_disks)
+            # where disks have no window in common, older ones lead nowhere, and would fill this disk
+            keep = max(self.on_disk(), default=None) if on_all_disks is None else on_all_disks
+            return self._publisher.persist(self._disk, window.snapshots, keep=keep)
         self._last_for_disk = window.start
         units = [unit for unit in window.snapshots if unit.header.version == window.version and _is_for_disk(unit)]
         there = None
@@ -88,12 +90,12 @@ class SnapshotStore:
             there = [*compose(for_disk, version), *(unit for unit in for_disk if version < unit.header.version)]
         return self._publisher.persist_units(self._disk, units, also=there)
 
-    def newest_on_disk(self) -> int | None:
-        """Return the start of the newest usable window that is complete on this rank's disk; it is not verified."""
+    def on_disk(self) -> frozenset[int]:
+        """Return the starts of the windows that are complete on this rank's disk; they are not verified."""
         if self._disk is None or self._account is not None:
-            return None  # units on disk belong to the epoch before
+            return frozenset()  # units on disk belong to the epoch before
         windows = group_windows(read_kept(BlobFolder(self._disk.path)).snapshots)
-        return max((window.start for window in windows if window.complete), default=None)
+        return frozenset(window.start for window in windows if window.complete)
 
     def _request(self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int) -> SnapshotRequest:
         names = self._operators.table.operators

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from enum import IntEnum
 
-from moe_ckpt.collectives import reduce_extremes
+from moe_ckpt.collectives import gather_results, reduce_extremes
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.engine.disk_writes import DiskWindows, Role
 from moe_ckpt.engine.expert_tokens import ExpertTokens
@@ -49,7 +49,8 @@ class WindowAgreement:
     ) -> None:
         self.awaits = False
         self.has_failed = False
-        self.disk = DiskWindows(store.newest_on_disk(), parts.stores.publisher, parts.events, strict=config.strict)
+        newest = max(store.on_disk(), default=None)
+        self.disk = DiskWindows(newest, parts.stores.publisher, parts.events, strict=config.strict)
         self._config = config
         self._place = parts.place
         self._stores = parts.stores
@@ -120,9 +121,16 @@ class WindowAgreement:
         self._store.confirm(self._on_all_disks, self.disk.start_of(Role.PERSIST) if self.disk.is_writing else None)
         if window and window.start == self.disk.start_of(Role.SNAPSHOT):
             # the window that all disks have stays on each until all have a newer one: ranks go back to the same
+            if self._on_all_disks is None:
+                self._on_all_disks = self._newest_in_common()
             done = self._store.persist(window, self._on_all_disks)
             if done:
                 self.disk.set_out(done)
+
+    def _newest_in_common(self) -> int | None:
+        """Return the start of the newest window that is complete on all disks, from before this generation, or None."""
+        of_each = gather_results(self._place.ranks, self._store.on_disk, CheckpointSaveError)
+        return max(frozenset[int].intersection(*of_each), default=None)
 
     def _agree(self, *, wait: bool) -> _Found:
         """Measure, and return how much of the window in flight is complete, on all ranks alike."""

@@ -124,7 +124,10 @@ class WindowRecovery:
         self._keep_safest()
         starts = {rollback.window_start for rollback in plan.rollbacks}
         # other windows were not on all disks, and older ones are not needed any more
-        disk.drop(lambda key: not any(belongs_to(key, start) for start in starts))
+        try:
+            disk.drop(lambda key: not any(belongs_to(key, start) for start in starts))
+        except OSError as error:  # a disk that has become read-only has done its part
+            _log.warning("older windows stay on %s: %s", disk.path, error)
         self._stores.steps.drop_after(plan.target_iteration)
         return plan.target_iteration
 

@@ -6,7 +6,7 @@ daemon writes, so that the death of a worker leaves no torn file.
     begin      all ranks start from nothing: drop leftovers, and mark the disk as one that never held a state
     persist    drop what all ranks have newer of ---> copy blob after blob, each synced before its entry appears
                ---> remove the mark
-    restore    copy all blobs back into shared memory
+    restore    copy all intact blobs back into shared memory
 
 A disk with the mark proves that no state was ever on all disks: the next start may begin anew, although other disks
 hold states. A disk that was lost, or replaced, has no mark.
@@ -15,16 +15,18 @@ hold states. A disk that was lost, or replaced, has no mark.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder, sync
 from moe_ckpt.snapshot.token_bucket import Throttle
 
+_log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 20
 _NEVER_HELD = "never_held"
 
@@ -47,7 +49,10 @@ class LocalDisk:
     @property
     def never_held(self) -> bool:
         """Whether the disk is marked: no write has succeeded since all ranks started from nothing."""
-        return (self.path / _NEVER_HELD).exists()
+        try:
+            return (self.path / _NEVER_HELD).exists()
+        except OSError:  # a disk that cannot be read proves nothing
+            return False
 
     def persist(self, keys: Sequence[str], stale: Sequence[str]) -> Future[None]:
         """Start `persist`. The future is done when it has ended, or fails with a CheckpointSaveError."""
@@ -124,12 +129,20 @@ def _naming_the_disk(path: Path) -> Iterator[None]:
 
 
 def restore(path: Path, own: BlobFolder) -> int:
-    """Copy all blobs on disk into shared memory; return their bytes.
+    """Copy all intact blobs on disk into shared memory; return their bytes.
 
-    Raises CheckpointLoadError for the first damaged blob, and CheckpointSaveError if there is no room.
+    A damaged blob stays behind: its window may not be needed. Raises CheckpointSaveError if there is no room.
     """
     disk = BlobFolder(path)
-    return copy_blobs(disk, own, disk.keys())
+    return sum(_copy(key, blob, disk, own, Throttle()) for key, blob in _intact(disk))
+
+
+def _intact(folder: BlobFolder) -> Iterator[tuple[str, Blob]]:
+    for key in folder.keys():  # noqa: SIM118 - not a mapping
+        try:
+            yield key, folder.get(key)
+        except CheckpointLoadError as error:
+            _log.warning("left on the local disk as it is damaged: %s", error)
 
 
 def copy_blobs(source: BlobFolder, target: BlobFolder, keys: Iterable[str]) -> int:

@@ -211,12 +211,15 @@ class Publisher:
         return copy.result() if copy and copy.done() and isinstance(copy.result(), ServerWork) else NO_WORK
 
     def interrupt_waits(self) -> None:
-        """End this and all later waits for peers until copying begins again: ranks were lost. For another thread."""
+        """End this and all later waits for copies until copying begins again: ranks were lost. For another thread."""
         with contextlib.suppress(InvalidStateError):  # a second loss, before copying began
             self._interrupted.set_result(None)
 
     def _wait_for(self, copies: Sequence[Future[Any]]) -> None:
-        """Return once these copies are done, or one has failed, or after the time that a copy may take."""
+        """Return once these copies are done, or one has failed, or after the time that a copy may take.
+
+        Raises PeersLostError if ranks are lost meanwhile: they would wait for this one.
+        """
         until_s = time.monotonic() + self._copy_s
         with self._waiting():
             for copy in copies:
@@ -304,12 +307,14 @@ class Publisher:
         return disk.persist(keys, [key for key in there if key not in needed])
 
     def wait_for(self, persisted: Future[None]) -> None:
-        """Wait for a write that `persist` has started. Raises CheckpointSaveError if it failed, or takes too long."""
-        with self._waiting():
-            try:
-                persisted.result(self._copy_s)
-            except NotInTimeError:
-                raise CheckpointSaveError(f"not on disk after {self._copy_s:g} s") from None
+        """Wait for a write that `persist` has started.
+
+        Raises CheckpointSaveError if it failed, or takes too long, and PeersLostError if ranks are lost meanwhile.
+        """
+        self._wait_for([persisted])
+        if not persisted.done():
+            raise CheckpointSaveError(f"not on disk after {self._copy_s:g} s")
+        persisted.result()
 
     def copy_bytes_per_s(self) -> float:
         """Return the recent rate at which snapshots reached all peers, including waits; inf without peers."""

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 from dataclasses import dataclass
+from io import FileIO
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -273,8 +274,8 @@ class BlobFolder:
             return self._mapped[buffer]
         path = self._buffer_path(buffer)
         try:
-            with open(path, "rb+", buffering=0) as file:
-                payload = _map(file.fileno(), pinned=hold and self._pinned)
+            with _opened(path) as file:
+                payload = _map(file.fileno(), pinned=hold and self._pinned, shared=file.writable())
         except (OSError, RuntimeError) as error:
             raise CheckpointLoadError(f"{path}: not a payload: {error}") from error
         if hold:
@@ -321,6 +322,9 @@ def _listed(directory: Path) -> list[Path]:
         return list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:  # of a disk: training needs none, and a write to it says what is wrong
+        _log.warning("%s: got %s, wanted its files; it counts as empty", directory, error)
+        return []
 
 
 def sync(*paths: Path) -> None:
@@ -333,10 +337,23 @@ def sync(*paths: Path) -> None:
             os.close(fd)
 
 
-def _map(fd: int, *, pinned: bool) -> torch.Tensor:
-    """Return a whole file as a tensor that shares its memory; by descriptor, since its name may be deleted already."""
+def _opened(path: Path) -> FileIO:
+    """Open a payload to write to it, or to read it if its file system is read-only."""
+    try:
+        return open(path, "rb+", buffering=0)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return open(path, "rb", buffering=0)
+
+
+def _map(fd: int, *, pinned: bool, shared: bool = True) -> torch.Tensor:
+    """Return a whole file as a tensor that shares its memory; by descriptor, since its name may be deleted already.
+
+    Not `shared`: of a file that cannot be written, whose pages are copied if the tensor changes.
+    """
     nbytes = os.fstat(fd).st_size
-    tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+    tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=shared, size=nbytes, dtype=torch.uint8)
     if pinned:
         torch.cuda.check_error(int(_cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)))
     return tensor

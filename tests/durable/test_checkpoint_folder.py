@@ -121,13 +121,33 @@ def test_checkpoints_are_listed_newest_first(folder: CheckpointFolder, tmp_path:
 
 def test_prepare_leaves_an_empty_torn_checkpoint(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
-    for make in (lambda _: None, lambda iteration: write(folder, iteration), lambda iteration: save(folder, iteration)):
+    for make in (lambda _: None, lambda iteration: write(folder, iteration)):
         make(3)
         directory = folder.prepare(3)
         assert directory == tmp_path / "run" / "checkpoints" / "iter_0000003"
         assert (list(directory.iterdir()), iterations_of(folder)) == ([], ([], [3]))
     remove_checkpoint(save(folder, 3))
     assert not directory.exists()
+
+
+def test_an_iteration_keeps_its_checkpoint_until_it_is_saved_again(folder: CheckpointFolder, tmp_path: Path) -> None:
+    save(folder, 2)
+    save(folder, 3)
+    for _ in range(2):  # the second time after a save that was torn
+        folder.prepare(3)
+        assert iterations_of(folder) == ([3, 2], [3])
+        assert folder.committed()[0].directory == str(tmp_path / "iter_0000003.before")
+        write(folder, 3)
+    folder.keep_newest(1, up_to=3)
+    assert iterations_of(folder) == ([3], [3]), "the only one of iteration 3"
+    save(folder, 3)
+    assert [ref.directory for ref in folder.committed()] == [
+        str(tmp_path / name) for name in ("iter_0000003", "iter_0000003.before")
+    ]
+    folder.prepare(3)
+    save(folder, 3)
+    folder.keep_newest(2, up_to=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000003"]
 
 
 def test_foreign_files_are_ignored_and_survive(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from moe_ckpt.collectives import Ranks
 from moe_ckpt.durable.checkpoint_folder import MARKER, CheckpointFolder, is_committed, read_manifest, seal_files
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, StateResharded, StateResumed
-from moe_ckpt.types import CheckpointRef, ParallelLayout, Phase, RunIdentity
+from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, Phase, RunIdentity
 from tests.engine.job import Fault, ThreadJob, exact
 from tests.engine.model import PAIR
 from tests.engine.thread_ranks import run_threads
@@ -278,6 +278,26 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> N
     (tmp_path / "checkpoints").write_text("in the way")
     job = exact(_job(tmp_path))
     assert [[event.iteration for event in job.events(CheckpointFailed, rank)] for rank in job.ranks] == [[2, 4, 6]] * 2
+
+
+def test_a_checkpoint_stays_while_its_iteration_is_saved_again(tmp_path: Path) -> None:
+    """After a rollback; the second save fails. The third one takes the place of both."""
+    _save(tmp_path, 4)
+
+    class NoRoomLeft(OneFileEach):
+        def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
+            raise CheckpointSaveError(f"no room left, with wait={wait}")
+
+    _reasons(lambda ranks: open_tier(tmp_path, NoRoomLeft(ranks)).save(4), CheckpointSaveError)
+    [kept] = CheckpointFolder(tmp_path).committed()
+    assert kept.iteration == 4
+
+    def resume(ranks: Ranks) -> None:
+        open_tier(tmp_path, OneFileEach(ranks)).resume(kept)
+
+    run_threads(2, resume)
+    _save(tmp_path, 4, keep=1)
+    assert [ref.directory for ref in CheckpointFolder(tmp_path).committed()] == [str(_directory(tmp_path, 4))]
 
 
 def test_strict_ends_the_job_when_a_save_fails(tmp_path: Path) -> None:

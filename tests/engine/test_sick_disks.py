@@ -5,8 +5,10 @@ The disk of rank 1 fails after iteration 3, and is mended after iteration 8: a t
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from typing import Any
 import pytest
 
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, WindowPersisted
-from tests.engine.job import ThreadJob, exact
+from moe_ckpt.types import Phase
+from tests.engine.damage import snapshots_in
+from tests.engine.job import Fault, ThreadJob, exact
 from tests.engine.model import PAIR
 from tests.engine.small_disk import SmallDisk, small_disk
 from tests.engine.stops import At, StoppedError, started_again
@@ -22,6 +26,7 @@ from tests.policies.profiles import config
 from tests.waits import WAIT_S
 
 BROKEN_AT, MENDED_AT, ITERATIONS = 3, 8, 12
+DEATH = Fault(rank=0, phase=Phase.BACKWARD, iteration=6)
 DISK = Path("snapshots", "rank0001")
 CHECKPOINTS = Path("checkpoints")
 
@@ -50,10 +55,9 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def job_in(folder: Path, policy: str, **settings: Any) -> ThreadJob:
-    return ThreadJob(
-        folder, config(policy, **{**SAVING[policy], **settings}), PAIR, iterations=ITERATIONS, settles=True
-    )
+def job_in(folder: Path, policy: str, faults: Sequence[Fault] = (), **settings: Any) -> ThreadJob:
+    configured = config(policy, **{**SAVING[policy], **settings})
+    return ThreadJob(folder, configured, PAIR, iterations=ITERATIONS, settles=True, faults=faults)
 
 
 @CASES
@@ -170,3 +174,46 @@ def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
     [(source, iteration), another] = started_again(job)
     assert (source, another) == ("local disk", (source, iteration))
     assert iteration > BROKEN_AT
+
+
+@pytest.mark.parametrize("when", ["from the start", "after a window of all"])
+def test_a_sick_disk_does_not_fill_the_others(when: str, tmp_path: Path) -> None:
+    """Rank 1's disk takes nothing for good, and a fault begins a generation that has not seen it take anything."""
+    with small_disk(tmp_path / DISK) as disk:
+        job = job_in(tmp_path, "moevement", [DEATH])
+        if when == "from the start":
+            disk.fill()
+        else:
+            At(job, BROKEN_AT, disk.fill)
+        exact(job)
+        starts = [{header.window_start for header in snapshots_in(job.disk(rank)).values()} for rank in job.ranks]
+    assert len(starts[0]) == 2
+    assert starts[0] & starts[1] == ({min(starts[0])} if starts[1] else set()), "what all disks have stays"
+
+
+def test_a_disk_that_is_read_only_at_the_next_start_is_read(tmp_path: Path) -> None:
+    with small_disk(tmp_path / DISK) as disk:
+        job = job_in(tmp_path, "moevement")
+        At(job, MENDED_AT, disk.forbid_writes, ends=True)
+        with pytest.raises(StoppedError):
+            job.run()
+        starts = {header.window_start for header in snapshots_in(job.disk(1)).values()}
+        assert len(starts) == 2, "one of them is not needed"
+        assert started_again(job) == [("local disk", max(starts))] * 2
+
+
+def test_a_disk_with_input_errors_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing on rank 1's disk can be listed, in the generation in which that begins, nor in the next."""
+    job = job_in(tmp_path, "moevement", [DEATH])
+    broken: list[Path] = []
+
+    def iterdir(self: Path, list_folder: Callable[[Path], Iterator[Path]] = Path.iterdir) -> Iterator[Path]:
+        if broken and self.is_relative_to(broken[0]):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return list_folder(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    At(job, BROKEN_AT, lambda: broken.append(job.disk(1)))
+    exact(job)
+    assert job.events(CheckpointFailed, 1)
+    assert job.events(WindowPersisted, 0)[-1].window_start > MENDED_AT

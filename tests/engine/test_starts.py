@@ -10,9 +10,10 @@ import pytest
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointFailed, StateResumed
-from tests.engine.damage import flip_a_bit
+from tests.engine.damage import flip_a_bit, snapshots_in
 from tests.engine.job import ThreadJob, uninterrupted
 from tests.engine.model import PAIR
+from tests.engine.stops import started_again
 from tests.policies.profiles import config
 
 POLICIES = {
@@ -32,6 +33,15 @@ def start(folder: Path, policy: str, iterations: int, *, run_id: str = "run", **
 def cut_entries(disk: Path) -> None:
     for entry in (disk / "index").glob("snapshot-*"):
         entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
+
+
+def test_damage_to_the_newest_window_on_a_disk_leaves_the_one_before(tmp_path: Path) -> None:
+    job = start(tmp_path, "moevement", 9, window=1)
+    job.run()
+    common, newest = sorted({header.window_start for header in snapshots_in(job.disk(1)).values()})
+    for entry in (job.disk(1) / "index").glob(f"snapshot-{newest}-*"):
+        entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
+    assert started_again(job) == [("local disk", common)] * 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -242,6 +242,20 @@ def test_a_wait_for_copies_ends_as_ranks_are_lost(tmp_path: Path) -> None:
     assert life.publisher.has_copies_of_step(5), "the wait ended, the copy did not fail"
 
 
+def test_a_wait_for_a_disk_ends_as_ranks_are_lost(tmp_path: Path) -> None:
+    life = Life(tmp_path, LatePeers())
+    written = Future[None]()
+    with ThreadPoolExecutor() as training:
+        waiting = training.submit(life.publisher.wait_for, written)
+        while not life.waits and not waiting.done():
+            pass
+        life.publisher.interrupt_waits()
+        with pytest.raises(PeersLostError):
+            waiting.result(WAIT_S)
+    written.set_result(None)
+    life.publisher.wait_for(written)
+
+
 def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(tmp_path: Path) -> None:
     peers = LatePeers()
     life = Life(tmp_path, peers)
