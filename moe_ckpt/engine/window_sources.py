@@ -79,7 +79,9 @@ class WindowSources:
         kept = read_kept(folder)
         steps = StepLog()
         steps.adopt(kept.starts, kept.records)
-        if not self._logs_tied:
+        is_mine = owner == self._place.shard.global_rank
+        holds_tied = any(record.tied_gradient is not None for record in kept.records.values())
+        if not (self._logs_tied if is_mine else holds_tied):
             # as the owner does after a fetch: its copies may lack the last records, which all ranks share
             steps.fill(self._stores.steps.gradients)
         found = (self._window(window, owner, steps) for window in group_windows(kept.snapshots) if window.complete)

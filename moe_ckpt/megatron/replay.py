@@ -221,8 +221,10 @@ class _StageSums:
                 chunk.scale_gradients(1.0 / torch.clamp(self._tokens, min=1))
         if self._owned is not None:
             # after the division: the logged gradient is divided already
-            assert logged.tied_gradient is not None, logged.iteration
-            self._gradient().copy_(logged.tied_gradient)
+            mine = self._gradient()
+            if mine.numel():  # else this rank's shard of the optimizer has no part of the embedding, nor has its record
+                assert logged.tied_gradient is not None, logged.iteration
+                mine.copy_(logged.tied_gradient)
 
     def _gradient(self) -> torch.Tensor:
         """Return the part of the reduced gradient that this rank's optimizer uses, flattened."""

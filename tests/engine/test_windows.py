@@ -446,6 +446,17 @@ def test_the_next_holders_copy_may_lack_the_last_record(tmp_path: Path) -> None:
     assert asked == [0, 2]
 
 
+def test_a_copy_of_a_tied_stage_does_without_its_last_record(tmp_path: Path) -> None:
+    """The stage in the middle, which holds it, cannot know that record: all ranks go back by an iteration."""
+
+    def lose_record(job: ThreadJob) -> None:
+        BlobFolder(held_path(job.memory(1), 0)).discard(f"{RECORD}{AT_REDUCE.iteration - 1}")
+
+    fault = replace(AT_REDUCE, rank=0, loses_memory=True, before_restart=lose_record)
+    job = exact(made(tmp_path, fault, shape=replace(PIPE, tied=True), replicas=1))
+    assert [event.iteration for event in rejoined(job)] == [AT_REDUCE.iteration - 2] * 3
+
+
 def _foreign(change: Callable[[SnapshotHeader], SnapshotHeader]) -> Callable[[Path], None]:
     return lambda folder: rewrite_headers(folder, change)
 
