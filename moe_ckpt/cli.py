@@ -72,7 +72,7 @@ def run_command(arguments: Sequence[str]) -> list[str]:
 
 def is_option_of_run(word: str) -> bool:
     """Return whether a word of a command line begins the options or the program of `moe_ckpt.run`."""
-    return word == "--" or word.partition("=")[0] in ("--ckpt", "--set", "--config", "--plain")
+    return word == "--" or word.partition("=")[0] in ("--loop", "--ckpt", "--set", "--config", "--plain")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

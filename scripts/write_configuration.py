@@ -19,9 +19,10 @@ MANY_FILES = 4  # a value that is another one in more files is shown as a range 
 _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))? *(?:# (?P<meaning>.*))?$")
 INTRODUCTION = """# Configuration
 
-Generated from the comments in [conf/](../conf) by `scripts/write_configuration.py`. Every setting is a key of one of
-these groups; `GROUP=FILE` chooses a file, `GROUP.KEY=VALUE` overrides a key: `torchrun --nproc-per-node=4
-launcher/train.py +ckpt=moevement ckpt.replicas=2 train.iterations=500`. `???` marks a key that has no default.
+Generated from the comments in [conf/](../conf) by `scripts/write_configuration.py`. `GROUP=FILE`
+chooses a file, `GROUP.KEY=VALUE` overrides a key: `torchrun --nproc-per-node=4 launcher/train.py +ckpt=moevement
+ckpt.replicas=2 train.iterations=500`. `???` marks a key that has no default. The section `run` is in
+[conf/config.yaml](../conf/config.yaml), and the simulator has [conf/simulate.yaml](../conf/simulate.yaml).
 """
 
 

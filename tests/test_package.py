@@ -15,6 +15,7 @@ import pytest
 
 import moe_ckpt
 from moe_ckpt import cli
+from moe_ckpt.run_settings import _parser
 from scripts.write_configuration import PAGE, ROOT, page
 
 RUNS = ("train", "demo")  # jobs, which other tests and `make demo` run
@@ -49,6 +50,12 @@ def test_leading_options_of_a_training_are_those_of_torchrun() -> None:
         *("-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=1"),
         *(str(ROOT / "launcher" / "train.py"), "+ckpt=gemini", "model=small"),
     ]
+
+
+@pytest.mark.parametrize("option", _parser()._option_string_actions)
+def test_options_of_an_attached_run_are_not_those_of_torchrun(option: str) -> None:
+    command = cli.run_command(["--nproc-per-node=4", option, "--", "train.py"])
+    assert command[3:] == ["--nproc-per-node=4", "-m", "moe_ckpt.run", option, "--", "train.py"]
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

@@ -187,7 +187,7 @@ def _listed(values: list[float]) -> str:
 _CLAIMS = (
     _Claim(
         text="Gemini and MoEvement lose nothing: every loss and the final state are those without faults, bit for bit",
-        source="promise 1 in design.md",
+        source="All policies with supervisors, in guarantees.md",
         needs=(NONE, GEMINI, MOEVEMENT),
         judge=_lossless,
     ),
