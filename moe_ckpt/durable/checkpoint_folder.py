@@ -63,12 +63,9 @@ class CheckpointFolder:
         """
         directory = self.directory(iteration)
         if is_committed(directory):
-            before = _before(directory)
-            if before.exists():
-                remove_checkpoint(before)
-            directory.rename(before)
-        elif directory.exists():
-            remove_checkpoint(directory)
+            _remove_if_there(_before(directory))
+            directory.rename(_before(directory))
+        _remove_if_there(directory)
         make_private(directory)
         return directory
 
@@ -87,8 +84,8 @@ class CheckpointFolder:
         owner may want to look into them.
         """
         for ref in self.committed():
-            if ref.iteration <= up_to and _before(Path(ref.directory)).exists():
-                remove_checkpoint(_before(Path(ref.directory)))
+            if ref.iteration <= up_to:
+                _remove_if_there(_before(Path(ref.directory)))
         old = [ref for ref in self.committed() if ref.iteration <= up_to][count:]
         for ref in old + [ref for ref in self.torn() if ref.iteration < up_to]:
             remove_checkpoint(Path(ref.directory))
@@ -115,6 +112,11 @@ def remove_checkpoint(directory: Path) -> None:
     """Remove a checkpoint: the marker first, so that a half-removed one is torn and not damaged."""
     (directory / MARKER).unlink(missing_ok=True)
     shutil.rmtree(directory)
+
+
+def _remove_if_there(directory: Path) -> None:
+    if directory.exists():
+        remove_checkpoint(directory)
 
 
 def file_names(directory: Path) -> list[str]:

@@ -73,13 +73,16 @@ class SnapshotStore:
         iterations = [iteration for iteration in (*on_disk, *starts & {being_written}) if iteration is not None]
         self._memory.confirm([self._version(iteration) for iteration in iterations])
 
-    def persist(self, window: Window, on_all_disks: int | None) -> Future[None] | None:
-        """Start copying a window to the local disk, if there is one: with its logs, or its units that go there."""
+    def persist(self, window: Window, on_all_disks: int | None, newest_here: int | None) -> Future[None] | None:
+        """Start copying a window to the local disk, if there is one: with its logs, or its units that go there.
+
+        All disks have the window that starts at `on_all_disks`; this one has none newer than that at `newest_here`.
+        """
         if self._publisher is None or self._disk is None:
             return None
         if self._account is None:
             # where disks have no window in common, older ones lead nowhere, and would fill this disk
-            keep = max(self.on_disk(), default=None) if on_all_disks is None else on_all_disks
+            keep = newest_here if on_all_disks is None else on_all_disks
             return self._publisher.persist(self._disk, window.snapshots, keep=keep)
         self._last_for_disk = window.start
         units = [unit for unit in window.snapshots if unit.header.version == window.version and _is_for_disk(unit)]

@@ -123,7 +123,7 @@ class WindowAgreement:
             # the window that all disks have stays on each until all have a newer one: ranks go back to the same
             if self._on_all_disks is None:
                 self._on_all_disks = self._newest_in_common()
-            done = self._store.persist(window, self._on_all_disks)
+            done = self._store.persist(window, self._on_all_disks, self.disk.start_of(Role.RECOVERY))
             if done:
                 self.disk.set_out(done)
 

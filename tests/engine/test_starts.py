@@ -30,8 +30,8 @@ def start(folder: Path, policy: str, iterations: int, *, run_id: str = "run", **
     return ThreadJob(folder, made, PAIR, iterations=iterations, run_id=run_id, settles=True)
 
 
-def cut_entries(disk: Path) -> None:
-    for entry in (disk / "index").glob("snapshot-*"):
+def cut_entries(disk: Path, keys: str = "snapshot-*") -> None:
+    for entry in (disk / "index").glob(keys):
         entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
 
 
@@ -39,8 +39,7 @@ def test_damage_to_the_newest_window_on_a_disk_leaves_the_one_before(tmp_path: P
     job = start(tmp_path, "moevement", 9, window=1)
     job.run()
     common, newest = sorted({header.window_start for header in snapshots_in(job.disk(1)).values()})
-    for entry in (job.disk(1) / "index").glob(f"snapshot-{newest}-*"):
-        entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
+    cut_entries(job.disk(1), f"snapshot-{newest}-*")
     assert started_again(job) == [("local disk", common)] * 2
 
 

@@ -13,7 +13,7 @@ from moe_ckpt.snapshot.boundary_log import Direction
 from moe_ckpt.types import Phase
 from tests.engine.damage import snapshots_in
 from tests.engine.job import Fault, Observer, ThreadJob, exact
-from tests.engine.model import PIPE, Model, Shape
+from tests.engine.model import PAIR, PIPE, Model, Shape
 from tests.policies.profiles import config
 
 
@@ -65,12 +65,20 @@ def test_logs_lead_from_the_oldest_window_to_the_state(window: int, tmp_path: Pa
 
 
 def test_of_windows_on_the_local_disk_old_ones_are_dropped(tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("moevement", window=2, disk_every_iters=2), Shape(pp=2, dp=1), iterations=12)
+    job = ThreadJob(tmp_path, config("moevement", window=2, disk_every_iters=2), PAIR, iterations=12, settles=True)
     job.run()
     for rank in job.ranks:
         starts = {header.window_start for header in snapshots_in(job.disk(rank)).values()}
         assert len(starts) in (1, 2)
         assert max(starts) >= 8
+        assert min(starts) >= 5, "the one before it"
+
+
+def test_of_units_on_the_local_disk_old_ones_are_dropped(tmp_path: Path) -> None:
+    job = ThreadJob(tmp_path, config("moc", every_iters=2), PAIR, iterations=16, settles=True)
+    job.run()
+    for rank in job.ranks:
+        assert min(header.window_start for header in snapshots_in(job.disk(rank)).values()) >= 8
 
 
 class Copied(Observer):
