@@ -15,7 +15,7 @@ import pytest
 
 from launcher.faults.inject import kill_node, nobody_replaced
 from launcher.proc import stands_still
-from moe_ckpt.elastic.live_workers import read_written, write_live
+from moe_ckpt.elastic.live_workers import LiveWorker, read_written, write_live
 from moe_ckpt.linux import is_alive
 from tests.elastic.processes import Child
 from tests.jobs import parked_job
@@ -100,11 +100,48 @@ def keep_writing(_: Connection, memory: Path) -> None:
                     os.close(found)
 
 
-def test_memory_is_lost_whatever_its_daemon_writes_meanwhile(tmp_path: Path, start: Callable[..., Child]) -> None:
-    memory = tmp_path / "memory"
+def worker_with_memory(run: Path) -> LiveWorker:
+    memory = run / "memory"
     memory.mkdir()
-    write_live(tmp_path, global_rank=0, node=0, supervisor_pid=os.getppid(), memory=memory, incarnation=0)
-    (worker,) = read_written(tmp_path)
+    write_live(run, global_rank=0, node=0, supervisor_pid=os.getppid(), memory=memory, incarnation=0)
+    (worker,) = read_written(run)
+    return worker
+
+
+@pytest.mark.parametrize("call", ["rmdir", "unlink"])
+def test_a_daemon_may_write_and_delete_while_memory_is_lost(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = worker_with_memory(tmp_path)
+    memory = Path(worker.memory)
+    folder = memory / "held" / "rank0001"
+    folder.mkdir(parents=True)
+    (folder / "written").touch()
+    found = os.open(folder, os.O_DIRECTORY)  # as a daemon's call has it that looked up the folder before its loss
+    goes_on, meanwhile = getattr(os, call), []
+
+    def comes_between(path: str, *, dir_fd: int | None = None) -> None:
+        """The call as `kill_node` makes it; just before the first one, the daemon creates or deletes a file."""
+        if not meanwhile:
+            meanwhile.append(path)
+            if call == "rmdir":
+                os.close(os.open("late", os.O_CREAT, dir_fd=found))
+            else:
+                goes_on("written", dir_fd=found)
+        goes_on(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, call, comes_between)
+    try:
+        assert kill_node(tmp_path, [worker], wait_s=WAIT_S) == []
+    finally:
+        os.close(found)
+    assert meanwhile == [{"rmdir": "rank0001", "unlink": "written"}[call]]
+    assert list(memory.iterdir()) == []
+
+
+def test_memory_is_lost_whatever_its_daemon_writes_meanwhile(tmp_path: Path, start: Callable[..., Child]) -> None:
+    worker = worker_with_memory(tmp_path)
+    memory = Path(worker.memory)
     daemon = start(keep_writing, memory)
     parts = [memory / "own", memory / "held" / "rank0001"]
     for _ in range(ROUNDS):

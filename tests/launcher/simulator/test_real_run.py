@@ -25,9 +25,9 @@ from moe_ckpt.sim.policies import plan_saving
 from tests.report_runs import committed, rejoined
 
 
-def second(iteration: int) -> IterationCommitted:
-    """An iteration of a second, without a stall."""
-    return committed(iteration, seconds=1.0, stall_s=0.0)
+def second(iteration: int, *, stall_s: float = 0.0) -> IterationCommitted:
+    """An iteration of a second, beside the stall in it."""
+    return committed(iteration, seconds=1.0 + stall_s, stall_s=stall_s)
 
 
 def born(incarnation: int) -> WorkerStarted:
@@ -62,16 +62,20 @@ def test_a_restart_costs_without_a_recovery() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "resume_s"),
+    ("told", "stall_s", "resume_s"),
     [
-        (back(0.1, 0.2), "1.75"),  # 0.25 and 0.5, and two iterations take a second longer than two do
-        (back(0.1, 0.2, fetched_bytes=1), None),
-        (back(0.1, 0.2, executed_iters=1), None),
+        (back(0.1, 0.2), 0.0, "1.75"),  # 0.25 and 0.5, and two iterations take a second longer than two do
+        (back(0.1, 0.2), 0.5, "1.25"),  # half of that second is a snapshot's, which its sizes and rates tell
+        (back(0.1, 0.2, fetched_bytes=1), 0.0, None),
+        (back(0.1, 0.2, executed_iters=1), 0.0, None),
     ],
-    ids=["went back", "fetched", "replayed"],
+    ids=["went back", "went back and waited for a snapshot", "fetched", "replayed"],
 )
-def test_to_resume_takes_the_extra_time_of_the_first_iterations(told: Rejoined, resume_s: str | None) -> None:
-    before, after = [(float(number), second(number)) for number in (1, 2, 3)], [(8, second(3)), (9, second(4))]
+def test_to_resume_takes_the_extra_time_of_the_first_iterations(
+    told: Rejoined, stall_s: float, resume_s: str | None
+) -> None:
+    before = [(float(number), second(number)) for number in (1, 2, 3)]
+    after = [(8, second(3, stall_s=stall_s)), (9, second(4))]
     living = [logged(rank, (0, born(0)), *before, (6, told), *after) for rank in (0, 2, 3)]
     newborn = logged(1, (0, born(0)), *before, (5, born(1)), (6, told), *after)
     settings = compose_settings(["ckpt=gemini"])
