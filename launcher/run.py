@@ -95,7 +95,8 @@ def run_supervised(
     backend = settings.runtime.backend
     on_gpu = choose_device(launch, deterministic=settings.train.deterministic, backend=backend)
     worker.join_world(open_backend(on_gpu=on_gpu, kind=backend))
-    folder = find_run_folder(settings.folder, launch, worker.place.memory, settings.runtime.join_s)
+    memory, join_s = worker.place.memory, settings.runtime.join_s
+    folder = find_run_folder(settings.folder, launch, memory, join_s, worker.page.waits)
     worker.announce(folder.path)
     form_groups(layout, settings.train.seed)
     log = _open_log(folder, launch)

@@ -1,7 +1,9 @@
-"""A process of this machine as /proc shows it, by pid. Changes nothing."""
+"""Processes of this machine as /proc shows them, by pid, and a socket by its descriptor. Changes no process."""
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 # not psutil: it turns start times into seconds of the wall clock, and has no states of threads
@@ -41,6 +43,19 @@ def thread_states(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return ""
     return "".join(fields[_STATE] for thread in threads if (fields := _stat(thread / "stat")))
+
+
+def duplicate_socket(fd: int) -> socket.socket:
+    """Return another object for the socket of a descriptor, which stays open when that is closed.
+
+    Raises OSError for a descriptor that is closed, or no socket's.
+    """
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _stat(path: Path) -> list[str]:

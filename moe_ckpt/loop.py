@@ -88,7 +88,7 @@ def train_elastic(
             use_gpu(worker.launch.local_rank, config.runtime.backend)
         worker.join_world(open_backend(on_gpu=on_gpu, kind=config.runtime.backend))
         run = RunFolderConfig(dir=config.run_dir, name=config.model, configuration=repr(config))
-        folder = find_run_folder(run, worker.launch, worker.place.memory, config.runtime.join_s)
+        folder = find_run_folder(run, worker.launch, worker.place.memory, config.runtime.join_s, worker.page.waits)
         worker.announce(folder.path)
         _train(OwnLoop(config, build(), forward_step, batches, after_iteration), worker, folder)
         worker.retire(folder.path)

@@ -98,7 +98,8 @@ def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
         if on_gpu:
             use_gpu(worker.launch.local_rank, kind)
         worker.join_world(open_backend(on_gpu=on_gpu, kind=kind))
-        folder = find_run_folder(settings.folder, worker.launch, worker.place.memory, settings.runtime.join_s)
+        memory, join_s = worker.place.memory, settings.runtime.join_s
+        folder = find_run_folder(settings.folder, worker.launch, memory, join_s, worker.page.waits)
         worker.announce(folder.path)
         attachment = loop.attach(worker, settings, folder)
         status = run_program(settings.command)

@@ -35,10 +35,10 @@ import torch.distributed as dist
 from moe_ckpt.agent import agent_pid
 from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, RuntimeConfig, require
 from moe_ckpt.elastic.backend_choice import open_backend
-from moe_ckpt.elastic.backends import Backend
+from moe_ckpt.elastic.backends import Backend, die
 from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, write_failure
+from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, text_of, write_failure
 from moe_ckpt.elastic.generations import Generations, Member, Membership
 from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.job_store import open_store, use_etcd, use_hosted_store, write_store_address
@@ -310,7 +310,10 @@ def _work(work: Callable[[Worker], int], worker: Worker, runtime: RuntimeConfig)
         if not is_fault(error, replace_on=runtime.replace_on, end_on=runtime.end_on):
             raise
         # by this file the supervisor sees whether a replacement repeats the exception at the same place
-        write_failure(worker.place.failure, failure_of(error, worker.page.iteration))
+        try:
+            write_failure(worker.place.failure, failure_of(error, worker.page.iteration))
+        except OSError as full:
+            die(f"{text_of(error)}; its failure file was not written ({full})")
         return WORKER_FAULT
 
 

@@ -19,6 +19,8 @@ import platform
 import sys
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -36,6 +38,7 @@ from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.run_lock import release_lock, take_lock, used_by
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
+Waits = Callable[[], AbstractContextManager[object]]
 _JOB = "job"  # in torchrun's store, which outlives restarts of the job
 
 
@@ -85,8 +88,10 @@ def open_run_folder(run: RunFolderConfig, launch: Launch) -> RunFolder:
     return broadcast_result(TorchRanks(), lambda: _create_or_find(run, remembered), ConfigError)
 
 
-def find_run_folder(run: RunFolderConfig, launch: Launch, memory: Path, join_s: float) -> RunFolder:
+def find_run_folder(run: RunFolderConfig, launch: Launch, memory: Path, join_s: float, waits: Waits) -> RunFolder:
     """Return the run folder without a collective: global rank 0 makes it, others wait `join_s` seconds for its path.
+
+    They do so inside `waits()`.
 
     Raises ConfigError, naming run.dir, if it cannot be written, or belongs to another running job.
     """
@@ -102,7 +107,9 @@ def find_run_folder(run: RunFolderConfig, launch: Launch, memory: Path, join_s: 
                 if Path(worker.memory).parent != memory.parent:
                     raise used_by(path, f"process {worker.pid}")
         return _create_or_find(run, None)
-    return read_run_folder(wait_for_run_folder(join_s))
+    with waits():
+        path = wait_for_run_folder(join_s)
+    return read_run_folder(path)
 
 
 def wait_for_run_folder(timeout_s: float) -> Path:

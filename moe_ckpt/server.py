@@ -7,7 +7,8 @@ names. The command waits for the job, takes the first free number among its ckpt
 until the job ends; a server more than that is a spare, which takes the number of the first one that is lost. It is no
 rank, and needs no torchrun: the settings come from the job.
 
-Owns: this process and its memory, which is removed at its end. Must not: train. FlowCheck, section 4.
+Owns: this process and its memory, which is removed at its end, also if it is killed. Must not: train. FlowCheck,
+section 4.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from moe_ckpt.elastic.job_store import STORE_FILE, connect, part_of
 from moe_ckpt.elastic.network import address_on, route_to
 from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerNumbers, ServerSettings
+from moe_ckpt.elastic.shared_memory import open_memory_root
 from moe_ckpt.errors import ConfigError, exit_status
 from moe_ckpt.exact_json import ExactDecoder
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
@@ -46,8 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--interface", help="the interface that gradients arrive on; by default the one to the store")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="the folder in memory for states")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the memory is removed
-    return exit_status(lambda: serve(_find_store(options.job), options.interface, options.memory))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+    def run() -> None:
+        where = _find_store(options.job)
+        # before the store is connected: its client may have threads, and the janitor is forked
+        memory = open_memory_root(options.memory, os.getpid(), "--memory")
+        serve(where, options.interface, memory)
+
+    return exit_status(run)
 
 
 def serve(where: Address, interface: str | None, memory: Path) -> None:
@@ -69,7 +78,7 @@ def _serve(store: dist.Store, where: Address, interface: str | None, memory: Pat
     capture = open_mirror(settings.mirror, os.getpid()) if settings.mirror else None
     while True:
         # a new one each time: states in the old one may be some that the ranks have left since
-        with tempfile.TemporaryDirectory(prefix="moe_ckpt-server-", dir=memory) as folder:
+        with tempfile.TemporaryDirectory(dir=memory) as folder:
             server = CopyServer(
                 Path(folder),
                 NO_RANK,

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.errors import PeersLostError
+from moe_ckpt.linux import duplicate_socket
 
 _log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.0001
@@ -255,7 +256,7 @@ def _open_sockets() -> dict[str, int]:
 
 
 def _shut_down(fd: int, name: str) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:  # OSError: closed meanwhile
+    with contextlib.suppress(OSError), duplicate_socket(fd) as duplicate:  # OSError: closed meanwhile
         # on a duplicate: no other thread can close it between the check and the shutdown
         is_same = name == f"socket:[{os.fstat(duplicate.fileno()).st_ino}]"  # or the number is another's meanwhile
         if is_same and not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_ckpt.errors import StoreLostError
+from moe_ckpt.linux import duplicate_socket
 
 _PROBES = 4  # in the time that a connection may be silent
 _LONGEST_PAUSE_S = 32767  # Linux allows no more
@@ -64,8 +65,7 @@ def end_silent_connections(port: int, after_s: float) -> None:
     confirms, so a server may be slow, or stopped.
     """
     for entry in Path("/proc/self/fd").iterdir():
-        # a duplicate: the end of this object must not close torch's descriptor
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+        with contextlib.suppress(OSError), duplicate_socket(int(entry.name)) as connection:
             if connection.type == socket.SOCK_STREAM and _peer_port(connection) == port:
                 _limit_silence(connection, after_s)
 

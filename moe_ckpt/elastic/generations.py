@@ -73,6 +73,13 @@ class Generations:
         self._store.compare_set(f"{generation}/end", "", outcome.removeprefix(_ENDED))
         return True
 
+    def begin_anew(self, reason: str) -> None:
+        """Let ranks that torchrun has started again meet in another generation than the newest one."""
+        generation = self.current()
+        if not self.end(generation, reason):
+            # a script failed in its own work after the last iteration: all its ranks are started again
+            self._store.compare_set("generation", str(generation), str(generation + 1))
+
     def record_death(self, generation: int, death: Death) -> None:
         """Record the death of a rank's process: all ranks of the next generation can read it before that begins."""
         record, number = msgspec.json.encode(death), 1
@@ -220,8 +227,7 @@ class Membership:
         for cause in causes_of(error):  # groups live as long as a frame of a traceback refers to them
             traceback.clear_frames(cause.__traceback__)
         if any(isinstance(cause, PeersLostError) for cause in causes_of(error)):
-            self._generations.end(self.generation, f"rank {self.member.global_rank}: {error}")
-            return True
+            return self._generations.end(self.generation, f"rank {self.member.global_rank}: {error}")
         return self._ended.wait(_LATE_S)
 
     def deaths(self) -> list[Death]:
@@ -281,7 +287,8 @@ class Membership:
         try:
             self._groups.form(self._store, generation)
         except PeersLostError as error:
-            self._generations.end(generation, f"rank {self.member.global_rank}: {error}")
+            if not self._generations.end(generation, f"rank {self.member.global_rank}: {error}"):
+                raise  # it has finished: no rank waits for its end, nor leaves it
             self.leave()
             return False
         finally:

@@ -27,17 +27,18 @@ from moe_ckpt.snapshot.blobs import held_path, own_path
 _NAME = re.compile(r"moe_ckpt-(\d+)-(\d+)-(\d+)")  # the agent's pid, when it was started, whose pids are meant
 
 
-def open_memory_root(base: Path, agent_pid: int) -> Path:
+def open_memory_root(base: Path, agent_pid: int, setting: str = "runtime.shared_memory") -> Path:
     """Return the folder of the node that `agent_pid` started, with a janitor; it is created if it is missing.
 
     The folder stays while this process and its children live, even if the agent dies. Folders of agents that have ended
-    are removed. Raises ConfigError if `base` is not a writable folder. Call from a process with one thread.
+    are removed. Raises ConfigError, naming `setting`, if `base` is not a writable folder. Call from a process with one
+    thread.
     """
     root = base / f"moe_ckpt-{agent_pid}-{start_ticks(agent_pid)}-{_pid_namespace()}"
     try:
         root.mkdir(mode=FOLDER_MODE, exist_ok=True)
     except OSError as error:
-        require(False, "runtime.shared_memory", str(base), f"a folder in memory that can be written ({error})")
+        require(False, setting, str(base), f"a folder in memory that can be written ({error})")
     _remove_orphans(base)
     _start_janitor(root, agent_pid)
     # after the janitor is forked: it would inherit this lock, and wait for itself

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from moe_ckpt.agent import agent_pid, die_with_parent
 from moe_ckpt.elastic.failures import WORKER_FAULT, Failure
-from moe_ckpt.elastic.generations import DAEMON_DIED, STARTED_AGAIN, STORE_LOST, SUPERVISOR, Generations
+from moe_ckpt.elastic.generations import DAEMON_DIED, FENCED, STARTED_AGAIN, STORE_LOST, SUPERVISOR, Generations
 from moe_ckpt.elastic.orphans import adopt_orphans, end_orphans, reap_ended, watching
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_deaths
@@ -123,7 +123,7 @@ class Supervisor:
         except Exception:
             self._save_last()  # an error of this process loses no iteration, either
             raise
-        if status:
+        if status not in (0, FENCED):  # the successor of a fenced worker may be writing the same folder
             self._save_last()  # an error of the program loses no iteration, either
         # after the save: once the agent has ended, shared memory is about to be removed
         if self._is_sick and self._hooks.leave:
@@ -202,9 +202,7 @@ class Supervisor:
         if self._incarnation > 0:
             # first: an earlier worker that is cut off and not dead must not join the generation that begins now
             self._generations.set_incarnation(self._global_rank, self._incarnation)
-            self._generations.end(
-                self._generations.current(), f"{SUPERVISOR} of rank {self._global_rank} {STARTED_AGAIN}"
-            )
+            self._generations.begin_anew(f"{SUPERVISOR} of rank {self._global_rank} {STARTED_AGAIN}")
 
     def _spawn(self) -> None:
         # before the fork: a worker whose number is not in the store yet would end as one that has been replaced

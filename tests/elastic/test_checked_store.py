@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -83,3 +84,12 @@ def test_only_connections_to_that_port_end_when_they_are_silent(stack: ExitStack
     assert (limits, probed) == ([7500, 0], [1, 0])
     assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 7.5, "an idle connection is probed in time"
     assert ours.getpeername() == servers[0].getsockname(), "it is still open"
+
+
+def test_no_descriptor_is_left_over_from_the_search(stack: ExitStack) -> None:
+    """A duplicate of a pipe's end would keep its reader waiting, and each search would double them."""
+    reading, writing = os.pipe()
+    stack.callback(os.close, reading)
+    end_silent_connections(1, 7.5)
+    os.close(writing)
+    assert os.read(reading, 1) == b""

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moe_ckpt import run_elastic
 from moe_ckpt.config import require_patterns
 from moe_ckpt.elastic.failures import Failure, failure_of, is_fault, take_failure, write_failure
+from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.run_elastic import ElasticConfig, RankPlace, Worker
+from moe_ckpt.run_settings import runtime_config
+from tests.elastic.processes import Child
 from tests.elastic.workers import caused
+from tests.policies.profiles import config as config_of
+from tests.replication.peers import TICKET
 
 
 @pytest.mark.parametrize(
@@ -73,3 +85,24 @@ def test_a_supervisor_takes_a_failure_once(tmp_path: Path) -> None:
     write_failure(path, failure)
     assert take_failure(path) == failure
     assert take_failure(path) is None, "a script may end with the same status"
+
+
+def raise_a_fault(_: Worker) -> int:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def fail_with_full_memory(_: Connection, memory: Path) -> None:
+    """Be a worker whose device fails where its supervisor's file cannot be written."""
+    (memory / "failure").mkdir()
+    launch = Launch(global_rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0)
+    facts: Any = {"ticket": TICKET, "ranks_per_node": 1, "replicas": 0, "has_daemon": False, "host": "127.0.0.1"}
+    runtime = runtime_config()
+    config = ElasticConfig(ckpt=config_of("moevement"), runtime=runtime)
+    sys.exit(
+        run_elastic._work(raise_a_fault, Worker(config, RankPlace(launch=launch, memory=memory, **facts), 0), runtime)
+    )
+
+
+def test_a_fault_that_cannot_be_written_down_is_a_death(tmp_path: Path, start: Callable[..., Child]) -> None:
+    """The supervisor replaces a worker that was killed; one that ends with a traceback ends the job."""
+    assert start(fail_with_full_memory, tmp_path).exit_status() == -signal.SIGKILL

@@ -206,6 +206,16 @@ def test_a_generation_that_has_ended_cannot_finish(both: Both) -> None:
     assert not one.has_finished(2), "a rank that was done before is not done any more"
 
 
+def test_ranks_that_are_started_again_meet_in_another_generation(both: Both) -> None:
+    one, other = both
+    one.current()
+    one.done(1, 1)
+    one.begin_anew("rank 0 was started again")
+    assert (other.current(), other.has_finished(1), other.has_finished(2)) == (2, True, False)
+    other.begin_anew("rank 1 was started again")
+    assert (one.current(), one.wait_for_end(2)) == (3, "rank 1 was started again")
+
+
 def test_the_life_that_may_join_is_the_last_one_set(both: Both) -> None:
     one, other = both
     assert other.incarnation(3) == -1
@@ -356,6 +366,34 @@ def finish_at_second_try(folder: str) -> list[Any]:
 
 def test_a_rank_that_has_finished_is_there_until_all_have(tmp_path: Path) -> None:
     assert run_ranks(2, finish_at_second_try, str(tmp_path)) == [[2, True, False]] * 2
+
+
+def finish_in_each_life(folder: str, incarnation: int) -> tuple[float, bool, str]:
+    """Go to the end of the job, as ranks that torchrun has started again do from the second life on."""
+    generations = Generations(open_store(folder))
+    generations.set_incarnation(own_rank(), incarnation)
+    if incarnation:
+        generations.begin_anew("was started again")
+    membership = open_membership(folder, own_rank(), 2, incarnation=incarnation)
+    membership.join()
+    total = sum_of_ranks()
+    membership.finish()
+    is_lost = membership.lost(PeersLostError("too late"))
+    membership._groups = SimpleNamespace(form=raise_error)  # type: ignore[assignment]
+    with pytest.raises(PeersLostError) as lost:
+        membership.join()
+    return total, is_lost, str(lost.value)
+
+
+def raise_error(*_: object) -> None:
+    raise PeersLostError("connections of another life")
+
+
+def test_a_job_that_is_started_again_after_its_end_goes_to_its_end_again(tmp_path: Path) -> None:
+    """A script's own work after the last iteration has failed, and torchrun has started all ranks again."""
+    for incarnation in range(2):
+        found = run_ranks(2, finish_in_each_life, str(tmp_path), incarnation)
+        assert found == [(3.0, False, "connections of another life")] * 2
 
 
 def lose_again_and_again(folder: str) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,17 @@ import torch.distributed as dist
 
 from moe_ckpt import server
 from moe_ckpt.config import NO_TLS
-from moe_ckpt.elastic.job_store import STORE_FILE
-from moe_ckpt.elastic.server_hosts import ServerHosts, ServerNumbers, ServerRules, ServerSettings
+from moe_ckpt.elastic.job_store import STORE_FILE, part_of
+from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerHosts, ServerNumbers, ServerRules, ServerSettings
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.exact_json import ExactDecoder
 from moe_ckpt.replication.daemon import MirrorSettings
 from moe_ckpt.replication.messages import Address
-from tests.elastic.workers import NotingStore
+from tests.elastic.processes import Child
+from tests.elastic.workers import NotingStore, wait_until
 from tests.replication.peers import TICKET
+from tests.waits import WAIT_S
 
 
 def address(port: int) -> Address:
@@ -51,6 +55,25 @@ def test_a_job_is_found_by_its_store_or_its_folder(tmp_path: Path, capsys: pytes
     assert server._find_store(str(tmp_path)) == server._find_store("10.0.0.1:29500") == address(29500)
     assert server.main(["nowhere:x"]) == 1
     assert capsys.readouterr().err == "error: JOB: got 'nowhere:x', wanted a run folder, or HOST:PORT\n"
+
+
+def serve(_: Connection, port: int, memory: Path) -> None:
+    server.main([f"127.0.0.1:{port}", "--memory", str(memory)])
+
+
+def test_a_killed_server_leaves_no_states_in_memory(tmp_path: Path, start: Callable[..., Child]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    settings = ServerSettings(
+        num_servers=1, run_id="run", timeout_s=60.0, most_bytes_per_owner=None, mirror=None, tls=NO_TLS
+    )
+    part_of(store, "generations").set("token", TICKET.token)
+    part_of(store, PART).set(SETTINGS, msgspec.json.encode(settings).decode())
+    host = start(serve, store.port, tmp_path)
+    numbers = ServerNumbers(part_of(store, PART), 1)
+    assert numbers.wait(0, WAIT_S)
+    assert list(tmp_path.iterdir())
+    host.kill()
+    assert wait_until(lambda: not list(tmp_path.iterdir()))
 
 
 class LoneRank:

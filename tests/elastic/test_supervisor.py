@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.elastic import orphans, supervisor
-from moe_ckpt.elastic.generations import STORE_LOST, Generations
+from moe_ckpt.elastic.generations import FENCED, STORE_LOST, Generations
 from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules
@@ -70,6 +70,10 @@ join_first_generation = methodcaller("join", 1)
 
 def return_three(page: StatusPage) -> int:
     return 3
+
+
+def return_fenced(page: StatusPage) -> int:
+    return FENCED
 
 
 def return_zero(page: StatusPage) -> int:
@@ -396,12 +400,16 @@ def begin_to_save(rank: Guarded) -> Guarded:
         (signal.SIGINT, 128 + signal.SIGINT, False),
         (return_three, 3, True),
         (return_zero, 0, False),
+        (return_fenced, FENCED, False),
     ],
 )
 def test_a_job_that_has_to_end_saves_without_the_worker(
     supervised, end: Act | signal.Signals, status: int, is_saved: bool
 ) -> None:
-    """An interrupted job ends at once, and one that is done has nothing to save."""
+    """An interrupted job ends at once, and one that is done has nothing to save.
+
+    The successor of a worker that was fenced may be writing the same folder.
+    """
     rank = begin_to_save(supervised(supervisor_that_saves, stop_save_s=WAIT_S))
     if isinstance(end, signal.Signals):
         rank.kill_worker(signal.SIGSTOP)

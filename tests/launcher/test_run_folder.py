@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import socket
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from launcher.config import compose_settings
 from launcher.entry import start
+from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import start_ticks
-from moe_ckpt.run_folder import open_run_folder, wait_for_run_folder
+from moe_ckpt.run_folder import find_run_folder, open_run_folder, wait_for_run_folder
 from moe_ckpt.run_lock import Holder
 from tests.launcher.errors import error_of
 from tests.ranks import rank_store, run_ranks
@@ -40,6 +44,30 @@ def wait_in_vain(timeout_s: float) -> str:
 
 def test_the_folder_is_waited_for_as_long_as_told() -> None:
     assert run_ranks(1, wait_in_vain, 0.05) == ["run.dir: got no folder from rank 0 in 0.05 s"]
+
+
+def wait_with_a_page(folder: str) -> bool:
+    """Look for a folder that no rank makes; return whether this rank counted as waiting then."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    page = StatusPage(Path(folder) / "page")
+    run, launch = compose_settings(fast()).folder, replace(read_launch(), global_rank=1)
+    seen = list[bool]()
+
+    @contextmanager
+    def waits() -> Iterator[None]:
+        with page.waits():
+            seen.append(page.waiting)
+            yield
+
+    with pytest.raises(ConfigError, match="got no folder from rank 0"):
+        find_run_folder(run, launch, Path(folder), 0.05, waits)
+    return seen == [True] and not page.waiting
+
+
+def test_a_rank_that_waits_for_the_folder_counts_as_waiting(tmp_path: Path) -> None:
+    """Its supervisor would kill it as hung where rank 0 imports for minutes."""
+    assert run_ranks(1, wait_with_a_page, str(tmp_path)) == [True]
 
 
 def open_folder(path: str) -> str:
