@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def thread_states(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return ""
     return "".join(fields[_STATE] for thread in threads if (fields := _stat(thread / "stat")))
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time ones between the first and the last have only numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def duplicate_socket(fd: int) -> socket.socket:

@@ -21,6 +21,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,7 +42,7 @@ from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, text_of, write_failure
 from moe_ckpt.elastic.generations import Generations, Member, Membership
 from moe_ckpt.elastic.heartbeat import start_heartbeat
-from moe_ckpt.elastic.job_store import open_store, use_etcd, use_hosted_store, write_store_address
+from moe_ckpt.elastic.job_store import hosts_store, open_store, use_etcd, use_hosted_store, write_store_address
 from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.network import own_host
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
@@ -59,7 +60,7 @@ from moe_ckpt.events import EventLog
 from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.daemon import DaemonSettings, MirrorSettings, run_daemon
-from moe_ckpt.replication.final_save import save_last
+from moe_ckpt.replication.final_save import save_last, saved_iterations
 from moe_ckpt.replication.messages import Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.replication.tls import open_tls
@@ -69,6 +70,7 @@ __all__ = ["ElasticConfig", "RankPlace", "Worker", "open_backend", "require_fork
 
 _AUTO = "auto"
 _REPORT_S = 10.0  # a new connection to a busy store may take seconds
+_PRINT_S = 1.0
 _supervised: list[int] = []  # the rank of this process, which its forked workers find as well
 
 
@@ -263,7 +265,8 @@ def run_elastic(
     elif not has_agent_store():
         # torchrun shares none if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set, as spare agents of torch 2.13 need it
         use_hosted_store(launch, start_beside)
-    store = CheckedStore(_open_store("generations", config.runtime))
+    # a scheduler's signal may come while the network to the store is cut
+    store = CheckedStore(_open_store("generations", config.runtime), heeds_signals=True)
     place = _place(config, launch, store)
     served = config.ckpt.served
     if served and served.on_hosts:
@@ -286,7 +289,7 @@ def run_elastic(
     hooks = SupervisorHooks(
         start_daemon=(lambda: _start_daemon(config, place)) if place.has_daemon else None,
         take_failure=lambda: take_failure(place.failure),
-        save_last=(lambda: _save_last(place)) if runtime.stop_save_s else None,
+        save_last=(lambda: _save_last(place, runtime.stop_save_s)) if runtime.stop_save_s else None,
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
         # this node's agent ends as if the node were lost: torchrun keeps the rendezvous open for a spare node
         leave=(lambda: os.kill(agent_pid(), signal.SIGTERM)) if runtime.sick_place == "leave" else None,
@@ -317,31 +320,40 @@ def _work(work: Callable[[Worker], int], worker: Worker, runtime: RuntimeConfig)
         return WORKER_FAULT
 
 
-def _save_last(place: RankPlace) -> int:
-    """Bring the rank's complete windows to disk; print how far, and once all ranks have, that the job may be killed."""
-    rank, world_size = place.launch.global_rank, place.launch.world_size
+def _save_last(place: RankPlace, limit_s: float) -> int:
+    """Bring the rank's complete windows to disk; print how far, and once all ranks have, that the job may be killed.
+
+    This process is killed after `limit_s`.
+    """
+    began_s = time.monotonic()
+    rank, world_size, status = place.launch.global_rank, place.launch.world_size, 0
     try:
-        saved = save_last(place.memory)
+        save_last(place.memory)
     except MoeCkptError as error:
         print(f"error: rank {rank}: not saved, the next start uses an older state: {error}", file=sys.stderr)
-        return 1
+        status = 1  # an older window may be on all disks
+    saved = saved_iterations(place.memory)
     if not saved:
-        return 0  # no window was complete, or the policy has none: an older state serves
+        return status  # no window was complete, or the policy has none: an older state serves
     print(f"rank {rank}: iteration {saved[-1]} is on disk", flush=True)
     answers: list[int | None] = []
     asking = Thread(target=_ask_if_safe, args=(rank, world_size, saved, answers), name="stop-board", daemon=True)
     asking.start()
-    asking.join(_REPORT_S)  # the network may be cut: that is why the job is stopped
+    # the network may be cut: that is why the job is stopped
+    asking.join(max(0.0, min(_REPORT_S, began_s + limit_s - time.monotonic() - _PRINT_S)))
     if not answers:
         print(f"rank {rank}: the store of the job does not answer: whether all ranks have it is unknown", flush=True)
     elif (safe := answers[0]) is not None:
         print(f"safe to kill at iteration {safe}: all {world_size} ranks have it on disk", flush=True)
-    return 0
+    return status
 
 
 def _ask_if_safe(rank: int, world_size: int, saved: Sequence[int], answers: list[int | None]) -> None:
     with contextlib.suppress(RuntimeError, ConfigError):  # what torch raises for a store that is gone, and `open_store`
-        answers.append(StopBoard(open_store("stop"), world_size).report(rank, saved))
+        board = StopBoard(open_store("stop"), world_size)
+        answers.append(board.report(rank, saved))
+        if hosts_store(rank):  # slower ranks have yet to report
+            board.wait_for_all(_REPORT_S)
 
 
 def _open_store(part: str, runtime: RuntimeConfig, *, own_connection: bool = False) -> dist.Store:

@@ -326,7 +326,8 @@ class Measured:
     (None: not known yet), and whether these costs are settled: enough windows have been measured to choose by them.
     Seconds in which a lost stage replays an iteration (None: no stage was replayed). Seconds from the start of an
     iteration to its complete gradients, on the fastest rank: a copy to host memory that takes longer makes the update
-    wait (0: not known yet). The start of the newest window that all ranks keep (None: a rank keeps none).
+    wait (0: not known yet). The start of the newest window that all ranks keep (None: a rank keeps none). Whether units
+    are missing in the newest partial checkpoint of any rank.
     """
 
     iteration_s: float
@@ -343,6 +344,7 @@ class Measured:
     replayed_iteration_s: float | None = None
     overlap_s: float = 0.0
     kept_since: int | None = None
+    lacks_units: bool = False
 
     @property
     def hidden_copy_s(self) -> float:

@@ -11,9 +11,11 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partialmethod
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -28,22 +30,30 @@ _LONGEST_PAUSE_S = 32767  # Linux allows no more
 class CheckedStore(dist.Store):
     """`client` for a worker or a supervisor; each request runs inside `waits()`.
 
+    `heeds_signals`: Python's signal handlers run during a request in the main thread. torch's client alone begins its
+    system call again after a signal, and no handler runs before the answer is there.
+
     Requests raise StoreLostError where the connection is broken. A wait that no other process ends in time raises
     torch's DistStoreError, as before.
     """
 
     def __init__(
-        self, client: dist.Store, waits: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self,
+        client: dist.Store,
+        waits: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        *,
+        heeds_signals: bool = False,
     ) -> None:
         super().__init__()
         self._client = client
         self._waits = waits
+        self._call = _call_in_thread if heeds_signals else _call
 
     def ask(self, request: str, /, *arguments: Any) -> Any:
         """Send one request. Raises StoreLostError, or torch's DistStoreError."""
         with self._waits():
             try:
-                return getattr(self._client, request)(*arguments)
+                return self._call(getattr(self._client, request), *arguments)
             except dist.DistStoreError:
                 raise  # the store has answered: a wait took too long
             except (RuntimeError, OSError) as error:  # DistNetworkError, and that of a socket that is closed
@@ -56,6 +66,25 @@ class CheckedStore(dist.Store):
 
 for _name in ("set", "get", "add", "compare_set", "check", "delete_key", "wait"):
     setattr(CheckedStore, _name, partialmethod(CheckedStore.ask, _name))
+
+
+def _call(request: Callable[..., Any], *arguments: Any) -> Any:
+    return request(*arguments)
+
+
+def _call_in_thread(request: Callable[..., Any], *arguments: Any) -> Any:
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(request(*arguments))
+        except Exception as error:  # raised in the caller
+            answer.set_exception(error)
+
+    thread = Thread(target=run, name="store request", daemon=True)
+    thread.start()
+    thread.join()  # a supervisor forks afterwards, and is to have one thread then
+    return answer.result()
 
 
 def end_silent_connections(port: int, after_s: float) -> None:

@@ -74,6 +74,11 @@ def use_hosted_store(launch: Launch, host: Callable[[Callable[[], NoReturn]], ob
         host(_keep_store)
 
 
+def hosts_store(global_rank: int) -> bool:
+    """Return whether the job's store ends with this rank's supervisor."""
+    return global_rank == 0 and _HOSTED in os.environ
+
+
 def _keep_store() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # torchrun signals all processes of a node; last saves need the store

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_ckpt.agent import die_with_parent
+from moe_ckpt.linux import signal_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ def reason_of_status(rules: SickPlaceRules, status: int | None) -> str | None:
     if status is None:
         how = f"did not end within runtime.health_s={rules.health_s:g} seconds"
     else:
-        how = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        how = f"died of {signal_name(-status)}" if status < 0 else f"ended with status {status}"
     return f"runtime.health={rules.health!r} {how}"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -29,8 +30,15 @@ class StopBoard:
         """
         # before the check: of ranks that report at the same time, at least the last to write sees all reports
         self._store.set(str(global_rank), json.dumps(list(iterations)))
-        keys = [str(rank) for rank in range(self._world_size)]
-        if not self._store.check(keys):
+        if not self._store.check(self._keys):
             return None
-        common = set[int].intersection(*(set(json.loads(self._store.get(key))) for key in keys))
+        common = set[int].intersection(*(set(json.loads(self._store.get(key))) for key in self._keys))
         return max(common, default=None)
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Wait until all ranks have reported. Raises torch's DistStoreError if that takes longer."""
+        self._store.wait(self._keys, timedelta(seconds=timeout_s))
+
+    @property
+    def _keys(self) -> list[str]:
+        return [str(rank) for rank in range(self._world_size)]

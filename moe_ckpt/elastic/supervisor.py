@@ -34,7 +34,7 @@ from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_
 from moe_ckpt.elastic.starvation import Silence, read_threads
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import StoreLostError
-from moe_ckpt.linux import children_of
+from moe_ckpt.linux import children_of, signal_name
 from moe_ckpt.types import Phase
 
 _log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class Supervisor:
             failure = self._failure(status)
             if os.WIFEXITED(status) and failure is None:
                 return os.WEXITSTATUS(status)
-            name = signal.Signals(os.WTERMSIG(status)).name if failure is None else ""
+            name = signal_name(os.WTERMSIG(status)) if failure is None else ""
             why = hung or (f"died of {name}" if failure is None else f"failed by {failure.error}")
             # another worker would wait for ranks that have ended
             if self._generations.has_finished(self._page.generation):

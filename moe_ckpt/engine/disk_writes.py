@@ -32,13 +32,13 @@ class Role(Enum):
 
 
 class DiskWindows:
-    """The windows of one rank that go to its disk, by their starts. `newest` is on disk from an earlier process.
+    """The windows of one rank that go to its disk in one generation, by their starts.
 
     A failed write ends training only if `strict`.
     """
 
-    def __init__(self, newest: int | None, publisher: Publisher | None, events: EventLog, *, strict: bool) -> None:
-        self._starts = {} if newest is None else {Role.RECOVERY: newest}
+    def __init__(self, publisher: Publisher | None, events: EventLog, *, strict: bool) -> None:
+        self._starts: dict[Role, int] = {}
         self._written: tuple[Future[None], float] | None = None  # with the time at which the write began
         self._publisher = publisher
         self._events = events

@@ -65,11 +65,15 @@ class Suspects:
         self._loaded = source
 
     def source_of(self, iteration: int, loss: float) -> Source | None:
-        """Return the source that an iteration's loss counts against, or None."""
-        # without a collective: the loss is the same on all ranks, so all suspect the same source, or none
-        if self._loaded is None or math.isfinite(loss) or iteration > self._loaded.iteration + self._num_iters:
+        """Return the source that an iteration's loss, the same on all ranks, counts against, or None.
+
+        Collective unless the loss is finite: a rank that was cut off in a recovery may not know its source.
+        """
+        if math.isfinite(loss):
             return None
-        return self._loaded
+        known = filter(None, gather_results(self._ranks, lambda: self._loaded, CheckpointLoadError))
+        self._loaded = loaded = max(known, key=lambda source: source.iteration, default=None)
+        return loaded if loaded and iteration <= loaded.iteration + self._num_iters else None
 
     def is_first_at(self, iteration: int, source: Source) -> bool:
         """Return whether no source of another iteration has led to this bad loss; else training itself diverges.
@@ -110,7 +114,7 @@ class Fallback:
         passed_over: list[str] = []
         if rejoin is not None:
             disks = rejoin.look_at_disks()
-            if disks.newest:
+            if disks.newest is not None:
                 sources.append(Source(place=LOCAL_DISK, iteration=disks.newest))
             # snapshots that the ranks together cannot use are an error, and not a silent new start
             elif any(disks.of_each) and not disks.new_ranks:

@@ -240,6 +240,10 @@ class InMemoryTier:
             return
         if not taken:
             return
+        if self._stores.memory.in_flight() is None:
+            # another rank's copy has failed after this one was released, and all ranks have dropped the window
+            self._stores.engine.drop(taken.snapshots)
+            return
         self._stores.memory.add(*taken.snapshots)
         header, copied = taken.snapshots[0].header, taken.copied
         size_bytes = sum(snapshot.header.payload_bytes for snapshot in taken.snapshots)

@@ -96,7 +96,7 @@ class PartialRecovery:
         target = progress.target
         begins_anew = target.iteration == 0 if target else not progress.has_left_start
         if begins_anew:
-            self._begin_anew(state)
+            self._begin_anew(state, has_begun=target is not None)
             return RecoveredState(iteration=None)
         state.lose()  # all ranks go back: a fault during the load must find no rank's state live
         started_s = time.monotonic()
@@ -118,13 +118,16 @@ class PartialRecovery:
             fetched_bytes=fetched_bytes,
         )
 
-    def _begin_anew(self, state: StepState) -> None:
+    def _begin_anew(self, state: StepState, *, has_begun: bool) -> None:
         """Undo the first iteration if it was begun, and reset the account of tokens."""
         steps = self._stores.steps
         # a surviving rank has drawn random numbers in it, and a replacement has not
         if state.reached == 0 and steps.has_start(1):
             self._stage.restore_start(steps.start(1), undo=1)
             state.withdraw()
+        if has_begun:
+            self.drop_memory()  # peers and disks may have units of this epoch, which later ones must not be taken for
+            return
         self._stores.clear()
         self._reset_tokens()
 

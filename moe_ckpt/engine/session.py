@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from moe_ckpt.collectives import Ranks
+from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects, UsableState
@@ -22,7 +22,7 @@ from moe_ckpt.engine.rank_parts import TierStores
 from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
 from moe_ckpt.engine.step_state import StepState
-from moe_ckpt.errors import CheckpointSaveError, NothingLeftError, RolledBackError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, NothingLeftError, RolledBackError
 from moe_ckpt.events import EventLog, ExpertsChosen, IntervalChosen, LossNotFinite, WindowChosen
 from moe_ckpt.ports import Policy
 from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan
@@ -97,6 +97,8 @@ class Session:
         self._elastic = elastic
         self._parts: Parts | None = None
         self._state = StepState()
+        self._begins = False
+        self._has_left_start: bool | None = None  # None: this process has begun at no start
         self._has_base = False
         self._logged_window: tuple[int, int] | None = None
 
@@ -140,7 +142,7 @@ class Session:
         try:
             rejoined = self.sparse.rejoin.run(self._state)
         except NothingLeftError as error:
-            rejoined = RecoveredState(iteration=self._go_back_to_disk(error))
+            rejoined = RecoveredState(iteration=self._go_back(error))
         else:
             if rejoined.went_back and rejoined.iteration is not None:  # else the state that was live goes on
                 self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.iteration))
@@ -150,11 +152,14 @@ class Session:
         else:  # first: a window of one slot needs it, and peers are about to drop earlier blobs
             self.sparse.tier.logs.log_start(rejoined.iteration + 1)
         self.sparse.rejoin.copies.resume_copying()
+        self._begins = rejoined.iteration is None
         return rejoined
 
     def begin_at(self, iteration: int) -> None:
         """The whole state is that after `iteration` steps, on all ranks."""
         self._state.be_at(iteration)
+        if self._begins:
+            self._has_left_start = self._begins = False
         if self._elastic:
             # an exception that comes back before the next iteration then counts as a repetition, and ends the job
             self._elastic.page.begin_at(iteration)
@@ -228,6 +233,7 @@ class Session:
         if self._elastic:
             self._elastic.sync()  # NCCL has only queued the gather of weights: it may still fail
         self._state.be_at(iteration)
+        self._has_left_start = True
         self._enter_phase(Phase.SNAPSHOT)
         if self.sparse:
             self.sparse.tier.committed(iteration)
@@ -256,14 +262,23 @@ class Session:
         if self.sparse:
             self.sparse.tier.close()
 
-    def _go_back_to_disk(self, error: NothingLeftError) -> int:
-        """Load the newest state on disk; return its iteration. Raises `error` on all ranks if there is none."""
+    def _go_back(self, error: NothingLeftError) -> int | None:
+        """Load the newest state on disk; return its iteration, or None if all ranks are to start once more.
+
+        They are if no state is on disk, and no rank has trained since its start, which may have loaded a checkpoint of
+        another run. Raises `error` on all ranks if there is no state.
+        """
+        assert self._rejoin is not None
         found = self._fallback.look(self._rejoin)
         self._state.lose()  # first: a fault during the load must not find a state that is loaded in part live
         loaded = self._load_best(found, f"{HOST_MEMORY}: {error}")
-        if loaded is None:
+        if loaded:
+            return loaded.iteration
+        have_left = gather_results(self._ranks, lambda: self._has_left_start, CheckpointLoadError)
+        if True in have_left or False not in have_left:
             raise error
-        return loaded.iteration
+        self._rejoin.drop_memory()
+        return None
 
     def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
         """Load the next best state, not of the iterations `since` and never `bad` again; None if there is no other."""
@@ -275,6 +290,9 @@ class Session:
         self.enter()  # only here: without another source training goes on with its state, parts and memory
         if self._rejoin:
             self._rejoin.copies.stop_copying(self._state)
+            # before the load: after a death in it all ranks would go back to the bad state, in memory or on peers
+            self._rejoin.drop_memory()
+            self._rejoin.copies.resume_copying()
         elif self.sparse:
             self.sparse.stores.clear()
         self._state.lose()

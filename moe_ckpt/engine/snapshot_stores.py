@@ -73,24 +73,25 @@ class SnapshotStore:
         iterations = [iteration for iteration in (*on_disk, *starts & {being_written}) if iteration is not None]
         self._memory.confirm([self._version(iteration) for iteration in iterations])
 
-    def persist(self, window: Window, on_all_disks: int | None, newest_here: int | None) -> Future[None] | None:
+    def persist(self, window: Window, keep: int | None) -> Future[None] | None:
         """Start copying a window to the local disk, if there is one: with its logs, or its units that go there.
 
-        All disks have the window that starts at `on_all_disks`; this one has none newer than that at `newest_here`.
+        Of older windows there that from `keep` stays, or that checkpoint of units and all units after it; None: all.
         """
         if self._publisher is None or self._disk is None:
             return None
         if self._account is None:
-            # where disks have no window in common, older ones lead nowhere, and would fill this disk
-            keep = newest_here if on_all_disks is None else on_all_disks
             return self._publisher.persist(self._disk, window.snapshots, keep=keep)
         self._last_for_disk = window.start
-        units = [unit for unit in window.snapshots if unit.header.version == window.version and _is_for_disk(unit)]
+        for_disk = [unit for unit in self._memory.snapshots() if _is_for_disk(unit)]
+        # with units of earlier snapshots, whose write may have failed; those that are there are not written again
+        units = compose(for_disk, window.version)
+        if not units:
+            units = [unit for unit in for_disk if unit.header.version == window.version]
         there = None
-        if on_all_disks is not None:  # the units on disk of that checkpoint, and all that were written after it
-            version = self._version(on_all_disks)
-            for_disk = [unit for unit in self._memory.snapshots() if _is_for_disk(unit)]
-            there = [*compose(for_disk, version), *(unit for unit in for_disk if version < unit.header.version)]
+        # the units on disk of that checkpoint, if memory tells which, and all that were written after it
+        if keep is not None and (kept := compose(for_disk, self._version(keep))):
+            there = [*kept, *(unit for unit in for_disk if self._version(keep) < unit.header.version)]
         return self._publisher.persist_units(self._disk, units, also=there)
 
     def on_disk(self) -> frozenset[int]:

@@ -49,7 +49,7 @@ class CopySurvey:
         self._stores = parts.stores
         self._elastic = elastic
         self._held: Mapping[int, frozenset[str]] = {}
-        self._dropped_of_servers = False
+        self._has_dropped_all = False
         self.on_hosts: Mapping[int, frozenset[str]] = {}
         """The keys of this rank's blobs on servers of other hosts, by the server's number among holders."""
 
@@ -79,10 +79,10 @@ class CopySurvey:
     def resume_copying(self) -> None:
         """Send this rank's blobs to peers again.
 
-        After `drop_all`, servers drop their states: a survey would take abandoned states for the newest.
+        After `drop_all`, peers and servers drop what they hold: a survey would take abandoned states for the newest.
         """
-        publisher, dropped = self._stores.publisher, self._dropped_of_servers
-        self._dropped_of_servers = False
+        publisher, dropped = self._stores.publisher, self._has_dropped_all
+        self._has_dropped_all = False
         self._clear_other_hosts()
         if publisher:
             # a rank without windows lets peers keep its blobs: they may be the last source
@@ -90,7 +90,7 @@ class CopySurvey:
 
     def drop_all(self) -> None:
         """Empty the memory; peers are not told before `resume_copying`."""
-        self._dropped_of_servers = self._elastic.serves_itself
+        self._has_dropped_all = True
         self._stores.clear()
         if self._stores.publisher:
             # peers keep their copies until copying resumes: a fault before that still finds them

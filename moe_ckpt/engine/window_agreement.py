@@ -49,8 +49,7 @@ class WindowAgreement:
     ) -> None:
         self.awaits = False
         self.has_failed = False
-        newest = max(store.on_disk(), default=None)
-        self.disk = DiskWindows(newest, parts.stores.publisher, parts.events, strict=config.strict)
+        self.disk = DiskWindows(parts.stores.publisher, parts.events, strict=config.strict)
         self._config = config
         self._place = parts.place
         self._stores = parts.stores
@@ -121,16 +120,20 @@ class WindowAgreement:
         self._store.confirm(self._on_all_disks, self.disk.start_of(Role.PERSIST) if self.disk.is_writing else None)
         if window and window.start == self.disk.start_of(Role.SNAPSHOT):
             # the window that all disks have stays on each until all have a newer one: ranks go back to the same
-            if self._on_all_disks is None:
-                self._on_all_disks = self._newest_in_common()
-            done = self._store.persist(window, self._on_all_disks, self.disk.start_of(Role.RECOVERY))
+            keep = self._newest_on_disks() if self._on_all_disks is None else self._on_all_disks
+            done = self._store.persist(window, keep)
             if done:
                 self.disk.set_out(done)
 
-    def _newest_in_common(self) -> int | None:
-        """Return the start of the newest window that is complete on all disks, from before this generation, or None."""
+    def _newest_on_disks(self) -> int | None:
+        """Return the start of the newest window that is complete on all disks, or on this one if they have none alike.
+
+        Disks are asked, and no note of an earlier generation: a start may have dropped a damaged window from all disks.
+        """
         of_each = gather_results(self._place.ranks, self._store.on_disk, CheckpointSaveError)
-        return max(frozenset[int].intersection(*of_each), default=None)
+        # where disks have no window in common, older ones lead nowhere, and would fill this disk
+        common = frozenset[int].intersection(*of_each) or of_each[self._place.ranks.rank]
+        return max(common, default=None)
 
     def _agree(self, *, wait: bool) -> _Found:
         """Measure, and return how much of the window in flight is complete, on all ranks alike."""
@@ -161,6 +164,7 @@ class WindowAgreement:
                 "replayed_iteration_s": _known_or(meter.replayed_iteration_s()),
                 "is_persisting": self.disk.is_writing,
                 "costs_are_settled": meter.added.is_settled,
+                "lacks_units": self._stores.memory.lacks_units,
                 "newest_on_disk": _known_or(self.disk.start_of(Role.RECOVERY)),
             },
             smallest={
@@ -193,6 +197,7 @@ class WindowAgreement:
             replayed_iteration_s=_if_known(agreed["replayed_iteration_s"]),
             overlap_s=agreed["overlap_s"],
             kept_since=None if kept_since is None else int(kept_since),
+            lacks_units=bool(agreed["lacks_units"]),
         )
 
     def _find(self, *, wait: bool) -> _Found:

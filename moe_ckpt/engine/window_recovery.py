@@ -105,7 +105,10 @@ class WindowRecovery:
 
     def begin_on_disks(self) -> None:
         if self._stores.disk is not None:
-            self._stores.disk.begin()
+            try:
+                self._stores.disk.begin()
+            except OSError as error:  # training needs no disk
+                _log.warning("no mark on %s that the job begins: %s", self._stores.disk.path, error)
 
     def load_from_disk(self) -> int:
         """Bring all ranks to the state that the newest windows on their local disks lead to; return its iteration.

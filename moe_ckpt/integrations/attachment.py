@@ -29,6 +29,7 @@ from moe_ckpt.integrations.megatron_lm_options import require_alone
 from moe_ckpt.integrations.rank_training import IterationShape, LoopBatches, RankTraining
 from moe_ckpt.megatron.checks import StateChecks, job_digest
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.megatron.optimizer_state import renew_masters
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_folder import RunFolder
@@ -129,7 +130,12 @@ class Attachment:
 
         def start() -> int:
             synchronize_fresh(rank.state)  # ranks have built their models alone
-            return rank.session.resume(None) or load()
+            if done := rank.session.resume(None):
+                return done
+            done = load()
+            for optimizer in rank.state.inner_optimizers:
+                renew_masters(optimizer)  # a load may have been of weights alone
+            return done
 
         finish = functools.partial(self._finish, rank, last_iteration)
         self.worker.run(rank.session, rank, rank.events, start=start, finish=finish)

@@ -16,7 +16,10 @@ from moe_ckpt.integrations.megatron_lm_options import (
     require_optimizer_everywhere,
 )
 
-_SECTIONS = ("model", "ddp", "optimizer", "train", "validation", "dist", "dataset", "checkpoint", "ft")
+_SECTIONS = (
+    *("model", "ddp", "optimizer", "train", "validation", "dist", "dataset", "checkpoint", "ft"),
+    "rerun_state_machine",
+)
 _OFF = (None, False)
 _NOT_TRIED = "not tried with Megatron-Bridge's loop"
 _OF_SECTIONS: Sequence[tuple[str, Refusal]] = (

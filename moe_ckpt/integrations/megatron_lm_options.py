@@ -102,6 +102,8 @@ _ONE = (None, 1)
 _GRAPHS = "a captured graph leaves out the hooks of each step"
 _NOT_THE_STATE = "snapshots do not hold its state"
 _OTHER_STEP = "the split optimizer step would leave it out"
+_DRAWS = "its draws in an evaluation are in no log: training after a recovery would draw others"
+_TWICE = "a pass that runs twice in an iteration is logged twice"
 _OTHER_LOOP = "it changes the loop that is entered again after a recovery"
 OTHER_LIBRARY = "another library would replace or restart the same processes"
 REFUSALS: Sequence[Refusal] = (
@@ -117,6 +119,12 @@ REFUSALS: Sequence[Refusal] = (
     Refusal(option="num_distributed_optimizer_instances", allowed=_ONE, reason=_NOT_THE_STATE),
     Refusal(option="moe_token_dispatcher_type", allowed=("alltoall", "allgather"), reason="its buffers outlive groups"),
     *_off(_OTHER_STEP, "qk_clip", "log_max_attention_logit", "log_num_zeros_in_grad", "vision_pretraining"),
+    *_off("its gradients are clipped by a norm of their own", "mtp_detach_heads"),
+    *_off(_DRAWS, "moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased"),
+    *_off("a pass that is cut off leaves gradients behind", "defer_embedding_wgrad_compute"),
+    *_off(_TWICE, "check_for_spiky_loss"),
+    Refusal(option="rerun_mode", allowed=("validate_results", "disabled"), reason=_TWICE),
+    *_off("its samples depend on how often they were read", "fim_data"),
     Refusal(option="gtp_weight_remat_size", allowed=_ONE, reason="not tried"),
     Refusal(option="expert_gtp_weight_remat_size", allowed=_ONE, reason="not tried"),
     *_off("ranks of one stage would not be consecutive", "use_tp_pp_dp_mapping"),
@@ -131,6 +139,7 @@ REFUSALS: Sequence[Refusal] = (
     *_off("not tried", "fine_grained_activation_offloading", "cpu_offloading_num_layers", "fp4"),
     *_off("conf/runtime has the timeouts", "distributed_timeout_seconds_after_init"),
     *_off("a supervisor ends its worker on SIGTERM", "exit_signal_handler"),
+    *_off("SIGTERM and runtime.notice_file end a job", "exit_interval", "exit_duration_in_mins"),
     *_off("processes of an abandoned save outlive their generation", "async_save"),
     *_off(OTHER_LIBRARY, "enable_ft_package", "inprocess_restart", "non_persistent_ckpt_type", "adlr_autoresume"),
 )

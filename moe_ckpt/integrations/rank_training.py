@@ -192,6 +192,9 @@ class RankTraining:
             outcome = run(split, Stepping(self.state.scheduler, require_advanced))
         finally:
             del machine.should_run_forward_backward
+        if self._gradients is not None:  # the rerun machine found a wrong result, and the loop ends without this step
+            self._gradients = None
+            return outcome
         self.session.step_committed(number)
         if self.committed is None and self._worker.incarnation == 0:
             self._say(self._batches.forecast(number))

@@ -14,10 +14,13 @@ import torch
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.megatron.transformer_engine import named_scaling
 
+# of rotary embeddings with YaRN: functions of the length, which a first pass may replace by buffers of another shape
+_DERIVED = ("cos_cached", "sin_cached")
+
 
 def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's buffers, and the scales of its FP8 layers, in place."""
-    yield from model.named_buffers()
+    """Yield a model's buffers, and the scales of its FP8 layers, in place; without those that follow from settings."""
+    yield from (pair for pair in model.named_buffers() if not pair[0].endswith(_DERIVED))
     yield from named_scaling(model)
 
 

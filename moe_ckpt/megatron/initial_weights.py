@@ -13,6 +13,7 @@ import torch.distributed as dist
 from moe_ckpt.config import require
 from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter, weights_of
 from moe_ckpt.megatron.groups import replicas_of, shared_embedding
+from moe_ckpt.megatron.optimizer_state import renew_masters
 from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState
 
@@ -30,6 +31,7 @@ def synchronize_fresh(state: TrainingState) -> None:
     kept = [(master, master.clone()) for master in masters]
     for optimizer in state.inner_optimizers:  # their masters are of weights before the broadcast
         cast("Any", optimizer).reload_model_params()
+        renew_masters(optimizer)
     for master, values in kept:  # made of the values that parameters had before they were cast to FP8
         master.copy_(values)
 

@@ -146,9 +146,23 @@ def allocate(optimizer: MegatronOptimizer) -> None:
                 _allocate(inner, updated)
 
 
+def renew_masters(optimizer: MegatronOptimizer) -> None:
+    """Let the masters that an inner optimizer holds be its parameters' weights, if it has taken no step.
+
+    Megatron makes them in the first step, of the weights that are there then, and does not renew them.
+    """
+    inner: Any = torch_optimizer(optimizer)
+    if inner is None or not holds_masters(optimizer) or step_count(optimizer):
+        return
+    for updated in (updated for group in inner.param_groups for updated in group["params"]):
+        if inner.state[updated][MASTER_PARAM].dtype != torch.int16:  # a remainder of zero is the weight itself
+            inner.set_scaled_state(updated, MASTER_PARAM, updated.detach().clone().float())
+
+
 def _allocate(inner: Any, updated: torch.Tensor) -> None:
     if hasattr(inner, "initialize_state"):
-        inner.initialize_state(updated, getattr(inner, "store_param_remainders", False))
+        keeps_remainder = getattr(inner, "store_param_remainders", False) and updated.dtype == torch.bfloat16
+        inner.initialize_state(updated, keeps_remainder)
         return
     slots = inner.state[updated]
     if isinstance(inner, _TORCH_ADAMS):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from moe_ckpt.config import require
 from moe_ckpt.megatron import fp8_parameters
@@ -137,6 +138,7 @@ class StageReplay:
         for module, training in self._modes.items():
             module.training = training
         forget_communication(self._state.model)
+        forget_shared_experts(self._state.model)
         forget_pass()
         tensor_parallel.random._unset_checkpointing()  # it sets and unsets a flag around what it recomputes later
 
@@ -233,6 +235,16 @@ class _StageSums:
         return gradient[self._owned.start : self._owned.end] if self._owned.is_sharded else gradient
 
 
+def forget_shared_experts(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let shared experts that overlap with the dispatcher begin as new ones do, where a pass was cut off in them."""
+    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, SharedExpertMLP)):
+        for name in [name for name in vars(module) if name.startswith("cached_")]:
+            setattr(module, name, None)
+        state: Any = getattr(module, "_overlap_state", None)
+        if state is not None:  # newer than megatron-core 0.16
+            module._overlap_state = type(state).IDLE
+
+
 def require_replayable(state: TrainingState, *, rows: int | None = None) -> None:
     """Raise ConfigError for options that cross stages, or change state, in a way that no log here covers.
 
@@ -243,6 +255,10 @@ def require_replayable(state: TrainingState, *, rows: int | None = None) -> None
     unsupported = [
         *([(config, "variable_seq_lengths")] if rows is None else []),
         (config, "mtp_standalone"),
+        (config, "mtp_detach_heads"),  # gradients are clipped by a norm of their own, which no record has
+        (config, "moe_input_jitter_eps"),  # routers draw in evaluations, too, of which no log tells
+        *((config, f"moe_router_force_{what}") for what in ("load_balancing", "biased")),
+        (config, "defer_embedding_wgrad_compute"),  # a pass that is cut off leaves gradients behind
         (ddp_config, "use_megatron_fsdp"),
         *((config, name) for name in ("fp4", "fp8_dot_product_attention", "fp8_multi_head_attention")),
         *((config, name) for name in ("enable_cuda_graph", "external_cuda_graph")),
@@ -258,6 +274,9 @@ def require_replayable(state: TrainingState, *, rows: int | None = None) -> None
         is_known = recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
         require(is_known, "snapshots in memory: fp8_recipe", recipe, "delayed, tensorwise, blockwise or mxfp8")
     _require_known_parameters(state)
+    for optimizer in state.inner_optimizers:
+        kind = optimizer.config.optimizer
+        require(kind == "adam", "snapshots in memory: optimizer", kind, "adam: snapshots hold the moments of no other")
     captured = getattr(config, "cuda_graph_impl", "none")
     require(captured == "none", "snapshots in memory: cuda_graph_impl", captured, "none")
     dispatcher = getattr(config, "moe_token_dispatcher_type", "alltoall")  # DeepEP and HybridEP key buffers by group

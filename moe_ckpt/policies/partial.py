@@ -152,13 +152,18 @@ class PartialSnapshots(StageForecasts[MoeStage]):
         """Return the experts of a snapshot; at first all, for all destinations."""
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` steps; at first everything, to all destinations."""
+        """Return the plan for the state after `iteration` steps; at first everything, to all destinations.
+
+        Everything again if that snapshot has failed: units that were not taken since would be missing.
+        """
         every = self._intervals.durable_every_iters
         # no whole checkpoint at the first snapshot, which also follows a load
         durable = self._has_begun and every > 0 and iteration % every == 0
         if not is_due(iteration, self._newest, self._intervals.every_iters):
             return SnapshotPlan(durable=durable)
         measured, disk_every = measure(), self._intervals.disk_every_iters
+        if measured.lacks_units:
+            self._newest = self._newest_on_disk = None
         # a rank may still write the one before
         to_disk = is_due(iteration, self._newest_on_disk, disk_every) and not measured.is_persisting
         places = self._choose(measured, to_disk=to_disk)

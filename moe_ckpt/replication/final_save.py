@@ -4,7 +4,7 @@ Owns: the choice of the blobs, and the file in which a worker leaves the place f
 the daemon, which are dead by then: a worker may hang, and two processes must not write one folder.
 
     worker      write_save_target(rank folder, target)          once, as it opens its stores
-    process that the supervisor starts after both have ended    save_last(rank folder)
+    process that the supervisor starts after both have ended    save_last(rank folder), saved_iterations(rank folder)
 """
 
 from __future__ import annotations
@@ -41,16 +41,15 @@ def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
     unfinished.replace(rank_folder / _TARGET)
 
 
-def save_last(rank_folder: Path) -> list[int]:
-    """Copy all complete windows of a rank to its disk, the oldest first; return the iterations that the disk leads to.
+def save_last(rank_folder: Path) -> None:
+    """Copy all complete windows of a rank to its disk, the oldest first.
 
     All ranks have the oldest one, and may lack a newer one. A rank that was being recovered, or has not opened its
-    stores yet, saves nothing. Raises CheckpointSaveError if the disk has no room.
+    stores yet, saves nothing. Raises CheckpointSaveError if the disk has no room; it keeps what it has by then.
     """
-    path = rank_folder / _TARGET
-    if not path.exists():
-        return []
-    target = SaveTarget(**json.loads(path.read_text()))
+    target = _target_of(rank_folder)
+    if target is None:
+        return
     own, served = BlobFolder(own_path(rank_folder)), BlobFolder(held_path(rank_folder, target.global_rank))
     disk = Path(target.path)
     for folder in (own, served):  # a checkpoint server of the rank itself has newer states than the rank
@@ -59,7 +58,18 @@ def save_last(rank_folder: Path) -> list[int]:
         for keys in windows_in(folder):
             # nothing is stale: if another rank saves less, all ranks go on from an older state
             persist(folder, disk, keys, [], target.limit_bytes)
-    return sorted({int(keys[0].removeprefix(START)) - 1 for keys in windows_in(BlobFolder(disk))})
+
+
+def saved_iterations(rank_folder: Path) -> list[int]:
+    """Return the iterations that the windows on a rank's disk lead to, in order."""
+    target = _target_of(rank_folder)
+    windows = windows_in(BlobFolder(Path(target.path))) if target else ()
+    return sorted({int(keys[0].removeprefix(START)) - 1 for keys in windows})
+
+
+def _target_of(rank_folder: Path) -> SaveTarget | None:
+    path = rank_folder / _TARGET
+    return SaveTarget(**json.loads(path.read_text())) if path.exists() else None
 
 
 def windows_in(folder: BlobFolder) -> Iterator[list[str]]:

@@ -109,6 +109,7 @@ class Publisher:
         self._copying: dict[str, Future[Any]] | None = None
         self._changed: set[str] = set()  # since copying stopped: peers may hold other contents under these keys
         self._stale: set[str] = set()  # keys that peers hold and drop once they hold the folder's blobs
+        self._withdrawn: set[str] = set()  # since copying stopped
         self._copies_fail = False
         self._interrupted: Future[None] = Future()  # no event: a wait for a copy ends with whichever comes first
         self._newest: dict[str | None, str] = {}  # by unit: the key that peers received last
@@ -351,7 +352,8 @@ class Publisher:
                 if key not in everywhere:
                     self._copy(key)
             if drop_stale:
-                self._stale = set().union(*held).difference(kept)
+                # a copy of a withdrawn blob may have been on its way when peers said what they hold
+                self._stale, self._withdrawn = self._withdrawn.union(*held).difference(kept), set()
                 self._drop_later(self._copying)
 
     def _drop_later(self, copying: Mapping[str, Future[Any]]) -> None:
@@ -446,6 +448,7 @@ class Publisher:
             self.folder.withdraw(key)
         with self._lock:
             if self._copying is None:
+                self._withdrawn.update(keys)
                 return
             for key in keys:
                 self._copying.pop(key, None)

@@ -138,7 +138,15 @@ class SnapshotEngine:
         self._capture = None
         self._hurry()
         with self.uncapped(), contextlib.suppress(*_COPY_ERRORS):  # then there is nothing to give back
-            self._drop(capture.finished.result().snapshots)
+            self.drop(capture.finished.result().snapshots)
+
+    def drop(self, finished: Sequence[Snapshot]) -> None:
+        """Withdraw snapshots that were captured, and are kept nowhere."""
+        # withdrawn before it is released: no peer may read a payload whose memory is filled anew
+        for snapshot in finished:
+            if self._daemon:
+                self._daemon.drop_snapshot(snapshot)
+            self._buffers.release(snapshot.payload)
 
     @contextlib.contextmanager
     def uncapped(self) -> Iterator[None]:
@@ -156,13 +164,6 @@ class SnapshotEngine:
     def _hurry(self) -> None:
         if self._bubbles:
             self._bubbles.hurry()
-
-    def _drop(self, finished: Sequence[Snapshot]) -> None:
-        # withdrawn before it is released: no peer may read a payload whose memory is filled anew
-        for snapshot in finished:
-            if self._daemon:
-                self._daemon.drop_snapshot(snapshot)
-            self._buffers.release(snapshot.payload)
 
     def _take_all(self, wanted: Sequence[SnapshotRequest], bubble_bytes: float) -> tuple[list[_Unsealed], CopiedBytes]:
         snapshots: list[Snapshot] = []
@@ -219,7 +220,7 @@ class SnapshotEngine:
                     self._daemon.add_snapshot(sealed, gradients)
                 finished.append(sealed)
         except CheckpointSaveError:
-            self._drop(finished)
+            self.drop(finished)
             for snapshot, _ in unsealed[len(finished) :]:
                 self._buffers.release(snapshot.payload)
             raise

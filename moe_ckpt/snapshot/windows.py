@@ -222,6 +222,12 @@ class SnapshotMemory:
         """
         return min((version.iteration for version in self._persisted), default=None)
 
+    @property
+    def lacks_units(self) -> bool:
+        """Whether units are missing in the newest complete version: the first snapshot of its epoch has failed."""
+        in_flight = [self._in_flight.version] if self._in_flight and self._in_flight.complete else []
+        return any(not compose(self.snapshots(), version) for version in [*in_flight, *self._persisted][:1])
+
     def newest_start(self) -> int | None:
         """Return the start of the newest persisted window; None without windows."""
         return max((version.iteration for version in self._persisted), default=None)
@@ -267,13 +273,17 @@ class SnapshotMemory:
     def confirm(self, also: Collection[Version] = ()) -> None:
         """The window in flight is persisted: keep it and the newest before it, `keep_windows` in all, and `also`.
 
-        Windows with the same or a later start were taken before a rollback, and are dropped.
+        Windows with the same or a later start were taken before a rollback, and are dropped. The newest older one that
+        is whole stays, too, as long as units are missing in the new one.
         """
         window = self._in_flight
         assert window is not None, "no window is in flight"
         assert window.complete, f"not complete: {window}"
         before = [older for older in self._persisted if older < window.version]
-        self._keep([*[window.version, *before][: self._keep_windows], *also], landed=window.snapshots)
+        whole = []
+        if not compose([*self._kept, *window.snapshots], window.version):
+            whole = [older for older in before if compose(self._kept, older)][:1]
+        self._keep([*[window.version, *before][: self._keep_windows], *whole, *also], landed=window.snapshots)
 
     def abandon(self) -> None:
         """Drop the window in flight, if there is one."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from launcher.proc import stands_still
 from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import StoreLostError
-from tests.elastic.workers import NotingStore
+from moe_ckpt.linux import thread_states
+from tests.elastic.processes import Child
+from tests.elastic.workers import NotingStore, wait_until
 
 REQUESTS: dict[str, Callable[[dist.Store], object]] = {
     "set": lambda store: store.set("there", "1"),
@@ -42,6 +47,35 @@ def test_each_request_is_answered_as_by_the_client(request_of: Callable[[dist.St
         client.set("there", "1")
         answers.append(request_of(wrap(client)))
     assert answers[0] == answers[1]
+
+
+def host_a_store(connection: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.recv()
+
+
+def ask_a_silent_store(connection: Connection, port: int) -> None:
+    """Be a supervisor that has begun a request, and is told to stop."""
+    store = CheckedStore(dist.TCPStore("127.0.0.1", port, is_master=False), heeds_signals=True)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+    connection.send(store.add("number", 1))
+    connection.recv()
+    connection.send("asks")
+    store.add("number", 1)
+
+
+def test_a_supervisor_is_told_to_stop_while_its_store_is_silent(start: Callable[..., Child]) -> None:
+    host = start(host_a_store)
+    supervisor = start(ask_a_silent_store, host.hear())
+    assert supervisor.hear() == 1
+    os.kill(host.pid, signal.SIGSTOP)
+    assert wait_until(lambda: stands_still(host.pid))
+    supervisor.tell("ask")
+    assert supervisor.hear() == "asks"
+    assert wait_until(lambda: set(thread_states(supervisor.pid)) == {"S"}), "it waits for the answer"
+    os.kill(supervisor.pid, signal.SIGTERM)
+    assert supervisor.exit_status() == 7
 
 
 def test_a_request_counts_as_a_wait_while_it_lasts(page: StatusPage) -> None:

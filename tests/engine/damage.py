@@ -1,15 +1,20 @@
-"""Damage to what ranks keep in memory or on disk: bits that flip, and headers of other runs."""
+"""Damage to what ranks keep in memory or on disk: bits that flip, headers of other runs, writes that fail."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.codec import SnapshotHeader, header_from_json, header_to_json
 from moe_ckpt.snapshot.index_entry import entry_from_bytes, entry_to_bytes
 from moe_ckpt.types import CORE
+from tests.engine.model import Model
 
 Choice = Callable[[SnapshotHeader], bool]
 
@@ -67,3 +72,33 @@ def flip_a_bit_of(path: Path, is_chosen: Choice) -> None:
         payload = BlobFolder(path).get(key).payload
         assert payload is not None
         payload[0] ^= 1
+
+
+def let_copies_fail(model: Model, first: int, last: int) -> None:
+    """Let the copies of snapshots `first` to `last` fail, counted from 1, the initial one of everything."""
+    take, num_taken = model.pieces, 0
+
+    def pieces(*arguments: Any) -> Any:
+        nonlocal num_taken
+        num_taken += 1
+        if first <= num_taken <= last:
+            raise RuntimeError("out of memory")
+        return take(*arguments)
+
+    model.pieces = pieces  # type: ignore[method-assign]
+
+
+def let_writes_fail(disk: LocalDisk, fails: Callable[[int], bool]) -> None:
+    """Let writes to a local disk fail, chosen by their number from 1 on."""
+    write, num_writes = disk.persist, 0
+
+    def persist(keys: Sequence[str], stale: Sequence[str]) -> Future[None]:
+        nonlocal num_writes
+        num_writes += bool(keys)
+        if not keys or not fails(num_writes):
+            return write(keys, stale)
+        failed = Future[None]()
+        failed.set_exception(CheckpointSaveError("no room"))
+        return failed
+
+    disk.persist = persist  # type: ignore[method-assign]

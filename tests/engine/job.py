@@ -442,6 +442,7 @@ class ThreadJob:
         }
         self.saves_slowly, self.sends_slowly = False, False
         self.data_of: Callable[[Model], KeptBatches] | None = None  # called for each worker's model
+        self.start_from: Path | None = None  # a whole checkpoint of another run
         self.diverging: dict[int, int] = {}  # by iteration: how many more attempts end in an infinite loss
 
     @property
@@ -609,7 +610,11 @@ class ThreadJob:
             act(rank, session)
         training = _Training(self, rank, model, session, elastic.enter_phase, events, ranks)
         job = ElasticJob(rendezvous, session, training, events)
-        job.run(lambda: session.resume(None), lambda _: {})
+
+        def start() -> int:
+            return session.resume(None) or (session.resume(self.start_from) if self.start_from else 0)
+
+        job.run(start, lambda _: {})
         session.finish()
         return model.digest()
 

@@ -16,13 +16,17 @@ import pytest
 
 from moe_ckpt.engine.rank_parts import TierStores
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, StageRecovered
+from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, SnapshotTaken, StageRecovered
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.snapshot.boundary_log import Direction
+from moe_ckpt.snapshot.codec import Snapshot
 from moe_ckpt.snapshot.windows import Window
+from tests.engine.damage import let_copies_fail
 from tests.engine.job import ThreadJob, exact
-from tests.engine.model import PAIR, Model
+from tests.engine.model import PAIR
+from tests.engine.stops import At
 from tests.policies.profiles import config
+from tests.waits import WAIT_S
 
 
 def job_of(folder: Path, iteration: int = 11, phase: str = "forward", stage: int = 1, **settings: Any) -> ThreadJob:
@@ -110,32 +114,47 @@ def test_a_gap_in_boundary_logs_rolls_all_back(at: int, inflict: Callable[[TierS
     assert [event.first_stage for event in job.events(StageRecovered)] == [0]
 
 
-def _let_copies_fail(model: Model, first: int, last: int) -> None:
-    """Let the copies of snapshots `first` to `last` fail, counted from 1, the initial one of everything."""
-    take, num_taken = model.pieces, 0
-
-    def pieces(*arguments: Any) -> Any:
-        nonlocal num_taken
-        num_taken += 1
-        if first <= num_taken <= last:
-            raise RuntimeError("out of memory")
-        return take(*arguments)
-
-    model.pieces = pieces  # type: ignore[method-assign]
-
-
 def test_a_snapshot_that_fails_stops_nothing_and_no_rank_keeps_its_window(tmp_path: Path) -> None:
     job = job_of(tmp_path, iteration=8, phase="step", stage=0)
-    job.on_worker.append(lambda rank, _: _let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None)
+    job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None)
     exact(job)
     (failure,) = job.events(CheckpointFailed, 1)
     assert (failure.iteration, "out of memory" in failure.reason) == (5, True)
     assert recovered_from(job, 0) == [1], "the window of 4 to 6 is complete on rank 0 only"
 
 
+@pytest.mark.parametrize("policy", ["gemini", "checkfreq"])
+def test_a_snapshot_may_be_hashed_after_its_window_was_dropped(policy: str, tmp_path: Path) -> None:
+    """That of rank 1 cannot be copied, and rank 0 publishes its own only after all have dropped the window."""
+    job = ThreadJob(tmp_path, config(policy, every_iters=2), PAIR, iterations=8)
+    all_dropped = threading.Event()
+    late: list[int] = []
+
+    def publish_late() -> None:
+        publisher = job.stores(0).publisher
+        assert publisher is not None
+        publish = publisher.add_snapshot
+
+        def add_snapshot(snapshot: Snapshot, *rest: Any) -> None:
+            if snapshot.header.iteration == 4 and not late:
+                late.append(4)
+                assert all_dropped.wait(WAIT_S)
+            publish(snapshot, *rest)
+
+        publisher.add_snapshot = add_snapshot  # type: ignore[method-assign]
+
+    job.upsets[0, 2] = lambda _: publish_late()
+    job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 3, 3) if rank == 1 else None)
+    At(job, 5, all_dropped.set, settles=False)
+    exact(job)
+    assert late == [4]
+    assert [event.iteration for event in job.events(CheckpointFailed, 1)] == [4]
+    assert 6 in [event.iteration for event in job.events(SnapshotTaken, 0)]
+
+
 def test_a_snapshot_that_fails_ends_a_strict_job(tmp_path: Path) -> None:
     job = job_of(tmp_path, strict=True)
-    job.on_worker.append(lambda rank, _: _let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None)
+    job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None)
     with pytest.raises(CheckpointSaveError, match="a snapshot is not complete on every rank"):
         job.run()
 
@@ -146,7 +165,7 @@ def test_logs_end_although_no_window_is_ever_complete(tmp_path: Path) -> None:
     def logged_after(iterations: int) -> list[int]:
         folder = tmp_path / str(iterations)
         job = ThreadJob(folder, config("moevement", window=2), PAIR, iterations=iterations)
-        job.on_worker.append(lambda rank, _: _let_copies_fail(job.models[rank], 2, 999) if rank == 1 else None)
+        job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 2, 999) if rank == 1 else None)
         job.run()
         boundary = job.stores(1).boundary
         assert boundary is not None

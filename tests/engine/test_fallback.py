@@ -10,10 +10,15 @@ import pytest
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects, UsableState
-from moe_ckpt.events import EventLog, LossNotFinite
+from moe_ckpt.events import EventLog, LossNotFinite, StateResumed
+from moe_ckpt.snapshot.blobs import held_path
 from moe_ckpt.types import Phase
+from tests.elastic.workers import wait_until
+from tests.engine.damage import snapshots_in
 from tests.engine.job import Fault, ThreadJob, uninterrupted
 from tests.engine.model import PAIR
+from tests.engine.model_files import ModelFiles
+from tests.engine.stops import At
 from tests.engine.thread_ranks import run_threads
 from tests.engine.tiers import OneFileEach, open_tier
 from tests.policies.profiles import config
@@ -75,6 +80,39 @@ def test_a_source_is_suspected_for_so_many_iterations(iteration: int, is_blamed:
     assert run_threads(2, source_of) == [FOUR if is_blamed else None] * 2
 
 
+def test_a_source_is_suspected_by_ranks_that_have_not_noted_its_load() -> None:
+    """They were cut off in the recovery."""
+
+    def source_of(ranks: Ranks) -> Source | None:
+        suspects = Suspects(ranks, 2)
+        if ranks.rank == 0:
+            suspects.loaded(FOUR)
+        return suspects.source_of(5, math.inf)
+
+    assert run_threads(2, source_of) == [FOUR] * 2
+
+
+def test_a_death_on_the_way_down_does_not_lead_back_to_the_bad_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of 7 counts against memory at 6, and rank 1 dies as it loads the checkpoint at 4."""
+    faults = [Fault(rank=1, phase=Phase.BACKWARD, iteration=7), Fault(rank=1, phase=Phase.DONE)]
+    policy = config("moevement", window=2, durable_every_iters=4)
+    job = ThreadJob(tmp_path, policy, PAIR, iterations=9, faults=faults)
+    job.on_worker.append(lambda *_: job.diverging.update({7: 1}) if len(job.struck) == 1 else None)
+    read = ModelFiles._read
+
+    def read_and_die(files: ModelFiles, directory: Path) -> int:
+        if files._ranks.rank == 1 and len(job.struck) == 1:
+            job.kill(1)
+        return read(files, directory)
+
+    monkeypatch.setattr(ModelFiles, "_read", read_and_die)
+    assert job.run().digests == uninterrupted(PAIR, 9).digests
+    assert len(job.struck) == 2
+    assert [event.iteration for event in job.events(StateResumed)] == [4]
+
+
 def test_a_source_without_a_better_one_is_blamed_once(tmp_path: Path) -> None:
     """All go back to memory at 3; the losses of 4 and 5 are infinite."""
     fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=5)
@@ -82,3 +120,24 @@ def test_a_source_without_a_better_one_is_blamed_once(tmp_path: Path) -> None:
     job.on_worker.append(lambda *_: job.diverging.update({4: 1, 5: 1}) if job.struck else None)
     assert job.run().digests == uninterrupted(PAIR, 8).digests
     assert [event.iteration for event in job.events(LossNotFinite)] == [4]
+
+
+def test_windows_that_all_ranks_have_left_are_dropped_by_peers(tmp_path: Path) -> None:
+    """All go back to memory at 6, the loss of 7 is infinite, and they go down to the checkpoint at 4."""
+    fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=7)
+    job = ThreadJob(
+        tmp_path, config("gemini", every_iters=3, durable_every_iters=4), PAIR, iterations=9, faults=[fault]
+    )
+    job.on_worker.append(lambda *_: job.diverging.update({7: 1}) if job.struck else None)
+    held = held_path(job.memory(0), 1)
+    found: list[bool] = []
+
+    def look() -> None:
+        if job.struck:
+            starts = lambda: {header.window_start for header in snapshots_in(held).values()}  # noqa: E731
+            found.append(wait_until(lambda: starts() == {4}))
+
+    At(job, 5, look)
+    assert job.run().digests == uninterrupted(PAIR, 9).digests
+    assert [(event.iteration, event.action[-1]) for event in job.events(LossNotFinite)] == [(7, "4")]
+    assert found == [True]

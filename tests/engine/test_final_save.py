@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from moe_ckpt import run_elastic
+from moe_ckpt.elastic import job_store
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.replication.final_save import SaveTarget, save_last, windows_in, write_save_target
+from moe_ckpt.replication.final_save import SaveTarget, save_last, saved_iterations, windows_in, write_save_target
 from moe_ckpt.run_elastic import RankPlace
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from tests.engine.job import TICKET, ThreadJob
 from tests.engine.model import PAIR, Shape
 from tests.engine.stops import At, StoppedError, started_again
 from tests.policies.profiles import config
+from tests.waits import WAIT_S
 
 
 def stopped(folder: Path, policy: str, *, after: int = 5, shape: Shape = PAIR, **settings: Any) -> ThreadJob:
@@ -28,6 +32,12 @@ def stopped(folder: Path, policy: str, *, after: int = 5, shape: Shape = PAIR, *
     with pytest.raises(StoppedError):
         job.run()
     return job
+
+
+def saved(memory: Path) -> list[int]:
+    """Save a rank for the last time; return the iterations that its disk leads to."""
+    save_last(memory)
+    return saved_iterations(memory)
 
 
 @pytest.mark.parametrize(
@@ -45,13 +55,13 @@ def test_a_stopped_job_goes_on_from_its_last_save(
     policy: str, settings: dict[str, Any], wanted: int, tmp_path: Path
 ) -> None:
     job = stopped(tmp_path, policy, **settings)
-    assert [save_last(job.memory(rank))[-1] for rank in job.ranks] == [wanted] * 2
+    assert [saved(job.memory(rank))[-1] for rank in job.ranks] == [wanted] * 2
     assert started_again(job) == [("local disk", wanted)] * 2
 
 
 def test_both_ranks_of_a_stage_and_tied_embeddings_go_on(tmp_path: Path) -> None:
     job = stopped(tmp_path, "moevement", shape=Shape(tied=True), window=2, pause_iters=1)
-    assert [save_last(job.memory(rank))[-1] for rank in job.ranks] == [5] * 4
+    assert [saved(job.memory(rank))[-1] for rank in job.ranks] == [5] * 4
     assert started_again(job) == [("local disk", 5)] * 4
 
 
@@ -64,7 +74,7 @@ def test_where_one_rank_was_too_late_all_go_on_from_the_save_before(tmp_path: Pa
     again = stopped(tmp_path, "moevement", after=7, **settings)
     assert list(windows_in(BlobFolder(again.disk(1)))), "a start keeps the window that it has loaded"
     assert len(list(windows_in(BlobFolder(again.disk(1))))) == 1, "and no other: saves would fill the disk"
-    assert save_last(again.memory(0))[-1] > 5
+    assert saved(again.memory(0))[-1] > 5
     assert started_again(again) == [("local disk", 5)] * 2
 
 
@@ -72,7 +82,7 @@ def test_where_one_rank_was_too_late_all_go_on_from_the_save_before(tmp_path: Pa
 def test_where_a_rank_never_saved_all_begin_anew(fails: bool, tmp_path: Path) -> None:
     """The disk of rank 1 proves it: no state was ever on all disks."""
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
-    assert save_last(job.memory(0))[-1] == 5
+    assert saved(job.memory(0))[-1] == 5
     if fails:
         target = SaveTarget(path=str(job.disk(1)), limit_bytes=1, global_rank=1)
         write_save_target(job.memory(1), target)
@@ -96,8 +106,8 @@ def test_where_a_ranks_saved_state_is_lost_none_begins_anew(lose: Callable[[Path
 def test_a_rank_whose_memory_is_being_replaced_saves_none_of_it(tmp_path: Path) -> None:
     job = stopped(tmp_path, "gemini", every_iters=2)
     (own_path(job.memory(0)) / "unfinished").touch()
-    assert save_last(job.memory(0)) == []
-    assert save_last(job.memory(1))[-1] == 4
+    assert saved(job.memory(0)) == []
+    assert saved(job.memory(1))[-1] == 4
 
 
 def test_a_window_without_its_steps_is_not_saved(tmp_path: Path) -> None:
@@ -106,11 +116,11 @@ def test_a_window_without_its_steps_is_not_saved(tmp_path: Path) -> None:
     for key in own.keys():  # noqa: SIM118 - not a mapping
         if key.startswith("record-"):
             own.withdraw(key)
-    assert 5 not in save_last(job.memory(0))
+    assert 5 not in saved(job.memory(0))
 
 
 def test_a_rank_without_a_worker_so_far_saves_nothing(tmp_path: Path) -> None:
-    assert save_last(tmp_path) == []
+    assert saved(tmp_path) == []
 
 
 def place_of(job: ThreadJob, rank: int) -> RankPlace:
@@ -123,10 +133,27 @@ def test_a_last_save_that_a_disk_ends_is_one_line(tmp_path: Path, capsys: pytest
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     target = SaveTarget(path=str(job.disk(1)), limit_bytes=1, global_rank=1)
     write_save_target(job.memory(1), target)
-    assert run_elastic._save_last(place_of(job, 1)) == 1
+    assert run_elastic._save_last(place_of(job, 1), WAIT_S) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: rank 1: not saved, the next start uses an older state: local disk")
     assert said.count("\n") == 1
+
+
+def test_a_disk_with_room_for_the_older_window_alone_has_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks may have it: this one says which, although its newest window is not saved."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    job = stopped(tmp_path, "moevement", window=1, pause_iters=1, keep_windows=2)
+    *older, newest = saved(job.memory(0))
+    assert older
+    there = sum(file.stat().st_size for file in job.disk(0).rglob("*") if file.is_file())
+    write_save_target(job.memory(1), SaveTarget(path=str(job.disk(1)), limit_bytes=5 * there // 6, global_rank=1))
+    assert run_elastic._save_last(place_of(job, 1), WAIT_S) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("error: rank 1: not saved, the next start uses an older state: local disk")
+    assert said.out.startswith(f"rank 1: iteration {older[-1]} is on disk")
+    assert saved_iterations(job.memory(1)) == older, newest
 
 
 def test_a_rank_that_is_cut_off_saves_and_says_so(
@@ -135,8 +162,31 @@ def test_a_rank_that_is_cut_off_saves_and_says_so(
     """No store answers: whether the job is safe to kill is for the others to say."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
-    assert run_elastic._save_last(place_of(job, 0)) == 0
+    assert run_elastic._save_last(place_of(job, 0), WAIT_S) == 0
     assert capsys.readouterr().out.splitlines() == [
         "rank 0: iteration 5 is on disk",
         "rank 0: the store of the job does not answer: whether all ranks have it is unknown",
     ]
+
+
+class SlowRanks(dist.HashStore):
+    """The store of a job whose other ranks report once they are waited for."""
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)) -> None:
+        for key in keys:
+            self.set(key, "[5]")
+        super().wait(keys, timeout)
+
+
+@pytest.mark.parametrize(("rank", "hosts"), [(0, True), (0, False), (1, True)])
+def test_the_rank_with_the_store_waits_for_the_others_reports(
+    rank: int, hosts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store ends with its supervisor."""
+    store, answers = SlowRanks(), list[int | None]()
+    monkeypatch.setattr(run_elastic, "open_store", lambda part: store)
+    if hosts:
+        monkeypatch.setenv(job_store._HOSTED, "True")
+    run_elastic._ask_if_safe(rank, 3, [5], answers)
+    assert answers == [None]
+    assert store.check(["2"]) == (hosts and rank == 0)

@@ -18,6 +18,7 @@ import pytest
 
 from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.events import (
+    CheckpointFailed,
     CheckpointSkipped,
     ExpertsChosen,
     IterationCommitted,
@@ -27,7 +28,16 @@ from moe_ckpt.events import (
 )
 from moe_ckpt.snapshot.blobs import held_path, own_path
 from moe_ckpt.types import CORE, Phase
-from tests.engine.damage import Choice, drop_snapshots, flip_a_bit_of, is_expert_at, is_unit, snapshots_in
+from tests.engine.damage import (
+    Choice,
+    drop_snapshots,
+    flip_a_bit_of,
+    is_expert_at,
+    is_unit,
+    let_copies_fail,
+    let_writes_fail,
+    snapshots_in,
+)
 from tests.engine.history import History, PlaceOf
 from tests.engine.job import Fault, ThreadJob, exact, uninterrupted
 from tests.engine.model import Shape
@@ -282,7 +292,7 @@ def _epochs_in(job: ThreadJob) -> set[int]:
     [
         ([], 0),
         ([BEGINS_5], 1),
-        ([_dies(Phase.BACKWARD, 1), BEGINS_5], 1),
+        ([_dies(Phase.BACKWARD, 1), BEGINS_5], 2),
         ([_dies(Phase.BACKWARD, 3), BEGINS_5], 2),
         ([_dies(Phase.BACKWARD, 3), NODE_LOST], 2),
         ([_dies(Phase.BACKWARD, 3), ALL_LOST], 2),
@@ -423,3 +433,47 @@ def test_units_of_another_run_on_disk_are_no_start(tmp_path: Path) -> None:
     assert not job.events(StateResumed)
     assert all("got run id run, wanted other" in event.reason for event in job.events(CheckpointSkipped, 1))
     assert job.events(CheckpointSkipped, 1)
+
+
+MANY = Shape(pp=2, dp=1, experts=6)
+"""A snapshot takes one of six experts: the same one comes again after the job's end."""
+
+
+def test_a_unit_whose_write_failed_is_written_with_the_next_snapshot(tmp_path: Path) -> None:
+    """Until then the expert stays on disk as it was at first."""
+    job = _partial(tmp_path, "moc", MANY, [Fault(rank=1, phase=Phase.FORWARD, iteration=6, loses_memory=True)])
+
+    def fail_once(_: object) -> None:
+        disk = job.stores(1).disk
+        assert disk is not None
+        let_writes_fail(disk, lambda number: number == 1)
+
+    job.upsets[1, 1] = fail_once
+    job.run()
+    [failed] = job.events(CheckpointFailed, 1)
+    assert failed.iteration in (1, 2), "a disk may be busy with the snapshot before"
+    assert _back_to(job)[0] > failed.iteration
+
+
+@pytest.mark.parametrize(("phase", "iteration", "back_to"), [(Phase.STEP, 4, 2), (Phase.BACKWARD, 5, 4)])
+def test_an_epoch_whose_first_snapshot_failed_replaces_none(
+    phase: Phase, iteration: int, back_to: int, tmp_path: Path
+) -> None:
+    """Until a snapshot takes all experts once more, which the second one does."""
+    faults = [_dies(Phase.BACKWARD, 3), _dies(phase, iteration)]
+    job = _partial(tmp_path, "moc", MANY, faults, disk_every_iters=0)
+
+    def fail_in_the_second_epoch(rank: int, _: object) -> None:
+        if rank == 1 and len(job.struck) == 1:
+            let_copies_fail(job.models[1], 1, 1)
+
+    job.on_worker.append(fail_in_the_second_epoch)
+    job.run()
+    assert _back_to(job) == [2, back_to]
+
+
+def test_epochs_go_on_where_all_begin_anew(tmp_path: Path) -> None:
+    """All go back to the beginning twice, the second time without a snapshot; then a node is lost."""
+    faults = [_dies(Phase.BACKWARD, 2), _dies(Phase.BACKWARD, 1), NODE_LOST]
+    job = exact(_whole(tmp_path, "moetion", Shape(pp=1, dp=3), faults, replicas=2, every_iters=2))
+    assert _back_to(job) == [0, 0, 4]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import pytest
 
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, WindowPersisted
 from moe_ckpt.types import Phase
-from tests.engine.damage import snapshots_in
+from tests.engine.damage import flip_a_bit_of, let_writes_fail, snapshots_in
 from tests.engine.job import Fault, ThreadJob, exact
 from tests.engine.model import PAIR
 from tests.engine.small_disk import SmallDisk, small_disk
@@ -200,6 +201,38 @@ def test_a_disk_that_is_read_only_at_the_next_start_is_read(tmp_path: Path) -> N
         starts = {header.window_start for header in snapshots_in(job.disk(1)).values()}
         assert len(starts) == 2, "one of them is not needed"
         assert started_again(job) == [("local disk", max(starts))] * 2
+
+
+def test_a_start_from_the_older_window_keeps_it_until_all_disks_have_a_newer_one(tmp_path: Path) -> None:
+    """The newest window on rank 1's disk is damaged, and that disk takes nothing after the start."""
+    job = job_in(tmp_path, "moevement")
+    At(job, MENDED_AT, ends=True)
+    with pytest.raises(StoppedError):
+        job.run()
+    common, newest = sorted({header.window_start for header in snapshots_in(job.disk(1)).values()})
+    flip_a_bit_of(job.disk(1), lambda header: header.window_start == newest)
+    shutil.rmtree(job.folder / "memory")
+    again = job_in(tmp_path, "moevement")
+
+    def take_nothing(_: object) -> None:
+        disk = again.stores(1).disk
+        assert disk is not None
+        let_writes_fail(disk, lambda _: True)
+
+    again.upsets[1, common + 1] = take_nothing
+    At(again, ITERATIONS - 1, ends=True)
+    with pytest.raises(StoppedError):
+        again.run()
+    assert again.events(CheckpointFailed, 1)
+    assert again.events(WindowPersisted, 0)[-1].window_start > newest
+    assert started_again(again) == [("local disk", common)] * 2
+
+
+def test_a_disk_that_is_read_only_from_the_start_ends_no_job(tmp_path: Path) -> None:
+    with small_disk(tmp_path / DISK) as disk:
+        disk.forbid_writes()
+        job = exact(job_in(tmp_path, "checkfreq", [DEATH]))
+    assert job.events(CheckpointFailed, 1)
 
 
 def test_a_disk_with_input_errors_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

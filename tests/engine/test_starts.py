@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, StateResumed
-from tests.engine.damage import flip_a_bit, snapshots_in
-from tests.engine.job import ThreadJob, uninterrupted
+from moe_ckpt.types import Phase
+from tests.engine.damage import drop_snapshots, flip_a_bit, snapshots_in
+from tests.engine.job import Fault, ThreadJob, uninterrupted
 from tests.engine.model import PAIR
-from tests.engine.stops import started_again
+from tests.engine.stops import At, StoppedError, started_again
 from tests.policies.profiles import config
 
 POLICIES = {
@@ -75,3 +77,31 @@ def test_a_disk_without_room_has_nothing(tmp_path: Path) -> None:
     job = start(tmp_path, "checkfreq", 5)
     assert job.run() == uninterrupted(PAIR, 5)
     assert not job.events(StateResumed)
+
+
+def test_the_state_before_the_first_iteration_is_a_start(tmp_path: Path) -> None:
+    """No other is on both disks."""
+    job = start(tmp_path, "gemini", 8)
+    At(job, 3, ends=True)
+    with pytest.raises(StoppedError):
+        job.run()
+    drop_snapshots(job.disk(1), lambda header: header.window_start > 0)
+    assert started_again(job) == [("local disk", 0)] * 2
+
+
+@pytest.mark.parametrize("policy", ["gemini", "moevement"])
+def test_a_death_before_the_first_snapshot_repeats_the_start(policy: str, tmp_path: Path) -> None:
+    """All ranks have loaded a checkpoint of another run, and rank 1 dies before it has a snapshot of its own."""
+    earlier = start(tmp_path / "e", "gemini", 4, run_id="earlier", durable_every_iters=4)
+    earlier.run()
+    settings = POLICIES[policy] | {"disk_every_iters": 0}
+    job = ThreadJob(tmp_path, config(policy, **settings), PAIR, faults=[Fault(rank=1, phase=Phase.DONE)])
+    job.start_from = Path(CheckpointFolder(earlier.folder / "checkpoints").directory(4))
+
+    def die(*_: object) -> None:
+        job.kill(1)
+        raise CheckpointSaveError("no snapshot of a dead rank")
+
+    job.on_worker.append(lambda rank, _: setattr(job.models[rank], "pieces", die) if rank and not job.struck else None)
+    assert job.run().digests == uninterrupted(PAIR, 8).digests
+    assert [event.iteration for event in job.events(StateResumed)] == [4, 4]

@@ -35,6 +35,19 @@ def test_kills_in_each_phase_leave_the_plain_runs_state(tmp_path: Path) -> None:
     require_exact_under_kills(tmp_path, PLAIN)
 
 
+def test_a_pass_with_a_wrong_result_is_no_step(tmp_path: Path) -> None:
+    """The rerun machine runs the pass of iteration 2 again, and ends the loop before the optimizer's step."""
+    injected = ("--rerun-mode", "validate_results", "--error-injection-rate", "1")
+    wrong = Job(
+        name="wrong",
+        options=("--ckpt", "gemini", "--set", "every_iters=1", *PATIENT),
+        arguments=(*injected, "--error-injection-type", "persistent_error"),
+    )
+    ended = run_jobs(tmp_path, wrong)["wrong"]
+    assert ended.status != 0
+    assert {iteration for _, iteration in ended.digests} == {1}, ended.log
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", OPTIONS)

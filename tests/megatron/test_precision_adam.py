@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ckpt.megatron.optimizer_state import payload_and_scale
+from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.megatron.optimizer_state import holds_masters, payload_and_scale
 from moe_ckpt.megatron.precision_adam import (
     E4M3,
+    MASTER_PARAM,
     PrecisionAwareAdam,
     decode,
     encode,
     join_master,
     split_master,
 )
+from tests.megatron.stage import build_stage
+from tests.ranks import run_ranks
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.uint8
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -190,3 +194,30 @@ def test_settings_and_stored_states_are_loaded_as_they_are() -> None:
         mine, theirs = (each.state[weights_of(each)][name] for each in (adam, other))
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def _masters_of_other_weights() -> None:
+    state, loop = build_stage("precision=fp16_fp16_fp16")
+    [optimizer, *_] = [each for each in state.inner_optimizers if holds_masters(each)]
+    adam: Any = optimizer.optimizer
+    updated = next(iter(adam.state))
+    before = adam.state[updated][MASTER_PARAM].clone()
+
+    def renewed() -> bool:
+        with torch.no_grad():
+            updated.mul_(-0.5)
+        synchronize_fresh(state)
+        payload, scale = adam.state[updated][MASTER_PARAM], adam._scales[updated][MASTER_PARAM]
+        expected, expected_scale = torch.empty_like(payload), torch.empty_like(scale)
+        encode(updated.detach().float(), expected, expected_scale)
+        return torch.equal(payload, expected) and torch.equal(scale, expected_scale)
+
+    assert renewed()
+    assert not torch.equal(adam.state[updated][MASTER_PARAM], before)
+    loop.run_iteration(1)
+    assert not renewed(), "those of a later step are the state"
+
+
+def test_masters_are_of_the_weights_that_a_run_starts_with() -> None:
+    """A broadcast or a load of weights follows after masters were allocated, and Megatron renews none."""
+    run_ranks(1, _masters_of_other_weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from enum import Enum
 from typing import Any, cast
 
 import numpy as np
@@ -13,11 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from launcher.loop import MegatronLoop, StageRunner
 from moe_ckpt.errors import ConfigError, PeersLostError
 from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.megatron.replay import StageReplay, require_replayable
+from moe_ckpt.megatron.replay import StageReplay, forget_shared_experts, require_replayable
 from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
 from moe_ckpt.megatron.step import clear_gradients, finish_gradients
@@ -297,6 +299,11 @@ def _refusals() -> None:
         (chunk.config, "variable_seq_lengths"),
         (chunk.config, "fp4"),
         (chunk.config, "tp_comm_overlap"),  # buffers that belong to one communicator
+        (chunk.config, "mtp_detach_heads"),
+        (chunk.config, "moe_input_jitter_eps"),
+        (chunk.config, "moe_router_force_load_balancing"),
+        (chunk.config, "moe_router_force_biased"),
+        (chunk.config, "defer_embedding_wgrad_compute"),
         (chunk.ddp_config, "nccl_ub"),  # the same
         (optimizer, "optimizer_cpu_offload"),
     ):
@@ -304,6 +311,10 @@ def _refusals() -> None:
         with pytest.raises(ConfigError, match=f"{name}: got True, wanted False"):
             require_replayable(state)
         setattr(owner, name, False)
+    optimizer.optimizer = "sgd"
+    with pytest.raises(ConfigError, match="optimizer: got 'sgd', wanted adam"):
+        require_replayable(state)
+    optimizer.optimizer = "adam"
     chunk.config.moe_token_dispatcher_type = "flex"
     with pytest.raises(ConfigError, match="moe_token_dispatcher_type: got 'flex', wanted alltoall or allgather"):
         require_replayable(state)
@@ -333,3 +344,20 @@ def _refuse_a_quantized_weight(state: TrainingState) -> None:
 
 def test_options_that_no_log_covers_are_refused() -> None:
     run_ranks(1, _refusals)
+
+
+class Stages(Enum):
+    """As Megatron-Core names the parts of a pass through shared experts."""
+
+    IDLE = 0
+    FC1_FORWARD_DONE = 2
+
+
+def test_shared_experts_begin_anew_after_a_pass_that_was_cut_off_in_them() -> None:
+    """Made by hand: their constructor needs a GPU's streams."""
+    experts: Any = SharedExpertMLP.__new__(SharedExpertMLP)
+    torch.nn.Module.__init__(experts)
+    experts.cached_fc2_input, experts.cached_output = torch.ones(1), None
+    experts._overlap_state = Stages.FC1_FORWARD_DONE
+    forget_shared_experts([torch.nn.ModuleList([torch.nn.Linear(1, 1), experts])])
+    assert (experts.cached_fc2_input, experts.cached_output, experts._overlap_state) == (None, None, Stages.IDLE)

@@ -220,6 +220,19 @@ class LatePeers(Peers):
             answer.set_result(None)
 
 
+def test_a_copy_that_arrives_after_peers_were_asked_does_not_stay(life: Life, peers: Peers) -> None:
+    """Copying stops here and not in the daemon, which still sends the newest window. All go back to the one before."""
+    life.begin(set())
+    life.persist(6)
+    late = life.keys()
+    life.publisher.stop_copying()
+    held = set(peers.held) - late
+    life.memory.clear()
+    life.publisher.stop_copying()
+    life.begin(held)
+    assert late & peers.held == set()
+
+
 def test_a_wait_for_copies_ends_as_ranks_are_lost(tmp_path: Path) -> None:
     peers = LatePeers()
     life = Life(tmp_path, peers)
