@@ -249,12 +249,20 @@ class Study:
 
     def outcomes(self, policy: str, mtbf_s: float) -> list[Outcome]:
         """Return the measurements of all runs of a kind."""
-        return [self.measured[cell] for cell in self._cells(policy, mtbf_s)]
+        return [self.measured[cell] for cell in self.cells(policy, mtbf_s)]
 
     def differences(self, policy: str, first: str, mtbf_s: float) -> list[float]:
         """Return each run's ETTR less that of the policy `first` in the same round, under the same faults."""
-        pairs = zip(self.outcomes(policy, mtbf_s), self.outcomes(first, mtbf_s), strict=True)
-        return [one.ettr(self.plain_s) - other.ettr(self.plain_s) for one, other in pairs]
+        return [one - other for one, other in zip(self.ettrs(policy, mtbf_s), self.ettrs(first, mtbf_s), strict=True)]
+
+    def ettrs(self, policy: str, mtbf_s: float) -> list[float]:
+        """Return the share of each run's time that plain training of its round would have needed."""
+        return [self.measured[cell].ettr(self.plain_of(cell.number)) for cell in self.cells(policy, mtbf_s)]
+
+    def plain_of(self, number: int) -> float:
+        """Return the seconds of an iteration of plain training in a round: a machine's speed changes with the hours."""
+        plain = self.measured[Cell(policy=PLAIN, mtbf_s=math.inf, number=number)]
+        return plain.seconds / plain.iterations
 
     @cached_property
     def plain_s(self) -> float:
@@ -269,15 +277,16 @@ class Study:
             return []
         cluster = replace(constants_of(others), interference=interference(others, self.plain_s))
         found = []
-        for cell in self._cells(policy, mtbf_s):
-            measured = self.measured[cell]
-            predicted = predict_run(self.runs[cell], cluster, self.plain_s, measured.iterations + 1)
+        for cell in self.cells(policy, mtbf_s):
+            measured, plain_s = self.measured[cell], self.plain_of(cell.number)
+            predicted = predict_run(self.runs[cell], cluster, plain_s, measured.iterations + 1)
             # a prediction ends with the last new iteration: what the end cut off is taken as it was
-            ettr = measured.iterations * self.plain_s / (predicted.wall_s + measured.tail_s)
+            ettr = measured.iterations * plain_s / (predicted.wall_s + measured.tail_s)
             found.append((ettr, predicted))
         return found
 
-    def _cells(self, policy: str, mtbf_s: float) -> list[Cell]:
+    def cells(self, policy: str, mtbf_s: float) -> list[Cell]:
+        """Return the runs of a kind."""
         return [cell for cell in self.measured if (cell.policy, cell.mtbf_s) == (policy, mtbf_s)]
 
 
@@ -293,14 +302,17 @@ def table(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float]) -> It
 def _row(study: Study, policy: str, first: str, mtbf_s: float) -> Iterator[str]:
     outcomes, predicted = study.outcomes(policy, mtbf_s), study.predictions(policy, mtbf_s)
     costs = [cost_s for each in outcomes for cost_s in each.fault_s]
-    yield interval([each.ettr(study.plain_s) for each in outcomes])
+    yield interval(study.ettrs(policy, mtbf_s))
     yield "-" if policy == first else interval(study.differences(policy, first, mtbf_s))
     yield f"{statistics.fmean(ettr for ettr, _ in predicted):.3f}" if predicted else "-"
     yield f"{statistics.fmean(costs):.2f} ({min(costs):.2f} to {max(costs):.2f})" if costs else "-"
     fault_s = mean_fault_s([facts for _, facts in predicted])
     yield "-" if fault_s is None else f"{fault_s:.2f}"
     yield str(len(costs))
-    yield f"{statistics.fmean(each.iteration_s for each in outcomes) / study.plain_s:.3f}"
+    beside_plain = [
+        study.measured[cell].iteration_s / study.plain_of(cell.number) for cell in study.cells(policy, mtbf_s)
+    ]
+    yield f"{statistics.fmean(beside_plain):.3f}"
     yield outcomes[-1].cadence
     yield f"{statistics.fmean(each.snapshot_bytes for each in outcomes) / _MIB:.1f}"
     yield f"{max(each.host_bytes for each in outcomes) / _MIB:.0f}"
@@ -324,7 +336,7 @@ def figure(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float], titl
 
 
 def _mean_ettr(study: Study, policy: str, mtbf_s: float) -> float:
-    return statistics.fmean(each.ettr(study.plain_s) for each in study.outcomes(policy, mtbf_s))
+    return statistics.fmean(study.ettrs(policy, mtbf_s))
 
 
 def notes(study: Study, regime: str, cap_bytes_per_s: float | None, folder: Path) -> Iterator[str]:

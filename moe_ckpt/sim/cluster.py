@@ -76,6 +76,7 @@ class _Run:
         self._unreplicated = _NO_RANKS
         self._num_faults = 0
         self._num_iters = 0  # with repeated ones: those that ranks which live on have measured
+        self._has_replayed = False
         self._epoch = saving.partial.first_epoch() if saving.partial else None
 
     def run(self) -> Outcome:
@@ -119,9 +120,10 @@ class _Run:
         if self._num_iters <= WARM_UP_ITERS:
             return self._saving.at_start
         if not carried or start == 0 or self._saving.going_on is None:
-            return self._saving.later  # a job that is back at its beginning drops all windows
+            # a job that is back at its beginning drops all windows
+            return self._saving.later if self._has_replayed else self._saving.unreplayed or self._saving.later
         newest = carried[-1]
-        return self._saving.going_on(start - newest.start, newest.num_slots)
+        return self._saving.going_on(start - newest.start, newest.num_slots, self._has_replayed)
 
     def _next_fault(self, generation: Generation, until_s: float) -> TimedFault | None:
         """Return the next fault if it comes before a time; it is then removed from the queue."""
@@ -183,6 +185,9 @@ class _Run:
             self._join(attempt, pending)
             path, pending = self._try(attempt)
         assert path is not None
+        if path.estimate:
+            plan = path.estimate.plan
+            self._has_replayed |= any(plan.target_iteration > rollback.starts_from for rollback in plan.rollbacks)
         if self._epoch and self._saving.partial:
             self._epoch = self._saving.partial.next_epoch(self._epoch, path.account, path.iteration)
         recovered = Recovered(

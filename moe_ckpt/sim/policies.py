@@ -215,14 +215,18 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
             return size_bytes, link.stall_s(size_bytes)
         return size_bytes, host.wait_s(size_bytes) + link.added_s(size_bytes)  # peers have the pause, too
 
-    patterns = _probe(make, measured, describe, config, is_settled=False)  # the base is no window of choice
-    chosen = patterns[1].repeat[0]
+    unreplayed = replace(measured, replayed_iteration_s=None)  # a job measures that in its first recovery
+    # the base is no window of choice
+    at_start, until_replay = _probe(make, unreplayed, describe, config, is_settled=False)
+    _, later = _probe(make, measured, describe, config, is_settled=False)
+    chosen = later.repeat[0]
 
     @cache
-    def going_on(age_iters: int, num_slots: int) -> SnapshotPattern:
+    def going_on(age_iters: int, num_slots: int, has_replayed: bool) -> SnapshotPattern:
         if config.window != AUTO or config.paper_exact:
-            return _without_base(patterns[1], age_iters, num_slots)
-        told = replace(measured, kept_since=-age_iters)  # of a generation that begins at iteration 0
+            return _without_base(later, age_iters, num_slots, has_replayed)
+        known = measured if has_replayed else unreplayed
+        told = replace(known, kept_since=-age_iters)  # of a generation that begins at iteration 0
         disk_every = config.disk_every_iters > 0
         return probe_policy(make(), lambda: told, describe, disk_every=disk_every, is_settled=False)
 
@@ -230,7 +234,8 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         config,
         setup,
         link,
-        patterns,
+        (at_start, later),
+        unreplayed=until_replay,
         recovery=Recovery.LOCAL,
         host=host,
         reload_bytes_per_s=setup.cluster.copy_bytes_per_s,
@@ -410,7 +415,7 @@ def _probe(
     return at_start, later
 
 
-def _without_base(pattern: SnapshotPattern, age_iters: int, num_slots: int) -> SnapshotPattern:
+def _without_base(pattern: SnapshotPattern, age_iters: int, num_slots: int, _: bool) -> SnapshotPattern:
     """Return a pattern without the snapshot of a state of which all ranks keep one, unless it goes to disk."""
     first = next(iter((*pattern.lead, *pattern.repeat)), None)
     has_state = age_iters == 0 and num_slots == 1 and first is not None and not first.to_disk

@@ -72,7 +72,8 @@ class Saving:
     """A policy's saves and their price.
 
     `at_start`, `later`: its snapshots in a generation that begins before or after an iteration has been measured, and
-    `going_on` those in one that keeps a window: by the iterations since the window's start, and the window's slots.
+    `going_on` those in one that keeps a window: by the iterations since the window's start, the window's slots, and
+    whether any stage has replayed an iteration. `unreplayed`: `later` where none has, if that makes a difference.
     `host_bytes_per_s`: the rate at which a snapshot reaches host memory, `kept_bytes_per_s` the one at which it reaches
     all its destinations, both within the policy's caps, which do not hold for `reload_bytes_per_s`; `disk_s` the time
     of a snapshot that goes to disk. `active`: the share of the work whose operators are active once slot j of a window
@@ -99,7 +100,8 @@ class Saving:
     partial: Partial | None = None
     served_s: float = 0.0
     window_bytes: float | None = None
-    going_on: Callable[[int, int], SnapshotPattern] | None = None
+    going_on: Callable[[int, int, bool], SnapshotPattern] | None = None
+    unreplayed: SnapshotPattern | None = None
 
     @property
     def kept_bytes(self) -> float:

@@ -17,6 +17,7 @@ from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.faults import LateKill
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.saving import Saving, Setup
+from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
 from moe_ckpt.sim.timeline import Outcome, Recovered, Trained
 from moe_ckpt.types import WARM_UP_ITERS
 from tests.properties import examples
@@ -168,6 +169,17 @@ def test_a_policy_knows_nothing_until_an_iteration_has_been_measured(iteration: 
     last = run(saving, [Kill(rank=0, iteration=iteration, phase="forward")]).timeline[-1]
     assert isinstance(last, Trained)
     assert last.generation.pattern is (saving.later if is_measured else saving.at_start)
+
+
+def test_windows_are_chosen_by_a_replay_once_there_was_one() -> None:
+    chosen: list[bool] = []
+
+    def going_on(_: int, __: int, has_replayed: bool) -> SnapshotPattern:
+        chosen.append(has_replayed)
+        return LOCAL.later
+
+    run(replace(LOCAL, going_on=going_on), [Kill(rank=0, iteration=6, phase="forward")])
+    assert chosen == [True]
 
 
 def test_all_go_on_from_the_snapshot_to_which_they_went_back() -> None:

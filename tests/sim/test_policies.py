@@ -12,6 +12,7 @@ from moe_ckpt.mirror.redundancy import failure_probability
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.window_schedule import paper_window
 from moe_ckpt.sim.generation import Kept
+from moe_ckpt.sim.hardware import JOB
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.recovering import Losses, estimate, plan_after
 from moe_ckpt.sim.saving import Recovery, Switches
@@ -127,6 +128,19 @@ def test_a_window_begins_once_peers_have_the_base() -> None:
     assert (len(saving.active), saving.active[-1]) == (first.num_slots, pytest.approx(1.0))
 
 
+def test_a_replay_counts_as_an_iteration_until_one_was_measured() -> None:
+    """On processors that all stages share a stage alone replays in less: then windows are rarer."""
+    copy_bytes_per_s = plan_saving(ckpt("ckpt=gemini"), setup()).whole_bytes / 20.0  # two iterations for everything
+    rates = {"copy_bytes_per_s": copy_bytes_per_s, "whole_copy_bytes_per_s": copy_bytes_per_s}
+    of = setup(machines=cluster(compute_share=JOB, interference=0.3, **rates))
+    saving = plan_saving(ckpt("ckpt=moevement", "ckpt.mtbf_s=1000"), of)
+    assert saving.unreplayed
+    assert saving.going_on
+    periods = [saving.going_on(0, 2, has_replayed).interval_iters for has_replayed in (False, True)]
+    assert periods == [saving.unreplayed.interval_iters, saving.later.interval_iters]
+    assert periods[0] < periods[1]
+
+
 def test_a_generation_goes_on_from_the_window_that_it_keeps() -> None:
     saving = plan_saving(ckpt("ckpt=moevement", "ckpt.pause_iters=2"), setup(machines=SLOW))
     assert saving.going_on
@@ -136,12 +150,12 @@ def test_a_generation_goes_on_from_the_window_that_it_keeps() -> None:
 
     def first(age_iters: int) -> tuple[int, int]:
         assert saving.going_on
-        snapshot = next(saving.going_on(age_iters, usual.num_slots).snapshots(0, 2 * period))
+        snapshot = next(saving.going_on(age_iters, usual.num_slots, True).snapshots(0, 2 * period))
         return snapshot.offset, snapshot.num_slots
 
     assert first(period - 2) == (2, usual.num_slots)
     assert first(2 * period - 2) == (0, 2)
-    later = saving.going_on(2 * period - 2, usual.num_slots).repeat
+    later = saving.going_on(2 * period - 2, usual.num_slots, True).repeat
     assert [snapshot.num_slots for snapshot in later] == [usual.num_slots] * usual.num_slots
 
 
@@ -151,14 +165,14 @@ def test_a_state_that_all_ranks_keep_whole_is_not_taken_again(overrides: tuple[s
     assert saving.going_on
     everything = [snapshot.offset for snapshot in saving.later.snapshots(0, 20)]
     for age_iters, num_slots, wanted in [(0, 1, everything[1:]), (1, 1, everything), (0, 2, everything)]:
-        pattern = saving.going_on(age_iters, num_slots)
+        pattern = saving.going_on(age_iters, num_slots, True)
         assert [snapshot.offset for snapshot in pattern.snapshots(0, 20)] == wanted
 
 
 def test_a_state_that_is_to_go_to_disk_is_taken_again() -> None:
     saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4", "ckpt.disk_every_iters=8"), setup())
     assert saving.going_on
-    assert saving.going_on(0, 1) is saving.later
+    assert saving.going_on(0, 1, True) is saving.later
 
 
 def test_memory_is_that_of_the_policys_own_forecast() -> None:
