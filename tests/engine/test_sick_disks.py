@@ -203,7 +203,7 @@ def test_a_disk_that_is_read_only_at_the_next_start_is_read(tmp_path: Path) -> N
         assert started_again(job) == [("local disk", max(starts))] * 2
 
 
-def test_a_start_from_the_older_window_keeps_it_until_all_disks_have_a_newer_one(tmp_path: Path) -> None:
+def test_the_older_window_that_a_start_has_loaded_stays_on_all_disks(tmp_path: Path) -> None:
     """The newest window on rank 1's disk is damaged, and that disk takes nothing after the start."""
     job = job_in(tmp_path, "moevement")
     At(job, MENDED_AT, ends=True)
