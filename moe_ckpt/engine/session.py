@@ -222,6 +222,7 @@ class Session:
         # ranks that all go back after a fault need no vote: no live state counts then
         if self._elastic and self.sparse.tier.recovers_locally:
             self._vote(self.sparse, iteration, gradients)
+        self._has_left_start = True  # not after the step: a start that loads nothing would go on from it
         self._enter_phase(Phase.STEP)
         return True
 
@@ -233,7 +234,6 @@ class Session:
         if self._elastic:
             self._elastic.sync()  # NCCL has only queued the gather of weights: it may still fail
         self._state.be_at(iteration)
-        self._has_left_start = True
         self._enter_phase(Phase.SNAPSHOT)
         if self.sparse:
             self.sparse.tier.committed(iteration)

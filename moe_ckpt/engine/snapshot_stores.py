@@ -61,8 +61,8 @@ class SnapshotStore:
         seen = self._account.seen() if self._account else {}
         return [self._request(plan, unit, seen.get(unit.name, 0)) for unit in self._mine(plan.units)]
 
-    def confirm(self, on_all_disks: int | None, being_written: int | None = None) -> None:
-        """The window in flight is complete on all ranks.
+    def confirm(self, on_all_disks: int | None, being_written: int | None = None, *, lacks_units: bool = False) -> None:
+        """The window in flight is complete on all ranks. `lacks_units`: older units of it are missing on any of them.
 
         All disks have the window that starts at `on_all_disks`; the one at `being_written` is on its way to this disk.
         """
@@ -71,7 +71,7 @@ class SnapshotStore:
         # the daemon reads a window for the disk from this memory, for longer than later windows take on a slow disk
         starts = {window.start for window in self._memory.windows()}
         iterations = [iteration for iteration in (*on_disk, *starts & {being_written}) if iteration is not None]
-        self._memory.confirm([self._version(iteration) for iteration in iterations])
+        self._memory.confirm([self._version(iteration) for iteration in iterations], lacks_units=lacks_units)
 
     def persist(self, window: Window, keep: int | None) -> Future[None] | None:
         """Start copying a window to the local disk, if there is one: with its logs, or its units that go there.

@@ -87,6 +87,8 @@ class CopySurvey:
         if publisher:
             # a rank without windows lets peers keep its blobs: they may be the last source
             publisher.begin_copying(self.held_for_me(), drop_stale=dropped or bool(self._stores.memory.windows()))
+        if dropped:
+            self._held = {}  # a load may bring the same blobs back before the next survey
 
     def drop_all(self) -> None:
         """Empty the memory; peers are not told before `resume_copying`."""

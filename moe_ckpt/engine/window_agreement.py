@@ -117,8 +117,11 @@ class WindowAgreement:
             self._events.append(
                 WindowReplicated(window_start=window.start, num_peers=publisher.num_peers, **asdict(sent))
             )
-        self._store.confirm(self._on_all_disks, self.disk.start_of(Role.PERSIST) if self.disk.is_writing else None)
-        if window and window.start == self.disk.start_of(Role.SNAPSHOT):
+        # agreed: ranks that have all units by themselves keep what the others need as well
+        lacks_units = self._measured is not None and self._measured.lacks_units
+        being_written = self.disk.start_of(Role.PERSIST) if self.disk.is_writing else None
+        self._store.confirm(self._on_all_disks, being_written, lacks_units=lacks_units)
+        if window and window.start == self.disk.start_of(Role.SNAPSHOT) and not lacks_units:
             # the window that all disks have stays on each until all have a newer one: ranks go back to the same
             keep = self._newest_on_disks() if self._on_all_disks is None else self._on_all_disks
             done = self._store.persist(window, keep)

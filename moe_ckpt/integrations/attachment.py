@@ -132,6 +132,7 @@ class Attachment:
             synchronize_fresh(rank.state)  # ranks have built their models alone
             if done := rank.session.resume(None):
                 return done
+            rank.state.scheduler.num_steps = 0  # a load adds to them, and a start may come again after a death
             done = load()
             for optimizer in rank.state.inner_optimizers:
                 renew_masters(optimizer)  # a load may have been of weights alone

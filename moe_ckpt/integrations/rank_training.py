@@ -168,6 +168,7 @@ class RankTraining:
         rollback.
         """
         started_s, before = time.monotonic(), self.communicator.observed
+        self._gradients = None  # of an iteration that was cut off
         self._batches.iteration_started(number, self.session.oldest_start)  # first: the session saves the position
         self.session.iteration_started(number)
         self._batches.draw_seeds(number)  # after generators are saved: a replay restores them, and draws again

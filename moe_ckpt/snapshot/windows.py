@@ -270,19 +270,18 @@ class SnapshotMemory:
         """Drop all snapshots."""
         self._hold(None, [], [])
 
-    def confirm(self, also: Collection[Version] = ()) -> None:
+    def confirm(self, also: Collection[Version] = (), *, lacks_units: bool = False) -> None:
         """The window in flight is persisted: keep it and the newest before it, `keep_windows` in all, and `also`.
 
-        Windows with the same or a later start were taken before a rollback, and are dropped. The newest older one that
-        is whole stays, too, as long as units are missing in the new one.
+        Windows with the same or a later start were taken before a rollback, and are dropped. As long as any rank
+        `lacks_units` in the new one, the newest whole one of an earlier epoch stays, too.
         """
         window = self._in_flight
         assert window is not None, "no window is in flight"
         assert window.complete, f"not complete: {window}"
         before = [older for older in self._persisted if older < window.version]
-        whole = []
-        if not compose([*self._kept, *window.snapshots], window.version):
-            whole = [older for older in before if compose(self._kept, older)][:1]
+        earlier = [older for older in before if older.epoch != window.version.epoch] if lacks_units else []
+        whole = [older for older in earlier if compose(self._kept, older)][:1]
         self._keep([*[window.version, *before][: self._keep_windows], *whole, *also], landed=window.snapshots)
 
     def abandon(self) -> None:

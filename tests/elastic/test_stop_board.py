@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -10,7 +12,9 @@ from moe_ckpt.elastic.stop_board import StopBoard
 
 @pytest.fixture
 def board() -> StopBoard:
-    return StopBoard(dist.HashStore(), 3)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))  # for a board that asks for what is not there
+    return StopBoard(store, 3)
 
 
 def test_the_last_rank_finds_the_newest_that_all_have(board: StopBoard) -> None:

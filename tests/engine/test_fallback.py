@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,28 @@ def test_windows_that_all_ranks_have_left_are_dropped_by_peers(tmp_path: Path) -
     assert job.run().digests == uninterrupted(PAIR, 9).digests
     assert [(event.iteration, event.action[-1]) for event in job.events(LossNotFinite)] == [(7, "4")]
     assert found == [True]
+
+
+def test_peers_that_have_dropped_a_window_do_not_count_as_holding_it(tmp_path: Path) -> None:
+    """All ranks leave memory at 6, as the loss of 8 is infinite after a return there, and load the same from disks."""
+    fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=8)
+    policy = config("gemini", every_iters=3, disk_every_iters=3)
+    job = ThreadJob(tmp_path, policy, PAIR, iterations=9, faults=[fault], settles=True)
+    job.on_worker.append(lambda *_: job.diverging.update({8: 1}) if job.struck else None)
+    said_to_hold: list[bool] = []
+
+    def note(_: object) -> None:
+        publisher = job.stores(0).publisher
+        assert publisher is not None
+        begin = publisher.begin_copying
+
+        def begin_copying(held: Sequence[Collection[str]], *, drop_stale: bool) -> None:
+            said_to_hold.append(any(held))
+            begin(held, drop_stale=drop_stale)
+
+        publisher.begin_copying = begin_copying  # type: ignore[method-assign]
+
+    job.upsets[0, 8] = note
+    assert job.run().digests == uninterrupted(PAIR, 9).digests
+    assert [event.action for event in job.events(LossNotFinite)] == ["back to local disk at iteration 6"]
+    assert said_to_hold == [True, True, False], "after the death, as all left memory, after the load"

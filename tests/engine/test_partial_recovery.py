@@ -456,12 +456,13 @@ def test_a_unit_whose_write_failed_is_written_with_the_next_snapshot(tmp_path: P
 
 
 @pytest.mark.parametrize(("phase", "iteration", "back_to"), [(Phase.STEP, 4, 2), (Phase.BACKWARD, 5, 4)])
+@pytest.mark.parametrize("shape", [MANY, Shape(pp=1, dp=2, ep=2, experts=2)], ids=["all lack some", "one has all"])
 def test_an_epoch_whose_first_snapshot_failed_replaces_none(
-    phase: Phase, iteration: int, back_to: int, tmp_path: Path
+    shape: Shape, phase: Phase, iteration: int, back_to: int, tmp_path: Path
 ) -> None:
     """Until a snapshot takes all experts once more, which the second one does."""
     faults = [_dies(Phase.BACKWARD, 3), _dies(phase, iteration)]
-    job = _partial(tmp_path, "moc", MANY, faults, disk_every_iters=0)
+    job = _partial(tmp_path, "moc", shape, faults, disk_every_iters=0)
 
     def fail_in_the_second_epoch(rank: int, _: object) -> None:
         if rank == 1 and len(job.struck) == 1:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
-from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, NothingLeftError
 from moe_ckpt.events import CheckpointFailed, StateResumed
 from moe_ckpt.types import Phase
-from tests.engine.damage import drop_snapshots, flip_a_bit, snapshots_in
+from tests.engine.damage import drop_snapshots, flip_a_bit, let_copies_fail, snapshots_in
 from tests.engine.job import Fault, ThreadJob, uninterrupted
 from tests.engine.model import PAIR
 from tests.engine.stops import At, StoppedError, started_again
@@ -105,3 +105,12 @@ def test_a_death_before_the_first_snapshot_repeats_the_start(policy: str, tmp_pa
     job.on_worker.append(lambda rank, _: setattr(job.models[rank], "pieces", die) if rank and not job.struck else None)
     assert job.run().digests == uninterrupted(PAIR, 8).digests
     assert [event.iteration for event in job.events(StateResumed)] == [4, 4]
+
+
+def test_a_death_after_the_first_step_repeats_no_start(tmp_path: Path) -> None:
+    """Rank 0 has taken it, and rank 1 has no snapshot: a start that loads nothing would go on from a mixture."""
+    fault = Fault(rank=1, phase=Phase.STEP, iteration=1, skip=1)
+    job = ThreadJob(tmp_path, config("gemini", every_iters=2), PAIR, faults=[fault])
+    job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 1, 9) if rank and not job.struck else None)
+    with pytest.raises(NothingLeftError):
+        job.run()
