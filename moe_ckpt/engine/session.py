@@ -290,9 +290,6 @@ class Session:
         self.enter()  # only here: without another source training goes on with its state, parts and memory
         if self._rejoin:
             self._rejoin.copies.stop_copying(self._state)
-            # before the load: after a death in it all ranks would go back to the bad state, in memory or on peers
-            self._rejoin.drop_memory()
-            self._rejoin.copies.resume_copying()
         elif self.sparse:
             self.sparse.stores.clear()
         self._state.lose()

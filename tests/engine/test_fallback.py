@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,13 @@ import pytest
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects, UsableState
-from moe_ckpt.events import EventLog, LossNotFinite, StateResumed
+from moe_ckpt.events import EventLog, LossNotFinite
 from moe_ckpt.snapshot.blobs import held_path
 from moe_ckpt.types import Phase
 from tests.elastic.workers import wait_until
 from tests.engine.damage import snapshots_in
 from tests.engine.job import Fault, ThreadJob, uninterrupted
 from tests.engine.model import PAIR
-from tests.engine.model_files import ModelFiles
 from tests.engine.stops import At
 from tests.engine.thread_ranks import run_threads
 from tests.engine.tiers import OneFileEach, open_tier
@@ -93,27 +91,6 @@ def test_a_source_is_suspected_by_ranks_that_have_not_noted_its_load() -> None:
     assert run_threads(2, source_of) == [FOUR] * 2
 
 
-def test_a_death_on_the_way_down_does_not_lead_back_to_the_bad_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loss of 7 counts against memory at 6, and rank 1 dies as it loads the checkpoint at 4."""
-    faults = [Fault(rank=1, phase=Phase.BACKWARD, iteration=7), Fault(rank=1, phase=Phase.DONE)]
-    policy = config("moevement", window=2, durable_every_iters=4)
-    job = ThreadJob(tmp_path, policy, PAIR, iterations=9, faults=faults)
-    job.on_worker.append(lambda *_: job.diverging.update({7: 1}) if len(job.struck) == 1 else None)
-    read = ModelFiles._read
-
-    def read_and_die(files: ModelFiles, directory: Path) -> int:
-        if files._ranks.rank == 1 and len(job.struck) == 1:
-            job.kill(1)
-        return read(files, directory)
-
-    monkeypatch.setattr(ModelFiles, "_read", read_and_die)
-    assert job.run().digests == uninterrupted(PAIR, 9).digests
-    assert len(job.struck) == 2
-    assert [event.iteration for event in job.events(StateResumed)] == [4]
-
-
 def test_a_source_without_a_better_one_is_blamed_once(tmp_path: Path) -> None:
     """All go back to memory at 3; the losses of 4 and 5 are infinite."""
     fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=5)
@@ -142,28 +119,3 @@ def test_windows_that_all_ranks_have_left_are_dropped_by_peers(tmp_path: Path) -
     assert job.run().digests == uninterrupted(PAIR, 9).digests
     assert [(event.iteration, event.action[-1]) for event in job.events(LossNotFinite)] == [(7, "4")]
     assert found == [True]
-
-
-def test_peers_that_have_dropped_a_window_do_not_count_as_holding_it(tmp_path: Path) -> None:
-    """All ranks leave memory at 6, as the loss of 8 is infinite after a return there, and load the same from disks."""
-    fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=8)
-    policy = config("gemini", every_iters=3, disk_every_iters=3)
-    job = ThreadJob(tmp_path, policy, PAIR, iterations=9, faults=[fault], settles=True)
-    job.on_worker.append(lambda *_: job.diverging.update({8: 1}) if job.struck else None)
-    said_to_hold: list[bool] = []
-
-    def note(_: object) -> None:
-        publisher = job.stores(0).publisher
-        assert publisher is not None
-        begin = publisher.begin_copying
-
-        def begin_copying(held: Sequence[Collection[str]], *, drop_stale: bool) -> None:
-            said_to_hold.append(any(held))
-            begin(held, drop_stale=drop_stale)
-
-        publisher.begin_copying = begin_copying  # type: ignore[method-assign]
-
-    job.upsets[0, 8] = note
-    assert job.run().digests == uninterrupted(PAIR, 9).digests
-    assert [event.action for event in job.events(LossNotFinite)] == ["back to local disk at iteration 6"]
-    assert said_to_hold == [True, True, False], "after the death, as all left memory, after the load"
