@@ -37,8 +37,8 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.run_lock import release_lock, take_lock, used_by
 
-_PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
 Waits = Callable[[], AbstractContextManager[object]]
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
 _JOB = "job"  # in torchrun's store, which outlives restarts of the job
 
 

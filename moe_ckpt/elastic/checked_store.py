@@ -8,14 +8,14 @@ not: retry, as some requests count.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import socket
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partialmethod
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class CheckedStore(dist.Store):
         super().__init__()
         self._client = client
         self._waits = waits
-        self._call = _call_in_thread if heeds_signals else _call
+        self._call = _call_in_thread if heeds_signals else operator.call
 
     def ask(self, request: str, /, *arguments: Any) -> Any:
         """Send one request. Raises StoreLostError, or torch's DistStoreError."""
@@ -68,23 +68,10 @@ for _name in ("set", "get", "add", "compare_set", "check", "delete_key", "wait")
     setattr(CheckedStore, _name, partialmethod(CheckedStore.ask, _name))
 
 
-def _call(request: Callable[..., Any], *arguments: Any) -> Any:
-    return request(*arguments)
-
-
 def _call_in_thread(request: Callable[..., Any], *arguments: Any) -> Any:
-    answer: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(request(*arguments))
-        except Exception as error:  # raised in the caller
-            answer.set_exception(error)
-
-    thread = Thread(target=run, name="store request", daemon=True)
-    thread.start()
-    thread.join()  # a supervisor forks afterwards, and is to have one thread then
-    return answer.result()
+    # a pool for one request: a supervisor forks afterwards, and is to have one thread then
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(request, *arguments).result()
 
 
 def end_silent_connections(port: int, after_s: float) -> None:

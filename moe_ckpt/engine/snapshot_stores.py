@@ -85,9 +85,9 @@ class SnapshotStore:
         self._last_for_disk = window.start
         for_disk = [unit for unit in self._memory.snapshots() if _is_for_disk(unit)]
         # with units of earlier snapshots, whose write may have failed; those that are there are not written again
-        units = compose(for_disk, window.version)
-        if not units:
-            units = [unit for unit in for_disk if unit.header.version == window.version]
+        units = compose(for_disk, window.version) or [
+            unit for unit in for_disk if unit.header.version == window.version
+        ]
         there = None
         # the units on disk of that checkpoint, if memory tells which, and all that were written after it
         if keep is not None and (kept := compose(for_disk, self._version(keep))):

@@ -218,7 +218,8 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     unreplayed = replace(measured, replayed_iteration_s=None)  # a job measures that in its first recovery
     # the base is no window of choice
     at_start, until_replay = _probe(make, unreplayed, describe, config, is_settled=False)
-    _, later = _probe(make, measured, describe, config, is_settled=False)
+    probe = partial(probe_policy, describe=describe, disk_every=config.disk_every_iters > 0, is_settled=False)
+    later = probe(make(), lambda: measured)
     chosen = later.repeat[0]
 
     @cache
@@ -227,8 +228,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
             return _without_base(later, age_iters, num_slots, has_replayed)
         known = measured if has_replayed else unreplayed
         told = replace(known, kept_since=-age_iters)  # of a generation that begins at iteration 0
-        disk_every = config.disk_every_iters > 0
-        return probe_policy(make(), lambda: told, describe, disk_every=disk_every, is_settled=False)
+        return probe(make(), lambda: told)
 
     return _in_memory(
         config,

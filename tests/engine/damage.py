@@ -1,4 +1,4 @@
-"""Damage to what ranks keep in memory or on disk: bits that flip, headers of other runs, writes that fail."""
+"""Damage to snapshots in memory or on disk: bits that flip, headers of other runs, copies and writes that fail."""
 
 from __future__ import annotations
 
