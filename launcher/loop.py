@@ -29,6 +29,7 @@ from moe_ckpt.megatron.step import (
     gather_parameters,
     mean_over_job,
 )
+from moe_ckpt.megatron.transformer_engine import forget_noted
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.types import Phase, ReadyGradients
 
@@ -157,6 +158,7 @@ class MegatronLoop:
         finally:
             for chunk in self.state.model:
                 chunk.train()
+                forget_noted(chunk)
         return mean_over_job([{"loss": loss} for loss in losses])
 
     def _timed(self, hook: Callable[[], T]) -> T:

@@ -2,7 +2,9 @@
 
     python scripts/gpu_acceptance.py                   all stages, one after another
     python scripts/gpu_acceptance.py facts unit        some of them: no stage takes more than ten minutes
+    python scripts/gpu_acceptance.py --small           with a small model: what fails for a reason that is not size
     python scripts/gpu_acceptance.py --cpu             the same stages on a machine without a GPU, in small
+    python scripts/gpu_acceptance.py --at-once 4       four stages at a time, after those that measure
     python scripts/gpu_acceptance.py --list            stages, their limits, and what they prove
 
 Each stage is a process with its own time limit, prints one line of result and writes a log; a stage that fails stops no
@@ -19,10 +21,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+_running: set[subprocess.Popen[bytes]] = set()
 sys.path.insert(0, str(ROOT))
 
 from scripts.acceptance.stages import STAGES, Scale, Stage  # noqa: E402
@@ -45,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--cpu", action="store_true", help="in small, without a GPU")
+    parser.add_argument("--small", action="store_true", help="with a small model")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="stages that run at the same time")
     parser.add_argument("--list", action="store_true", help="list the stages")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_acceptance")
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # be the process of this stage
@@ -52,15 +58,21 @@ def main(arguments: Sequence[str]) -> int:
     unknown = [name for name in options.stages if name not in STAGES]
     if unknown:
         parser.error(f"STAGE: got {', '.join(unknown)}, wanted some of {', '.join(STAGES)}")
-    scale = Scale(on_gpu=not options.cpu, out=options.out.resolve())
+    scale = Scale(on_gpu=not options.cpu, out=options.out.resolve(), is_small=options.cpu or options.small)
     if options.list:
         for name, stage in STAGES.items():
             print(f"{name:<12} at most {stage.limit_s:.0f} s  {stage.proves}")
         return 0
     if options.inside:
         return _be(STAGES[options.inside], scale)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stage's jobs must not outlive this process
-    results = [_run(name, STAGES[name], scale) for name in options.stages or STAGES]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_with_stages)
+    names = list(options.stages or STAGES)
+    alone = [name for name in names if STAGES[name].is_alone]
+    beside = [name for name in names if not STAGES[name].is_alone]
+    results = [_run(name, STAGES[name], scale) for name in alone]
+    with ThreadPoolExecutor(max_workers=max(1, options.at_once)) as pool:
+        results += pool.map(lambda name: _run(name, STAGES[name], scale), beside)
     _write_table(scale, results)
     return int(not all(result.passed for result in results))
 
@@ -77,15 +89,18 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
         "--out",
         str(scale.out),
         *([] if scale.on_gpu else ["--cpu"]),
+        *(["--small"] if scale.is_small else []),
     ]
     with log.open("w") as said:
         process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        _running.add(process)
         try:
             status = process.wait(stage.limit_s)
         except subprocess.TimeoutExpired:
             status = None
         finally:
             _end(process)
+            _running.discard(process)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said_last = lines[-1] if lines else "nothing was said"
     if status is None:
@@ -93,6 +108,13 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
     result = Result(stage=name, passed=status == 0, seconds=time.monotonic() - begun_s, said=said_last)
     print(result.line(), flush=True)
     return result
+
+
+def _end_with_stages(*_: object) -> None:
+    """End this process and no later: jobs of its stages must not outlive it."""
+    for process in list(_running):
+        _end(process)
+    os._exit(1)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -20,6 +20,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+
+# the search for a GPU must not start CUDA: the fork server and its ranks inherit this
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 import torch
 from hypothesis import settings
 

@@ -40,6 +40,7 @@ BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
 """Names of backends: for tensors on training's device, and for tensors on the host."""
 
 _FORMING_THREADS = 4
+_NO_BACKWARD = -1  # autograd's number for a thread that computes no gradients
 _TRANSFERS = ("send", "recv", "recv_anysource")
 
 
@@ -310,7 +311,11 @@ class ElasticGroups:
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
         """Report that the training thread waits for other ranks; waits of other threads are not reported."""
-        on_wait = self._on_wait if threading.get_ident() == self._training_thread else _nobody
+        # autograd runs the backward of a device in a thread of its own, while the training thread waits for that
+        is_training = (
+            threading.get_ident() == self._training_thread or torch._C._current_graph_task_id() != _NO_BACKWARD
+        )
+        on_wait = self._on_wait if is_training else _nobody
         on_wait(True)
         try:
             yield

@@ -74,7 +74,8 @@ class StagedGroup(dist.ProcessGroup):
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def as_result(tensor: torch.Tensor) -> torch.Tensor:
-            host = _host_copy(tensor) if name in WORKS_IN_PLACE else torch.empty(tensor.shape, dtype=tensor.dtype)
+            in_place = name in WORKS_IN_PLACE
+            host = _host_copy(tensor) if in_place else torch.empty(tensor.shape, dtype=tensor.dtype, device=_HOST)
             results.append((tensor, host))
             return host
 

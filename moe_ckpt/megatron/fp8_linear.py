@@ -156,11 +156,11 @@ class ScalingState:
         self.amax_history = torch.zeros(history_len, num_tensors)
         self._dtype = dtype
 
-    def round(self, values: torch.Tensor, *, tensor: int, is_noted: bool) -> torch.Tensor:
-        """Return a tensor's values rounded with its scale, in their type; its largest value may be noted."""
+    def round(self, values: torch.Tensor, *, tensor: int) -> torch.Tensor:
+        """Return a tensor's values rounded with its scale, in their type; the largest one is noted, also without
+        gradients."""
         wide, scale, largest = values.detach().float(), self.scale[tensor], torch.finfo(self._dtype).max
-        if is_noted:
-            self.amax_history[0, tensor] = torch.maximum(self.amax_history[0, tensor], wide.abs().amax())
+        self.amax_history[0, tensor] = torch.maximum(self.amax_history[0, tensor], wide.abs().amax())
         inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
         return ((wide * scale).clamp_(-largest, largest).to(self._dtype).float() * inverse).to(values.dtype)
 
@@ -273,11 +273,10 @@ def _roundings_of_values(weight: torch.Tensor) -> _Roundings | None:
     if scaling is None:
         return None
     forward, backward, index = scaling
-    is_noted = torch.is_grad_enabled()
     return _Roundings(
-        partial(forward.round, tensor=3 * index, is_noted=is_noted),
-        partial(forward.round, tensor=3 * index + 1, is_noted=is_noted),
-        partial(backward.round, tensor=2 * index, is_noted=True),
+        partial(forward.round, tensor=3 * index),
+        partial(forward.round, tensor=3 * index + 1),
+        partial(backward.round, tensor=2 * index),
     )
 
 

@@ -81,9 +81,15 @@ def derives_compute(optimizer: MegatronOptimizer) -> bool:
     """Return whether compute weights are the rounding of the stored master weights. See `StateFormat`."""
     if not holds_masters(optimizer):
         return True
-    inner: Any = torch_optimizer(optimizer)
-    remainders = getattr(inner, "store_param_remainders", False) and optimizer.config.bf16
-    return optimizer.config.main_params_dtype in (torch.float32, torch.uint8) and not remainders
+    return optimizer.config.main_params_dtype in (torch.float32, torch.uint8) and not keeps_remainders(optimizer)
+
+
+def keeps_remainders(optimizer: MegatronOptimizer) -> bool:
+    """Return whether a master is stored as the part, int16, that its BF16 weight lacks."""
+    inner, config = torch_optimizer(optimizer), cast("Any", optimizer.config)
+    is_float32 = config.main_params_dtype == torch.float32
+    keeps = getattr(inner, "store_param_remainders", False)
+    return bool(keeps and is_float32 and config.bf16 and holds_masters(optimizer))
 
 
 def named_tensors(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:

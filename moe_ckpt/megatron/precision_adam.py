@@ -121,22 +121,26 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             self.set_scaled_state(param, MASTER_PARAM, param.float())
 
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a state as float32 values, in memory of their own unless it is stored as such."""
+        """Return a state as float32 values, in memory of their own unless it is stored as such.
+
+        The remainder of a master is returned as it is, int16, as Transformer Engine does.
+        """
         payload = self.state[param][name]
-        if payload.dtype == torch.int16:
-            return join_master(param.detach(), payload)
-        return payload if payload.dtype == torch.float32 else decode(payload, self._scales[param][name])
+        is_plain = payload.dtype in (torch.float32, torch.int16)
+        return payload if is_plain else decode(payload, self._scales[param][name])
 
     @torch.no_grad()
     def set_scaled_state(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Store float32 values as a state with a scale of their own, which may differ from that of the read state."""
+        """Store float32 values as a state with a scale of their own, which may differ from that of the read state.
+
+        Those of a remainder are int16.
+        """
         if name not in self.state[param]:
             self.initialize_state(param)
         payload = self.state[param][name]
         if payload.dtype == torch.int16:
-            weight, remainder = split_master(values.float().view(param.shape))
-            param.copy_(weight)
-            payload.copy_(remainder)
+            assert values.dtype == torch.int16, f"remainder: got {values.dtype}, wanted torch.int16"
+            payload.copy_(values.view(param.shape))
         else:
             encode(values.float().view(payload.shape), payload, self._scales[param][name])
 
@@ -168,7 +172,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             self.initialize_state(param)
         beta1, beta2 = group["betas"]
         steps = group["step"] if group["bias_correction"] else None
-        master = self.get_unscaled_state(param, MASTER_PARAM) if self.master_weights else param
+        master = self._master(param) if self.master_weights else param
         if not self.adam_w_mode:
             gradient = gradient + group["weight_decay"] * master
         exp_avg = beta1 * self.get_unscaled_state(param, "exp_avg") + (1.0 - beta1) * gradient
@@ -188,10 +192,18 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         if not self.master_weights:
             param.copy_(master)
             return
+        if self._has_remainder(param):
+            weight, remainder = split_master(master)
+            param.copy_(weight)
+            self.set_scaled_state(param, MASTER_PARAM, remainder)
+            return
         self.set_scaled_state(param, MASTER_PARAM, master)
-        dtype = self.state[param][MASTER_PARAM].dtype
-        if dtype != torch.int16:  # a weight with a remainder has been stored together with it
-            param.copy_(self.get_unscaled_state(param, MASTER_PARAM) if dtype == E4M3 else master)
+        is_fp8 = self.state[param][MASTER_PARAM].dtype == E4M3
+        param.copy_(self._master(param) if is_fp8 else master)
+
+    def _master(self, param: torch.Tensor) -> torch.Tensor:
+        stored = self.get_unscaled_state(param, MASTER_PARAM)
+        return join_master(param.detach(), stored) if stored.dtype == torch.int16 else stored
 
     def _has_remainder(self, param: torch.Tensor) -> bool:
         is_float32 = self._dtypes[MASTER_PARAM] == torch.float32

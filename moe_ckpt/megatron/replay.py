@@ -47,7 +47,7 @@ from moe_ckpt.megatron.step import (
     gather_parameters,
     unscale_gradients,
 )
-from moe_ckpt.megatron.transformer_engine import forget_pass
+from moe_ckpt.megatron.transformer_engine import forget_noted, forget_pass
 from moe_ckpt.snapshot.boundary_log import LoggedEnds
 from moe_ckpt.snapshot.host_transfers import PendingCopy
 from moe_ckpt.snapshot.step_log import StepRecord
@@ -83,6 +83,8 @@ class StageReplay:
 
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
         """Return the state that `iteration` starts from beside parameters and moments; buffers are remembered here."""
+        for chunk in self._state.model:
+            forget_noted(chunk)
         self._began, self._buffers = iteration, buffers(self._state)
         self._modes = {module: module.training for chunk in self._state.model for module in chunk.modules()}
         return small_state(self._state)
@@ -168,8 +170,6 @@ class _StageSums:
         self._owned = next(tied, None)
         self._logged: StepRecord | None = None
         config = cast("Any", state.model[0]).config
-        if self._owned is not None:  # only on these stages: without local synchronization all ranks would have to call
-            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if self._owned is not None or config.calculate_per_token_loss:
             # schedules call it once, after all micro-batches: it reduces a stage's own gradients, then sums over stages
             self._finalize = config.finalize_model_grads_func
@@ -212,8 +212,8 @@ class _StageSums:
 
     def _finalize_logged(self, model: Any, logged: StepRecord, groups: Any, **options: Any) -> None:
         if self._owned is not None:
-            # Megatron skips a group of one; with None it would take the job's
-            groups.embd = cast("dist.ProcessGroup", self._alone)
+            # Megatron skips a group of one, for which nothing has to be formed; with None it would take the job's
+            groups.embd = cast("Any", dist.ProcessGroup)(0, 1)
         # no tokens: Megatron would fetch them from the last stage, which may not take part
         self._finalize(model, None, pg_collection=groups, **options)
         num_tokens = logged.gradients.num_tokens

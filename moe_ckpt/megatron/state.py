@@ -25,7 +25,7 @@ from moe_ckpt.megatron import fp8_linear, optimizer_state
 from moe_ckpt.megatron.buffers import buffers_by_name, named_buffers, restore_buffers_by_name
 from moe_ckpt.megatron.chunk_batches import ChunkBatches, under
 from moe_ckpt.megatron.kept_batches import KeptBatches
-from moe_ckpt.megatron.optimizer_state import counts_steps_per_parameter, torch_optimizer
+from moe_ckpt.megatron.optimizer_state import counts_steps_per_parameter, keeps_remainders, torch_optimizer
 from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
 
@@ -212,6 +212,9 @@ def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
     # Megatron looks for step counts among a sharded optimizer's tensors, where it did not save them
     steps = [slot.pop("step").detach().clone() if torch.is_tensor(slot.get("step")) else None for slot in slots]
     if sharded is not None:
+        if keeps_remainders(optimizer):  # Megatron saves all states as FP32, and FusedAdam takes these as int16 only
+            for entry in filter(lambda entry: "fp32_param" in entry, sharded.values()):
+                entry["fp32_param"] = entry["fp32_param"].to(torch.int16)
         cast("Any", optimizer).load_parameter_state_from_fully_reshardable(sharded)
     for slot, step in zip(slots, steps, strict=True):
         if step is not None:

@@ -82,10 +82,13 @@ def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
     assert gradients.total_norm is not None
     for optimizer in state.inner_optimizers:
         config, parameters = optimizer.config, cast("list[torch.Tensor]", optimizer.get_parameters())
-        if parameters and config.clip_grad > 0.0:
-            decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        name = "decoupled_grad" if decoupled else "grad"
+        # in a replay all of one optimizer may be frozen; Transformer Engine's kernel reads the first of an empty list
+        updated = [parameter for parameter in parameters if getattr(parameter, name, None) is not None]
+        if updated and config.clip_grad > 0.0:
             # the norm of the whole job: by its own one each rank would scale its shard differently
-            clip_grad_by_total_norm_fp32(parameters, config.clip_grad, gradients.total_norm, decoupled)
+            clip_grad_by_total_norm_fp32(updated, config.clip_grad, gradients.total_norm, decoupled)
     for optimizer in state.inner_optimizers:
         if not isinstance(optimizer, DistributedOptimizer):
             optimizer.step_with_ready_grads()

@@ -54,13 +54,29 @@ def allocate_scaling(chunks: Sequence[torch.nn.Module]) -> None:
         if getattr(config, "fp8", None) and config.fp8_recipe == "delayed":
             with torch.no_grad(), utilities.get_fp8_context(config):  # without gradients, leaving it updates no scale
                 for module in chunk.modules():
-                    if isinstance(module, base) and any(True for _ in module.parameters(recurse=False)):
+                    if isinstance(module, base):
                         cast("Any", module).init_fp8_metadata(num_gemms=_num_products(module))
 
 
 def _num_products(module: torch.nn.Module) -> int:
-    """Return the number of matrix products of a layer: 2 of a fused MLP, one an expert of a grouped layer."""
+    """Return the matrix products of a layer: 3 of attention, 2 of a fused MLP, one an expert of a grouped layer.
+
+    Attention has scales even where it does not use FP8.
+    """
+    if hasattr(module, "fused_attention"):
+        return 3
     return getattr(module, "num_gemms", 2 if hasattr(module, "fc2_weight") else 1)
+
+
+def forget_noted(model: torch.nn.Module) -> None:
+    """Drop the largest values that were noted since the last update of scales: those of an evaluation.
+
+    Transformer Engine notes them without gradients, too, and the next training pass would take its scales from them:
+    after a recovery, which repeats no evaluation, it would take others. Between iterations nothing else is noted.
+    """
+    noted = [tensor[0] for name, tensor in named_scaling(model) if name.endswith("amax_history")]
+    if noted:
+        torch._foreach_zero_(noted)
 
 
 def forget_pass() -> None:
@@ -72,3 +88,5 @@ def forget_pass() -> None:
     manager: Any = importlib.import_module(f"{pytorch.__name__}.{module}").FP8GlobalStateManager
     for kept in getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer:
         kept.clear()  # the next pass would use them as its own
+    distributed: Any = importlib.import_module(f"{pytorch.__name__}.distributed")
+    distributed.activation_recompute_forward._is_first_fp8_module.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -27,10 +28,12 @@ class HostCopier:
 
     def __init__(self, throttle: Throttle | None = None) -> None:
         self.throttle = throttle or Throttle()
+        has_device = torch.cuda.is_available()
+        self._stream = torch.cuda.Stream() if has_device else None
+        # a thread would use the first device, which is another rank's; memory that it pins is pinned through that
+        use_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if has_device else None
         # one thread: `then` relies on the order of the queue
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-copier")
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._stream = None if self._device is None else torch.cuda.Stream()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-copier", initializer=use_device)
 
     def run(self, work: Callable[[], T]) -> Future[T]:
         """Run `work`, which may call `copy_now`, in the thread, after the device work that the caller has queued."""
@@ -81,6 +84,6 @@ class HostCopier:
                 chunk.copy_(source[start : start + length], non_blocking=True)
 
     def _run_on_stream(self, work: Callable[[], T], computed: torch.cuda.Event) -> T:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             computed.wait()
             return work()

@@ -1,16 +1,21 @@
 """The work of each stage of the acceptance, and its line of figures. Raises AssertionError if a stage does not hold.
 
-The reference of a stage is a run without checkpoints, made once for a model, a precision and a number of ranks.
+The reference of a stage is a run without checkpoints, made once for a model, a precision and a number of ranks; stages
+that run at the same time wait for the one that makes it.
 """
 
 from __future__ import annotations
 
+import fcntl
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -21,29 +26,31 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Where stages run: a GPU with a model that keeps it busy, or a CPU with one that shows the same paths in small."""
+    """Where stages run, and on what: a model that keeps a GPU busy, or a small one that shows the same paths."""
 
     on_gpu: bool
     out: Path
+    is_small: bool
 
     @property
     def model(self) -> tuple[str, ...]:
-        if self.on_gpu:
+        if not self.is_small:
             return ("model=gpu_small", "train.sequence_length=1024", "train.lr=3.0e-4")
         return ("model=tiny", "model.num_layers=2", "train.sequence_length=16", "train.lr=1.0e-3")
 
     @property
     def iterations(self) -> int:
-        return 30 if self.on_gpu else 12
+        return 12 if self.is_small else 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """`run` returns a line of figures within `limit_s` seconds."""
+    """`run` returns a line of figures within `limit_s` seconds; beside other stages, if `is_alone` is False."""
 
     run: Callable[[Scale], str]
     limit_s: float
     proves: str
+    is_alone: bool = False
 
 
 def _facts(scale: Scale) -> str:
@@ -53,9 +60,10 @@ def _facts(scale: Scale) -> str:
 
 
 def _unit(scale: Scale) -> str:
-    """Run the tests that are marked `gpu`, or their twins without a GPU."""
+    """Run the tests that are marked `gpu`, or their twins without a GPU. No browser is needed in these folders."""
     twins = ("tests/elastic/test_backends.py", "tests/elastic/test_staged_group.py", "tests/snapshot/test_copier.py")
-    files = ("-m", "gpu", "tests") if scale.on_gpu else ("-m", "not gpu and not chaos", *twins)
+    folders = ("tests/elastic", "tests/megatron", "tests/snapshot")
+    files = ("-m", "gpu", *folders) if scale.on_gpu else ("-m", "not gpu and not chaos", *twins)
     return _pytest(*files)
 
 
@@ -104,6 +112,52 @@ def _kill(scale: Scale) -> str:
     return _as_before(killed, plain, len(points), scale.out / "killed")
 
 
+# Transformer Engine's matrix products in FP8 take multiples of 16, its blocks of weights are of 128 by 128
+_FORMATS_MODEL = ("model.hidden_size=128", "model.moe_ffn_hidden_size=256", "model.num_layers=2")
+_FORMATS = {
+    "fp16_fp16_fp16": (),
+    "bf16-remainder": ("precision=bf16", "precision.master=remainder"),
+    "fp8_fp32_fp32": (),
+    "fp8-tensorwise-gather": ("precision=fp8_fp32_fp32", "precision.fp8_param_gather=true"),
+    "fp8-blockwise-gather": (
+        "precision=fp8_fp32_fp32",
+        "precision.fp8_recipe=blockwise",
+        "precision.fp8_param_gather=true",
+    ),
+    "fp8-delayed-gather": (
+        "precision=fp8_fp32_fp32",
+        "precision.fp8_recipe=delayed",
+        "precision.fp8_param_gather=true",
+    ),
+    "fp8_fp16_fp32": ("precision=fp8_fp16_fp32", "precision.fp8_recipe=delayed"),
+    "fp8_fp16_fp8": ("precision=fp8_fp16_fp8", "precision.fp8_recipe=delayed"),
+}
+
+
+def _formats(scale: Scale) -> str:
+    """Kill a worker in each number format, half of them at a time. Raises AssertionError that names all that differ."""
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    assert has_engine or not scale.on_gpu, "Transformer Engine: not installed, wanted for number formats on a GPU"
+    with ThreadPoolExecutor(max_workers=4 if scale.on_gpu else 1) as pool:
+        said = dict(zip(_FORMATS, pool.map(lambda name: _one_format(scale, name), _FORMATS), strict=True))
+    failed = [f"{name}: {error}" for name, error in said.items() if error]
+    assert not failed, f"{len(failed)} of {len(said)} formats failed: {'; '.join(failed)}"
+    return f"workers killed twice, the same digests: {', '.join(said)}"
+
+
+def _one_format(scale: Scale, name: str) -> str:
+    """Return what is wrong with a format, or nothing."""
+    settings = (*(_FORMATS[name] or (f"precision={name}",)), *_FORMATS_MODEL)
+    kills = _kills([(0, "backward", "KILL"), (0, "step", "KILL")])
+    try:
+        plain = _train(scale, f"{name}-plain", 1, "+ckpt=none", *settings)
+        killed = _train(scale, f"{name}-killed", 1, "+ckpt=moevement", "ckpt.window=2", *settings, *kills)
+        _as_before(killed, plain, 2, scale.out / f"{name}-killed")
+    except AssertionError as error:
+        return " ".join(str(error).split())[-400:]
+    return ""
+
+
 def _ranks4(scale: Scale) -> str:
     """Train with PP=2, EP=2 and DP=2 on one device under three policies."""
     plain = _reference(scale, 4)
@@ -130,7 +184,7 @@ def _fp8cast(scale: Scale) -> str:
 
 def _perf(scale: Scale) -> str:
     """Compare iterations without checkpoints with those of windows of 1, 3 and 6 slots."""
-    windows = (1, 3, 6) if scale.on_gpu else (1, 3)
+    windows = (1, 3) if scale.is_small else (1, 3, 6)
     _train(scale, "perf-none", 1, "+ckpt=none")
     plain_s = _iteration_s(scale.out / "perf-none")
     found = [f"none {plain_s * 1e3:.1f} ms"]
@@ -146,15 +200,16 @@ def _perf(scale: Scale) -> str:
 
 
 STAGES = {
-    "facts": Stage(run=_facts, limit_s=120, proves="workers can be forked; rates of copies and hashes"),
-    "unit": Stage(run=_unit, limit_s=400, proves="A1, NCCL's interface, no leak over 50 groups"),
+    "facts": Stage(run=_facts, limit_s=120, proves="workers can be forked; rates of copies and hashes", is_alone=True),
+    "unit": Stage(run=_unit, limit_s=400, proves="A1, NCCL's interface, no leak over 50 groups", is_alone=True),
     "twice": Stage(run=_twice, limit_s=600, proves="training repeats itself bit for bit (A13)"),
     "snapshots": Stage(run=_snapshots, limit_s=600, proves="no race in copies to the host; exact replay"),
     "kill": Stage(run=_kill, limit_s=400, proves="a fork after CUDA, memory given back, adoption"),
+    "formats": Stage(run=_formats, limit_s=600, proves="exact replay in number formats of Transformer Engine"),
     "ranks4": Stage(run=_ranks4, limit_s=600, proves="PP, EP and DP with 4 ranks on one device"),
     "ranks4kill": Stage(run=_ranks4kill, limit_s=600, proves="recovery beside survivors that hold the device (A4)"),
     "fp8cast": Stage(run=_fp8cast, limit_s=200, proves="number formats on this device as on a CPU"),
-    "perf": Stage(run=_perf, limit_s=600, proves="the price of snapshots"),
+    "perf": Stage(run=_perf, limit_s=600, proves="the price of snapshots", is_alone=True),
 }
 
 
@@ -162,15 +217,26 @@ def _reference(scale: Scale, num_ranks: int) -> dict[str, Any]:
     """Return the result of a run without checkpoints, which is made once."""
     name = f"plain-{num_ranks}"
     path = scale.out / name / "result.json"
-    if path.exists() and _described_by(scale, name) == (scale.out / f"{name}.command").read_text():
-        return json.loads(path.read_text())
-    staged = ("runtime.backend=staged",) if num_ranks > 1 else ()
-    return _train(scale, name, num_ranks, "+ckpt=none", *staged)
+    with _alone(scale.out / f"{name}.lock"):
+        if path.exists() and _described_by(scale, name) == (scale.out / f"{name}.command").read_text():
+            return json.loads(path.read_text())
+        staged = ("runtime.backend=staged",) if num_ranks > 1 else ()
+        return _train(scale, name, num_ranks, "+ckpt=none", *staged)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until no other stage is inside."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _described_by(scale: Scale, name: str) -> str:
     """Return what a run depends on: a reference of another model or commit is made again."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    command = ["git", "rev-parse", "HEAD"]
+    has_git = shutil.which(command[0]) is not None
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout if has_git else ""
     return f"{name} {scale.model} {scale.iterations} {commit.strip()}"
 
 
@@ -181,13 +247,14 @@ def _train(
     folder, log = scale.out / name, scale.out / f"{name}.log"
     shutil.rmtree(folder, ignore_errors=True)
     (scale.out / f"{name}.command").write_text(_described_by(scale, name))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *program]
+    agent = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")  # the host may have no known name
+    command = [sys.executable, *agent, f"--nproc-per-node={num_ranks}", *program]
     common = (
         *(f"run.dir={folder}", f"train.iterations={scale.iterations}", "train.eval_batches=1", "run.progress=none"),
         *("train.eval_every_iters=0", "run.tensorboard=false"),
     )
     hidden = {} if scale.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **hidden}
+    environment = {**_environment(), "OMP_NUM_THREADS": "1", **hidden}
     with log.open("w") as said:
         ended = subprocess.run(
             [*command, *settings, *scale.model, *common],
@@ -195,6 +262,12 @@ def _train(
         )  # fmt: skip
     assert ended.returncode == 0, f"{name}: status {ended.returncode}: {log.read_text()[-2000:]}"
     return json.loads((folder / "result.json").read_text())
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment, in which the checkout is found first."""
+    paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _kills(points: Sequence[tuple[int, str, str]]) -> tuple[str, ...]:
@@ -232,9 +305,9 @@ def _pytest(*arguments: str) -> str:
     """Run tests in a process of their own and return their count. Raises AssertionError if one has failed."""
     options = ("-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", "-q", *options, *arguments]
-    ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-    )
+    # CUDA may refuse to pin a file of an ordinary file system
+    environment = {**_environment(), "PYTEST_DEBUG_TEMPROOT": "/dev/shm"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     print(ended.stdout)
     last = ended.stdout.strip().splitlines()[-1] if ended.stdout.strip() else ended.stderr[-500:]
     assert ended.returncode == 0, f"pytest {' '.join(arguments)}: {last}"

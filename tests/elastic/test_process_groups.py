@@ -301,6 +301,26 @@ def test_only_the_thread_that_trains_tells_that_it_waits(tmp_path: Path) -> None
         assert (idents, waited) == ({own}, True)
 
 
+def wait_in_backward(folder: str) -> list[bool]:
+    """Return what a rank told while a gradient waited for the other rank, in a thread that is not the training one."""
+    told: list[bool] = []
+    groups = open_groups(own_rank(), 2, on_wait=told.append)
+    groups.form(open_store(folder), 1)
+    told.clear()
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda gradient: dist.barrier() or gradient)
+    thread = threading.Thread(target=lambda: (weight * 2.0).sum().backward())  # as autograd does it for a device
+    thread.start()
+    thread.join()
+    first = told[:2]
+    meet(open_store(folder), "the end", 2)
+    return first
+
+
+def test_a_wait_in_the_backward_of_a_device_is_told(tmp_path: Path) -> None:
+    assert run_ranks(2, wait_in_backward, str(tmp_path)) == [[True, False]] * 2
+
+
 class CountingTransport(GlooBackend):
     """gloo that counts the groups it makes."""
 

@@ -50,7 +50,9 @@ def join(*overrides: str) -> tuple[Settings, ParallelLayout]:
     settings = small_settings(*overrides)
     launch = read_launch()
     layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
-    join_job(launch, on_gpu=choose_device(launch, deterministic=True), store=rank_store())
+    backend = settings.runtime.backend
+    on_gpu = choose_device(launch, deterministic=True, backend=backend)
+    join_job(launch, on_gpu=on_gpu, store=rank_store(), backend=backend)
     form_groups(layout, settings.train.seed)
     return settings, layout
 

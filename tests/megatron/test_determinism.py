@@ -36,7 +36,7 @@ def test_a_check_of_two_stages_leaves_no_trace() -> None:
 def check_a_stage_with_noise(device: str) -> tuple[list[str], str]:
     """Return the parameters that differ on a rank whose first one has a noisy gradient, and the error on both ranks."""
     assert torch.empty(0, device=device).device.type == device
-    state, loop = build_stage("parallel.pp=2")
+    state, loop = build_stage("parallel.pp=2", *(["runtime.backend=staged"] if device == "cuda" else []))
     noise = itertools.count()
     names = [name for name, _ in state.model[0].named_parameters()]
     if dist.get_rank() == 1:

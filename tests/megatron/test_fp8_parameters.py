@@ -72,7 +72,8 @@ def _on_gpu(recipe: str) -> torch.nn.Parameter:
     }
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with te.fp8_model_init(enabled=True, recipe=kinds[recipe]()):
+    in_fp8 = te.quantized_model_init if hasattr(te, "quantized_model_init") else te.fp8_model_init  # the older name
+    with in_fp8(enabled=True, recipe=kinds[recipe]()):
         return te.Linear(COLUMNS, ROWS, bias=False, params_dtype=torch.bfloat16).weight
 
 

@@ -192,9 +192,9 @@ def test_the_wait_for_computations_is_no_time_of_copies(monkeypatch: pytest.Monk
     stand_ins = {
         "is_available": lambda: True,
         "current_device": lambda: 0,
+        "set_device": lambda _: None,
         "Stream": DeviceStream,
         "Event": clock.event,
-        "device": lambda _: contextlib.nullcontext(),
         "stream": lambda _: contextlib.nullcontext(),
     }
     for name, stand_in in stand_ins.items():
