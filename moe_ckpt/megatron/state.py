@@ -30,6 +30,7 @@ from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
 
 BUFFERS, RNG_STATE, STORED_STATES, DATA = "buffers", "rng_state", "stored_states", "data"  # per-rank parts
+_MASTERS = {"param", "fp32_param"}  # under which Megatron keeps masters in the two layouts of its sharded states
 _SHARDING_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",  # loads at another layout of ranks, too
     "chained_optim_avoid_prefix": True,  # names without an optimizer's number: layouts differ in how many there are
@@ -213,8 +214,8 @@ def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
     steps = [slot.pop("step").detach().clone() if torch.is_tensor(slot.get("step")) else None for slot in slots]
     if sharded is not None:
         if keeps_remainders(optimizer):  # Megatron saves all states as FP32, and FusedAdam takes these as int16 only
-            for entry in filter(lambda entry: "fp32_param" in entry, sharded.values()):
-                entry["fp32_param"] = entry["fp32_param"].to(torch.int16)
+            for entry in sharded.values():
+                entry |= {name: entry[name].to(torch.int16) for name in _MASTERS & entry.keys()}
         cast("Any", optimizer).load_parameter_state_from_fully_reshardable(sharded)
     for slot, step in zip(slots, steps, strict=True):
         if step is not None:

@@ -69,12 +69,14 @@ def _num_products(module: torch.nn.Module) -> int:
 
 
 def forget_noted(model: torch.nn.Module) -> None:
-    """Drop the largest values that were noted since the last update of scales: those of an evaluation.
+    """Drop the largest values of inputs and outputs that were noted since the last update: those of an evaluation.
 
     Transformer Engine notes them without gradients, too, and the next training pass would take its scales from them:
-    after a recovery, which repeats no evaluation, it would take others. Between iterations nothing else is noted.
+    after a recovery, which repeats no evaluation, it would take others. Those of weights stay: the cast of FP8 weights
+    notes them after a step, and an evaluation the same as the pass after it.
     """
-    noted = [tensor[0] for name, tensor in named_scaling(model) if name.endswith("amax_history")]
+    forward = [tensor for name, tensor in named_scaling(model) if name.endswith(f"{FORWARD}.amax_history")]
+    noted = [history[0, first::3] for history in forward for first in (0, 2)]  # of input, weight, output, ...
     if noted:
         torch._foreach_zero_(noted)
 

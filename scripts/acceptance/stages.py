@@ -35,7 +35,7 @@ class Scale:
     @property
     def model(self) -> tuple[str, ...]:
         if not self.is_small:
-            return ("model=gpu_small", "train.sequence_length=1024", "train.lr=3.0e-4")
+            return ("model=gpu_small", "train.sequence_length=1024", "train.lr=3.0e-4", "train.min_lr=3.0e-5")
         return ("model=tiny", "model.num_layers=2", "train.sequence_length=16", "train.lr=1.0e-3")
 
     @property
@@ -69,13 +69,17 @@ def _unit(scale: Scale) -> str:
 
 def _twice(scale: Scale) -> str:
     """Train twice in each precision without checkpoints; logs keep the warnings of kernels that do not repeat."""
-    found = []
-    for precision in ("fp32", "bf16", "fp16") if scale.on_gpu else ("fp32", "bf16"):
+    precisions = ("fp32", "bf16", "fp16") if scale.on_gpu else ("fp32", "bf16")
+
+    def train(precision: str) -> str:
         first, second = (
             _train(scale, f"twice-{precision}-{number}", 1, "+ckpt=none", f"precision={precision}") for number in (1, 2)
         )
         assert first["digest"] == second["digest"], f"{precision}: got two states, wanted one: {first} {second}"
-        found.append(f"{precision} {first['digest'][:8]}")
+        return f"{precision} {first['digest'][:8]}"
+
+    with ThreadPoolExecutor(max_workers=len(precisions) if scale.on_gpu else 1) as pool:
+        found = list(pool.map(train, precisions))
     return f"{scale.iterations} iterations, each twice: {', '.join(found)}"
 
 

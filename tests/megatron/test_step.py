@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+import torch
 
 from moe_ckpt.megatron import step as megatron_step
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.megatron.step import ReadyGradients
-from tests.megatron.stage import trained_stage
+from tests.megatron.stage import torch_optimizer, trained_stage
 from tests.ranks import run_ranks
 from tests.scenarios import UNSHARDED
 
@@ -47,3 +48,25 @@ def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
 def test_split_step_equals_megatrons_step(world_size: int, overrides: tuple[str, ...]) -> None:
     split, whole = (run_ranks(world_size, run, overrides) for run in (_digest_with_split_step, _digest_with_whole_step))
     assert split == whole
+
+
+def _update_where_all_is_frozen() -> list[int]:
+    """Return the numbers of gradients in each call that clips, of an optimizer without gradients and then with some."""
+    state, _ = trained_stage("precision=fp32", CLIPPED, iterations=1)
+    counts: list[int] = []
+    megatron_step.clip_grad_by_total_norm_fp32 = lambda parameters, *_: counts.append(
+        sum(parameter.grad is not None for parameter in parameters)
+    )
+    gradients = ReadyGradients(overflows=(False,), total_norm=1.0, loss_scale=1.0)
+    first, *others = (parameter for group in torch_optimizer(state).param_groups for parameter in group["params"])
+    for parameter in (first, *others):
+        parameter.grad = None
+    megatron_step.apply_update(state, gradients)
+    first.grad = torch.zeros_like(first)
+    megatron_step.apply_update(state, gradients)
+    return counts
+
+
+def test_an_optimizer_without_gradients_is_not_clipped() -> None:
+    """Transformer Engine's kernel would read the first tensor of an empty list."""
+    assert run_ranks(1, _update_where_all_is_frozen) == [[1]]

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from moe_ckpt.megatron.fp8_linear import E4M3, E5M2, ScalingState
-from moe_ckpt.megatron.transformer_engine import BACKWARD, FORWARD, allocate_scaling, is_scaling, named_scaling
+from moe_ckpt.megatron.operators import RankOperators
+from moe_ckpt.megatron.replay import StageReplay
+from moe_ckpt.megatron.state import TrainingState, buffers
+from moe_ckpt.megatron.transformer_engine import (
+    BACKWARD,
+    FORWARD,
+    allocate_scaling,
+    forget_noted,
+    forget_pass,
+    is_scaling,
+    named_scaling,
+)
+from tests.megatron.stage import runner_of, trained_stage
+from tests.ranks import run_ranks
 
 
 def test_scaling_of_each_layer_is_found_by_name() -> None:
@@ -38,6 +55,101 @@ def test_values_are_rounded_with_the_scale_of_earlier_passes() -> None:
     assert not state.amax_history[0].any(), "the next pass has noted nothing yet"
     state.update(torch.tensor([0.0, 1.75, 0.0]))
     assert state.scale[1] == 256.0
+
+
+def test_values_noted_between_iterations_are_dropped_but_those_of_weights() -> None:
+    layer = torch.nn.Linear(2, 2)
+    forward, backward = ScalingState(6, 2, E4M3), ScalingState(4, 2, E5M2)
+    for state in (forward, backward):
+        state.amax_history.fill_(2.0)
+    cast("Any", layer).fp8_meta = {FORWARD: forward, BACKWARD: backward}
+    forget_noted(layer)
+    assert forward.amax_history.tolist() == [[0.0, 2.0, 0.0, 0.0, 2.0, 0.0], [2.0] * 6]
+    assert bool((backward.amax_history == 2.0).all())
+
+
+def evaluate_between_iterations() -> list[bool]:
+    """Return whether inputs are noted after an iteration, an evaluation, another loop's, and the start after that."""
+    state, loop = trained_stage("precision=fp8_fp16_fp32", "precision.fp8_recipe=delayed", iterations=2)
+    runner = runner_of(loop)
+    replay = StageReplay(state, RankOperators(state), runner.communicator, runner.train_on)
+    before, found = buffers(state), [has_noted_inputs(state)]
+    loop.evaluate(1)
+    assert all(torch.equal(value, before[name]) for name, value in buffers(state).items())
+    found.append(has_noted_inputs(state))
+    with torch.no_grad():
+        runner.evaluate_on(0)
+    found.append(has_noted_inputs(state))
+    replay.begin(3)
+    return [*found, has_noted_inputs(state)]
+
+
+def has_noted_inputs(state: TrainingState) -> bool:
+    histories = [value for name, value in buffers(state).items() if name.endswith(f"{FORWARD}.amax_history")]
+    return any(bool(history[0, ::3].any()) for history in histories)
+
+
+def test_an_evaluation_leaves_the_scales_of_the_next_iteration() -> None:
+    assert run_ranks(1, evaluate_between_iterations) == [[False, False, True, False]]
+
+
+STAND_IN = {
+    "__init__.py": "",
+    "pytorch/__init__.py": "",
+    "pytorch/module/__init__.py": "",
+    "pytorch/module/base.py": """
+import torch
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    def init_fp8_metadata(self, num_gemms):
+        self.num_allocated = num_gemms
+""",
+    "pytorch/quantization.py": """
+class FP8GlobalStateManager:
+    fp8_tensors_recompute_buffer = [["scales"]]
+""",
+    "pytorch/distributed.py": """
+class activation_recompute_forward:
+    _is_first_fp8_module = [True]
+""",
+}
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Transformer Engine's names, which need no GPU."""
+    for name, text in STAND_IN.items():
+        file = tmp_path / "transformer_engine" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("engine")
+def test_layers_allocate_what_their_first_pass_would() -> None:
+    """Attention has no parameters, and scales all the same."""
+    base: Any = importlib.import_module("transformer_engine.pytorch.module.base").TransformerEngineBaseModule
+    linear, grouped, fused, attention = layers = [base() for _ in range(4)]
+    linear.weight = torch.nn.Parameter(torch.zeros(1))
+    grouped.num_gemms, fused.fc2_weight, attention.fused_attention = 5, torch.nn.Parameter(torch.zeros(1)), object()
+    model = torch.nn.Sequential(*layers)
+    cast("Any", model).config = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed")
+    allocate_scaling([model])
+    assert [layer.num_allocated for layer in layers] == [1, 5, 2, 3]
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_pass_that_was_cut_off_leaves_nothing_to_the_next_one() -> None:
+    forget_pass()
+    manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    recomputed = importlib.import_module("transformer_engine.pytorch.distributed").activation_recompute_forward
+    assert manager.fp8_tensors_recompute_buffer == [[]]
+    assert recomputed._is_first_fp8_module == []
 
 
 @pytest.mark.gpu
