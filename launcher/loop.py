@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from launcher.data import Batches
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.megatron.pipeline import StageCommunicator
-from moe_ckpt.megatron.state import TrainingState, buffers, restore_buffers
+from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import (
     advance_schedule,
     apply_update,
@@ -147,9 +147,11 @@ class MegatronLoop:
 
     @torch.no_grad()  # with gradients, Megatron's routers would count these tokens for the next update of their biases
     def evaluate(self, num_batches: int) -> float:
-        """Return the mean cross-entropy, nats per token, over the held-out batches. Changes no state."""
+        """Return the mean cross-entropy, nats per token, over the held-out batches.
+
+        Changes no state but the largest values that FP8 layers note; the next iteration drops these.
+        """
         losses: list[torch.Tensor] = []
-        kept = buffers(self.state)  # FP8 layers note the largest values of each pass, for the scales of the next ones
         for chunk in self.state.model:
             chunk.eval()
         try:
@@ -158,7 +160,6 @@ class MegatronLoop:
         finally:
             for chunk in self.state.model:
                 chunk.train()
-            restore_buffers(self.state, kept)
         return mean_over_job([{"loss": loss} for loss in losses])
 
     def _timed(self, hook: Callable[[], T]) -> T:

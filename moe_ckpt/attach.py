@@ -40,7 +40,7 @@ from moe_ckpt.megatron.replay import StageReplay, require_replayable
 from moe_ckpt.megatron.router import RouterCounts, router_top_k
 from moe_ckpt.megatron.state import TrainingState, allocate_optimizer_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
-from moe_ckpt.megatron.transformer_engine import allocate_scaling
+from moe_ckpt.megatron.transformer_engine import allocate_scaling, forget_noted
 from moe_ckpt.policies.dense import make_policy
 from moe_ckpt.types import RunIdentity
 
@@ -100,7 +100,16 @@ def attach(
     else:
         parts = Parts(policy=make_policy(ckpt, last_iteration=last_iteration), sparse=None)
         build = lambda: parts  # noqa: E731
-    session = Session(build, durable, ranks, events, strict=ckpt.strict, suspect_iters=suspect_iters, elastic=elastic)
+    session = Session(
+        build,
+        durable,
+        ranks,
+        events,
+        strict=ckpt.strict,
+        suspect_iters=suspect_iters,
+        forget_evaluations=lambda: forget_noted(state.model),
+        elastic=elastic,
+    )
     # with `elastic` the caller enters later: a replacement attaches before it meets the other ranks
     if elastic is None:
         session.enter()

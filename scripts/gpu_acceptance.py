@@ -8,17 +8,20 @@
     python scripts/gpu_acceptance.py --list            stages, their limits, and what they prove
 
 Each stage is a process with its own time limit, prints one line of result and writes a log; a stage that fails stops no
-other. The exit status is 1 if one has failed. No network is used. The logs are in --out, with a table of all results.
+other. The exit status is 1 if one has failed. No network is used. The logs, and a table of all results, are in a folder
+of --out: `full`, `small` or `cpu`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _running: set[subprocess.Popen[bytes]] = set()
+_starting = threading.Lock()
 sys.path.insert(0, str(ROOT))
 
 from scripts.acceptance.stages import STAGES, Scale, Stage  # noqa: E402
@@ -58,23 +62,26 @@ def main(arguments: Sequence[str]) -> int:
     unknown = [name for name in options.stages if name not in STAGES]
     if unknown:
         parser.error(f"STAGE: got {', '.join(unknown)}, wanted some of {', '.join(STAGES)}")
-    scale = Scale(on_gpu=not options.cpu, out=options.out.resolve(), is_small=options.cpu or options.small)
+    name = "cpu" if options.cpu else "small" if options.small else "full"
+    folder = options.out.resolve() / name
+    scale = Scale(on_gpu=not options.cpu, out=folder, is_small=options.cpu or options.small)
     if options.list:
         for name, stage in STAGES.items():
             print(f"{name:<12} at most {stage.limit_s:.0f} s  {stage.proves}")
         return 0
     if options.inside:
         return _be(STAGES[options.inside], scale)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end_with_stages)
     names = list(options.stages or STAGES)
     alone = [name for name in names if STAGES[name].is_alone]
     beside = [name for name in names if not STAGES[name].is_alone]
-    results = [_run(name, STAGES[name], scale) for name in alone]
-    with ThreadPoolExecutor(max_workers=max(1, options.at_once)) as pool:
-        results += pool.map(lambda name: _run(name, STAGES[name], scale), beside)
+    results = [*_run_all(alone, scale, at_once=1), *_run_all(beside, scale, at_once=options.at_once)]
     _write_table(scale, results)
     return int(not all(result.passed for result in results))
+
+
+def _run_all(names: Sequence[str], scale: Scale, *, at_once: int) -> list[Result]:
+    with ThreadPoolExecutor(max_workers=max(1, at_once)) as pool:
+        return list(pool.map(lambda name: _run(name, STAGES[name], scale), names))
 
 
 def _run(name: str, stage: Stage, scale: Scale) -> Result:
@@ -87,13 +94,14 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
         "--inside",
         name,
         "--out",
-        str(scale.out),
+        str(scale.out.parent),
         *([] if scale.on_gpu else ["--cpu"]),
         *(["--small"] if scale.is_small else []),
     ]
     with log.open("w") as said:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
-        _running.add(process)
+        with _starting:  # never let go by `_end_with_stages`: no stage begins after it
+            process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+            _running.add(process)
         try:
             status = process.wait(stage.limit_s)
         except subprocess.TimeoutExpired:
@@ -111,19 +119,22 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
 
 
 def _end_with_stages(*_: object) -> None:
-    """End this process and no later: jobs of its stages must not outlive it."""
+    """End this process with all stages: jobs of theirs must not outlive it. The main thread starts and awaits none."""
+    _starting.acquire()
     for process in list(_running):
-        _end(process)
+        _kill(process)
     os._exit(1)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End what is left of a stage: jobs of torchrun among it."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    _kill(process)
     process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _be(stage: Stage, scale: Scale) -> int:
@@ -147,4 +158,6 @@ def _write_table(scale: Scale, results: Sequence[Result]) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_with_stages)
     sys.exit(main(sys.argv[1:]))

@@ -121,7 +121,8 @@ for _name in OPERATIONS:
 class ElasticGroups:
     """All handles of this process. One thread forms and leaves; any thread may call `cut` and `abandon`.
 
-    `on_wait` is called when that thread begins and ends to wait for other ranks, `on_device_wait` when its device does.
+    `on_wait` is called when that thread, or autograd's in its backward pass, begins and ends to wait for other ranks,
+    `on_device_wait` when its device does.
     With `shares`, groups of the same ranks share an inner group.
     """
 
@@ -310,8 +311,10 @@ class ElasticGroups:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Report that the training thread waits for other ranks; waits of other threads are not reported."""
-        # autograd runs the backward of a device in a thread of its own, while the training thread waits for that
+        """Report that training waits for other ranks: the waits of its thread and of autograd's, not of others.
+
+        Autograd runs the backward pass of a device in a thread of its own, for which the training thread waits.
+        """
         is_training = (
             threading.get_ident() == self._training_thread or torch._C._current_graph_task_id() != _NO_BACKWARD
         )

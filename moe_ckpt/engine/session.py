@@ -73,7 +73,8 @@ class Parts:
 class Session:
     """Implements `ports.TrainingHooks`. Every method is collective over all ranks.
 
-    Call `enter` first, and again in every generation of an elastic job.
+    Call `enter` first, and again in every generation of an elastic job. `forget_evaluations` drops from this rank's
+    state what passes outside of iterations have left in it: a recovery repeats none of them.
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class Session:
         *,
         strict: bool,
         suspect_iters: int,
+        forget_evaluations: Callable[[], object],
         elastic: ElasticContext | None = None,
     ) -> None:
         self._make_parts = make_parts
+        self._forget_evaluations = forget_evaluations
         self._durable = durable
         self._ranks = ranks
         self._fallback = Fallback(durable, ranks, events)
@@ -187,6 +190,7 @@ class Session:
         return rejoin is not None and any(newest is not None for newest in rejoin.look_at_disks().of_each)
 
     def iteration_started(self, iteration: int) -> None:
+        self._forget_evaluations()
         if self.sparse is None:
             return
         # not in `enter`: the state to begin with is loaded, or broadcast, only after it

@@ -142,7 +142,8 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             assert values.dtype == torch.int16, f"remainder: got {values.dtype}, wanted torch.int16"
             payload.copy_(values.view(param.shape))
         else:
-            encode(values.float().view(payload.shape), payload, self._scales[param][name])
+            assert values.dtype == torch.float32, f"{name}: got {values.dtype}, wanted torch.float32"
+            encode(values.view(payload.shape), payload, self._scales[param][name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over settings, and states as they are stored: torch's own would cast them to the parameters' type."""

@@ -47,7 +47,7 @@ from moe_ckpt.megatron.step import (
     gather_parameters,
     unscale_gradients,
 )
-from moe_ckpt.megatron.transformer_engine import forget_noted, forget_pass
+from moe_ckpt.megatron.transformer_engine import forget_pass
 from moe_ckpt.snapshot.boundary_log import LoggedEnds
 from moe_ckpt.snapshot.host_transfers import PendingCopy
 from moe_ckpt.snapshot.step_log import StepRecord
@@ -83,8 +83,6 @@ class StageReplay:
 
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
         """Return the state that `iteration` starts from beside parameters and moments; buffers are remembered here."""
-        for chunk in self._state.model:
-            forget_noted(chunk)
         self._began, self._buffers = iteration, buffers(self._state)
         self._modes = {module: module.training for chunk in self._state.model for module in chunk.modules()}
         return small_state(self._state)

@@ -30,7 +30,6 @@ from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
 
 BUFFERS, RNG_STATE, STORED_STATES, DATA = "buffers", "rng_state", "stored_states", "data"  # per-rank parts
-_MASTERS = {"param", "fp32_param"}  # under which Megatron keeps masters in the two layouts of its sharded states
 _SHARDING_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",  # loads at another layout of ranks, too
     "chained_optim_avoid_prefix": True,  # names without an optimizer's number: layouts differ in how many there are
@@ -215,7 +214,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
     if sharded is not None:
         if keeps_remainders(optimizer):  # Megatron saves all states as FP32, and FusedAdam takes these as int16 only
             for entry in sharded.values():
-                entry |= {name: entry[name].to(torch.int16) for name in _MASTERS & entry.keys()}
+                entry["param"] = entry["param"].to(torch.int16)
         cast("Any", optimizer).load_parameter_state_from_fully_reshardable(sharded)
     for slot, step in zip(slots, steps, strict=True):
         if step is not None:

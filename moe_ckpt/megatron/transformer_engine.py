@@ -68,14 +68,15 @@ def _num_products(module: torch.nn.Module) -> int:
     return getattr(module, "num_gemms", 2 if hasattr(module, "fc2_weight") else 1)
 
 
-def forget_noted(model: torch.nn.Module) -> None:
+def forget_noted(chunks: Sequence[torch.nn.Module]) -> None:
     """Drop the largest values of inputs and outputs that were noted since the last update: those of an evaluation.
 
     Transformer Engine notes them without gradients, too, and the next training pass would take its scales from them:
     after a recovery, which repeats no evaluation, it would take others. Those of weights stay: the cast of FP8 weights
     notes them after a step, and an evaluation the same as the pass after it.
     """
-    forward = [tensor for name, tensor in named_scaling(model) if name.endswith(f"{FORWARD}.amax_history")]
+    named = (pair for chunk in chunks for pair in named_scaling(chunk))
+    forward = [tensor for name, tensor in named if name.endswith(f"{FORWARD}.amax_history")]
     noted = [history[0, first::3] for history in forward for first in (0, 2)]  # of input, weight, output, ...
     if noted:
         torch._foreach_zero_(noted)

@@ -30,7 +30,7 @@ class HostCopier:
         self.throttle = throttle or Throttle()
         has_device = torch.cuda.is_available()
         self._stream = torch.cuda.Stream() if has_device else None
-        # a thread would use the first device, which is another rank's; memory that it pins is pinned through that
+        # a new thread starts on device 0, another rank's: its CUDA calls, pinning among them, would use that device
         use_device = partial(torch.cuda.set_device, torch.cuda.current_device()) if has_device else None
         # one thread: `then` relies on the order of the queue
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-copier", initializer=use_device)

@@ -119,9 +119,9 @@ def _kill(scale: Scale) -> str:
 # Transformer Engine's matrix products in FP8 take multiples of 16, its blocks of weights are of 128 by 128
 _FORMATS_MODEL = ("model.hidden_size=128", "model.moe_ffn_hidden_size=256", "model.num_layers=2")
 _FORMATS = {
-    "fp16_fp16_fp16": (),
+    "fp16_fp16_fp16": ("precision=fp16_fp16_fp16",),
     "bf16-remainder": ("precision=bf16", "precision.master=remainder"),
-    "fp8_fp32_fp32": (),
+    "fp8_fp32_fp32": ("precision=fp8_fp32_fp32",),
     "fp8-tensorwise-gather": ("precision=fp8_fp32_fp32", "precision.fp8_param_gather=true"),
     "fp8-blockwise-gather": (
         "precision=fp8_fp32_fp32",
@@ -139,27 +139,27 @@ _FORMATS = {
 
 
 def _formats(scale: Scale) -> str:
-    """Kill a worker in each number format, half of them at a time. Raises AssertionError that names all that differ."""
+    """Kill a worker in each number format, some at a time. Raises AssertionError that names all that differ."""
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     assert has_engine or not scale.on_gpu, "Transformer Engine: not installed, wanted for number formats on a GPU"
     with ThreadPoolExecutor(max_workers=4 if scale.on_gpu else 1) as pool:
         said = dict(zip(_FORMATS, pool.map(lambda name: _one_format(scale, name), _FORMATS), strict=True))
-    failed = [f"{name}: {error}" for name, error in said.items() if error]
+    failed = [f"{name}: {error}" for name, error in said.items() if error is not None]
     assert not failed, f"{len(failed)} of {len(said)} formats failed: {'; '.join(failed)}"
     return f"workers killed twice, the same digests: {', '.join(said)}"
 
 
-def _one_format(scale: Scale, name: str) -> str:
-    """Return what is wrong with a format, or nothing."""
-    settings = (*(_FORMATS[name] or (f"precision={name}",)), *_FORMATS_MODEL)
+def _one_format(scale: Scale, name: str) -> str | None:
+    """Return what is wrong with a format, if anything is. Evaluations lie between an iteration and the next kill."""
+    settings = (*_FORMATS[name], *_FORMATS_MODEL, "train.eval_every_iters=2")
     kills = _kills([(0, "backward", "KILL"), (0, "step", "KILL")])
     try:
         plain = _train(scale, f"{name}-plain", 1, "+ckpt=none", *settings)
         killed = _train(scale, f"{name}-killed", 1, "+ckpt=moevement", "ckpt.window=2", *settings, *kills)
         _as_before(killed, plain, 2, scale.out / f"{name}-killed")
-    except AssertionError as error:
+    except (AssertionError, OSError, ValueError) as error:
         return " ".join(str(error).split())[-400:]
-    return ""
+    return None
 
 
 def _ranks4(scale: Scale) -> str:
@@ -237,11 +237,15 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _described_by(scale: Scale, name: str) -> str:
-    """Return what a run depends on: a reference of another model or commit is made again."""
-    command = ["git", "rev-parse", "HEAD"]
+    """Return what a run depends on: a reference of another model or commit is made again.
+
+    Code that is not committed is known to this call of the script only, by the process that all stages have as parent.
+    """
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     has_git = shutil.which(command[0]) is not None
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout if has_git else ""
-    return f"{name} {scale.model} {scale.iterations} {commit.strip()}"
+    code = f"process {os.getppid()}" if not commit or commit.strip().endswith("-dirty") else commit.strip()
+    return f"{name} {scale.model} {scale.iterations} {code}"
 
 
 def _train(
@@ -261,7 +265,7 @@ def _train(
     environment = {**_environment(), "OMP_NUM_THREADS": "1", **hidden}
     with log.open("w") as said:
         ended = subprocess.run(
-            [*command, *settings, *scale.model, *common],
+            [*command, *scale.model, *common, *settings],
             cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
     assert ended.returncode == 0, f"{name}: status {ended.returncode}: {log.read_text()[-2000:]}"
@@ -309,8 +313,8 @@ def _pytest(*arguments: str) -> str:
     """Run tests in a process of their own and return their count. Raises AssertionError if one has failed."""
     options = ("-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", "-q", *options, *arguments]
-    # CUDA may refuse to pin a file of an ordinary file system
-    environment = {**_environment(), "PYTEST_DEBUG_TEMPROOT": "/dev/shm"}
+    in_memory = {"PYTEST_DEBUG_TEMPROOT": "/dev/shm"}  # CUDA may refuse to pin a file of an ordinary file system
+    environment = {**_environment(), **(in_memory if "gpu" in arguments else {})}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     print(ended.stdout)
     last = ended.stdout.strip().splitlines()[-1] if ended.stdout.strip() else ended.stderr[-500:]

@@ -676,6 +676,7 @@ class ThreadJob:
             events,
             strict=self.config.strict,
             suspect_iters=2,
+            forget_evaluations=lambda: None,
             elastic=elastic,
         )
 

@@ -63,6 +63,15 @@ def test_a_lost_state_is_rebuilt_in_every_format(precision: str, tmp_path: Path)
     assert outcome_of(tmp_path, result) == uninterrupted(4, *training)
 
 
+def test_a_fault_after_an_evaluation_leaves_the_scales_of_a_run_without(tmp_path: Path) -> None:
+    """Passes of evaluations note largest values, too, and no recovery repeats one."""
+    training = ("parallel.pp=2", "train.iterations=8", "precision=fp8_fp16_fp32", "precision.fp8_recipe=delayed")
+    evaluating = (*training, "train.eval_every_iters=2", "train.eval_batches=1")
+    result = train(2, tmp_path, *evaluating, *losing((5, 0, "backward"), (7, 1, "step")), "ckpt.window=2")
+    assert len(events_of(tmp_path, StateLost, 0)) == 1
+    assert outcome_of(tmp_path, result) == uninterrupted(2, *evaluating)
+
+
 @pytest.mark.parametrize(
     "precision",
     [GROUPED_FP8, REMAINDERS, *_full("fp16_fp16_fp16", "fp8_fp16_fp8", GROUPED, GROUPED_DELAYED, *FP8_STORED)],

@@ -13,9 +13,6 @@ import pytest
 import torch
 
 from moe_ckpt.megatron.fp8_linear import E4M3, E5M2, ScalingState
-from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.megatron.replay import StageReplay
-from moe_ckpt.megatron.state import TrainingState, buffers
 from moe_ckpt.megatron.transformer_engine import (
     BACKWARD,
     FORWARD,
@@ -25,8 +22,6 @@ from moe_ckpt.megatron.transformer_engine import (
     is_scaling,
     named_scaling,
 )
-from tests.megatron.stage import runner_of, trained_stage
-from tests.ranks import run_ranks
 
 
 def test_scaling_of_each_layer_is_found_by_name() -> None:
@@ -63,34 +58,9 @@ def test_values_noted_between_iterations_are_dropped_but_those_of_weights() -> N
     for state in (forward, backward):
         state.amax_history.fill_(2.0)
     cast("Any", layer).fp8_meta = {FORWARD: forward, BACKWARD: backward}
-    forget_noted(layer)
+    forget_noted([layer])
     assert forward.amax_history.tolist() == [[0.0, 2.0, 0.0, 0.0, 2.0, 0.0], [2.0] * 6]
     assert bool((backward.amax_history == 2.0).all())
-
-
-def evaluate_between_iterations() -> list[bool]:
-    """Return whether inputs are noted after an iteration, an evaluation, another loop's, and the start after that."""
-    state, loop = trained_stage("precision=fp8_fp16_fp32", "precision.fp8_recipe=delayed", iterations=2)
-    runner = runner_of(loop)
-    replay = StageReplay(state, RankOperators(state), runner.communicator, runner.train_on)
-    before, found = buffers(state), [has_noted_inputs(state)]
-    loop.evaluate(1)
-    assert all(torch.equal(value, before[name]) for name, value in buffers(state).items())
-    found.append(has_noted_inputs(state))
-    with torch.no_grad():
-        runner.evaluate_on(0)
-    found.append(has_noted_inputs(state))
-    replay.begin(3)
-    return [*found, has_noted_inputs(state)]
-
-
-def has_noted_inputs(state: TrainingState) -> bool:
-    histories = [value for name, value in buffers(state).items() if name.endswith(f"{FORWARD}.amax_history")]
-    return any(bool(history[0, ::3].any()) for history in histories)
-
-
-def test_an_evaluation_leaves_the_scales_of_the_next_iteration() -> None:
-    assert run_ranks(1, evaluate_between_iterations) == [[False, False, True, False]]
 
 
 STAND_IN = {
@@ -150,6 +120,20 @@ def test_a_pass_that_was_cut_off_leaves_nothing_to_the_next_one() -> None:
     recomputed = importlib.import_module("transformer_engine.pytorch.distributed").activation_recompute_forward
     assert manager.fp8_tensors_recompute_buffer == [[]]
     assert recomputed._is_first_fp8_module == []
+
+
+@pytest.mark.gpu
+def test_the_names_are_those_of_transformer_engine() -> None:
+    te: Any = pytest.importorskip("transformer_engine.pytorch")
+    quantization, distributed, base = (
+        importlib.import_module(f"{te.__name__}.{name}") for name in ("quantization", "distributed", "module.base")
+    )
+    attention = te.DotProductAttention(4, 32)
+    assert isinstance(attention, base.TransformerEngineBaseModule)
+    assert hasattr(attention, "fused_attention")
+    assert distributed.activation_recompute_forward._is_first_fp8_module == []
+    manager = quantization.FP8GlobalStateManager
+    assert hasattr(getattr(manager, "quantization_state", manager), "fp8_tensors_recompute_buffer")
 
 
 @pytest.mark.gpu

@@ -29,10 +29,10 @@ def test_an_unknown_stage_is_named_with_the_stages_there_are(capsys: pytest.Capt
 def test_a_stage_leaves_a_line_a_log_and_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_acceptance.main(["facts", "--cpu", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("facts        ok")
-    assert "XXH3" in (tmp_path / "facts.log").read_text()
-    assert json.loads((tmp_path / "results.json").read_text())["facts"]["passed"]
+    assert "XXH3" in (tmp_path / "cpu" / "facts.log").read_text()
+    assert json.loads((tmp_path / "cpu" / "results.json").read_text())["facts"]["passed"]
     if torch.cuda.is_available():
         return
     assert gpu_acceptance.main(["facts", "--out", str(tmp_path)]) == 1, "a GPU is wanted where there is none"
     assert capsys.readouterr().out.startswith("facts        FAILED")
-    assert f"| facts | {STAGES['facts'].proves} | FAILED |" in (tmp_path / "results.md").read_text()
+    assert f"| facts | {STAGES['facts'].proves} | FAILED |" in (tmp_path / "full" / "results.md").read_text()

@@ -188,11 +188,11 @@ class DeviceStream:
 
 
 def test_the_wait_for_computations_is_no_time_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = DeviceClock()
+    clock, used = DeviceClock(), []
     stand_ins = {
         "is_available": lambda: True,
-        "current_device": lambda: 0,
-        "set_device": lambda _: None,
+        "current_device": lambda: 1,
+        "set_device": lambda index: used.append((index, threading.current_thread().name)),
         "Stream": DeviceStream,
         "Event": clock.event,
         "stream": lambda _: contextlib.nullcontext(),
@@ -204,3 +204,4 @@ def test_the_wait_for_computations_is_no_time_of_copies(monkeypatch: pytest.Monk
     seconds = copier.run(lambda: copier.copy_now([(target, torch.ones(2))])).result(WAIT_S)
     copier.close()
     assert (target.tolist(), seconds) == ([1.0, 1.0], 0.25)
+    assert used == [(1, "host-copier_0")], "a new thread starts on device 0"
