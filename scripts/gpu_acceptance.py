@@ -62,9 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     unknown = [name for name in options.stages if name not in STAGES]
     if unknown:
         parser.error(f"STAGE: got {', '.join(unknown)}, wanted some of {', '.join(STAGES)}")
-    name = "cpu" if options.cpu else "small" if options.small else "full"
-    folder = options.out.resolve() / name
-    scale = Scale(on_gpu=not options.cpu, out=folder, is_small=options.cpu or options.small)
+    kind = "cpu" if options.cpu else "small" if options.small else "full"
+    scale = Scale(on_gpu=kind != "cpu", is_small=kind != "full", out=options.out.resolve() / kind)
     if options.list:
         for name, stage in STAGES.items():
             print(f"{name:<12} at most {stage.limit_s:.0f} s  {stage.proves}")
@@ -95,8 +94,7 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
         name,
         "--out",
         str(scale.out.parent),
-        *([] if scale.on_gpu else ["--cpu"]),
-        *(["--small"] if scale.is_small else []),
+        *([] if scale.out.name == "full" else [f"--{scale.out.name}"]),
     ]
     with log.open("w") as said:
         with _starting:  # never let go by `_end_with_stages`: no stage begins after it

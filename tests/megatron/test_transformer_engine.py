@@ -92,12 +92,16 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         file = tmp_path / "transformer_engine" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+    for name in imported_engine():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+    for name in imported_engine():
         del sys.modules[name]
+
+
+def imported_engine() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]
 
 
 @pytest.mark.usefixtures("engine")
