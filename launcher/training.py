@@ -14,6 +14,7 @@ import torch.distributed as dist
 from launcher.config import Settings
 from launcher.loop import MegatronLoop
 from launcher.progress import Display, Scalars, open_display
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.errors import RolledBackError
 from moe_ckpt.events import Evaluated, EventLog, IterationCommitted
 from moe_ckpt.megatron.checks import StateChecks
@@ -132,7 +133,7 @@ class TrainingJob:
         latest = self._evaluated.iteration if self._evaluated else _NEVER
         everywhere = torch.tensor([latest], device=torch.cuda.current_device())
         # an evaluation is collective: ranks that have its result take part for one that died before it was logged
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        TorchRanks().reduce(everywhere, "min")
         if self._is_due(done) and int(everywhere) < done:
             self._evaluate(done)
 

@@ -7,7 +7,7 @@ the ranks of a job can be threads of one process as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,15 @@ class Ranks(Protocol):
         ...
 
 
+@runtime_checkable
+class ConfirmingGroup(Protocol):
+    """A process group on which an operation that another rank has cut off may complete, with wrong data."""
+
+    def confirm(self) -> None:
+        """Return once the results so far are known to be right. Raises PeersLostError if a rank was lost."""
+        ...
+
+
 class TorchRanks:
     """Implements `Ranks` for a process group of torch; None: the default group, which may be formed later."""
 
@@ -78,25 +87,36 @@ class TorchRanks:
 
     def reduce(self, tensor: torch.Tensor, operation: Reduction) -> None:
         dist.all_reduce(tensor, op=_OPERATIONS[operation], group=self._group)
+        self._confirm()
 
     def gather(self, value: T) -> list[T]:
         values: list[T] = [value] * self.size
         dist.all_gather_object(values, value, group=self._group)
+        self._confirm()
         return values
 
     def broadcast(self, value: T) -> T:
         values = [value]
         dist.broadcast_object_list(values, group=self._group, group_src=0)
+        self._confirm()
         return values[0]
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
+        self._confirm()
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         dist.send(tensor, group=self._group, group_dst=rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         dist.recv(tensor, group=self._group, group_src=rank)
+        self._confirm()
+
+    def _confirm(self) -> None:
+        # ranks decide by these values: none may come from an operation that was cut off
+        group = self._group or dist.group.WORLD
+        if isinstance(group, ConfirmingGroup):
+            group.confirm()
 
 
 def broadcast_result(ranks: Ranks, compute: Callable[[], T], failure: type[MoeCkptError]) -> T:

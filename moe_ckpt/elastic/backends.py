@@ -49,7 +49,10 @@ class Backend(Protocol):
 
     device: torch.device
     can_forget: bool
-    """Whether an operation may continue to wait after `cut`, so that it must be abandoned."""
+    """Whether an operation may continue to wait after `cut`, so that it must be abandoned.
+
+    Else it completes, with wrong data, here and on ranks that have not cut their groups yet.
+    """
     closing_s: float | None
     """Seconds to wait for quiet after `cut`, then continue without it; None: never continue without it."""
 

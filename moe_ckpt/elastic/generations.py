@@ -143,10 +143,13 @@ class Generations:
         self._store.wait([f"{generation}/outcome"], _FOR_EVER)
         return self.has_finished(generation)
 
+    def is_over(self, generation: int) -> bool:
+        """Return whether a generation has ended or finished. All actions that follow its end on a rank come later."""
+        return self._store.check([f"{generation}/outcome"])
+
     def has_finished(self, generation: int) -> bool:
         """Return whether all ranks were done in a generation: that is final."""
-        key = f"{generation}/outcome"
-        return self._store.check([key]) and self._store.get(key) == _FINISHED.encode()
+        return self.is_over(generation) and self._store.get(f"{generation}/outcome") == _FINISHED.encode()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +248,7 @@ class Membership:
         return self._generations.num_deaths()
 
     def sync(self) -> None:
-        """Wait until all communication is complete. Raises PeersLostError if ranks were lost meanwhile."""
+        """Wait until all communication is complete, and right. Raises PeersLostError if ranks were lost meanwhile."""
         self._groups.sync()
 
     def leave(self) -> str:
@@ -285,7 +288,7 @@ class Membership:
         self._watcher.start()  # before the groups: a loss while they are formed must cut them, too
         self.page.wait(True)
         try:
-            self._groups.form(self._store, generation)
+            self._groups.form(self._store, generation, lambda: self._generations.is_over(generation))
         except PeersLostError as error:
             if not self._generations.end(generation, f"rank {self.member.global_rank}: {error}"):
                 raise  # it has finished: no rank waits for its end, nor leaves it

@@ -100,6 +100,11 @@ class ElasticGroup(dist.ProcessGroup):
         """Begin an operation of the inner group. Raises PeersLostError if ranks are lost."""
         return self._groups.run(self, name, arguments, options)
 
+    def confirm(self) -> None:
+        """Return once the results of all operations that were waited for are known to be right: see `sync`."""
+        if not self.transport.can_forget:  # else no operation that was cut off anywhere completes
+            self._groups.sync()
+
     # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -149,6 +154,7 @@ class ElasticGroups:
         self._unfinished: dict[int, tuple[Any, ...]] = {}
         self._store_lock = threading.Lock()
         self._over = threading.Event()  # one per generation: a late thread must not see that of the next one
+        self._has_ended: Callable[[], bool] = self._over.is_set
         self._training_thread = 0
 
     @property
@@ -164,13 +170,15 @@ class ElasticGroups:
             dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
         batch_transfers_of(ElasticGroup)
 
-    def form(self, client: dist.Store, generation: int) -> None:
+    def form(self, client: dist.Store, generation: int, has_ended: Callable[[], bool] | None = None) -> None:
         """Form the inner groups of all handles, for a new generation.
 
-        The ranks meet in the store of `client`, which no other thread may use meanwhile. Raises PeersLostError if that
-        takes too long, or is cut.
+        The ranks meet in the store of `client`, which no other thread may use meanwhile. `has_ended` asks, in the
+        training thread, whether any rank has ended the generation; None: as far as this rank knows. Raises
+        PeersLostError if forming takes too long, or is cut.
         """
         over = self._over = threading.Event()
+        self._has_ended = has_ended or over.is_set
         self._training_thread = threading.get_ident()
         made: dict[str, Any] = {}
         # keys with the generation: a rank that is late must not meet the others through addresses of the last one
@@ -194,14 +202,17 @@ class ElasticGroups:
             transport.cut([inside for inside in mine if inside is not None and not isinstance(inside, SoloGroup)])
 
     def sync(self) -> None:
-        """Wait until all operations that this thread has awaited are complete on its device, too.
+        """Wait until all operations that this thread has awaited are complete on its device, too, with right results.
 
         Until then an operation of NCCL is only queued, and may still fail. Raises PeersLostError if ranks are lost.
         """
         with self._telling():
             for transport in self._distinct:
                 transport.sync(self._over.is_set, self._timeouts.operation_s)
-        if self._over.is_set():
+        # after the device: a peer that aborts completes operations of this rank with wrong data before this rank hears
+        # of the end. That peer has read the end before, so a question that comes now finds it
+        asks = not all(transport.can_forget for transport in self._distinct)
+        if self._over.is_set() or (asks and self._has_ended()):
             raise PeersLostError("other ranks were lost")
 
     def abandon(self) -> None:
@@ -219,6 +230,8 @@ class ElasticGroups:
         unfinished, self._unfinished = list(self._unfinished.values()), {}
         insides = self.insides
         for handle in self._handles:
+            # a loss inside torch's `_coalescing_manager` leaves its list: later collectives would only be noted in it
+            dist.distributed_c10d._world.pg_coalesce_state.pop(handle, None)
             if handle.size() > 1:  # a group of one needs no other rank, and is never formed anew
                 handle.inside = None
         threading.Thread(target=_bury, args=(unfinished, insides), daemon=True).start()

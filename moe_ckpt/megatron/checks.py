@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
-import torch.distributed as dist
-
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import CheckConfig
 from moe_ckpt.events import EventLog, StateDigest, TensorDigests
 from moe_ckpt.megatron.optimizer_state import named_tensors
@@ -45,8 +44,7 @@ class StateChecks:
 
 def job_digest(state: TrainingState) -> tuple[str, list[str]]:
     """Return a SHA-256, in hex, over the digests of all ranks' states, and these digests. Collective."""
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest_of(state))
+    digests = TorchRanks().gather(digest_of(state))
     return hashlib.sha256("\n".join(digests).encode()).hexdigest(), digests
 
 

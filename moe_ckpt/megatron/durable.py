@@ -201,5 +201,5 @@ def _begin(call: Callable[[], T], *, in_background: bool) -> Future[T]:
 
 def _true_on_all_ranks(mine: bool) -> bool:
     votes = torch.tensor(int(mine), device=torch.cuda.current_device())
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    TorchRanks().reduce(votes, "min")
     return bool(votes.item())

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron import fp8_parameters
@@ -260,8 +261,7 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
         for index in range(2):
             mine[buffer.operator][index] += buffer.buffer.nbytes
     own = pack_rows(list(mine), np.array(list(mine.values()), np.int64).reshape(-1, 3).T)
-    packed = [b""] * stage_group().size()  # compressed: every rank gets those of all ranks of its stage
-    dist.all_gather_object(packed, own, group=stage_group())
+    packed = TorchRanks(stage_group()).gather(own)  # compressed: every rank gets those of all ranks of its stage
     everyone = [dict(zip(held, columns.T.tolist(), strict=True)) for held, columns in map(unpack_rows, packed)]
     names = sorted({operator for rank in everyone for operator in rank}, key=front_to_back)
     sizes = np.array([[rank.get(operator, [0, 0, 0]) for operator in names] for rank in everyone], dtype=np.int64)

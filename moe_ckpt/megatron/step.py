@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.megatron.overlapped import gathers_in_forward, mark_gathered
 from moe_ckpt.megatron.state import TrainingState
@@ -71,7 +71,7 @@ def mean_over_job(losses: Sequence[dict[str, torch.Tensor]]) -> float:
     for reported in losses:
         value = next(iter(reported.values())).detach().view(-1).double()
         total += value if value.numel() == 2 else torch.stack([value.sum(), torch.ones_like(value.sum())])
-    dist.all_reduce(total)
+    TorchRanks().reduce(total, "sum")
     return float(total[0] / total[1])
 
 

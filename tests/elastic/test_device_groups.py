@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.elastic import process_groups
 from moe_ckpt.elastic.backends import GlooBackend
+from moe_ckpt.elastic.generations import Generations
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.status_page import StatusPage
 from tests.elastic.collectives import (
@@ -31,7 +33,16 @@ from tests.elastic.collectives import (
     plain,
 )
 from tests.elastic.transports import HeldTransport, passes
-from tests.elastic.workers import PATIENT, DevicePoint, meet, open_groups, open_store, own_rank, wait_until
+from tests.elastic.workers import (
+    PATIENT,
+    DevicePoint,
+    meet,
+    open_groups,
+    open_membership,
+    open_store,
+    own_rank,
+    wait_until,
+)
 from tests.ranks import RankFailedError, run_ranks
 from tests.waits import WAIT_S
 
@@ -251,6 +262,46 @@ def test_a_host_that_blocks_for_its_device_waits_for_others(reduce: Callable[[],
     ((*waits, age_s),) = run_ranks(1, block_in_an_event, str(tmp_path), reduce)
     assert waits == [False, True, False, False]
     assert age_s < 1.0, "the supervisor would kill a rank as soon as a long wait has ended"
+
+
+def decide_after_the_end(folder: str, *, completes: bool) -> tuple[list[str], list[str]]:
+    """Return how operations end, and how after the generation, of whose end this rank does not hear.
+
+    If an operation that is cut off `completes`, peers of the rank that cuts it see no more than that.
+    """
+    transport = GlooBackend()
+    transport.can_forget = not completes
+    generations = Generations(open_store(folder))
+    generations.set_incarnation(own_rank(), 0)
+    membership = open_membership(folder, own_rank(), 2, transport=transport, watched=dist.HashStore())
+    generation, ranks, other = membership.join(), TorchRanks(), 1 - own_rank()
+    calls: list[Callable[[], object]] = [
+        lambda: ranks.reduce(ones(1), "sum"),
+        lambda: ranks.gather("value"),
+        lambda: ranks.broadcast("value"),
+        ranks.barrier,
+        lambda: ranks.receive(ones(1), other) if own_rank() else ranks.send(ones(1), other),
+        membership.sync,
+    ]
+    before = [outcome_of(call) for call in calls]
+    meet(open_store(folder), "all is right", 2)
+    generations.end(generation, "rank 2 is lost")
+    meet(open_store(folder), "the end is in the store", 2)
+    return before, [outcome_of(call) for call in calls]
+
+
+GIVEN = ["got None", "got ['value', 'value']", "got value", *["got None"] * 3]
+
+
+def test_results_count_only_if_no_rank_had_ended_the_generation(tmp_path: Path) -> None:
+    sender, receiver = run_ranks(2, partial(decide_after_the_end, completes=True), str(tmp_path))
+    lost = "PeersLostError"
+    assert sender == (GIVEN, [*[lost] * 4, "got None", lost])
+    assert receiver == (GIVEN, [lost] * 6)
+
+
+def test_results_need_no_question_where_what_is_cut_off_never_completes(tmp_path: Path) -> None:
+    assert run_ranks(2, partial(decide_after_the_end, completes=False), str(tmp_path)) == [(GIVEN, GIVEN)] * 2
 
 
 class DeviceTransport(HeldTransport):

@@ -270,6 +270,28 @@ def test_operations_that_were_cut_do_not_settle() -> None:
     assert run_ranks(1, settle_after_a_cut) == [["got None", "PeersLostError"]]
 
 
+def lose_ranks_inside_coalesced_collectives(folder: str) -> tuple[str, Any]:
+    """Return how the collectives ended, and the next generation's first sum."""
+    groups = open_groups(own_rank(), 2)
+
+    def reduce_coalesced() -> None:
+        with dist._coalescing_manager():
+            dist.all_reduce(torch.ones(3))
+            groups.cut()
+            dist.barrier()
+
+    groups.form(open_store(folder), 1)
+    outcome = outcome_of(reduce_coalesced)
+    groups.leave()
+    groups.form(open_store(folder), 2)
+    return outcome, plain(all_reduce(None, [0, 1]))
+
+
+def test_a_loss_inside_coalesced_collectives_leaves_nothing_to_later_ones(tmp_path: Path) -> None:
+    found = run_ranks(2, lose_ranks_inside_coalesced_collectives, str(tmp_path))
+    assert found == [("PeersLostError", [11.0, 22.0, 33.0])] * 2
+
+
 def wait_in_two_threads(folder: str) -> tuple[set[int], bool, int]:
     """Return which threads told that they wait, what was told last while both did, and the training thread."""
     told: list[tuple[int, bool]] = []

@@ -68,12 +68,15 @@ def open_membership(
     join_s: float = WAIT_S,
     grace_s: float = GRACE_S,
     connect: Callable[[str], dist.Store] = open_store,
+    watched: dist.Store | None = None,
+    transport: Any = None,
 ) -> Membership:
     """Make this process an incarnation of a rank."""
     page = StatusPage(Path(folder) / f"page{global_rank}")
-    groups = open_groups(global_rank, world_size, on_wait=page.wait)
+    groups = open_groups(global_rank, world_size, on_wait=page.wait, transport=transport)
     member = Member(global_rank=global_rank, world_size=world_size, incarnation=incarnation)
-    return Membership(member, connect(folder), connect(folder), groups, page, join_s=join_s, grace_s=grace_s)
+    watched = watched or connect(folder)
+    return Membership(member, connect(folder), watched, groups, page, join_s=join_s, grace_s=grace_s)
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
