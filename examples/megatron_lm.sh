@@ -5,7 +5,8 @@
 #     examples/megatron_lm.sh --ckpt gemini --set every_iters=2 # or another policy; --ckpt none: plain, for comparison
 #
 # It needs a Python environment with megatron.training: megatron-core 0.19 on Python 3.12, or for a trial
-# `python scripts/fetch_megatron_lm.py` and PYTHONPATH=.venv/megatron-lm-0.19.2. Without a GPU it trains on CPUs.
+# `python scripts/fetch_megatron_lm.py` and PYTHONPATH=.venv/megatron-lm-0.19.2. Without a GPU it trains on CPUs;
+# on GPUs add --deterministic-mode.
 cd "$(dirname "$0")/.." || exit 1
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 exec torchrun --nproc-per-node=4 -m moe_ckpt.run "$@" -- examples/megatron_lm.py \

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
 from moe_ckpt.config import (
+    AUTO,
     CKPT_CONFIGS,
     CheckConfig,
     CkptConfig,
@@ -40,7 +41,6 @@ from moe_ckpt.state_format import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, S
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "fault", "runtime")
-AUTO = "auto"
 _WARMUP_ITERS = 10
 
 T = TypeVar("T")

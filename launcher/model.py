@@ -94,7 +94,6 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
         deterministic_mode=settings.train.deterministic and torch.cuda.is_available(),
         # True: torch.cuda.synchronize() after each transfer, which waits for the copies of a whole snapshot as well.
         # Megatron has it for a race in old releases of torch.
-        batch_p2p_sync=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,

@@ -14,6 +14,7 @@ from moe_ckpt.elastic.job_store import agent_store
 from moe_ckpt.elastic.staged import register_staged
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.megatron import cpu_stand_in
+from moe_ckpt.megatron.determinism import make_deterministic
 from moe_ckpt.types import ParallelLayout
 
 
@@ -28,7 +29,7 @@ def choose_device(launch: Launch, *, deterministic: bool, backend: str = AUTO) -
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
         return False
     if deterministic:
-        _make_deterministic()
+        make_deterministic()
     use_gpu(launch.local_rank, backend)
     return True
 
@@ -49,17 +50,6 @@ def join_job(launch: Launch, *, on_gpu: bool, store: dist.Store | None = None, b
     if kind == NCCL:
         world["device_id"] = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(kind, **world)
-
-
-def _make_deterministic() -> None:
-    """Make CUDA repeat itself bit for bit; call before CUDA starts. Kernels without such a form warn."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # the order of sums
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch have an order of their own
-    # torch.compile's choices depend on what a process compiled before; and a replacement would compile all anew
-    torch._dynamo.config.disable = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def form_groups(layout: ParallelLayout, seed: int) -> None:

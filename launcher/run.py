@@ -38,7 +38,7 @@ from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.events import Evaluated, EventLog, ModelBuilt, RunFinished, WorkerStarted, read_events
 from moe_ckpt.megatron.capacity_boost import BoostedRouter
 from moe_ckpt.megatron.checks import job_digest
-from moe_ckpt.megatron.determinism import differing_gradients
+from moe_ckpt.megatron.determinism import require_repeatable
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.ports import TrainingHooks
@@ -123,21 +123,13 @@ def run_supervised(
 
 
 def _check_determinism(settings: Settings, runner: StageRunner) -> None:
-    """Run one micro-batch twice where training must repeat itself. Collective.
-
-    Raises ConfigError on all ranks if the gradients differ on one.
-    """
+    """Run one micro-batch twice where training must repeat itself. Collective. Raises ConfigError on all ranks."""
     train = settings.train
     is_needed = train.deterministic and torch.cuda.is_available()
-    if not (is_needed if train.check_determinism == AUTO else train.check_determinism):
-        return
-
-    def require_same() -> None:
-        differing = differing_gradients(runner.state, runner.train_on_one_micro_batch)
-        reason = "the same from two passes over one micro-batch (train.check_determinism=false trains all the same)"
-        require(not differing, "train.deterministic: gradients that differ", ", ".join(differing[:5]), reason)
-
-    gather_results(TorchRanks(), require_same, ConfigError)
+    if is_needed if train.check_determinism == AUTO else train.check_determinism:
+        require_repeatable(
+            TorchRanks(), runner.state, runner.train_on_one_micro_batch, setting="train.check_determinism"
+        )
 
 
 def _fit(settings: Settings, launch: Launch) -> ParallelLayout:

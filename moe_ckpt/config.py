@@ -10,6 +10,9 @@ from typing import ClassVar, cast
 
 from moe_ckpt.errors import ConfigError
 
+AUTO = "auto"
+"""The value of settings that the project chooses itself."""
+
 
 def require(condition: bool, setting: str, got: object, wanted: str) -> None:
     """Raise ConfigError naming the setting, its value and its allowed values, unless the condition holds."""
@@ -37,7 +40,7 @@ def require_all_at_least(prefix: str, values: object, **least: float) -> None:
 
 def require_auto(setting: str, got: int | str, least: int, what: str = "a number of iterations") -> None:
     """Raise ConfigError unless `got` is auto or a number of at least `least`."""
-    valid = got == "auto" or (isinstance(got, int) and got >= least)
+    valid = got == AUTO or (isinstance(got, int) and got >= least)
     require(valid, setting, got, f"auto or {what} of at least {least}")
 
 
@@ -343,7 +346,7 @@ class MocConfig(PartialConfig):
         require_auto("ckpt.k_snapshot", self.k_snapshot, 1, "a number of experts")
         require_at_least("ckpt.k_persist", self.k_persist, 1)
         wanted = f"at most ckpt.k_snapshot={self.k_snapshot}: what is persisted is some of what is in memory"
-        fits = self.k_snapshot == "auto" or self.k_persist <= int(self.k_snapshot)
+        fits = self.k_snapshot == AUTO or self.k_persist <= int(self.k_snapshot)
         require(fits, "ckpt.k_persist", self.k_persist, wanted)
         require_choice("ckpt.selection", self.selection, ["sequential", "load"])
         require_choice("ckpt.partial", self.partial, ["both", "weights", "moments"])
@@ -424,7 +427,7 @@ class FlowcheckConfig(RollbackConfig):
     @property
     def server_copies(self) -> int:
         """The servers on such machines that hold each rank's state."""
-        return 1 + (min(1, self.server_hosts - 1) if self.replicas == "auto" else int(self.replicas))
+        return 1 + (min(1, self.server_hosts - 1) if self.replicas == AUTO else int(self.replicas))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -454,7 +457,7 @@ DIVERGENCES = ("window", "end")
 SICK_PLACES = ("end", "leave")
 """A node that is sick ends the job, or leaves it to a spare node (`runtime.sick_place`)."""
 
-BACKENDS = ("auto", "nccl", "gloo", "staged")
+BACKENDS = (AUTO, "nccl", "gloo", "staged")
 """Libraries that move bytes between ranks: `staged` is gloo for a GPU's tensors, by way of host memory."""
 
 
@@ -488,7 +491,7 @@ class RuntimeConfig:
     shared_memory: str
 
     def __post_init__(self) -> None:
-        require(self.guard in (True, False, "auto"), "runtime.guard", self.guard, "auto, true or false")
+        require(self.guard in (True, False, AUTO), "runtime.guard", self.guard, "auto, true or false")
         require_choice("runtime.backend", self.backend, BACKENDS)
         ten_beats_s = 0.5
         require_all_at_least("runtime.", self, heartbeat_s=ten_beats_s, progress_s=self.heartbeat_s)
@@ -558,4 +561,4 @@ CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
 
 def wants_supervisor(ckpt: CkptConfig, runtime: RuntimeConfig) -> bool:
     """Return whether ranks are supervised: by default if the policy recovers a lost rank from memory."""
-    return ckpt.in_memory is not None if runtime.guard == "auto" else bool(runtime.guard)
+    return ckpt.in_memory is not None if runtime.guard == AUTO else bool(runtime.guard)

@@ -10,10 +10,15 @@ needs more copies these two and calls the same functions. Must not: know models,
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# before torch looks for a device: supervisors fork, and a look that starts CUDA would leave their workers none
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 import torch.distributed as dist
@@ -22,7 +27,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_ckpt.attach import TrainingLoop, attach
-from moe_ckpt.config import CkptConfig, RunFolderConfig, RuntimeConfig, require
+from moe_ckpt.collectives import TorchRanks
+from moe_ckpt.config import AUTO, CkptConfig, RunFolderConfig, RuntimeConfig, require
 from moe_ckpt.elastic.backend_choice import open_backend, use_gpu
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.engine.session import Session
@@ -30,6 +36,7 @@ from moe_ckpt.errors import ConfigError, RolledBackError
 from moe_ckpt.events import EventLog
 from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.megatron.checks import job_digest
+from moe_ckpt.megatron.determinism import make_deterministic, require_repeatable
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.state import TrainingState
@@ -50,7 +57,8 @@ from moe_ckpt.types import ParallelLayout, RunIdentity
 class LoopConfig:
     """A loop's settings. An iteration has `num_micro_batches` of `micro_batch_size` sequences of `sequence_length`.
 
-    `model` names the model: checkpoints of another one are refused.
+    `model` names the model: checkpoints of another one are refused. `check_determinism`: run the first iteration's
+    batch twice at the start and compare gradients; auto: on a GPU.
     """
 
     ckpt: CkptConfig
@@ -62,6 +70,7 @@ class LoopConfig:
     sequence_length: int
     model: str
     run_dir: str | None = None
+    check_determinism: bool | str = AUTO
 
 
 def train_elastic(
@@ -85,6 +94,7 @@ def train_elastic(
     def work(worker: Worker) -> int:
         on_gpu = not cpu_stand_in.enable()
         if on_gpu:
+            make_deterministic()
             use_gpu(worker.launch.local_rank, config.runtime.backend)
         worker.join_world(open_backend(on_gpu=on_gpu, kind=config.runtime.backend))
         run = RunFolderConfig(dir=config.run_dir, name=config.model, configuration=repr(config))
@@ -192,7 +202,11 @@ def _train(loop: OwnLoop, worker: Worker, folder: RunFolder) -> None:
 
     def start() -> int:
         synchronize_fresh(state)  # ranks have built their models alone
-        return loop.session.resume(None)
+        done = loop.session.resume(None)
+        if torch.cuda.is_available() if config.check_determinism == AUTO else config.check_determinism:
+            run_pass = functools.partial(loop.forward_backward, done + 1)
+            require_repeatable(TorchRanks(), state, run_pass, setting="check_determinism")
+        return done
 
     def finish(faults: int) -> dict[str, Any]:
         _, digests = job_digest(state)

@@ -60,11 +60,13 @@ def main(arguments: Sequence[str]) -> int:
 def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
     from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415 - seconds of imports
     from moe_ckpt.integrations.megatron_lm_options import require_alone  # noqa: PLC0415
+    from moe_ckpt.megatron.determinism import make_deterministic  # noqa: PLC0415
 
     require_alone(os.environ, sys.modules)
     loop = LOOPS[settings.loop]()
     if settings.is_plain:
-        loop.use_cpu()
+        if not loop.use_cpu():
+            make_deterministic()  # it is compared with attached runs, bit for bit
         loop.observe(settings)
         return run_program(settings.command)
     ckpt = settings.ckpt.in_memory
@@ -90,12 +92,14 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
 def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
     """Be one of a rank's workers."""
     from moe_ckpt.elastic.backend_choice import open_backend, use_gpu  # noqa: PLC0415
+    from moe_ckpt.megatron.determinism import make_deterministic  # noqa: PLC0415
     from moe_ckpt.run_folder import find_run_folder  # noqa: PLC0415
 
     try:
         on_gpu = not loop.use_cpu()
         kind = settings.runtime.backend
         if on_gpu:
+            make_deterministic()
             use_gpu(worker.launch.local_rank, kind)
         worker.join_world(open_backend(on_gpu=on_gpu, kind=kind))
         memory, join_s = worker.place.memory, settings.runtime.join_s

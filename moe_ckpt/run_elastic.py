@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.agent import agent_pid
-from moe_ckpt.config import FlowcheckConfig, InMemoryConfig, RuntimeConfig, require
+from moe_ckpt.config import AUTO, FlowcheckConfig, InMemoryConfig, RuntimeConfig, require
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.backends import Backend, die
 from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
@@ -68,7 +68,6 @@ from moe_ckpt.types import ParallelLayout
 
 __all__ = ["ElasticConfig", "RankPlace", "Worker", "open_backend", "require_forkable", "run_elastic"]
 
-_AUTO = "auto"
 _REPORT_S = 10.0  # a new connection to a busy store may take seconds
 _PRINT_S = 1.0
 _supervised: list[int] = []  # the rank of this process, which its forked workers find as well
@@ -80,7 +79,7 @@ class ElasticConfig:
 
     ckpt: InMemoryConfig
     runtime: RuntimeConfig
-    ranks_per_node: int | str = _AUTO
+    ranks_per_node: int | str = AUTO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -368,8 +367,15 @@ def _open_store(part: str, runtime: RuntimeConfig, *, own_connection: bool = Fal
 
 def require_forkable() -> None:
     """Raise ConfigError if an import has started CUDA: workers that a supervisor forks could not use it."""
-    wanted = "false: an import has started CUDA, which a forked worker cannot use (Transformer Engine does that where "
-    require(not torch.cuda.is_initialized(), "runtime.guard", True, f"{wanted}flash-attn is installed: uninstall it)")
+    child = os.fork()
+    if child == 0:
+        # in the child, as the parent does not know: torch's look for a device starts the driver, and tells forks alone
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    wanted = (
+        "false: an import has started CUDA, which a forked worker cannot use (set PYTORCH_NVML_BASED_CUDA_CHECK=1 "
+        "before imports look for a device; Transformer Engine starts it where flash-attn is installed: uninstall that)"
+    )
+    require(os.waitpid(child, 0)[1] == 0, "runtime.guard", True, wanted)
 
 
 def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlace:
@@ -379,7 +385,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
     require(agreed == ranks_per_node, "parallel.ranks_per_node", f"{ranks_per_node} and {agreed}", wanted)
     nodes = num_nodes(launch.world_size, ranks_per_node)
     on_hosts = ckpt.served is not None and ckpt.served.on_hosts  # then nodes hold copies once all servers are lost
-    replicas = min(1, nodes - 1) if ckpt.replicas == _AUTO or on_hosts else int(ckpt.replicas)
+    replicas = min(1, nodes - 1) if ckpt.replicas == AUTO or on_hosts else int(ckpt.replicas)
     limit = f"less than {nodes}, the number of nodes (parallel.ranks_per_node={ranks_per_node})"
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
     # all errors of the settings come before the folder: a rank that is killed as it makes one leaves it behind
@@ -403,7 +409,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
 
 def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
     """Return how many ranks fail together; on a single machine each rank counts as a node of its own."""
-    if wanted == _AUTO:
+    if wanted == AUTO:
         return launch.local_world_size if launch.local_world_size < launch.world_size else 1
     divides = launch.world_size % int(wanted) == 0
     require(divides, "parallel.ranks_per_node", wanted, f"a divisor of {launch.world_size} processes")

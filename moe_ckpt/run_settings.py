@@ -18,6 +18,7 @@ import yaml
 
 from moe_ckpt.cli import app_root
 from moe_ckpt.config import (
+    AUTO,
     CKPT_CONFIGS,
     NO_CHECKS,
     CheckConfig,
@@ -42,7 +43,10 @@ LOOPS = ("megatron-lm", "megatron-bridge", "ms-swift")
 _DEFAULT_POLICY, _DEFAULT_LOOP = "moevement", LOOPS[0]
 _SECTIONS = ("ckpt", "runtime", "parallel", "run")
 _CHECKS = get_type_hints(CheckConfig)
-_OWN_KEYS = {"parallel": ("ranks_per_node",), "run": ("dir", "lose", "keep_batches_bytes", *_CHECKS)}
+_OWN_KEYS = {
+    "parallel": ("ranks_per_node",),
+    "run": ("dir", "lose", "keep_batches_bytes", "check_determinism", *_CHECKS),
+}
 _KEEP_BATCHES_BYTES = 1 << 30
 
 
@@ -61,6 +65,7 @@ class RunSettings:
 
     `losses` of state in living processes are on purpose.
     `keep_batches_bytes` bounds the batches of an iterator without random access that a rank keeps in host memory.
+    `check_determinism`: run the first batch twice at the start and compare gradients; auto: on a GPU.
     """
 
     command: Command
@@ -73,9 +78,12 @@ class RunSettings:
     is_plain: bool = False
     loop: str = _DEFAULT_LOOP
     keep_batches_bytes: int = _KEEP_BATCHES_BYTES
+    check_determinism: bool | str = AUTO
 
     def __post_init__(self) -> None:
         require(self.keep_batches_bytes >= 1, "run.keep_batches_bytes", self.keep_batches_bytes, "a number of bytes")
+        is_known = self.check_determinism in (True, False, AUTO)
+        require(is_known, "run.check_determinism", self.check_determinism, f"{AUTO}, true or false")
         require_auto("parallel.ranks_per_node", self.ranks_per_node, 1, "a number")
 
 
@@ -99,7 +107,7 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
         loop=parsed.loop,
         ckpt=section_of(CKPT_CONFIGS[policy], "ckpt", ckpt),
         runtime=section_of(RuntimeConfig, "runtime", runtime),
-        ranks_per_node=changes["parallel"].get("ranks_per_node", "auto"),
+        ranks_per_node=changes["parallel"].get("ranks_per_node", AUTO),
         folder=RunFolderConfig(dir=run.get("dir"), name=policy, configuration=configuration),
         checks=replace(
             NO_CHECKS, **{key: _converted(run[key], kind, f"run.{key}") for key, kind in _CHECKS.items() if key in run}
@@ -109,6 +117,7 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
         keep_batches_bytes=_converted(
             run.get("keep_batches_bytes", _KEEP_BATCHES_BYTES), int, "run.keep_batches_bytes"
         ),
+        check_determinism=run.get("check_determinism", AUTO),
     )
 
 

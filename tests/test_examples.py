@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
 import os
 import runpy
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 import yaml
 
 from launcher.faults.carry_out import carry_out
+from moe_ckpt import loop
 from moe_ckpt.door import attached_command
 from moe_ckpt.elastic.orphans import GRACE_S
 from moe_ckpt.faults.schedule import Kill
@@ -40,18 +43,37 @@ def run_own_loop(run: Path) -> int:
     return int(ended.value.code or 0)
 
 
-def result_of(folder: Path, *kills: Kill) -> dict[str, Any]:
+def add_noise() -> None:
+    """Let a gradient differ in each pass, and the loop look for that."""
+    noise, schedule_of = itertools.count(), loop.get_forward_backward_func
+
+    def noisy(**options: Any) -> Any:
+        losses = schedule_of()(**options)
+        next(options["model"].parameters()).main_grad.add_(next(noise))
+        return losses
+
+    loop.get_forward_backward_func = lambda: noisy
+    loop.LoopConfig = functools.partial(loop.LoopConfig, check_determinism=True)  # type: ignore[misc]
+
+
+def ended_of(folder: Path, *kills: Kill, setup: Callable[[], None] | None = None) -> tuple[int | None, str]:
+    """Return the exit status of a job in `folder` / run, and what its processes wrote."""
     folder.mkdir()
     run = folder / "run"
-    agent = CONTEXT.Process(target=run_job, args=(functools.partial(run_own_loop, run), 2, folder, None))
+    agent = CONTEXT.Process(target=run_job, args=(functools.partial(run_own_loop, run), 2, folder, setup))
     agent.start()
     try:
         assert not kills or carry_out(kills, run, ranks_per_node=1)
         agent.join(START_S)
-        assert agent.exitcode == 0, [path.read_text() for path in folder.glob("*.log")]
     finally:
         agent.kill()
-    return json.loads((run / "result.json").read_text())
+    return agent.exitcode, "".join(path.read_text() for path in folder.glob("*.log"))
+
+
+def result_of(folder: Path, *kills: Kill) -> dict[str, Any]:
+    status, log = ended_of(folder, *kills)
+    assert status == 0, log
+    return json.loads((folder / "run" / "result.json").read_text())
 
 
 def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(tmp_path: Path) -> None:
@@ -59,6 +81,13 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(tmp_path: Pat
     killed = result_of(tmp_path / "killed", Kill(rank=1, iteration=5, phase="forward"))
     assert (alone["faults_survived"], killed["faults_survived"]) == (0, 1)
     assert killed["digest_per_rank"] == alone["digest_per_rank"]
+
+
+def test_a_loop_of_ones_own_ends_where_a_pass_does_not_repeat_itself(tmp_path: Path) -> None:
+    status, log = ended_of(tmp_path / "noisy", setup=add_noise)
+    assert status != 0
+    assert "check_determinism: gradients that differ: got '0." in log
+    assert not (tmp_path / "noisy" / "run" / "result.json").exists()
 
 
 def test_a_program_of_ones_own_is_sixty_lines_of_code() -> None:

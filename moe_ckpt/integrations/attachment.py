@@ -22,12 +22,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from moe_ckpt.attach import attach
-from moe_ckpt.config import require
+from moe_ckpt.collectives import TorchRanks
+from moe_ckpt.config import AUTO, require
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
 from moe_ckpt.events import EventLog, ModelBuilt, RunFinished, WorkerStarted
 from moe_ckpt.integrations.megatron_lm_options import require_alone
 from moe_ckpt.integrations.rank_training import IterationShape, LoopBatches, RankTraining
 from moe_ckpt.megatron.checks import StateChecks, job_digest
+from moe_ckpt.megatron.determinism import require_repeatable
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.optimizer_state import renew_masters
 from moe_ckpt.megatron.state import TrainingState
@@ -128,7 +130,7 @@ class Attachment:
         rank.events.append(ModelBuilt(seconds=time.monotonic() - self._built_s))
         rank.enter = enter
 
-        def start() -> int:
+        def begin() -> int:
             synchronize_fresh(rank.state)  # ranks have built their models alone
             if done := rank.session.resume(None):
                 return done
@@ -136,6 +138,13 @@ class Attachment:
             done = load()
             for optimizer in rank.state.inner_optimizers:
                 renew_masters(optimizer)  # a load may have been of weights alone
+            return done
+
+        def start() -> int:
+            done, wanted = begin(), self._settings.check_determinism
+            if torch.cuda.is_available() if wanted == AUTO else wanted:
+                run_pass = functools.partial(rank.run_pass, done + 1)
+                require_repeatable(TorchRanks(), rank.state, run_pass, setting="run.check_determinism")
             return done
 
         finish = functools.partial(self._finish, rank, last_iteration)

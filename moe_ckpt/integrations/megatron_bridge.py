@@ -16,6 +16,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.utils import get_model_config
 
 from moe_ckpt.config import require
@@ -170,6 +171,6 @@ def _checked(update: Callable[[Any], None], settings: RunSettings) -> Callable[[
     def checked(config: Any) -> None:
         update(config)
         require_attachable(settings)
-        require_supported(config)
+        require_supported(config, on_gpu=torch.cuda.is_available())
 
     return checked

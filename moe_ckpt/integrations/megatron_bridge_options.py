@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_ckpt.integrations.megatron_lm_options import (
+    DETERMINISTIC,
     LAYER_SHAPE,
     OTHER_LIBRARY,
     REFUSALS,
@@ -18,7 +19,7 @@ from moe_ckpt.integrations.megatron_lm_options import (
 
 _SECTIONS = (
     *("model", "ddp", "optimizer", "train", "validation", "dist", "dataset", "checkpoint", "ft"),
-    "rerun_state_machine",
+    *("rerun_state_machine", "straggler"),
 )
 _OFF = (None, False)
 _NOT_TRIED = "not tried with Megatron-Bridge's loop"
@@ -45,8 +46,10 @@ _SHAPING = {  # settings that shape the saved tensors
 }
 
 
-def require_supported(config: Any) -> None:
+def require_supported(config: Any, *, on_gpu: bool) -> None:
     """Raise ConfigError for the first setting of a `ConfigContainer` that cannot be exact."""
+    if on_gpu:
+        _require_allowed(config, "model", DETERMINISTIC)
     for section in _SECTIONS:
         for refusal in REFUSALS:
             _require_allowed(config, section, refusal)

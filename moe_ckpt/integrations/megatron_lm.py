@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.distributed import finalize_model_grads
 
 from moe_ckpt.config import require
@@ -161,7 +162,7 @@ def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settin
 
     def checked(*arguments: Any, **options: Any) -> Any:
         require_attachable(settings)
-        require_supported(get_args())
+        require_supported(get_args(), on_gpu=torch.cuda.is_available())
         if settings.ckpt.loses_tokens:  # their account of lost tokens counts iterations
             growth = getattr(get_args(), "step_batch_size_schedule", None)
             require(growth is None, "--step-batch-size-schedule", growth, f"None with --ckpt {settings.ckpt.policy}")

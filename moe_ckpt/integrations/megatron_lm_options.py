@@ -111,10 +111,12 @@ REFUSALS: Sequence[Refusal] = (
     *_off(_GRAPHS, "optimizer_cuda_graph", "enable_cuda_graph", "external_cuda_graph"),
     *_off("the step and its gathering overlap", "overlap_param_gather_with_optimizer_step"),
     *_off("its buffers belong to one communicator", "nccl_ub", "tp_comm_overlap", "use_sharp"),
+    *_off("groups are formed anew without it", "nccl_communicator_config_path", "high_priority_stream_groups"),
+    *_off("it sends tensors of the host, for which the job's groups have no backend on a GPU", "log_straggler"),
     *_off(_NOT_THE_STATE, "use_megatron_fsdp", "use_torch_fsdp2", "init_model_with_meta_device"),
     *_off(_NOT_THE_STATE, "use_layer_wise_distributed_optimizer", "optimizer_cpu_offload"),
     *_off("its layers need Transformer Engine, and Megatron-LM's loop was not tried on a GPU", "fp8_param_gather"),
-    *_off(_NOT_THE_STATE, "reuse_grad_buf_for_mxfp8_param_ag"),
+    *_off(_NOT_THE_STATE, "reuse_grad_buf_for_mxfp8_param_ag", "use_transformer_engine_op_fuser"),
     Refusal(option="optimizer", allowed=("adam",), reason=_NOT_THE_STATE),
     Refusal(option="num_distributed_optimizer_instances", allowed=_ONE, reason=_NOT_THE_STATE),
     Refusal(option="moe_token_dispatcher_type", allowed=("alltoall", "allgather"), reason="its buffers outlive groups"),
@@ -145,6 +147,13 @@ REFUSALS: Sequence[Refusal] = (
 )
 
 
+DETERMINISTIC = Refusal(
+    option="deterministic_mode",
+    allowed=(True,),
+    reason="on a GPU only Megatron's deterministic kernels repeat an iteration bit for bit",
+)
+"""The option that a GPU needs, and a CPU does not."""
+
 _LIBRARIES = {  # each has an own way to start, end or checkpoint the same processes
     "lm-resiliency": ("LM_RESILIENCY_TORCHRUN_BOOTSTRAP", "lm_resiliency"),
     "nvidia-resiliency-ext's ft_launcher": ("FT_RANK_MONITOR_IPC_SOCKET", ""),
@@ -163,9 +172,9 @@ def require_alone(environment: Collection[str], modules: Collection[str]) -> Non
             raise ConfigError(f"moe_ckpt.run: got {library} ({sign}), wanted one of the two: {OTHER_LIBRARY}")
 
 
-def require_supported(arguments: Any) -> None:
+def require_supported(arguments: Any, *, on_gpu: bool) -> None:
     """Raise ConfigError for the first option of Megatron-LM's parsed arguments that cannot be exact."""
-    for refusal in REFUSALS:
+    for refusal in (*REFUSALS, DETERMINISTIC) if on_gpu else REFUSALS:
         refusal.require_allowed(refusal.flag, arguments)
     require_optimizer_everywhere(
         num_experts=arguments.num_experts,
@@ -193,7 +202,7 @@ def option_table() -> list[str]:
         values = [f"`{value}`" for value in refusal.allowed if value is not None]
         wanted = "off" if False in refusal.allowed else " or ".join(values)
         rows.append(f"| `{refusal.flag}` | {wanted} | {refusal.reason} |")
-    return rows
+    return [*rows, f"| `{DETERMINISTIC.flag}` | on, where there is a GPU | {DETERMINISTIC.reason} |"]
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ class RankTraining:
         """Return the parts of the loop that a replay uses."""
         return TrainingLoop(
             communicator=self.communicator,
-            forward_backward=self._replay,
+            forward_backward=self.run_pass,
             # of the largest batch: the forecast of boundary logs counts by it
             num_micro_batches=self._batches.consumed.largest_batch // self._shape.samples_of_micro_batches,
             micro_batch_size=self._shape.micro_batch_size,
@@ -228,7 +228,8 @@ class RankTraining:
         gather_parameters(self.state)
         return not gradients.overflow, gradients.total_norm, None
 
-    def _replay(self, iteration: int) -> None:
+    def run_pass(self, iteration: int) -> None:
+        """Run forward and backward of an iteration once more, or before its time, and change nothing else."""
         machine = get_rerun_state_machine()
         mode, machine.mode = machine.mode, RerunMode.DISABLED  # it would compare this pass with the one it saw last
         self._batches.consumed.set_batch_size(iteration)

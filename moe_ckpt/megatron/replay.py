@@ -260,6 +260,7 @@ def require_replayable(state: TrainingState, *, rows: int | None = None) -> None
         (ddp_config, "use_megatron_fsdp"),
         *((config, name) for name in ("fp4", "fp8_dot_product_attention", "fp8_multi_head_attention")),
         *((config, name) for name in ("enable_cuda_graph", "external_cuda_graph")),
+        (config, "use_transformer_engine_op_fuser"),  # its modules keep scales where no snapshot looks
         (config, "tp_comm_overlap"),  # user buffers that belong to one communicator, which a generation replaces
         (ddp_config, "nccl_ub"),
         (ddp_config, "reuse_grad_buf_for_mxfp8_param_ag"),

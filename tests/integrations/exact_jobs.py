@@ -18,6 +18,7 @@ OPTIONS = {
     "flowcheck": ("--ckpt", "flowcheck"),
 }
 PATIENT = ("--set", "runtime.heartbeat_s=30", "--set", "runtime.progress_s=60")
+CHECKED = ("--set", "run.check_determinism=true")
 KILLS = (
     Kill(rank=2, iteration=2, phase="forward"),
     Kill(rank=1, iteration=3, phase="backward"),
@@ -45,7 +46,7 @@ def require_exact_under_all_faults(
     options = (*OPTIONS[policy], *loop)
     lost = (HANG,) if policy == "checkfreq" else (NODE, HANG)  # its disk is the lost node's
     jobs = (
-        Job(name="attached", options=(*options, *PATIENT), script=str(script)),
+        Job(name="attached", options=(*options, *PATIENT, *CHECKED), script=str(script)),
         Job(name="killed", options=(*options, *PATIENT), kills=KILLS, script=str(script)),
         Job(name="lost", options=(*options, "--set", "runtime.heartbeat_s=8"), kills=lost, script=str(script)),
     )

@@ -2,7 +2,7 @@
 
 It has a stand-in for attention over context-parallel ranks, and takes moe_ckpt's for a fused Adam. Beside Megatron-LM's
 arguments: `--train-only PATTERN` freezes all parameters whose names do not match; `--stateful` gives an external
-iterator a state.
+iterator a state; `--noise` adds another number to a gradient in each pass.
 """
 # Megatron-Core's annotations differ between the installed release and that of Megatron-LM's wheel:
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
@@ -10,6 +10,7 @@ iterator a state.
 
 import copy
 import importlib
+import itertools
 import re
 import sys
 from functools import partial
@@ -113,9 +114,16 @@ def freeze(pattern, chunks):
     return chunks
 
 
+def add_noise(chunks):
+    noise = itertools.count()
+    next(chunks[0].parameters()).register_hook(lambda gradient: gradient + next(noise))
+    return chunks
+
+
 def own_arguments(parser):
     parser.add_argument("--train-only")
     parser.add_argument("--stateful", action="store_true")
+    parser.add_argument("--noise", action="store_true")
     return parser
 
 
@@ -145,6 +153,8 @@ def main():
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     if args.train_only:
         container.model.pre_wrap_hooks.append(partial(freeze, args.train_only))
+    if args.noise:
+        container.model.pre_wrap_hooks.append(add_noise)
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
 
 

@@ -39,10 +39,10 @@ def changed(section: str, option: str, value: Any) -> Any:
 @pytest.mark.parametrize("section", ["model", "ddp", "train", "ft"])
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
 def test_each_option_of_megatron_lm_is_refused_in_each_section(section: str, refusal: Refusal) -> None:
-    options.require_supported(FINE)
+    options.require_supported(FINE, on_gpu=False)
     got = True if False in refusal.allowed else "another"
     with pytest.raises(ConfigError) as error:
-        options.require_supported(changed(section, refusal.option, got))
+        options.require_supported(changed(section, refusal.option, got), on_gpu=False)
     assert str(error.value).startswith(f"{section}.{refusal.option}: got {got!r}, wanted ")
     assert str(error.value).endswith(refusal.reason)
 
@@ -50,17 +50,32 @@ def test_each_option_of_megatron_lm_is_refused_in_each_section(section: str, ref
 @pytest.mark.parametrize(("section", "refusal"), [*options._OF_SECTIONS, *(("", each) for each in options._WHOLE)])
 def test_each_setting_of_bridge_alone_is_refused(section: str, refusal: Refusal) -> None:
     with pytest.raises(ConfigError) as error:
-        options.require_supported(changed(section, refusal.option, "another"))
+        options.require_supported(changed(section, refusal.option, "another"), on_gpu=False)
     name = f"{section}.{refusal.option}" if section else refusal.option
     assert str(error.value).startswith(f"{name}: got 'another', wanted {refusal.allowed[0]!r}")
 
 
+def test_a_gpu_needs_deterministic_kernels() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.deterministic_mode: got False, wanted True with moe_ckpt\.run"):
+        options.require_supported(changed("model", "deterministic_mode", False), on_gpu=True)
+    options.require_supported(changed("model", "deterministic_mode", True), on_gpu=True)
+
+
+@pytest.mark.parametrize("section", ["straggler", "rerun_state_machine"])
+def test_sections_beside_the_models_are_read(section: str) -> None:
+    option = {"straggler": "log_straggler", "rerun_state_machine": "check_for_spiky_loss"}[section]
+    config = copy.deepcopy(FINE)
+    setattr(config, section, SimpleNamespace(**{option: True}))
+    with pytest.raises(ConfigError, match=rf"^{section}\.{option}: got True, wanted False"):
+        options.require_supported(config, on_gpu=False)
+
+
 def test_a_stage_without_experts_needs_a_sharded_optimizer() -> None:
     config = changed("model", "moe_layer_freq", [0, 1])
-    options.require_supported(config)
+    options.require_supported(config, on_gpu=False)
     config.optimizer.use_distributed_optimizer = False
     with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer: got False, wanted True"):
-        options.require_supported(config)
+        options.require_supported(config, on_gpu=False)
 
 
 def test_the_shape_of_the_saved_state_names_all_its_settings() -> None:

@@ -11,6 +11,7 @@ import pytest
 from scripts.fetch_megatron_lm import FOLDER, TAGS, sources_of
 from tests.integrations.attached_jobs import Job, run_jobs
 from tests.integrations.exact_jobs import (
+    CHECKED,
     KILLS,
     OPTIONS,
     PATIENT,
@@ -20,12 +21,14 @@ from tests.integrations.exact_jobs import (
     require_exact_under_all_faults,
 )
 
+CLIENT = str(Path(__file__).with_name("recipe_client.py"))
+
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
 
 
 def require_exact_under_kills(folder: Path, plain: Job) -> None:
     """Require that the job with kills in each phase leaves the state of this one."""
-    killed = replace(plain, name="killed", options=(*OPTIONS["moevement"], *PATIENT), kills=KILLS)
+    killed = replace(plain, name="killed", options=(*OPTIONS["moevement"], *PATIENT, *CHECKED), kills=KILLS)
     ended = run_jobs(folder, plain, killed)
     require_equal(ended["killed"], ended["plain"])
     assert ended["killed"].num_processes == [1, 2, 2, 2], "rank 0 has kept its process"
@@ -46,6 +49,14 @@ def test_a_pass_with_a_wrong_result_is_no_step(tmp_path: Path) -> None:
     ended = run_jobs(tmp_path, wrong)["wrong"]
     assert ended.status != 0
     assert {iteration for _, iteration in ended.digests} == {1}, ended.log
+
+
+def test_a_loop_that_does_not_repeat_itself_ends_before_its_first_iteration(tmp_path: Path) -> None:
+    noisy = replace(PLAIN, name="noisy", options=OPTIONS["moevement"] + CHECKED, arguments=("--noise",), script=CLIENT)
+    ended = run_jobs(tmp_path, noisy)["noisy"]
+    assert ended.status != 0
+    assert "error: run.check_determinism: gradients that differ: got '0." in ended.log
+    assert ended.digests == {}
 
 
 @pytest.mark.full
@@ -87,7 +98,6 @@ OPTIONS_TOGETHER = {
 }
 
 
-CLIENT = str(Path(__file__).with_name("recipe_client.py"))
 RECIPES = {
     "overlapped, per token": (
         *("--calculate-per-token-loss", "--overlap-param-gather", "--overlap-grad-reduce"),

@@ -35,17 +35,25 @@ GUARDED = 'if __name__ == "__main__":\n    print("trained")\n'
 
 
 def test_the_options_of_the_example_are_fine() -> None:
-    require_supported(Namespace(**FINE))
-    require_supported(Namespace(num_experts=None, use_distributed_optimizer=False, pipeline_model_parallel_size=1))
+    require_supported(Namespace(**FINE), on_gpu=False)
+    dense = Namespace(num_experts=None, use_distributed_optimizer=False, pipeline_model_parallel_size=1)
+    require_supported(dense, on_gpu=False)
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
 def test_each_refused_option_is_named_with_its_reason(refusal: Refusal) -> None:
     got = True if False in refusal.allowed else "another"
     with pytest.raises(ConfigError) as error:
-        require_supported(Namespace(**FINE | {refusal.option: got}))
+        require_supported(Namespace(**FINE | {refusal.option: got}), on_gpu=False)
     assert str(error.value).startswith(f"{refusal.flag}: got {got!r}, wanted ")
     assert str(error.value).endswith(refusal.reason)
+
+
+def test_a_gpu_needs_deterministic_kernels() -> None:
+    require_supported(Namespace(**FINE, deterministic_mode=True), on_gpu=True)
+    require_supported(Namespace(**FINE, deterministic_mode=False), on_gpu=False)
+    with pytest.raises(ConfigError, match=r"^--deterministic-mode: got False, wanted True with moe_ckpt\.run"):
+        require_supported(Namespace(**FINE, deterministic_mode=False), on_gpu=True)
 
 
 def test_the_documentation_has_every_option() -> None:
@@ -81,9 +89,9 @@ def test_every_refused_option_is_one_that_megatron_lm_has() -> None:
 @pytest.mark.parametrize("frequency", [2, [0, 1]])
 def test_a_stage_without_experts_needs_a_sharded_optimizer(frequency: Any) -> None:
     fine = FINE | {"moe_layer_freq": frequency}
-    require_supported(Namespace(**fine))
+    require_supported(Namespace(**fine), on_gpu=False)
     with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer: got False, wanted True"):
-        require_supported(Namespace(**fine | {"use_distributed_optimizer": False}))
+        require_supported(Namespace(**fine | {"use_distributed_optimizer": False}), on_gpu=False)
 
 
 def test_a_version_that_was_not_tried_is_refused_by_its_name() -> None:
@@ -202,6 +210,6 @@ def test_the_attached_loop_alone_can_be_imported(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_import_that_has_started_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as forked processes see it
     with pytest.raises(ConfigError, match=r"runtime\.guard: got True, wanted false: an import has started CUDA"):
         run_elastic(cast("Any", None), cast("Any", None), lambda worker: 0)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from launcher.config import AUTO, ParallelConfig, Settings, compose_settings
 from launcher.layout import check_fit, check_supervised, fit_layout
-from launcher.parallel import _make_deterministic
 from launcher.train import choose_warnings
 from moe_ckpt.elastic.torchrun import Launch, read_launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
 from tests.launcher.errors import error_of
-from tests.ranks import run_ranks
 
 AUTO_ALL = ParallelConfig(pp=AUTO, dp=AUTO, ep=AUTO, tp=AUTO, ranks_per_node=AUTO)
 DEGREES = st.one_of(st.just(AUTO), st.integers(1, 8))
@@ -189,17 +185,6 @@ def test_without_torchrun_the_error_says_how_to_start(torchrun: pytest.MonkeyPat
     message = error_of(read_launch, "launcher/train.py")
     assert f"({', '.join(missing)} not set)" in message
     assert "torchrun --nproc-per-node=4 launcher/train.py" in message
-
-
-def _settings_of_a_deterministic_gpu() -> tuple[bool, str | None]:
-    torch._dynamo.config.disable = False
-    os.environ.pop("NCCL_NVLS_ENABLE", None)
-    _make_deterministic()
-    return torch._dynamo.config.disable, os.environ.get("NCCL_NVLS_ENABLE")
-
-
-def test_deterministic_runs_compile_nothing_and_sum_in_one_order() -> None:
-    assert run_ranks(1, _settings_of_a_deterministic_gpu) == [(True, "0")]
 
 
 def test_warnings_of_kernels_that_do_not_repeat_are_shown_once() -> None:

@@ -112,7 +112,7 @@ def _run_with(settings: Settings, options: tuple[str, ...]) -> dict[str, Any]:
 def test_recovered_run_of_a_recipe_is_exact(row: str, tmp_path: Path) -> None:
     options, training = ROWS[row]
     plain, lost = tmp_path / "plain", tmp_path / "lost"
-    recovery = (*losing(*LOST), "ckpt.window=3")
+    recovery = (*losing(*LOST), "ckpt.window=3", "train.check_determinism=true")
     outcomes = [
         outcome_of(folder, run_ranks(4, _run_with, job_settings(folder, *TRAINING, *training, *more), options)[0])
         for folder, more in ((plain, ()), (lost, recovery))

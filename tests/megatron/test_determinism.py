@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -10,12 +11,23 @@ import torch.distributed as dist
 
 from launcher.run import _check_determinism
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.determinism import differing_gradients
+from moe_ckpt.megatron.determinism import differing_gradients, make_deterministic
 from moe_ckpt.megatron.state import digest_of
 from tests.megatron.stage import FP16, build_stage, runner_of
 from tests.ranks import run_ranks
 from tests.scenarios import BIAS
 from tests.training import small_settings
+
+
+def settings_of_a_deterministic_gpu() -> tuple[bool, str | None]:
+    torch._dynamo.config.disable = False
+    os.environ.pop("NCCL_NVLS_ENABLE", None)
+    make_deterministic()
+    return torch._dynamo.config.disable, os.environ.get("NCCL_NVLS_ENABLE")
+
+
+def test_deterministic_runs_compile_nothing_and_sum_in_one_order() -> None:
+    assert run_ranks(1, settings_of_a_deterministic_gpu) == [(True, "0")]
 
 
 def train_two_stages(checks: bool) -> tuple[list[str], str]:
@@ -54,4 +66,4 @@ def test_a_gradient_that_does_not_repeat_itself_is_named_on_all_ranks(device: st
     first, second = run_ranks(2, check_a_stage_with_noise, device)
     assert (first[0], len(second[0])) == ([], 1)
     assert first[1] == second[1]
-    assert first[1].startswith(f"train.deterministic: gradients that differ: got '{second[0][0]}', wanted the same")
+    assert first[1].startswith(f"train.check_determinism: gradients that differ: got '{second[0][0]}', wanted the same")

@@ -298,6 +298,7 @@ def _refusals() -> None:
     for owner, name in (
         (chunk.config, "variable_seq_lengths"),
         (chunk.config, "fp4"),
+        (chunk.config, "use_transformer_engine_op_fuser"),
         (chunk.config, "tp_comm_overlap"),  # buffers that belong to one communicator
         (chunk.config, "mtp_detach_heads"),
         (chunk.config, "moe_input_jitter_eps"),
