@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import math
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -21,19 +20,28 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.config import require
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.linux import duplicate_socket
 
 _log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.0001
 _HOST = torch.device("cpu")
+_LAUNCH_S = 0.5
 _NCCL_NEVER_ENDS_THE_PROCESS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # else the watchdog asks the store of an ended generation, and sleeps up to a minute in the thread that ends
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # else torch's watchdog asks the store of an ended generation, or sleeps a minute with a lock that operations need
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
 }
+_NCCL_CONNECTS_EARLY = "NCCL_RUNTIME_CONNECT", "0"
 
 
 class Mark(Protocol):
@@ -55,6 +63,8 @@ class Backend(Protocol):
     """
     closing_s: float | None
     """Seconds to wait for quiet after `cut`, then continue without it; None: never continue without it."""
+    launching: contextlib.AbstractContextManager[object]
+    """Held by a thread that begins an operation; inside, the generation is known not to be over."""
 
     def begin(self) -> None:
         """A generation is about to be formed: connections opened from now on belong to it."""
@@ -72,10 +82,14 @@ class Backend(Protocol):
         """All groups of this generation exist: no further connection is opened for it."""
         ...
 
+    def wait(self, work: Any) -> None:
+        """Wait for an operation; on a device, let the calling thread's stream wait for it."""
+        ...
+
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         """Wait until awaited operations are complete on the device, too, or `is_over` returns True.
 
-        Raises PeersLostError after `timeout_s` seconds.
+        Raises PeersLostError after `timeout_s` seconds, or where an operation has failed.
         """
         ...
 
@@ -91,8 +105,7 @@ class Backend(Protocol):
 class GlooBackend:
     """gloo over TCP. It has no abort; shutting its sockets down makes operations fail within milliseconds.
 
-    The sockets are those that the process opened between `begin` and `formed`: open no others meanwhile. Tensors are on
-    `device`; for one that is not the host, `wrap` makes a group of gloo's that copies them.
+    Tensors are on `device`; for one that is not the host, `wrap` makes a group of gloo's that copies them.
     """
 
     def __init__(self, device: torch.device = _HOST, wrap: Callable[[Any], Any] = lambda group: group) -> None:
@@ -100,12 +113,11 @@ class GlooBackend:
         self.wrap = wrap
         self.can_forget = True
         self.closing_s: float | None = 0.5
-        self._before: frozenset[str] = frozenset()
-        self._own: frozenset[str] | None = frozenset()  # None while they are being opened
+        self.launching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._sockets = _GenerationSockets()
 
     def begin(self) -> None:
-        self._before = frozenset(_open_sockets())
-        self._own = None
+        self._sockets.begin()
 
     def mark(self) -> Mark | None:
         return None  # an awaited operation is complete, but for copies of results in the order of the stream
@@ -116,72 +128,92 @@ class GlooBackend:
         return self.wrap(group_of(backend, store, _HOST, dist.ProcessGroup.BackendType.GLOO))
 
     def formed(self) -> None:
-        self._own = frozenset(_open_sockets()) - self._before
+        self._sockets.formed()
+
+    def wait(self, work: Any) -> None:
+        work.wait()
 
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         pass  # as for `mark`: nothing can be lost any more
 
     def cut(self, insides: Sequence[Any]) -> None:  # noqa: ARG002 - gloo offers nothing to call
-        for inode, fd in _open_sockets().items():
-            if inode in self._own if self._own is not None else inode not in self._before:
-                _shut_down(fd, inode)
+        self._sockets.shut_down()
 
     def is_quiet(self) -> bool:
-        own = self._own or frozenset()
         # gloo's thread goes on reading, into tensors, the bytes that came before the socket was shut down
-        return not any(inode in own and _unread_bytes(fd) for inode, fd in _open_sockets().items())
+        return not self._sockets.have_unread_bytes()
 
 
 class NcclBackend:
-    """NCCL.
+    """NCCL, with communicators that block: torch's all-to-all fails on others where it has to wait for a peer.
 
-    Kernels of aborted communicators finish, with garbage: after a synchronization the caller checks the outcome.
+    Kernels of aborted communicators finish, with garbage, on peers, too: after a synchronization the caller asks
+    whether the generation has ended. An abort frees its communicator, so none begins while a thread begins an
+    operation. Raises ConfigError where a setting of torch lets its watchdog end this process.
     """
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.can_forget = False
         self.closing_s: float | None = None
+        self._launch = threading.RLock()  # a batch of operations holds it as a whole, and each of them
+        self.launching: contextlib.AbstractContextManager[object] = self._launch
         self._lock = threading.Lock()
+        self._sockets = _GenerationSockets()
         self._aborts: dict[int, threading.Thread] = {}
-        self._forming: dict[int, Any] = {}  # a rank that dies leaves the others in NCCL's bootstrap: a cut aborts them
+        self._made: list[tuple[Any, Any]] = []  # backends of this generation, with their groups
+        self._num_being_made = 0
         self._is_cut = False
         self._draining: threading.Thread | None = None
-        keep_nccl_from_ending_the_process()
+        set_up_nccl()
 
     def begin(self) -> None:
+        self._sockets.begin()
         with self._lock:
             self._aborts.clear()
-            self._forming.clear()
+            self._made.clear()
             self._is_cut = False
         self._draining = None
 
     def mark(self) -> Mark | None:
-        reached = torch.cuda.Event()
-        reached.record(torch.cuda.current_stream(self.device))
-        return reached
+        return _PointOnDevice(self.device)
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=form_s)
-        options.config.blocking = 0  # a blocking ncclCommInitRank cannot be aborted
-        os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(form_s))  # torch's own is 30 minutes
+        options.config.blocking = 1
         backend = dist.ProcessGroupNCCL(store, rank, size, options)
-        self._register(backend)
-        backend.eager_connect_single_device(self.device)  # communicators made lazily have hung in an abort
+        # NCCL itself waits for a missing rank without limit
+        _meet(store, size)
+        with self._making(), torch.cuda.device(self.device):
+            backend.eager_connect_single_device(self.device)
         backend._set_default_timeout(timedelta(seconds=operation_s))
         group = group_of(backend, store, self.device, dist.ProcessGroup.BackendType.NCCL)
-        self._register(group, replaces=backend)
+        with self._lock:
+            self._made.append((backend, group))  # it has no handle yet
+            is_cut = self._is_cut
+        if is_cut:  # it may have come before
+            self.cut([])
+            raise PeersLostError("forming process groups: other ranks were lost")
         return group
 
     def formed(self) -> None:
-        pass
+        self._sockets.formed()
+
+    def wait(self, work: Any) -> None:
+        # not `wait`, which aborts the communicator of an operation that has failed: peers could take garbage for the
+        # result before the end of the generation is in the store, where they ask for it
+        work.synchronize()
 
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         deadline_s = time.monotonic() + timeout_s
         while not done.query() and not is_over():
+            for backend, _ in self._made:
+                error = backend.get_error().name
+                if error != "SUCCESS":
+                    raise PeersLostError(f"operations on {self.device}: NCCL reports {error}")
             if time.monotonic() > deadline_s:
                 raise PeersLostError(f"operations on {self.device} took more than {timeout_s:g} s")
             time.sleep(_LOOK_AGAIN_S)  # a blocking wait could not be left
@@ -189,39 +221,112 @@ class NcclBackend:
     def cut(self, insides: Sequence[Any]) -> None:
         with self._lock:
             self._is_cut = True
-            all_made = (*insides, *self._forming.values())
+            all_made = (*insides, *(group for _, group in self._made))
             new = {id(inside): inside for inside in all_made if id(inside) not in self._aborts}
             # all at the same time: one after another, aborts of communicators can wait for each other
             for key, inside in new.items():
-                self._aborts[key] = threading.Thread(target=inside.abort, name="abort", daemon=True)
+                self._aborts[key] = threading.Thread(target=self._abort, args=(inside,), name="abort", daemon=True)
                 self._aborts[key].start()
+            is_making = self._num_being_made > 0
+        if is_making:  # a rank that dies leaves the others in NCCL's bootstrap, which torch cannot abort
+            self._sockets.shut_down(listening=True)
 
     def is_quiet(self) -> bool:
         with self._lock:
-            if any(thread.is_alive() for thread in self._aborts.values()):
+            if self._num_being_made or any(thread.is_alive() for thread in self._aborts.values()):
                 return False
-            self._forming.clear()
+            self._made.clear()
         if self._draining is None:
             # in a thread, as each abort: the thread that leaves must see runtime.abort_s pass while a call hangs
             self._draining = threading.Thread(target=_drain, args=(self.device,), name="drain", daemon=True)
             self._draining.start()
         return not self._draining.is_alive()
 
-    def _register(self, made: Any, replaces: Any = None) -> None:
-        """Let a cut abort a group that no handle has yet. Raises PeersLostError if the cut came before."""
+    @contextlib.contextmanager
+    def _making(self) -> Iterator[None]:
+        """Until the end of the context a communicator is being made. Raises PeersLostError after a cut."""
         with self._lock:
             if self._is_cut:
                 raise PeersLostError("forming process groups: other ranks were lost")
-            self._forming.pop(id(replaces), None)
-            self._forming[id(made)] = made
+            self._num_being_made += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_being_made -= 1
+
+    def _abort(self, inside: Any) -> None:
+        """Abort a group once no thread begins an operation: the generation is over, and no later one begins any."""
+        if not self._is_launched():
+            self._sockets.shut_down(listening=True)  # one that begins a transfer may wait for its peer to connect
+            if not self._is_launched():
+                die(f"an operation on {self.device} has not begun in {2 * _LAUNCH_S:g} seconds")
+        inside.abort()
+
+    def _is_launched(self) -> bool:
+        if not self._launch.acquire(timeout=_LAUNCH_S):
+            return False
+        self._launch.release()
+        return True
 
 
-def keep_nccl_from_ending_the_process() -> None:
-    """Leave errors of NCCL to the caller; call before the first group of NCCL is made.
+class _PointOnDevice:
+    """A point in the work of a CUDA device, for any thread to query."""
 
-    torchrun sets the opposite: then torch's watchdog would end the survivors of a peer's loss.
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+
+    def query(self) -> bool:
+        with torch.cuda.device(self._device):  # a thread has the first device, until it is given another one
+            return self._event.query()
+
+
+class _GenerationSockets:
+    """The sockets that this process opened between `begin` and `formed`: open no others meanwhile."""
+
+    def __init__(self) -> None:
+        self._before: frozenset[str] = frozenset()
+        self._own: frozenset[str] | None = frozenset()  # None while they are being opened
+
+    def begin(self) -> None:
+        self._before = frozenset(_open_sockets())
+        self._own = None
+
+    def formed(self) -> None:
+        self._own = frozenset(_open_sockets()) - self._before
+
+    def shut_down(self, *, listening: bool = False) -> None:
+        """Shut the sockets down, those that are `listening` as well: an accept in them then fails."""
+        for inode, fd in _open_sockets().items():
+            if inode in self._own if self._own is not None else inode not in self._before:
+                _shut_down(fd, inode, listening=listening)
+
+    def have_unread_bytes(self) -> bool:
+        """Return whether bytes have arrived that no thread has read yet."""
+        own = self._own or frozenset()
+        return any(inode in own and _unread_bytes(fd) for inode, fd in _open_sockets().items())
+
+
+def set_up_nccl() -> None:
+    """Leave errors of NCCL to the caller; call before the first group of NCCL is made, and before other threads run.
+
+    torchrun sets the opposite: then torch's watchdog would end the survivors of a peer's loss. Raises ConfigError.
     """
+    level = dist.get_debug_level()
+    wanted = "INFO or OFF with runtime.backend=nccl: with it, torch's watchdog ends the survivors of a loss"
+    require(level != dist.DebugLevel.DETAIL, "TORCH_DISTRIBUTED_DEBUG", level.name, wanted)
     os.environ.update(_NCCL_NEVER_ENDS_THE_PROCESS)
+    # a first collective would wait, inside its launch, for all ranks to begin it: no abort is safe then
+    os.environ.setdefault(*_NCCL_CONNECTS_EARLY)
+
+
+def _meet(store: dist.Store, size: int) -> None:
+    """Return once all ranks of a group have come here. Raises PeersLostError, as `store` does."""
+    if store.add("here", 1) == size:
+        store.set("all here", "")
+    store.wait(["all here"])
 
 
 def die(reason: str) -> NoReturn:
@@ -258,11 +363,11 @@ def _open_sockets() -> dict[str, int]:
     return found
 
 
-def _shut_down(fd: int, name: str) -> None:
+def _shut_down(fd: int, name: str, *, listening: bool) -> None:
     with contextlib.suppress(OSError), duplicate_socket(fd) as duplicate:  # OSError: closed meanwhile
         # on a duplicate: no other thread can close it between the check and the shutdown
         is_same = name == f"socket:[{os.fstat(duplicate.fileno()).st_ino}]"  # or the number is another's meanwhile
-        if is_same and not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if is_same and (listening or not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)):
             duplicate.shutdown(socket.SHUT_RDWR)
 
 

@@ -62,11 +62,15 @@ class TransferCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """Operations that an inner group collects, to begin them together; `arguments` holds their tensors."""
+    """Operations that an inner group collects, to begin them together; `arguments` holds their tensors.
+
+    Until they have begun, `held` keeps a cut from aborting the group.
+    """
 
     inside: Any
     device: torch.device
     arguments: list[tuple[Any, ...]]
+    held: contextlib.ExitStack
 
 
 class ElasticGroup(dist.ProcessGroup):
@@ -224,14 +228,17 @@ class ElasticGroups:
 
     def leave(self) -> None:
         """Drop the inner groups once no further byte can arrive in a tensor."""
+        for handle in self._handles:
+            # an error between the calls of a batch has left it open
+            self._drop_batch(handle)
+            # and one inside torch's `_coalescing_manager` its list: later collectives would only be noted in it
+            dist.distributed_c10d._world.pg_coalesce_state.pop(handle, None)
         self.cut()
         self._device_waits.clear()
         begun_s = time.monotonic()
         unfinished, self._unfinished = list(self._unfinished.values()), {}
         insides = self.insides
         for handle in self._handles:
-            # a loss inside torch's `_coalescing_manager` leaves its list: later collectives would only be noted in it
-            dist.distributed_c10d._world.pg_coalesce_state.pop(handle, None)
             if handle.size() > 1:  # a group of one needs no other rank, and is never formed anew
                 handle.inside = None
         threading.Thread(target=_bury, args=(unfinished, insides), daemon=True).start()
@@ -247,15 +254,15 @@ class ElasticGroups:
         over, inside = self._over, handle.inside  # in this order: an inside is dropped after its generation is over
         if isinstance(inside, SoloGroup):
             return getattr(inside, name)(*arguments, **options)
-        if over.is_set() or inside is None:
-            self._drop_batch(handle)
-            raise PeersLostError(f"{name}: other ranks were lost")
+        for value in (*arguments, *options.values()):
+            if isinstance(value, dist.BarrierOptions):
+                value.asyncOp = True  # a barrier that blocks in here would keep a cut from aborting it
         try:
-            with self._telling():  # NCCL's synchronous barrier blocks in here
+            with self._beginning(name, handle, over):
                 work = getattr(inside, name)(*arguments, **options)
-        except RuntimeError as error:
+        except PeersLostError:
             self._drop_batch(handle)
-            raise PeersLostError(f"{name}: {error}") from error
+            raise
         handle.transfers.total += name in _TRANSFERS
         if handle.batch is not None:  # the batch's end returns the operation that is waited for
             handle.batch.arguments.append(arguments)
@@ -268,28 +275,38 @@ class ElasticGroups:
         NCCL serializes transfers that are not batched: two neighbours that both send first would wait for ever.
         """
         over, inside = self._over, handle.inside
-        if over.is_set() or inside is None:
-            raise PeersLostError("batched transfers: other ranks were lost")
-        inside._start_coalescing(device)
-        handle.batch = _Batch(inside=inside, device=device, arguments=[])
+        with self._beginning("batched transfers", handle, over), contextlib.ExitStack() as held:
+            inside._start_coalescing(device)
+            held.enter_context(handle.transport.launching)
+            handle.batch = _Batch(inside=inside, device=device, arguments=[], held=held.pop_all())
 
     def end_batch(self, handle: ElasticGroup) -> dist.Work:
         """Begin a handle's batch and return it as one operation. Raises PeersLostError if ranks are lost."""
         over, batch = self._over, handle.batch
         assert batch is not None, "the batch was not started"
         handle.batch = None
-        try:
+        with batch.held, self._beginning("batched transfers", handle, over):
             work = batch.inside._end_coalescing(batch.device)
-        except RuntimeError as error:
-            raise PeersLostError(f"batched transfers: {error}") from error
         return self._begun(handle, "batched transfers", work, tuple(batch.arguments), over)
 
     def _drop_batch(self, handle: ElasticGroup) -> None:
         """End a batch that failed: NCCL counts open batches per thread, and would begin no later operation."""
         batch, handle.batch = handle.batch, None
         if batch is not None:
-            with contextlib.suppress(RuntimeError):
+            with batch.held, contextlib.suppress(RuntimeError):
                 batch.inside._end_coalescing(batch.device)
+
+    @contextlib.contextmanager
+    def _beginning(self, name: str, handle: ElasticGroup, over: threading.Event) -> Iterator[None]:
+        """Begin an operation of the generation that `over` ends. Raises PeersLostError."""
+        # a launch may wait for its device, or for a peer to connect
+        with self._telling(), handle.transport.launching:
+            if over.is_set() or handle.inside is None:
+                raise PeersLostError(f"{name}: other ranks were lost")
+            try:
+                yield
+            except RuntimeError as error:
+                raise PeersLostError(f"{name}: {error}") from error
 
     def _begun(
         self, handle: ElasticGroup, name: str, work: Any, arguments: tuple[Any, ...], over: threading.Event
@@ -301,13 +318,15 @@ class ElasticGroups:
             return FinishedWork()
         # with its tensors: after a cut the operation may write to their memory, which must not be another tensor's
         self._unfinished[id(work)] = (_host_part(work), work, arguments)
-        return _Operation(work, self, over, handle.transport)
+        return _Operation(work, self, over, handle.transport, is_barrier=name == "barrier")
 
-    def wait(self, work: Any, over: threading.Event, transport: Backend) -> None:
+    def wait(self, work: Any, over: threading.Event, transport: Backend, *, is_barrier: bool = False) -> None:
         """Wait for an operation to end or to be abandoned; `over` is its generation's. Raises PeersLostError."""
         try:
             with self._telling():
-                self._wait_for_helper(work) if transport.can_forget else work.wait()
+                self._wait_for_helper(work, transport) if transport.can_forget else transport.wait(work)
+                if is_barrier:  # for which the host waits, too
+                    transport.sync(over.is_set, self._timeouts.operation_s)
         except RuntimeError as error:
             raise PeersLostError(str(error)) from error
         self._device_waits.add(transport.mark())  # NCCL: the current stream waits for it, the host does not
@@ -348,9 +367,9 @@ class ElasticGroups:
                 return
             time.sleep(0.001)
 
-    def _wait_for_helper(self, work: Any) -> None:
+    def _wait_for_helper(self, work: Any, transport: Backend) -> None:
         helper = self._helpers.own = getattr(self._helpers, "own", None) or Helper()
-        outcome = self._start(helper, _host_part(work).wait)
+        outcome = self._start(helper, functools.partial(transport.wait, _host_part(work)))
         try:
             self._await(outcome, None)
         finally:
@@ -426,15 +445,18 @@ class ElasticGroups:
 class _Operation(dist.Work):
     """An operation of a handle's inner group, which can be abandoned."""
 
-    def __init__(self, work: Any, groups: ElasticGroups, over: threading.Event, transport: Backend) -> None:
+    def __init__(
+        self, work: Any, groups: ElasticGroups, over: threading.Event, transport: Backend, *, is_barrier: bool
+    ) -> None:
         super().__init__()
         self._work = work
         self._groups = groups
         self._over = over
         self._transport = transport
+        self._is_barrier = is_barrier
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - operations have their own
-        self._groups.wait(self._work, self._over, self._transport)
+        self._groups.wait(self._work, self._over, self._transport, is_barrier=self._is_barrier)
         return True
 
     def is_completed(self) -> bool:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.elastic import backends
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.backends import GlooBackend, NcclBackend
-from moe_ckpt.errors import PeersLostError
+from moe_ckpt.errors import ConfigError, PeersLostError
 from tests.elastic.transports import passes
 from tests.elastic.workers import wait_until
 from tests.ranks import RankFailedError, run_ranks
 from tests.waits import WAIT_S
+
+ErrorType = cast("Any", torch._C)._distributed_c10d.ErrorType
 
 # The sockets that are a generation's.
 
@@ -105,8 +110,15 @@ def test_a_transport_is_quiet_once_all_bytes_are_read(pair) -> None:
 # NCCL's transport, on a device that is not there: what it asks of CUDA.
 
 
-NCCL_SWITCHES = tuple(
-    f"TORCH_NCCL_{name}" for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR")
+NCCL_SWITCHES = (
+    *("TORCH_FR_BUFFER_SIZE", "NCCL_RUNTIME_CONNECT"),
+    *(
+        f"TORCH_NCCL_{name}"
+        for name in (
+            *("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "RETHROW_CUDA_ERRORS", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR"),
+            *("DESYNC_DEBUG", "EXTRA_DUMP_ON_EXEC", "WAIT_TIMEOUT_DUMP_MILSEC", "TRACE_BUFFER_SIZE"),
+        )
+    ),
 )
 
 
@@ -122,10 +134,25 @@ class FakeEvent:
         return FakeEvent.looks <= 0
 
 
+class FakeDevice:
+    """A device that a thread makes its own."""
+
+    entered: ClassVar[list[tuple[str, torch.device]]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self.entered.append((threading.current_thread().name, self._device))
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclBackend:
     for name in NCCL_SWITCHES:
-        monkeypatch.setenv(name, "1")  # as torchrun does; undone when the test ends
+        monkeypatch.setenv(name, "1")  # as torchrun sets some; undone when the test ends
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
     return nccl_without_cuda(monkeypatch)
 
 
@@ -133,11 +160,29 @@ def nccl_without_cuda(monkeypatch: pytest.MonkeyPatch) -> NcclBackend:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "device", FakeDevice)
     return NcclBackend()
 
 
 def test_nccl_is_kept_from_ending_survivors(nccl: NcclBackend) -> None:
     assert {name: os.environ[name] for name in NCCL_SWITCHES} == dict.fromkeys(NCCL_SWITCHES, "0")
+
+
+def test_a_watchdog_that_ends_survivors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+    with pytest.raises(ConfigError, match=r"^TORCH_DISTRIBUTED_DEBUG: got 'DETAIL', wanted INFO or OFF with runtime"):
+        nccl_without_cuda(monkeypatch)
+
+
+def test_a_point_is_asked_for_with_its_own_device(nccl: NcclBackend) -> None:
+    """A thread that has no device of its own would make a context on the first one."""
+    FakeDevice.entered.clear()
+    mark = nccl.mark()
+    assert mark is not None
+    asking = threading.Thread(target=mark.query, name="another thread")
+    asking.start()
+    asking.join()
+    assert FakeDevice.entered == [("another thread", torch.device("cuda", 0))]
 
 
 def test_launched_operations_are_waited_for_unless_all_is_over(nccl: NcclBackend) -> None:
@@ -148,6 +193,35 @@ def test_launched_operations_are_waited_for_unless_all_is_over(nccl: NcclBackend
     nccl.sync(lambda: True, WAIT_S)
     with pytest.raises(PeersLostError, match=r"operations on cuda:0 took more than 0\.01 s"):
         nccl.sync(lambda: False, 0.01)
+
+
+class Launched:
+    """An operation of NCCL for which a stream can wait."""
+
+    def __init__(self) -> None:
+        self.is_awaited = False
+
+    def synchronize(self) -> None:
+        self.is_awaited = True
+
+    def wait(self) -> None:
+        raise AssertionError("torch would abort a communicator here before the generation has ended")
+
+
+def test_a_failed_operation_aborts_nothing_before_its_generation_has_ended(
+    nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is told by the next look at the device."""
+    work, backend = Launched(), SimpleNamespace(get_error=lambda: ErrorType.SUCCESS)
+    nccl.wait(work)
+    assert work.is_awaited
+    monkeypatch.setattr(nccl, "_made", [(backend, None)])
+    FakeEvent.looks = 5
+    nccl.sync(lambda: False, WAIT_S)
+    backend.get_error = lambda: ErrorType.COMM_ERROR
+    FakeEvent.looks = 5
+    with pytest.raises(PeersLostError, match="operations on cuda:0: NCCL reports COMM_ERROR"):
+        nccl.sync(lambda: False, WAIT_S)
 
 
 class StuckGroup:
@@ -205,44 +279,166 @@ def test_a_device_that_is_lost_ends_the_process_by_a_signal() -> None:
         run_ranks(1, lose_the_device)
 
 
-class BootstrappingBackend:
-    """A backend of NCCL whose peer never comes: only an abort ends its forming."""
+class Bootstrap:
+    """A backend of NCCL whose communicator waits for a peer, unless there is `another_end` to its making."""
+
+    made: ClassVar[list[Bootstrap]] = []
+    another_end: ClassVar[list[Callable[[], object]]] = []
 
     def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
-        self.blocking = options.config.blocking
-        self.waits, self.aborted = threading.Event(), threading.Event()
-        made.append(self)
+        self.blocking, self.listening, self.aborts = options.config.blocking, False, 0
+        self.made.append(self)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        self.waits.set()
-        if self.aborted.wait(2.0):
-            raise RuntimeError("NCCL communicator was aborted")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(WAIT_S / 6)  # where no cut ends it: the test's own threads do end
+            self.listening = True
+            try:
+                (self.another_end or [server.accept])[0]()  # NCCL's waits without limit
+            except OSError as error:
+                raise RuntimeError(f"NCCL: accept failed: {error}") from error
 
     def abort(self) -> None:
-        self.aborted.set()
+        self.aborts += 1
+
+    def _set_default_timeout(self, timeout: timedelta) -> None: ...
 
     @staticmethod
     def Options() -> Any:  # noqa: N802 - torch's name
-        return SimpleNamespace(config=SimpleNamespace(blocking=1))
+        return SimpleNamespace(config=SimpleNamespace(blocking=-1))
 
 
-made: list[BootstrappingBackend] = []
-
-
-def test_a_cut_aborts_groups_that_are_being_formed(nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    made.clear()
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", BootstrappingBackend, raising=False)
-    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800")
+@pytest.fixture
+def forming(nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Future[Any]]]:
+    """Return a function that begins to make a rank's group, in a thread."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Bootstrap, raising=False)
+    monkeypatch.setattr(backends, "group_of", lambda backend, *_: backend)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(Bootstrap, "made", [])
     nccl.begin()
-    with ThreadPoolExecutor(1) as forming:
-        group = forming.submit(nccl.make, dist.HashStore(), 0, 2, form_s=7.5, operation_s=WAIT_S)
-        assert wait_until(lambda: bool(made) and made[0].waits.is_set())
-        nccl.cut([])
-        with pytest.raises(RuntimeError, match="was aborted"):
-            group.result(WAIT_S)
-    assert (made[0].blocking, os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == (0, "8")
+
+    def make(rank: int, size: int, store: dist.Store) -> Any:
+        return nccl.make(store, rank, size, form_s=WAIT_S, operation_s=WAIT_S)
+
+    with ThreadPoolExecutor(2) as threads:
+        yield functools.partial(threads.submit, make)
+
+
+def test_a_cut_ends_groups_that_are_being_formed(nccl: NcclBackend, forming: Callable[..., Future[Any]]) -> None:
+    group = forming(0, 1, dist.HashStore())
+    assert wait_until(lambda: bool(Bootstrap.made) and Bootstrap.made[0].listening)
+    assert not nccl.is_quiet(), "a communicator is being made"
+    nccl.cut([])
+    with pytest.raises(RuntimeError, match=r"accept failed: .*Invalid argument"):
+        group.result(WAIT_S)
+    assert Bootstrap.made[0].blocking == 1
+    assert wait_until(nccl.is_quiet)
     with pytest.raises(PeersLostError, match="forming process groups"):
-        nccl.make(dist.HashStore(), 0, 2, form_s=7.5, operation_s=WAIT_S)
+        forming(0, 1, dist.HashStore()).result(WAIT_S)
+
+
+def test_a_group_that_is_made_as_its_generation_is_cut_is_aborted(
+    nccl: NcclBackend, forming: Callable[..., Future[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No handle has it, nor will one."""
+    monkeypatch.setattr(Bootstrap, "another_end", [lambda: nccl.cut([])])
+    with pytest.raises(PeersLostError, match="forming process groups"):
+        forming(0, 1, dist.HashStore()).result(WAIT_S)
+    assert wait_until(lambda: Bootstrap.made[0].aborts == 1)
+
+
+class WaitedForStore(dist.HashStore):
+    """Notes at each wait whether a rank is making its communicator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes_at_waits: list[bool] = []
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)) -> None:
+        self.makes_at_waits.append(any(each.listening for each in Bootstrap.made))
+        super().wait(keys, timeout)
+
+
+def test_ranks_meet_before_they_make_a_communicator(
+    forming: Callable[..., Future[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits without limit for a rank that died before it came."""
+    monkeypatch.setattr(Bootstrap, "another_end", [lambda: None])
+    store = WaitedForStore()
+    first = forming(0, 2, store)
+    assert wait_until(lambda: store.makes_at_waits == [False])
+    assert not first.done()
+    second = forming(1, 2, store)
+    assert {first.result(WAIT_S), second.result(WAIT_S)} == set(Bootstrap.made)
+
+
+def begin_an_operation(nccl: NcclBackend, operation: Callable[[], object]) -> threading.Thread:
+    """Begin an operation in a thread that takes its time; return the thread once it is inside."""
+    is_inside = threading.Event()
+
+    def begin() -> None:
+        with nccl.launching:
+            is_inside.set()
+            operation()
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    assert is_inside.wait(WAIT_S)
+    return thread
+
+
+def test_no_group_is_aborted_while_a_thread_begins_an_operation(nccl: NcclBackend) -> None:
+    """An abort frees memory that the operation reads."""
+    group, may_end, seen = StuckGroup(), threading.Event(), []
+    nccl.begin()
+    nccl.formed()
+    thread = begin_an_operation(nccl, lambda: may_end.wait(WAIT_S) and seen.append(group.aborts))
+    nccl.cut([group])
+    assert not nccl.is_quiet()
+    may_end.set()
+    thread.join()
+    assert seen == [0]
+    assert wait_until(lambda: group.aborts == 1)
+    group.may_end.set()
+
+
+def cut_an_operation_that_waits_for_its_peer() -> int:
+    """Return how often the group was aborted once the operation has failed."""
+    nccl, group, failed = nccl_without_cuda(pytest.MonkeyPatch()), StuckGroup(), threading.Event()
+    nccl.begin()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nccl.formed()
+
+        def accept() -> None:
+            try:
+                server.accept()
+            except OSError:
+                failed.set()
+
+        begin_an_operation(nccl, accept)
+        nccl.cut([group])
+        assert failed.wait(WAIT_S)
+    wait_until(lambda: group.aborts > 0)
+    return group.aborts
+
+
+def test_an_operation_that_waits_for_its_peer_to_connect_is_ended_by_a_cut() -> None:
+    assert run_ranks(1, cut_an_operation_that_waits_for_its_peer) == [1]
+
+
+def cut_an_operation_that_never_begins() -> str:
+    nccl = nccl_without_cuda(pytest.MonkeyPatch())
+    nccl.begin()
+    nccl.formed()
+    begin_an_operation(nccl, threading.Event().wait)
+    nccl.cut([StuckGroup()])
+    threading.Event().wait(WAIT_S)
+    return "it went on"
+
+
+def test_an_operation_that_never_begins_ends_the_process_by_a_signal() -> None:
+    with pytest.raises(RankFailedError, match="rank 0 died"):
+        run_ranks(1, cut_an_operation_that_never_begins)
 
 
 NUM_GROUPS, NUM_FIRST = 50, 10

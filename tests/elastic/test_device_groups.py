@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -55,8 +56,10 @@ class LikeNccl:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def operation(*arguments: Any, **options: Any) -> Any:
+            is_asynchronous = any(getattr(value, "asyncOp", False) for value in (*arguments, *options.values()))
+            assert is_asynchronous or name != "barrier", "a barrier would block a thread that no abort waits for"
             work = getattr(self._group, name)(*arguments, **options)
-            if any(getattr(value, "asyncOp", False) for value in (*arguments, *options.values())):
+            if is_asynchronous:
                 return work
             work.wait()
             return None
@@ -139,8 +142,25 @@ class Queued:
         self._future.result()
 
 
+class Counted(contextlib.AbstractContextManager[None]):
+    """A context that counts how often it has been entered and not left."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
 class SerialTransport(GlooBackend):
     """gloo whose groups transfer as NCCL's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = Counted()
+        self.launching = self.launches
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
         return SerialGroup(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
@@ -174,6 +194,27 @@ def test_transfers_are_batched_where_the_inside_can(tmp_path: Path) -> None:
     assert second == ("got None", [1.0, 2.0], 0, "PeersLostError", 0)
 
 
+def hold_batches(folder: str) -> list[int]:
+    """Return how often the transport is held: before, in and after a batch, and after one that an error left open."""
+    transport = SerialTransport()
+    groups, store = open_groups(own_rank(), 2, transport=transport), open_store(folder)
+    groups.form(open_store(folder), 1)
+    handle, device = cast("Any", dist.group.WORLD), torch.device("cpu")
+    depths = [transport.launches.depth]
+    handle._start_coalescing(device)
+    depths.append(transport.launches.depth)
+    handle._end_coalescing(device).wait()
+    depths.append(transport.launches.depth)
+    handle._start_coalescing(device)
+    meet(store, "both have begun", 2)
+    groups.leave()
+    return [*depths, transport.launches.depth]
+
+
+def test_no_abort_comes_between_the_operations_of_a_batch(tmp_path: Path) -> None:
+    assert run_ranks(2, hold_batches, str(tmp_path)) == [[0, 1, 0, 0]] * 2
+
+
 def abilities_before_and_after_forming(folder: str) -> list[bool]:
     """Return the answers to the question that torch 2.14 asks of every group before it batches transfers."""
     groups = open_groups(own_rank(), 2)
@@ -196,6 +237,9 @@ class Launching:
     def allreduce(self, _: Any, options: Any) -> Launched | None:
         return Launched() if options.asyncOp else None
 
+    def barrier(self, opts: Any) -> Launched | None:
+        return Launched() if opts.asyncOp else None
+
 
 class Launched:
     """An operation that the current stream waits for, and not the host."""
@@ -204,13 +248,17 @@ class Launched:
 
 
 class LaunchingTransport(HeldTransport):
-    """A transport of which the host sees a device's points only."""
+    """A transport of which the host sees a device's points only, and waits for none but in a barrier."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held.set()
         self.can_forget = False
         self.points: list[DevicePoint] = []
+        self.num_waits_of_host = 0
+
+    def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+        self.num_waits_of_host += 1
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
         return Launching()
@@ -302,6 +350,22 @@ def test_results_count_only_if_no_rank_had_ended_the_generation(tmp_path: Path) 
 
 def test_results_need_no_question_where_what_is_cut_off_never_completes(tmp_path: Path) -> None:
     assert run_ranks(2, partial(decide_after_the_end, completes=False), str(tmp_path)) == [(GIVEN, GIVEN)] * 2
+
+
+def count_waits_of_the_host() -> list[int]:
+    """Return how often the host has waited for its device: after two sums, and after a barrier."""
+    transport = LaunchingTransport()
+    groups = open_groups(0, 2, transport=transport)
+    groups.form(dist.HashStore(), 1)
+    reduce_now()
+    reduce_and_wait()
+    counts = [transport.num_waits_of_host]
+    dist.barrier()
+    return [*counts, transport.num_waits_of_host]
+
+
+def test_a_host_waits_for_its_device_in_a_barrier_alone() -> None:
+    assert run_ranks(1, count_waits_of_the_host) == [[0, 1]]
 
 
 class DeviceTransport(HeldTransport):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ class HeldTransport:
     def __init__(self) -> None:
         self.device, self.can_forget = torch.device("cpu"), True
         self.closing_s: float | None = 0.5
+        self.launching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self.held = threading.Event()
         self.made_by: list[threading.Thread] = []
         self.when_formed: Callable[[], object] = lambda: None
@@ -45,6 +47,9 @@ class HeldTransport:
 
     def formed(self) -> None:
         self.when_formed()
+
+    def wait(self, work: Any) -> None:
+        work.wait()
 
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None: ...
 
