@@ -38,6 +38,8 @@ class _Word(IntEnum):
     ORDERS_OBEYED = 10
     # apart from WAITING: the thread that polls the device writes it, at any time
     DEVICE_WAITS = 11
+    # the same: collectives of a save begin and end to wait
+    SAVES = 12
 
 
 RAISE_NUMBER = signal.SIGURG
@@ -88,8 +90,9 @@ class StatusPage:
 
     @property
     def waiting(self) -> bool:
-        """Whether the training thread or its device waits for ranks or daemons: then a hang is another rank's."""
-        return self._words[_Word.WAITING] != _Waiting.NO or bool(self._words[_Word.DEVICE_WAITS])
+        """Whether the training thread or its device waits for ranks, daemons or storage: no hang of its own."""
+        words = self._words
+        return words[_Word.WAITING] != _Waiting.NO or bool(words[_Word.DEVICE_WAITS] or words[_Word.SAVES])
 
     @property
     def communicates(self) -> bool:
@@ -138,6 +141,16 @@ class StatusPage:
         """The device begins or ends to wait for other ranks; the host may block for it anywhere."""
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()  # first: the host may compute for as long from here
         self._words[_Word.DEVICE_WAITS] = waiting
+
+    @contextlib.contextmanager
+    def saves(self) -> Iterator[None]:
+        """The training thread writes a checkpoint inside the block, however slow its storage is."""
+        self._words[_Word.SAVES] = True
+        try:
+            yield
+        finally:
+            self._words[_Word.PROGRESS_NS] = time.monotonic_ns()  # first, as in `_wait`
+            self._words[_Word.SAVES] = False
 
     def wait_for_copies(self, waiting: bool) -> None:
         """The training thread begins or ends to wait for daemons, its own or others'."""

@@ -66,6 +66,16 @@ class Attachment:
 
         return observed
 
+    def saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the loop's that writes a checkpoint, during which a rank does not count as hung."""
+
+        @functools.wraps(save)
+        def saved(*arguments: Any, **options: Any) -> Any:
+            with self.worker.page.saves():
+                return save(*arguments, **options)
+
+        return saved
+
     def begin(
         self,
         shape: IterationShape,

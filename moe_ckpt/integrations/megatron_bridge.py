@@ -50,6 +50,7 @@ def attach(bridge: Any, worker: Worker, settings: RunSettings, folder: RunFolder
     for module in (bridge.train, bridge.eval):  # each has imported the function under a name of its own
         module.get_forward_backward_func = attachment.observing(module.get_forward_backward_func)
     bridge.train.train_step = loop.train_step
+    bridge.train.save_checkpoint_and_time = attachment.saving(bridge.train.save_checkpoint_and_time)
     bridge.pretrain.train = loop.train
     return attachment
 

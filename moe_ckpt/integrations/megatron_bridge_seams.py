@@ -37,6 +37,7 @@ _SEAMS: dict[str, tuple[str, Names, Names]] = {  # module, parameters of its fun
         },
         {
             "train": ("train_step", "get_forward_backward_func", "evaluate_and_print_results"),
+            "checkpoint_and_decide_exit": ("save_checkpoint_and_time",),
             "train_step": ("get_rerun_state_machine", "should_run_forward_backward", "step", "zero_grad_buffer"),
         },
     ),

@@ -52,6 +52,7 @@ def attach(training: Any, worker: Worker, settings: RunSettings, folder: RunFold
     build = training.build_train_valid_test_data_iterators
     training.build_train_valid_test_data_iterators = build_in_turns(build, worker.turn)
     training.load_checkpoint = loop.hold_load
+    training.save_checkpoint = attachment.saving(training.save_checkpoint)
     training.get_forward_backward_func = attachment.observing(training.get_forward_backward_func)
     training.train_step = loop.train_step
     training.train = loop.train

@@ -39,6 +39,7 @@ CALLS = {  # each function finds these as globals, or as methods, when it runs
     "build_train_valid_test_data_loaders": ("build_train_valid_test_datasets", "build_pretraining_data_loader"),
     "train": ("train_step", "get_forward_backward_func", "evaluate_and_print_results", "finalize_model_grads"),
     "train_step": ("get_rerun_state_machine", "should_run_forward_backward", "step", "zero_grad_buffer"),
+    "save_checkpoint_and_time": ("save_checkpoint",),
     "evaluate": ("get_forward_backward_func",),
 }
 

@@ -44,6 +44,7 @@ def attach(base: Any, worker: Worker, settings: RunSettings, folder: RunFolder) 
     trainer.__init__ = _checked(trainer.__init__, settings)
     trainer._prepare_data_iterator = _method(loop.data_iterators)
     trainer.train_step = _method(loop.train_step)
+    trainer.save_checkpoint = attachment.saving(trainer.save_checkpoint)
     trainer.train = _method(loop.train)
     return attachment
 

@@ -23,6 +23,7 @@ _PARAMETERS: Names = {
     "_prepare_data_iterator": ("self", "train_dataset", "val_dataset"),
     "_prepare_dataloader": ("self", "train_dataset", "val_dataset"),
     "_create_dataloader": ("self", "dataset", "batch_sampler"),
+    "save_checkpoint": ("self",),
 }
 _CALLS: Names = {
     "train": ("setup_training", "run_train_step", "finalize_training", "iteration", "train_iters"),

@@ -14,6 +14,7 @@ import torch
 from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.overlapped import forget_communication
 from moe_ckpt.megatron.state import TrainingState, buffers, restore_buffers, restore_small_state, small_state
 from moe_ckpt.megatron.step import clear_gradients
 from moe_ckpt.snapshot.device_hash import hashes_of
@@ -70,4 +71,6 @@ def _gradients_of(state: TrainingState, run_pass: Callable[[], object]) -> Mappi
     restore_small_state(state, start)
     restore_buffers(state, kept)
     clear_gradients(state)
+    # else the wrapper takes the micro-batches of this pass for those of each iteration: it overlaps by their number
+    forget_communication(state.model)
     return hashes

@@ -173,3 +173,14 @@ def test_a_lack_of_room_for_a_page_is_an_error(tmp_path: Path, monkeypatch: pyte
     wanted = rf"runtime.shared_memory: got '{tmp_path}', wanted room for 4096 more bytes \(.*No space left"
     with pytest.raises(ConfigError, match=wanted):
         StatusPage(tmp_path / "page")
+
+
+def test_a_save_is_no_hang_until_it_has_ended(page: StatusPage) -> None:
+    """Its collectives begin and end to wait, and storage is slow between them."""
+    with page.saves():
+        page.wait(True)
+        page.wait(False)
+        assert page.waiting
+        began_s = page.progress_s
+    assert not page.waiting
+    assert page.progress_s > began_s, "the supervisor would kill a rank as soon as a long save has ended"

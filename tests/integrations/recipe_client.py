@@ -2,7 +2,7 @@
 
 It has a stand-in for attention over context-parallel ranks, and takes moe_ckpt's for a fused Adam. Beside Megatron-LM's
 arguments: `--train-only PATTERN` freezes all parameters whose names do not match; `--stateful` gives an external
-iterator a state; `--noise` adds another number to a gradient in each pass.
+iterator a state; `--noise` adds another number to a gradient in each pass; `--storage-takes-s S` makes saves slow.
 """
 # Megatron-Core's annotations differ between the installed release and that of Megatron-LM's wheel:
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
@@ -13,11 +13,12 @@ import importlib
 import itertools
 import re
 import sys
+import time
 from functools import partial
 from types import SimpleNamespace
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -120,10 +121,21 @@ def add_noise(chunks):
     return chunks
 
 
+def slow_down_storage(seconds):
+    save = dist_checkpointing.save
+
+    def saved(*arguments, **options):
+        time.sleep(seconds)
+        return save(*arguments, **options)
+
+    dist_checkpointing.save = saved
+
+
 def own_arguments(parser):
     parser.add_argument("--train-only")
     parser.add_argument("--stateful", action="store_true")
     parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--storage-takes-s", type=float, default=0.0)
     return parser
 
 
@@ -153,6 +165,8 @@ def main():
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     if args.train_only:
         container.model.pre_wrap_hooks.append(partial(freeze, args.train_only))
+    if args.storage_takes_s:
+        slow_down_storage(args.storage_takes_s)
     if args.noise:
         container.model.pre_wrap_hooks.append(add_noise)
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)

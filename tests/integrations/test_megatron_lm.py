@@ -144,6 +144,22 @@ def test_megatrons_own_checkpoints_are_written_and_loaded(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
+def test_a_save_to_slow_storage_is_no_hang(tmp_path: Path) -> None:
+    limits = ("--set", "runtime.heartbeat_s=5", "--set", "runtime.progress_s=6")
+    saving = ("--save", str(tmp_path / "saved"), "--save-interval", "4", "--ckpt-format", "torch_dist")
+    slow = Job(
+        name="slow",
+        options=(*OPTIONS["moevement"], *limits),
+        arguments=(*saving, "--storage-takes-s", "12"),
+        script=CLIENT,
+    )
+    ended = run_jobs(tmp_path, slow)["slow"]
+    assert ended.status == 0, ended.log
+    assert ended.num_processes == [1] * 4
+    assert (tmp_path / "saved" / "iter_0000006").exists()
+
+
+@pytest.mark.full
 def test_a_job_that_could_not_be_exact_ends_before_it_builds(tmp_path: Path) -> None:
     idle = tmp_path / "idle.py"
     idle.write_text('if __name__ == "__main__":\n    print("no training here")\n')
