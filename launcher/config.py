@@ -35,6 +35,7 @@ from moe_ckpt.config import (
     require_at_least,
     require_auto,
     require_choice,
+    require_switch,
 )
 from moe_ckpt.errors import ConfigError, exit_status
 from moe_ckpt.state_format import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
@@ -256,8 +257,7 @@ class TrainConfig:
         wanted = f"at least 0 and less than the {self.num_decay_iters} iterations that the learning rate decays over"
         valid = 0 <= self.num_warmup_iters < self.num_decay_iters
         require(valid, "train.lr_warmup_iters", self.lr_warmup_iters, wanted)
-        valid = self.check_determinism in (True, False, AUTO)
-        require(valid, "train.check_determinism", self.check_determinism, f"{AUTO}, true or false")
+        require_switch("train.check_determinism", self.check_determinism)
         require(bool(self.resume), "train.resume", self.resume, "auto, never or the path of a checkpoint")
 
     @property

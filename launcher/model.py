@@ -92,8 +92,6 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
         bf16=precision.dtype == "bf16",
         fp16=precision.dtype == "fp16",
         deterministic_mode=settings.train.deterministic and torch.cuda.is_available(),
-        # True: torch.cuda.synchronize() after each transfer, which waits for the copies of a whole snapshot as well.
-        # Megatron has it for a race in old releases of torch.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,

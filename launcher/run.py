@@ -28,7 +28,7 @@ from launcher.parameters import padded_vocab_size
 from launcher.training import Log, TrainingJob
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
-from moe_ckpt.config import require
+from moe_ckpt.config import is_on, require
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.context import ElasticContext
@@ -125,11 +125,9 @@ def run_supervised(
 def _check_determinism(settings: Settings, runner: StageRunner) -> None:
     """Run one micro-batch twice where training must repeat itself. Collective. Raises ConfigError on all ranks."""
     train = settings.train
-    is_needed = train.deterministic and torch.cuda.is_available()
-    if is_needed if train.check_determinism == AUTO else train.check_determinism:
-        require_repeatable(
-            TorchRanks(), runner.state, runner.train_on_one_micro_batch, setting="train.check_determinism"
-        )
+    if is_on(train.check_determinism, by_default=train.deterministic and torch.cuda.is_available()):
+        run_pass = runner.train_on_one_micro_batch
+        require_repeatable(TorchRanks(), runner.state, run_pass, setting="train.check_determinism")
 
 
 def _fit(settings: Settings, launch: Launch) -> ParallelLayout:

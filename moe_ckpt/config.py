@@ -44,6 +44,16 @@ def require_auto(setting: str, got: int | str, least: int, what: str = "a number
     require(valid, setting, got, f"auto or {what} of at least {least}")
 
 
+def require_switch(setting: str, got: bool | str) -> None:
+    """Raise ConfigError unless `got` is true, false or auto."""
+    require(got in (True, False, AUTO), setting, got, f"{AUTO}, true or false")
+
+
+def is_on(switch: bool | str, *, by_default: bool) -> bool:
+    """Return whether a setting of `require_switch` is on; auto: if it is so by default."""
+    return by_default if switch == AUTO else bool(switch)
+
+
 def require_patterns(setting: str, patterns: Sequence[str]) -> None:
     """Raise ConfigError, naming the setting, for a pattern that is no regular expression."""
     for pattern in patterns:
@@ -491,7 +501,7 @@ class RuntimeConfig:
     shared_memory: str
 
     def __post_init__(self) -> None:
-        require(self.guard in (True, False, AUTO), "runtime.guard", self.guard, "auto, true or false")
+        require_switch("runtime.guard", self.guard)
         require_choice("runtime.backend", self.backend, BACKENDS)
         ten_beats_s = 0.5
         require_all_at_least("runtime.", self, heartbeat_s=ten_beats_s, progress_s=self.heartbeat_s)
@@ -561,4 +571,4 @@ CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
 
 def wants_supervisor(ckpt: CkptConfig, runtime: RuntimeConfig) -> bool:
     """Return whether ranks are supervised: by default if the policy recovers a lost rank from memory."""
-    return ckpt.in_memory is not None if runtime.guard == AUTO else bool(runtime.guard)
+    return is_on(runtime.guard, by_default=ckpt.in_memory is not None)

@@ -28,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks
-from moe_ckpt.config import AUTO, CkptConfig, RunFolderConfig, RuntimeConfig, require
+from moe_ckpt.config import AUTO, CkptConfig, RunFolderConfig, RuntimeConfig, is_on, require, require_switch
 from moe_ckpt.elastic.backend_choice import open_backend, use_gpu
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.engine.session import Session
@@ -71,6 +71,9 @@ class LoopConfig:
     model: str
     run_dir: str | None = None
     check_determinism: bool | str = AUTO
+
+    def __post_init__(self) -> None:
+        require_switch("check_determinism", self.check_determinism)
 
 
 def train_elastic(
@@ -203,7 +206,7 @@ def _train(loop: OwnLoop, worker: Worker, folder: RunFolder) -> None:
     def start() -> int:
         synchronize_fresh(state)  # ranks have built their models alone
         done = loop.session.resume(None)
-        if torch.cuda.is_available() if config.check_determinism == AUTO else config.check_determinism:
+        if is_on(config.check_determinism, by_default=torch.cuda.is_available()):
             run_pass = functools.partial(loop.forward_backward, done + 1)
             require_repeatable(TorchRanks(), state, run_pass, setting="check_determinism")
         return done

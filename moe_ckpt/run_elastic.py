@@ -70,6 +70,7 @@ __all__ = ["ElasticConfig", "RankPlace", "Worker", "open_backend", "require_fork
 
 _REPORT_S = 10.0  # a new connection to a busy store may take seconds
 _PRINT_S = 1.0
+_CUDA_IS_LOST = 9  # an exit status
 _supervised: list[int] = []  # the rank of this process, which its forked workers find as well
 
 
@@ -367,15 +368,20 @@ def _open_store(part: str, runtime: RuntimeConfig, *, own_connection: bool = Fal
 
 def require_forkable() -> None:
     """Raise ConfigError if an import has started CUDA: workers that a supervisor forks could not use it."""
-    child = os.fork()
-    if child == 0:
-        # in the child, as the parent does not know: torch's look for a device starts the driver, and tells forks alone
-        os._exit(int(torch.cuda._is_in_bad_fork()))
     wanted = (
         "false: an import has started CUDA, which a forked worker cannot use (set PYTORCH_NVML_BASED_CUDA_CHECK=1 "
         "before imports look for a device; Transformer Engine starts it where flash-attn is installed: uninstall that)"
     )
-    require(os.waitpid(child, 0)[1] == 0, "runtime.guard", True, wanted)
+    require(_forks_can_use_cuda(), "runtime.guard", True, wanted)
+
+
+def _forks_can_use_cuda() -> bool:
+    child = os.fork()
+    if child == 0:
+        # only a fork can tell: torch's look for a device starts the driver, and CUDA does not count as initialized
+        os._exit(_CUDA_IS_LOST if torch.cuda._is_in_bad_fork() else 0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) != _CUDA_IS_LOST
 
 
 def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlace:

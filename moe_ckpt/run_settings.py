@@ -28,6 +28,7 @@ from moe_ckpt.config import (
     require,
     require_auto,
     require_choice,
+    require_switch,
 )
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
@@ -82,8 +83,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         require(self.keep_batches_bytes >= 1, "run.keep_batches_bytes", self.keep_batches_bytes, "a number of bytes")
-        is_known = self.check_determinism in (True, False, AUTO)
-        require(is_known, "run.check_determinism", self.check_determinism, f"{AUTO}, true or false")
+        require_switch("run.check_determinism", self.check_determinism)
         require_auto("parallel.ranks_per_node", self.ranks_per_node, 1, "a number")
 
 

@@ -26,11 +26,10 @@ def backend_kind(wanted: str, *, on_gpu: bool) -> str:
 
 def gpu_index(local_rank: int, num_gpus: int, kind: str) -> int:
     """Return the GPU of a rank. With `staged`, ranks share GPUs in turn; raises ConfigError if they cannot."""
-    ranks, shown = (
-        f"{local_rank + 1} or more ranks on {num_gpus} GPUs",
-        "each process needs to see all GPUs of its node",
+    wanted = (
+        f"staged for {local_rank + 1} or more ranks on {num_gpus} GPUs: NCCL refuses to share one, and each process "
+        "needs to see all GPUs of its node"
     )
-    wanted = f"staged for {ranks}: NCCL refuses to share one, and {shown}"
     require(kind == STAGED or local_rank < num_gpus, "runtime.backend", kind, wanted)
     return local_rank % num_gpus
 

@@ -38,8 +38,8 @@ class _Word(IntEnum):
     ORDERS_OBEYED = 10
     # apart from WAITING: the thread that polls the device writes it, at any time
     DEVICE_WAITS = 11
-    # the same: collectives of a save begin and end to wait
-    SAVES = 12
+    # apart from WAITING, too: collectives inside a save clear that
+    SAVING = 12
 
 
 RAISE_NUMBER = signal.SIGURG
@@ -92,7 +92,7 @@ class StatusPage:
     def waiting(self) -> bool:
         """Whether the training thread or its device waits for ranks, daemons or storage: no hang of its own."""
         words = self._words
-        return words[_Word.WAITING] != _Waiting.NO or bool(words[_Word.DEVICE_WAITS] or words[_Word.SAVES])
+        return words[_Word.WAITING] != _Waiting.NO or bool(words[_Word.DEVICE_WAITS] or words[_Word.SAVING])
 
     @property
     def communicates(self) -> bool:
@@ -143,14 +143,14 @@ class StatusPage:
         self._words[_Word.DEVICE_WAITS] = waiting
 
     @contextlib.contextmanager
-    def saves(self) -> Iterator[None]:
+    def saving(self) -> Iterator[None]:
         """The training thread writes a checkpoint inside the block, however slow its storage is."""
-        self._words[_Word.SAVES] = True
+        self._words[_Word.SAVING] = True
         try:
             yield
         finally:
             self._words[_Word.PROGRESS_NS] = time.monotonic_ns()  # first, as in `_wait`
-            self._words[_Word.SAVES] = False
+            self._words[_Word.SAVING] = False
 
     def wait_for_copies(self, waiting: bool) -> None:
         """The training thread begins or ends to wait for daemons, its own or others'."""

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 
 from moe_ckpt.attach import attach
 from moe_ckpt.collectives import TorchRanks
-from moe_ckpt.config import AUTO, require
+from moe_ckpt.config import is_on, require
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
 from moe_ckpt.events import EventLog, ModelBuilt, RunFinished, WorkerStarted
 from moe_ckpt.integrations.megatron_lm_options import require_alone
@@ -71,7 +71,7 @@ class Attachment:
 
         @functools.wraps(save)
         def saved(*arguments: Any, **options: Any) -> Any:
-            with self.worker.page.saves():
+            with self.worker.page.saving():
                 return save(*arguments, **options)
 
         return saved
@@ -140,19 +140,9 @@ class Attachment:
         rank.events.append(ModelBuilt(seconds=time.monotonic() - self._built_s))
         rank.enter = enter
 
-        def begin() -> int:
-            synchronize_fresh(rank.state)  # ranks have built their models alone
-            if done := rank.session.resume(None):
-                return done
-            rank.state.scheduler.num_steps = 0  # a load adds to them, and a start may come again after a death
-            done = load()
-            for optimizer in rank.state.inner_optimizers:
-                renew_masters(optimizer)  # a load may have been of weights alone
-            return done
-
         def start() -> int:
-            done, wanted = begin(), self._settings.check_determinism
-            if torch.cuda.is_available() if wanted == AUTO else wanted:
+            done = _load_state(rank, load)
+            if is_on(self._settings.check_determinism, by_default=torch.cuda.is_available()):
                 run_pass = functools.partial(rank.run_pass, done + 1)
                 require_repeatable(TorchRanks(), rank.state, run_pass, setting="run.check_determinism")
             return done
@@ -188,6 +178,21 @@ class Attachment:
         self.has_trained = True
         if self.worker.launch.global_rank == 0:
             print(f"moe_ckpt: iteration {last_iteration}, digest {self._digest}", flush=True)
+
+
+def _load_state(rank: RankTraining, load: Callable[[], int]) -> int:
+    """Load the state that training begins with, on all ranks, which have built their models alone.
+
+    Returns its iteration.
+    """
+    synchronize_fresh(rank.state)
+    if done := rank.session.resume(None):
+        return done
+    rank.state.scheduler.num_steps = 0  # a load adds to them, and a start may come again after a death
+    done = load()
+    for optimizer in rank.state.inner_optimizers:
+        renew_masters(optimizer)  # a load may have been of weights alone
+    return done
 
 
 def require_attachable(settings: RunSettings) -> None:

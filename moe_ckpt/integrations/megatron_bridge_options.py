@@ -19,7 +19,8 @@ from moe_ckpt.integrations.megatron_lm_options import (
 
 _SECTIONS = (
     *("model", "ddp", "optimizer", "train", "validation", "dist", "dataset", "checkpoint", "ft"),
-    *("rerun_state_machine", "straggler"),
+    "rerun_state_machine",
+    "straggler",
 )
 _OFF = (None, False)
 _NOT_TRIED = "not tried with Megatron-Bridge's loop"

@@ -229,7 +229,7 @@ class RankTraining:
         return not gradients.overflow, gradients.total_norm, None
 
     def run_pass(self, iteration: int) -> None:
-        """Run forward and backward of an iteration once more, or before its time, and change nothing else."""
+        """Run forward and backward of an iteration without the optimizer's step: a replay, or a check at the start."""
         machine = get_rerun_state_machine()
         mode, machine.mode = machine.mode, RerunMode.DISABLED  # it would compare this pass with the one it saw last
         self._batches.consumed.set_batch_size(iteration)

@@ -34,7 +34,8 @@ class StageCommunicator(P2PCommunicator):
 
     def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
-        # else each transfer waits for all streams of the device, also for the copies of a whole snapshot
+        # else each transfer waits for all streams of the device, also for the copies of a whole snapshot; Megatron does
+        # so for a race in old releases of torch
         config.batch_p2p_sync = False
         self._activation_bytes = 0
         self._gradient_bytes = 0

@@ -177,7 +177,7 @@ def test_a_lack_of_room_for_a_page_is_an_error(tmp_path: Path, monkeypatch: pyte
 
 def test_a_save_is_no_hang_until_it_has_ended(page: StatusPage) -> None:
     """Its collectives begin and end to wait, and storage is slow between them."""
-    with page.saves():
+    with page.saving():
         page.wait(True)
         page.wait(False)
         assert page.waiting
