@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
-import socket
-import sys
-import termios
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from moe_ckpt.config import require
+from moe_ckpt.elastic.generation_sockets import GenerationSockets
 from moe_ckpt.errors import PeersLostError
-from moe_ckpt.linux import duplicate_socket
 
 _log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.0001
 _HOST = torch.device("cpu")
-_LAUNCH_S = 0.5
+_LAUNCH_S = 0.5  # many times what beginning an operation takes
 _NCCL_NEVER_ENDS_THE_PROCESS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -41,7 +36,6 @@ _NCCL_NEVER_ENDS_THE_PROCESS = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
     "TORCH_FR_BUFFER_SIZE": "0",
 }
-_NCCL_CONNECTS_EARLY = "NCCL_RUNTIME_CONNECT", "0"
 
 
 class Mark(Protocol):
@@ -56,10 +50,10 @@ class Backend(Protocol):
     """Forms the inner groups of one generation after another."""
 
     device: torch.device
-    can_forget: bool
-    """Whether an operation may continue to wait after `cut`, so that it must be abandoned.
+    completes_when_cut: bool
+    """Whether `cut` completes operations, with wrong data, here and on ranks that have not cut theirs yet.
 
-    Else it completes, with wrong data, here and on ranks that have not cut their groups yet.
+    Else an operation may continue to wait after `cut`, so that it must be abandoned.
     """
     closing_s: float | None
     """Seconds to wait for quiet after `cut`, then continue without it; None: never continue without it."""
@@ -75,7 +69,10 @@ class Backend(Protocol):
         ...
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
-        """Return the inner group. Collective over its members; blocks up to `form_s` seconds."""
+        """Return the inner group. Collective over its members, for which it waits up to `form_s` seconds.
+
+        A member that is lost then may block it until `cut`.
+        """
         ...
 
     def formed(self) -> None:
@@ -93,7 +90,7 @@ class Backend(Protocol):
         """
         ...
 
-    def cut(self, insides: Sequence[Any]) -> None:
+    def cut(self) -> None:
         """End all operations of the generation, from any thread; may be repeated."""
         ...
 
@@ -111,10 +108,10 @@ class GlooBackend:
     def __init__(self, device: torch.device = _HOST, wrap: Callable[[Any], Any] = lambda group: group) -> None:
         self.device = device
         self.wrap = wrap
-        self.can_forget = True
+        self.completes_when_cut = False
         self.closing_s: float | None = 0.5
         self.launching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        self._sockets = _GenerationSockets()
+        self._sockets = GenerationSockets()
 
     def begin(self) -> None:
         self._sockets.begin()
@@ -136,7 +133,7 @@ class GlooBackend:
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         pass  # as for `mark`: nothing can be lost any more
 
-    def cut(self, insides: Sequence[Any]) -> None:  # noqa: ARG002 - gloo offers nothing to call
+    def cut(self) -> None:
         self._sockets.shut_down()
 
     def is_quiet(self) -> bool:
@@ -154,18 +151,18 @@ class NcclBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.can_forget = False
+        self.completes_when_cut = True
         self.closing_s: float | None = None
         self._launch = threading.RLock()  # a batch of operations holds it as a whole, and each of them
         self.launching: contextlib.AbstractContextManager[object] = self._launch
         self._lock = threading.Lock()
-        self._sockets = _GenerationSockets()
-        self._aborts: dict[int, threading.Thread] = {}
+        self._sockets = GenerationSockets()
         self._made: list[tuple[Any, Any]] = []  # backends of this generation, with their groups
+        self._aborts: list[threading.Thread] = []  # of these groups, in their order
         self._num_being_made = 0
         self._is_cut = False
         self._draining: threading.Thread | None = None
-        set_up_nccl()
+        _configure_nccl()
 
     def begin(self) -> None:
         self._sockets.begin()
@@ -187,14 +184,14 @@ class NcclBackend:
         _meet(store, size)
         with self._making(), torch.cuda.device(self.device):
             backend.eager_connect_single_device(self.device)
-        backend._set_default_timeout(timedelta(seconds=operation_s))
-        group = group_of(backend, store, self.device, dist.ProcessGroup.BackendType.NCCL)
-        with self._lock:
-            self._made.append((backend, group))  # it has no handle yet
-            is_cut = self._is_cut
-        if is_cut:  # it may have come before
-            self.cut([])
-            raise PeersLostError("forming process groups: other ranks were lost")
+            backend._set_default_timeout(timedelta(seconds=operation_s))
+            group = group_of(backend, store, self.device, dist.ProcessGroup.BackendType.NCCL)
+            with self._lock:
+                self._made.append((backend, group))
+                is_cut = self._is_cut
+            if is_cut:  # it did not know this group
+                self.cut()
+                raise PeersLostError("forming process groups: other ranks were lost")
         return group
 
     def formed(self) -> None:
@@ -218,24 +215,23 @@ class NcclBackend:
                 raise PeersLostError(f"operations on {self.device} took more than {timeout_s:g} s")
             time.sleep(_LOOK_AGAIN_S)  # a blocking wait could not be left
 
-    def cut(self, insides: Sequence[Any]) -> None:
+    def cut(self) -> None:
         with self._lock:
             self._is_cut = True
-            all_made = (*insides, *(group for _, group in self._made))
-            new = {id(inside): inside for inside in all_made if id(inside) not in self._aborts}
             # all at the same time: one after another, aborts of communicators can wait for each other
-            for key, inside in new.items():
-                self._aborts[key] = threading.Thread(target=self._abort, args=(inside,), name="abort", daemon=True)
-                self._aborts[key].start()
+            for _, group in self._made[len(self._aborts) :]:
+                self._aborts.append(threading.Thread(target=self._abort, args=(group,), name="abort", daemon=True))
+                self._aborts[-1].start()
             is_making = self._num_being_made > 0
         if is_making:  # a rank that dies leaves the others in NCCL's bootstrap, which torch cannot abort
             self._sockets.shut_down(listening=True)
 
     def is_quiet(self) -> bool:
         with self._lock:
-            if self._num_being_made or any(thread.is_alive() for thread in self._aborts.values()):
+            if self._num_being_made or any(thread.is_alive() for thread in self._aborts):
                 return False
             self._made.clear()
+            self._aborts.clear()
         if self._draining is None:
             # in a thread, as each abort: the thread that leaves must see runtime.abort_s pass while a call hangs
             self._draining = threading.Thread(target=_drain, args=(self.device,), name="drain", daemon=True)
@@ -244,7 +240,7 @@ class NcclBackend:
 
     @contextlib.contextmanager
     def _making(self) -> Iterator[None]:
-        """Until the end of the context a communicator is being made. Raises PeersLostError after a cut."""
+        """Until the end of the context a group is being made. Raises PeersLostError after a cut."""
         with self._lock:
             if self._is_cut:
                 raise PeersLostError("forming process groups: other ranks were lost")
@@ -257,13 +253,14 @@ class NcclBackend:
 
     def _abort(self, inside: Any) -> None:
         """Abort a group once no thread begins an operation: the generation is over, and no later one begins any."""
-        if not self._is_launched():
+        if not self._launches_end():
             self._sockets.shut_down(listening=True)  # one that begins a transfer may wait for its peer to connect
-            if not self._is_launched():
+            if not self._launches_end():
                 die(f"an operation on {self.device} has not begun in {2 * _LAUNCH_S:g} seconds")
         inside.abort()
 
-    def _is_launched(self) -> bool:
+    def _launches_end(self) -> bool:
+        """Return whether no thread begins an operation any more, within `_LAUNCH_S`."""
         if not self._launch.acquire(timeout=_LAUNCH_S):
             return False
         self._launch.release()
@@ -283,43 +280,18 @@ class _PointOnDevice:
             return self._event.query()
 
 
-class _GenerationSockets:
-    """The sockets that this process opened between `begin` and `formed`: open no others meanwhile."""
+def _configure_nccl() -> None:
+    """Set what NCCL and torch's watchdog read as a first group is made. Raises ConfigError.
 
-    def __init__(self) -> None:
-        self._before: frozenset[str] = frozenset()
-        self._own: frozenset[str] | None = frozenset()  # None while they are being opened
-
-    def begin(self) -> None:
-        self._before = frozenset(_open_sockets())
-        self._own = None
-
-    def formed(self) -> None:
-        self._own = frozenset(_open_sockets()) - self._before
-
-    def shut_down(self, *, listening: bool = False) -> None:
-        """Shut the sockets down, those that are `listening` as well: an accept in them then fails."""
-        for inode, fd in _open_sockets().items():
-            if inode in self._own if self._own is not None else inode not in self._before:
-                _shut_down(fd, inode, listening=listening)
-
-    def have_unread_bytes(self) -> bool:
-        """Return whether bytes have arrived that no thread has read yet."""
-        own = self._own or frozenset()
-        return any(inode in own and _unread_bytes(fd) for inode, fd in _open_sockets().items())
-
-
-def set_up_nccl() -> None:
-    """Leave errors of NCCL to the caller; call before the first group of NCCL is made, and before other threads run.
-
-    torchrun sets the opposite: then torch's watchdog would end the survivors of a peer's loss. Raises ConfigError.
+    torchrun sets the opposite: then the watchdog would end the survivors of a peer's loss.
     """
     level = dist.get_debug_level()
     wanted = "INFO or OFF with runtime.backend=nccl: with it, torch's watchdog ends the survivors of a loss"
     require(level != dist.DebugLevel.DETAIL, "TORCH_DISTRIBUTED_DEBUG", level.name, wanted)
     os.environ.update(_NCCL_NEVER_ENDS_THE_PROCESS)
-    # a first collective would wait, inside its launch, for all ranks to begin it: no abort is safe then
-    os.environ.setdefault(*_NCCL_CONNECTS_EARLY)
+    # with 1, the default, a first collective waits inside its launch for all ranks to begin it: no abort is safe then
+    connects = os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    require(connects == "0", "NCCL_RUNTIME_CONNECT", connects, "0 with runtime.backend=nccl: connections at the start")
 
 
 def _meet(store: dist.Store, size: int) -> None:
@@ -350,29 +322,3 @@ def group_of(backend: Any, store: dist.Store, device: torch.device, kind: Any) -
     group._set_default_backend(kind)
     group._register_backend(torch.device(device.type), kind, backend)
     return group
-
-
-def _open_sockets() -> dict[str, int]:
-    """Return the sockets of this process, by inode: a file descriptor's number is soon reused."""
-    found: dict[str, int] = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            target = os.readlink(entry)
-            if target.startswith("socket:"):
-                found[target] = int(entry.name)
-    return found
-
-
-def _shut_down(fd: int, name: str, *, listening: bool) -> None:
-    with contextlib.suppress(OSError), duplicate_socket(fd) as duplicate:  # OSError: closed meanwhile
-        # on a duplicate: no other thread can close it between the check and the shutdown
-        is_same = name == f"socket:[{os.fstat(duplicate.fileno()).st_ino}]"  # or the number is another's meanwhile
-        if is_same and (listening or not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)):
-            duplicate.shutdown(socket.SHUT_RDWR)
-
-
-def _unread_bytes(fd: int) -> int:
-    try:
-        return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
-    except OSError:  # a listening socket, or closed meanwhile
-        return 0

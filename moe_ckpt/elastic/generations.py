@@ -144,7 +144,7 @@ class Generations:
         return self.has_finished(generation)
 
     def is_over(self, generation: int) -> bool:
-        """Return whether a generation has ended or finished. All actions that follow its end on a rank come later."""
+        """Return whether any rank has ended a generation, or all have finished it: no rank aborts before."""
         return self._store.check([f"{generation}/outcome"])
 
     def has_finished(self, generation: int) -> bool:

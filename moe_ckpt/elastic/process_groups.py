@@ -106,7 +106,7 @@ class ElasticGroup(dist.ProcessGroup):
 
     def confirm(self) -> None:
         """Return once the results of all operations that were waited for are known to be right: see `sync`."""
-        if not self.transport.can_forget:  # else no operation that was cut off anywhere completes
+        if self.transport.completes_when_cut:
             self._groups.sync()
 
     # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
@@ -158,7 +158,7 @@ class ElasticGroups:
         self._unfinished: dict[int, tuple[Any, ...]] = {}
         self._store_lock = threading.Lock()
         self._over = threading.Event()  # one per generation: a late thread must not see that of the next one
-        self._has_ended: Callable[[], bool] = self._over.is_set
+        self._is_over_in_store: Callable[[], bool] = self._over.is_set
         self._training_thread = 0
 
     @property
@@ -174,15 +174,15 @@ class ElasticGroups:
             dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
         batch_transfers_of(ElasticGroup)
 
-    def form(self, client: dist.Store, generation: int, has_ended: Callable[[], bool] | None = None) -> None:
+    def form(self, client: dist.Store, generation: int, is_over_in_store: Callable[[], bool] | None = None) -> None:
         """Form the inner groups of all handles, for a new generation.
 
-        The ranks meet in the store of `client`, which no other thread may use meanwhile. `has_ended` asks, in the
-        training thread, whether any rank has ended the generation; None: as far as this rank knows. Raises
+        The ranks meet in the store of `client`, which no other thread may use meanwhile. `is_over_in_store` asks, in
+        the training thread, whether any rank has ended the generation; None: as far as this rank knows. Raises
         PeersLostError if forming takes too long, or is cut.
         """
         over = self._over = threading.Event()
-        self._has_ended = has_ended or over.is_set
+        self._is_over_in_store = is_over_in_store or over.is_set
         self._training_thread = threading.get_ident()
         made: dict[str, Any] = {}
         # keys with the generation: a rank that is late must not meet the others through addresses of the last one
@@ -202,8 +202,7 @@ class ElasticGroups:
         """End all operations, and let no new one begin. May be repeated."""
         self._over.set()
         for transport in self._distinct:
-            mine = (handle.inside for handle in self._handles if handle.transport is transport)
-            transport.cut([inside for inside in mine if inside is not None and not isinstance(inside, SoloGroup)])
+            transport.cut()
 
     def sync(self) -> None:
         """Wait until all operations that this thread has awaited are complete on its device, too, with right results.
@@ -213,10 +212,10 @@ class ElasticGroups:
         with self._telling():
             for transport in self._distinct:
                 transport.sync(self._over.is_set, self._timeouts.operation_s)
-        # after the device: a peer that aborts completes operations of this rank with wrong data before this rank hears
-        # of the end. That peer has read the end before, so a question that comes now finds it
-        asks = not all(transport.can_forget for transport in self._distinct)
-        if self._over.is_set() or (asks and self._has_ended()):
+        # a peer's abort may complete this rank's operations with wrong data. The peer aborts after the end is in the
+        # store, so a question that comes after the device has finished finds it
+        asks = any(transport.completes_when_cut for transport in self._distinct)
+        if self._over.is_set() or (asks and self._is_over_in_store()):
             raise PeersLostError("other ranks were lost")
 
     def abandon(self) -> None:
@@ -254,7 +253,7 @@ class ElasticGroups:
         over, inside = self._over, handle.inside  # in this order: an inside is dropped after its generation is over
         if isinstance(inside, SoloGroup):
             return getattr(inside, name)(*arguments, **options)
-        for value in (*arguments, *options.values()):
+        for value in (*arguments, *options.values()) if name == "barrier" else ():
             if isinstance(value, dist.BarrierOptions):
                 value.asyncOp = True  # a barrier that blocks in here would keep a cut from aborting it
         try:
@@ -324,7 +323,7 @@ class ElasticGroups:
         """Wait for an operation to end or to be abandoned; `over` is its generation's. Raises PeersLostError."""
         try:
             with self._telling():
-                self._wait_for_helper(work, transport) if transport.can_forget else transport.wait(work)
+                transport.wait(work) if transport.completes_when_cut else self._wait_for_helper(work, transport)
                 if is_barrier:  # for which the host waits, too
                     transport.sync(over.is_set, self._timeouts.operation_s)
         except RuntimeError as error:

@@ -56,7 +56,7 @@ def test_only_sockets_of_the_generation_are_cut(pair, begins: bool, is_formed: b
     if is_formed:
         transport.formed()
     after = pair()
-    transport.cut([])
+    transport.cut()
     assert [passes(ends) for ends in (before, during, after)] == left
 
 
@@ -78,7 +78,7 @@ def test_a_socket_that_gets_the_number_of_another_is_not_cut(pair, monkeypatch: 
         return dup(fd)
 
     monkeypatch.setattr(os, "dup", close_and_dup)
-    transport.cut([])
+    transport.cut()
     monkeypatch.undo()
     assert passes(later[0])
 
@@ -87,7 +87,7 @@ def test_a_listening_socket_is_not_cut() -> None:
     transport = GlooBackend()
     transport.begin()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        transport.cut([])
+        transport.cut()
         socket.create_connection(server.getsockname(), WAIT_S).close()
         server.accept()[0].close()
 
@@ -101,7 +101,7 @@ def test_a_transport_is_quiet_once_all_bytes_are_read(pair) -> None:
     others[0].send(b"not the generation's")
     assert transport.is_quiet()
     left.send(b"late")
-    transport.cut([])
+    transport.cut()
     assert not transport.is_quiet()
     right.recv(4)
     assert transport.is_quiet()
@@ -236,6 +236,11 @@ class StuckGroup:
         self.may_end.wait(WAIT_S)
 
 
+def hold(nccl: NcclBackend, *groups: StuckGroup) -> None:
+    """Let these be the groups of the generation."""
+    nccl._made.extend((None, group) for group in groups)
+
+
 def test_a_device_is_quiet_once_all_aborts_and_all_streams_are_done(
     nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,9 +249,10 @@ def test_a_device_is_quiet_once_all_aborts_and_all_streams_are_done(
     stuck = [StuckGroup(), StuckGroup()]
     for _ in range(2):
         nccl.begin()
+        hold(nccl, *stuck)
         begun_s = time.monotonic()
         for _ in range(3):
-            nccl.cut(stuck)
+            nccl.cut()
             assert not nccl.is_quiet()
         assert not synchronized, "the device was asked before all was aborted"
         for group in stuck:
@@ -328,7 +334,7 @@ def test_a_cut_ends_groups_that_are_being_formed(nccl: NcclBackend, forming: Cal
     group = forming(0, 1, dist.HashStore())
     assert wait_until(lambda: bool(Bootstrap.made) and Bootstrap.made[0].listening)
     assert not nccl.is_quiet(), "a communicator is being made"
-    nccl.cut([])
+    nccl.cut()
     with pytest.raises(RuntimeError, match=r"accept failed: .*Invalid argument"):
         group.result(WAIT_S)
     assert Bootstrap.made[0].blocking == 1
@@ -341,7 +347,7 @@ def test_a_group_that_is_made_as_its_generation_is_cut_is_aborted(
     nccl: NcclBackend, forming: Callable[..., Future[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No handle has it, nor will one."""
-    monkeypatch.setattr(Bootstrap, "another_end", [lambda: nccl.cut([])])
+    monkeypatch.setattr(Bootstrap, "another_end", [lambda: nccl.cut()])
     with pytest.raises(PeersLostError, match="forming process groups"):
         forming(0, 1, dist.HashStore()).result(WAIT_S)
     assert wait_until(lambda: Bootstrap.made[0].aborts == 1)
@@ -391,9 +397,10 @@ def test_no_group_is_aborted_while_a_thread_begins_an_operation(nccl: NcclBacken
     """An abort frees memory that the operation reads."""
     group, may_end, seen = StuckGroup(), threading.Event(), []
     nccl.begin()
+    hold(nccl, group)
     nccl.formed()
     thread = begin_an_operation(nccl, lambda: may_end.wait(WAIT_S) and seen.append(group.aborts))
-    nccl.cut([group])
+    nccl.cut()
     assert not nccl.is_quiet()
     may_end.set()
     thread.join()
@@ -407,6 +414,7 @@ def cut_an_operation_that_waits_for_its_peer() -> int:
     nccl, group, failed = nccl_without_cuda(pytest.MonkeyPatch()), StuckGroup(), threading.Event()
     nccl.begin()
     with socket.create_server(("127.0.0.1", 0)) as server:
+        hold(nccl, group)
         nccl.formed()
 
         def accept() -> None:
@@ -416,7 +424,7 @@ def cut_an_operation_that_waits_for_its_peer() -> int:
                 failed.set()
 
         begin_an_operation(nccl, accept)
-        nccl.cut([group])
+        nccl.cut()
         assert failed.wait(WAIT_S)
     wait_until(lambda: group.aborts > 0)
     return group.aborts
@@ -429,9 +437,10 @@ def test_an_operation_that_waits_for_its_peer_to_connect_is_ended_by_a_cut() -> 
 def cut_an_operation_that_never_begins() -> str:
     nccl = nccl_without_cuda(pytest.MonkeyPatch())
     nccl.begin()
+    hold(nccl, StuckGroup())
     nccl.formed()
     begin_an_operation(nccl, threading.Event().wait)
-    nccl.cut([StuckGroup()])
+    nccl.cut()
     threading.Event().wait(WAIT_S)
     return "it went on"
 
@@ -463,7 +472,7 @@ def make_and_end_groups(kind: str) -> tuple[list[int], list[int]]:
                 work.wait()
         backend.sync(lambda: False, WAIT_S)
         assert total.sum().item() == 3000.0
-        backend.cut([group])
+        backend.cut()
         assert wait_until(backend.is_quiet)
         del group, work
         gc.collect()

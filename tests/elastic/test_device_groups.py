@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -211,7 +211,7 @@ def hold_batches(folder: str) -> list[int]:
     return [*depths, transport.launches.depth]
 
 
-def test_no_abort_comes_between_the_operations_of_a_batch(tmp_path: Path) -> None:
+def test_a_batch_is_held_until_it_has_begun(tmp_path: Path) -> None:
     assert run_ranks(2, hold_batches, str(tmp_path)) == [[0, 1, 0, 0]] * 2
 
 
@@ -253,7 +253,7 @@ class LaunchingTransport(HeldTransport):
     def __init__(self) -> None:
         super().__init__()
         self.held.set()
-        self.can_forget = False
+        self.completes_when_cut = True
         self.points: list[DevicePoint] = []
         self.num_waits_of_host = 0
 
@@ -313,12 +313,12 @@ def test_a_host_that_blocks_for_its_device_waits_for_others(reduce: Callable[[],
 
 
 def decide_after_the_end(folder: str, *, completes: bool) -> tuple[list[str], list[str]]:
-    """Return how operations end, and how after the generation, of whose end this rank does not hear.
+    """Return how operations end, and how they end once the end of the generation is in the store.
 
-    If an operation that is cut off `completes`, peers of the rank that cuts it see no more than that.
+    The rank's own watcher never sees that. `completes`: as operations of NCCL do when they are cut.
     """
     transport = GlooBackend()
-    transport.can_forget = not completes
+    transport.completes_when_cut = completes
     generations = Generations(open_store(folder))
     generations.set_incarnation(own_rank(), 0)
     membership = open_membership(folder, own_rank(), 2, transport=transport, watched=dist.HashStore())
@@ -348,7 +348,7 @@ def test_results_count_only_if_no_rank_had_ended_the_generation(tmp_path: Path) 
     assert receiver == (GIVEN, [lost] * 6)
 
 
-def test_results_need_no_question_where_what_is_cut_off_never_completes(tmp_path: Path) -> None:
+def test_results_of_gloo_count_without_a_question_to_the_store(tmp_path: Path) -> None:
     assert run_ranks(2, partial(decide_after_the_end, completes=False), str(tmp_path)) == [(GIVEN, GIVEN)] * 2
 
 
@@ -373,7 +373,7 @@ class DeviceTransport(HeldTransport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.device, self.can_forget = torch.device("cuda"), False
+        self.device, self.completes_when_cut = torch.device("cuda"), True
         self.held.set()
         self.sockets: list[tuple[socket.socket, socket.socket]] = []
         self.worked_at_the_cut: list[bool] = []
@@ -385,7 +385,7 @@ class DeviceTransport(HeldTransport):
     def open_socket(self) -> None:
         self.sockets.append(socket.socketpair())
 
-    def cut(self, insides: Sequence[Any]) -> None:
+    def cut(self) -> None:
         self.worked_at_the_cut += [passes(pair) for pair in self.sockets]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class HeldTransport:
     """A transport that opens nothing: its groups are made as soon as `held` ends."""
 
     def __init__(self) -> None:
-        self.device, self.can_forget = torch.device("cpu"), True
+        self.device, self.completes_when_cut = torch.device("cpu"), False
         self.closing_s: float | None = 0.5
         self.launching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self.held = threading.Event()
@@ -53,7 +53,7 @@ class HeldTransport:
 
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None: ...
 
-    def cut(self, insides: Sequence[Any]) -> None: ...
+    def cut(self) -> None: ...
 
     def is_quiet(self) -> bool:
         return True
