@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from moe_ckpt.config import BACKENDS, require, require_choice
-from moe_ckpt.elastic.backends import Backend, GlooBackend, NcclBackend
+from moe_ckpt.elastic.backends import Backend, GlooBackend
+from moe_ckpt.elastic.nccl_backend import NcclBackend
 from moe_ckpt.elastic.staged import staged_backend
 
 AUTO, NCCL, GLOO, STAGED = BACKENDS

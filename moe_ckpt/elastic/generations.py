@@ -10,6 +10,7 @@ Must not: know the work of a generation, or recover state.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -28,7 +29,7 @@ from moe_ckpt.elastic.checked_store import CheckedStore
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.process_groups import ElasticGroups
 from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.errors import PeersLostError, causes_of
+from moe_ckpt.errors import PeersLostError, StoreLostError, causes_of
 
 _log = logging.getLogger(__name__)
 _FOR_EVER = timedelta(days=365)
@@ -288,7 +289,12 @@ class Membership:
         self._watcher.start()  # before the groups: a loss while they are formed must cut them, too
         self.page.wait(True)
         try:
-            self._groups.form(self._store, generation, lambda: self._generations.is_over(generation))
+            self._groups.form(
+                self._store,
+                generation,
+                lambda: self._generations.is_over(generation),
+                lambda reason: self._fail(generation, reason),
+            )
         except PeersLostError as error:
             if not self._generations.end(generation, f"rank {self.member.global_rank}: {error}"):
                 raise  # it has finished: no rank waits for its end, nor leaves it
@@ -297,6 +303,11 @@ class Membership:
         finally:
             self.page.wait(False)
         return True
+
+    def _fail(self, generation: int, reason: str) -> None:
+        """End a generation, in a thread that watches the device: the training thread may be blocked there."""
+        with contextlib.suppress(StoreLostError):  # the training thread meets it, too
+            Generations(self._store).end(generation, f"rank {self.member.global_rank}: {reason}")
 
     def _watch(self, generation: int, left: threading.Event, ended: threading.Event) -> None:
         """Wait for the end of a generation; then interrupt the training thread."""

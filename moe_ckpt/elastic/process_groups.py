@@ -150,7 +150,9 @@ class ElasticGroups:
         self._shares = shares
         self._timeouts = timeouts
         self._on_wait = on_wait
-        self._device_waits = DeviceWaits(on_device_wait or _nobody, limit_s=timeouts.operation_s)
+        self._device_waits = DeviceWaits(
+            on_device_wait or _nobody, lambda: self._transports[BACKEND].failure(), limit_s=timeouts.operation_s
+        )
         self._handles: list[ElasticGroup] = []
         self._helpers = threading.local()
         self._lock = threading.Lock()
@@ -174,15 +176,23 @@ class ElasticGroups:
             dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
         batch_transfers_of(ElasticGroup)
 
-    def form(self, client: dist.Store, generation: int, is_over_in_store: Callable[[], bool] | None = None) -> None:
+    def form(
+        self,
+        client: dist.Store,
+        generation: int,
+        is_over_in_store: Callable[[], bool] | None = None,
+        on_failure: Callable[[str], object] | None = None,
+    ) -> None:
         """Form the inner groups of all handles, for a new generation.
 
         The ranks meet in the store of `client`, which no other thread may use meanwhile. `is_over_in_store` asks, in
-        the training thread, whether any rank has ended the generation; None: as far as this rank knows. Raises
+        the training thread, whether any rank has ended the generation; None: as far as this rank knows.
+        `on_failure` receives, in another thread, the reason why the device will not complete an operation. Raises
         PeersLostError if forming takes too long, or is cut.
         """
         over = self._over = threading.Event()
         self._is_over_in_store = is_over_in_store or over.is_set
+        self._device_waits.begin(on_failure or _ignore)
         self._training_thread = threading.get_ident()
         made: dict[str, Any] = {}
         # keys with the generation: a rank that is late must not meet the others through addresses of the last one
@@ -202,7 +212,7 @@ class ElasticGroups:
         """End all operations, and let no new one begin. May be repeated."""
         self._over.set()
         for transport in self._distinct:
-            transport.cut()
+            transport.cut(self._timeouts.abort_s)
 
     def sync(self) -> None:
         """Wait until all operations that this thread has awaited are complete on its device, too, with right results.
@@ -259,7 +269,7 @@ class ElasticGroups:
         try:
             with self._beginning(name, handle, over):
                 work = getattr(inside, name)(*arguments, **options)
-        except PeersLostError:
+        except BaseException:
             self._drop_batch(handle)
             raise
         handle.transfers.total += name in _TRANSFERS
@@ -276,35 +286,43 @@ class ElasticGroups:
         over, inside = self._over, handle.inside
         with self._beginning("batched transfers", handle, over), contextlib.ExitStack() as held:
             inside._start_coalescing(device)
-            held.enter_context(handle.transport.launching)
+            held.enter_context(handle.transport.launching(inside))
             handle.batch = _Batch(inside=inside, device=device, arguments=[], held=held.pop_all())
 
     def end_batch(self, handle: ElasticGroup) -> dist.Work:
         """Begin a handle's batch and return it as one operation. Raises PeersLostError if ranks are lost."""
         over, batch = self._over, handle.batch
         assert batch is not None, "the batch was not started"
+        try:
+            with self._beginning("batched transfers", handle, over):
+                work = batch.inside._end_coalescing(batch.device)
+        except BaseException:
+            self._drop_batch(handle)
+            raise
         handle.batch = None
-        with batch.held, self._beginning("batched transfers", handle, over):
-            work = batch.inside._end_coalescing(batch.device)
+        batch.held.close()
         return self._begun(handle, "batched transfers", work, tuple(batch.arguments), over)
 
     def _drop_batch(self, handle: ElasticGroup) -> None:
         """End a batch that failed: NCCL counts open batches per thread, and would begin no later operation."""
         batch, handle.batch = handle.batch, None
         if batch is not None:
-            with batch.held, contextlib.suppress(RuntimeError):
-                batch.inside._end_coalescing(batch.device)
+            with batch.held:
+                handle.transport.discard()
+                with contextlib.suppress(RuntimeError):
+                    batch.inside._end_coalescing(batch.device)
 
     @contextlib.contextmanager
     def _beginning(self, name: str, handle: ElasticGroup, over: threading.Event) -> Iterator[None]:
         """Begin an operation of the generation that `over` ends. Raises PeersLostError."""
         # a launch may wait for its device, or for a peer to connect
-        with self._telling(), handle.transport.launching:
+        with self._telling(), handle.transport.launching(handle.inside):
             if over.is_set() or handle.inside is None:
                 raise PeersLostError(f"{name}: other ranks were lost")
             try:
                 yield
             except RuntimeError as error:
+                handle.transport.discard()
                 raise PeersLostError(f"{name}: {error}") from error
 
     def _begun(
@@ -313,7 +331,7 @@ class ElasticGroups:
         if work is None:  # NCCL since torch 2.8: a synchronous operation is in the order of the current stream
             if over.is_set():
                 raise PeersLostError(f"{name}: other ranks were lost")
-            self._device_waits.add(handle.transport.mark())
+            self._device_waits.add(handle.transport.mark(), over.is_set)
             return FinishedWork()
         # with its tensors: after a cut the operation may write to their memory, which must not be another tensor's
         self._unfinished[id(work)] = (_host_part(work), work, arguments)
@@ -328,7 +346,8 @@ class ElasticGroups:
                     transport.sync(over.is_set, self._timeouts.operation_s)
         except RuntimeError as error:
             raise PeersLostError(str(error)) from error
-        self._device_waits.add(transport.mark())  # NCCL: the current stream waits for it, the host does not
+        # NCCL: the current stream waits for it, the host does not
+        self._device_waits.add(transport.mark(), over.is_set)
         self._unfinished.pop(id(work), None)
         if over.is_set():
             raise PeersLostError("other ranks were lost")
@@ -483,4 +502,8 @@ def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:
 
 
 def _nobody(waiting: bool) -> None:
+    pass
+
+
+def _ignore(reason: str) -> None:
     pass

@@ -160,18 +160,26 @@ class SerialTransport(GlooBackend):
     def __init__(self) -> None:
         super().__init__()
         self.launches = Counted()
-        self.launching = self.launches
+        self.num_discarded = 0
+
+    def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:
+        return self.launches
+
+    def discard(self) -> None:
+        self.num_discarded += 1
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
         return SerialGroup(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
 
 
-def exchange_in_batches(folder: str) -> tuple[str, list[float], int, str, int]:
+def exchange_in_batches(folder: str, cut_at: str) -> tuple[str, list[float], int, str, int, int, int]:
     """Return how the first batch went and its data, how many operations are kept, and how a batch fails after a cut.
 
-    And how many batches are open then.
+    And how many batches are open then, how often the transport is held, and whether calls were dropped. `cut_at`: where
+    the cut comes, after the batch's start or before its end.
     """
-    groups = open_groups(own_rank(), 2, operation_s=3.0, transport=SerialTransport())
+    transport = SerialTransport()
+    groups = open_groups(own_rank(), 2, operation_s=3.0, transport=transport)
     groups.form(open_store(folder), 1)
     other, received = 1 - own_rank(), torch.zeros(2)
     both_send_first = [dist.P2POp(dist.isend, ones(2), other), dist.P2POp(dist.irecv, received, other)]
@@ -183,15 +191,19 @@ def exchange_in_batches(folder: str) -> tuple[str, list[float], int, str, int]:
     outcome, kept = outcome_of(exchange), len(groups._unfinished)
     meet(open_store(folder), "the exchange ended", 2)
     (inside,) = groups.insides
-    inside._batch_was_started = inside._start_coalescing
-    inside._start_coalescing = lambda device: (inside._batch_was_started(device), groups.cut())
-    return outcome, received.tolist(), kept, outcome_of(exchange), inside.open_batches
+    call = getattr(inside, cut_at)
+    setattr(inside, cut_at, lambda *arguments: (call(*arguments), groups.cut())[0])
+    failed = outcome_of(exchange)
+    held, dropped = transport.launches.depth, transport.num_discarded > 0
+    return outcome, received.tolist(), kept, failed, inside.open_batches, held, dropped
 
 
-def test_transfers_are_batched_where_the_inside_can(tmp_path: Path) -> None:
-    first, second = run_ranks(2, exchange_in_batches, str(tmp_path))
-    assert first == ("got None", [10.0, 20.0], 0, "PeersLostError", 0)
-    assert second == ("got None", [1.0, 2.0], 0, "PeersLostError", 0)
+@pytest.mark.parametrize("cut_at", ["_start_coalescing", "recv"])
+def test_transfers_are_batched_where_the_inside_can(cut_at: str, tmp_path: Path) -> None:
+    """A batch that a cut reaches before its end is ended all the same: NCCL would begin no later operation."""
+    first, second = run_ranks(2, exchange_in_batches, str(tmp_path), cut_at)
+    assert first == ("got None", [10.0, 20.0], 0, "PeersLostError", 0, 0, True)
+    assert second == ("got None", [1.0, 2.0], 0, "PeersLostError", 0, 0, True)
 
 
 def hold_batches(folder: str) -> list[int]:
@@ -245,6 +257,22 @@ class Launched:
     """An operation that the current stream waits for, and not the host."""
 
     def wait(self) -> None: ...
+
+
+def fail_inside_a_batch(folder: str) -> tuple[str, int]:
+    """Return how a wrong call in a batch ends, and how often the transport is held then."""
+    transport = SerialTransport()
+    groups = open_groups(own_rank(), 2, transport=transport)
+    groups.form(open_store(folder), 1)
+    (inside,) = groups.insides
+    inside.send = lambda: None  # it takes no tensor
+    outcome = outcome_of(lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, ones(2), 1 - own_rank())]))
+    meet(open_store(folder), "both have failed", 2)
+    return outcome, transport.launches.depth
+
+
+def test_an_error_of_the_caller_keeps_no_group_from_its_abort(tmp_path: Path) -> None:
+    assert run_ranks(2, fail_inside_a_batch, str(tmp_path)) == [("TypeError", 0)] * 2
 
 
 class LaunchingTransport(HeldTransport):
@@ -352,6 +380,27 @@ def test_results_of_gloo_count_without_a_question_to_the_store(tmp_path: Path) -
     assert run_ranks(2, partial(decide_after_the_end, completes=False), str(tmp_path)) == [(GIVEN, GIVEN)] * 2
 
 
+class FailingTransport(LaunchingTransport):
+    """A device's transport whose network has failed, though all ranks live."""
+
+    def failure(self) -> str | None:
+        return "NCCL reports COMM_ERROR"
+
+
+def block_on_a_failed_network(folder: str) -> str:
+    """Return why the generation has ended, while the host blocks for its device."""
+    generations = Generations(open_store(folder))
+    generations.set_incarnation(own_rank(), 0)
+    membership = open_membership(folder, own_rank(), 2, transport=FailingTransport())
+    generation = membership.join()
+    reduce_now()
+    return generations.wait_for_end(generation).partition(": ")[2]
+
+
+def test_a_failed_network_ends_the_generation_of_a_host_that_blocks(tmp_path: Path) -> None:
+    assert run_ranks(2, block_on_a_failed_network, str(tmp_path)) == ["NCCL reports COMM_ERROR"] * 2
+
+
 def count_waits_of_the_host() -> list[int]:
     """Return how often the host has waited for its device: after two sums, and after a barrier."""
     transport = LaunchingTransport()
@@ -385,7 +434,7 @@ class DeviceTransport(HeldTransport):
     def open_socket(self) -> None:
         self.sockets.append(socket.socketpair())
 
-    def cut(self) -> None:
+    def cut(self, limit_s: float) -> None:
         self.worked_at_the_cut += [passes(pair) for pair in self.sockets]
 
 

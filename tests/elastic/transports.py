@@ -30,7 +30,6 @@ class HeldTransport:
     def __init__(self) -> None:
         self.device, self.completes_when_cut = torch.device("cpu"), False
         self.closing_s: float | None = 0.5
-        self.launching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self.held = threading.Event()
         self.made_by: list[threading.Thread] = []
         self.when_formed: Callable[[], object] = lambda: None
@@ -48,12 +47,20 @@ class HeldTransport:
     def formed(self) -> None:
         self.when_formed()
 
+    def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def discard(self) -> None: ...
+
+    def failure(self) -> str | None:
+        return None
+
     def wait(self, work: Any) -> None:
         work.wait()
 
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None: ...
 
-    def cut(self) -> None: ...
+    def cut(self, limit_s: float) -> None: ...
 
     def is_quiet(self) -> bool:
         return True
