@@ -393,6 +393,7 @@ def block_on_a_failed_network(folder: str) -> str:
     generations.set_incarnation(own_rank(), 0)
     membership = open_membership(folder, own_rank(), 2, transport=FailingTransport())
     generation = membership.join()
+    meet(open_store(folder), "both have joined", 2)
     reduce_now()
     return generations.wait_for_end(generation).partition(": ")[2]
 

@@ -281,6 +281,7 @@ def lose_ranks_inside_coalesced_collectives(folder: str) -> tuple[str, Any]:
             dist.barrier()
 
     groups.form(open_store(folder), 1)
+    meet(open_store(folder), "both have formed", 2)
     outcome = outcome_of(reduce_coalesced)
     groups.leave()
     groups.form(open_store(folder), 2)
