@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.fetch_megatron_lm import FOLDER, TAGS, sources_of
-from tests.integrations.attached_jobs import Job, run_jobs
+from tests.integrations.attached_jobs import NUM_ITERS, Job, run_jobs
 from tests.integrations.exact_jobs import (
     CHECKED,
     KILLS,
@@ -146,7 +146,7 @@ def test_megatrons_own_checkpoints_are_written_and_loaded(tmp_path: Path) -> Non
 @pytest.mark.full
 def test_a_save_to_slow_storage_is_no_hang(tmp_path: Path) -> None:
     limits = ("--set", "runtime.heartbeat_s=5", "--set", "runtime.progress_s=6")
-    saving = ("--save", str(tmp_path / "saved"), "--save-interval", "4", "--ckpt-format", "torch_dist")
+    saving = ("--save", str(tmp_path / "saved"), "--save-interval", str(NUM_ITERS), "--ckpt-format", "torch_dist")
     slow = Job(
         name="slow",
         options=(*OPTIONS["moevement"], *limits),
@@ -156,7 +156,7 @@ def test_a_save_to_slow_storage_is_no_hang(tmp_path: Path) -> None:
     ended = run_jobs(tmp_path, slow)["slow"]
     assert ended.status == 0, ended.log
     assert ended.num_processes == [1] * 4
-    assert (tmp_path / "saved" / "iter_0000006").exists()
+    assert (tmp_path / "saved" / f"iter_{NUM_ITERS:07d}").exists()
 
 
 @pytest.mark.full
