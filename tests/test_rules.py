@@ -20,11 +20,13 @@ SLEEPERS = {
     "tests/launcher/test_torchrun.py": "the only sign that another process gives is its file",
     "tests/elastic/test_starvation.py": "time that passes while a process does not run is the subject",
     "tests/elastic/workers.py": "waits for what no other thread or process announces",
+    "tests/integrations/recipe_client.py": "storage is slow",
     "tests/test_ranks.py": "a rank that never ends is the subject",
 }
 USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
     *("solo_group", "process_groups", "generations", "rendezvous_store", "checked_store", "backends", "job_store"),
     *("server_hosts", "etcd_client", "etcd_store", "stop_board", "staged", "staged_group", "batched_transfers"),
+    "nccl_backend",
 }
 """Modules of moe_ckpt/elastic."""
 IMPORT = re.compile(r"^\s*(?:from\s+\S+\s+)?import\s+(?:\([^)]*\)|[^\n]*)", re.MULTILINE)
