@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,12 +46,16 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """`run` returns a line of figures within `limit_s` seconds; beside other stages, if `is_alone` is False."""
+    """`run` returns a line of figures within `limit_s` seconds; beside other stages, if `is_alone` is False.
+
+    A machine with a GPU, but fewer than `num_gpus`, leaves the stage out.
+    """
 
     run: Callable[[Scale], str]
     limit_s: float
     proves: str
     is_alone: bool = False
+    num_gpus: int = 1
 
 
 def _facts(scale: Scale) -> str:
@@ -162,21 +167,21 @@ def _one_format(scale: Scale, name: str) -> str | None:
     return None
 
 
-def _ranks4(scale: Scale) -> str:
-    """Train with PP=2, EP=2 and DP=2 on one device under three policies."""
-    plain = _reference(scale, 4)
+def _ranks4(scale: Scale, backend: str) -> str:
+    """Train with PP=2, EP=2 and DP=2 under three policies."""
+    plain = _reference(scale, 4, backend)
     for policy in ("moevement", "gemini"):
-        found = _train(scale, f"ranks4-{policy}", 4, f"+ckpt={policy}", "runtime.backend=staged")
+        found = _train(scale, f"{backend}4-{policy}", 4, f"+ckpt={policy}", f"runtime.backend={backend}")
         assert found["digest_per_rank"] == plain["digest_per_rank"], f"{policy}: another state than without checkpoints"
-    return f"none, moevement, gemini: digest {plain['digest'][:8]} on 4 ranks, runtime.backend=staged"
+    return f"none, moevement, gemini: digest {plain['digest'][:8]} on 4 ranks, runtime.backend={backend}"
 
 
-def _ranks4kill(scale: Scale) -> str:
-    plain = _reference(scale, 4)
+def _ranks4kill(scale: Scale, backend: str) -> str:
+    plain = _reference(scale, 4, backend)
     points = [(2, "backward", "KILL"), (1, "reduce", "KILL"), (3, "step", "KILL"), (0, "forward", "STOP")]
-    settings = ("+ckpt=moevement", "ckpt.window=2", "runtime.backend=staged", *_kills(points))
-    killed = _train(scale, "killed4", 4, *settings)
-    return _as_before(killed, plain, len(points), scale.out / "killed4")
+    settings = ("+ckpt=moevement", "ckpt.window=2", f"runtime.backend={backend}", *_kills(points))
+    killed = _train(scale, f"{backend}4-killed", 4, *settings)
+    return _as_before(killed, plain, len(points), scale.out / f"{backend}4-killed")
 
 
 def _fp8cast(scale: Scale) -> str:
@@ -210,22 +215,37 @@ STAGES = {
     "snapshots": Stage(run=_snapshots, limit_s=600, proves="no race in copies to the host; exact replay"),
     "kill": Stage(run=_kill, limit_s=400, proves="a fork after CUDA, memory given back, adoption"),
     "formats": Stage(run=_formats, limit_s=600, proves="exact replay in number formats of Transformer Engine"),
-    "ranks4": Stage(run=_ranks4, limit_s=600, proves="PP, EP and DP with 4 ranks on one device"),
-    "ranks4kill": Stage(run=_ranks4kill, limit_s=600, proves="recovery beside survivors that hold the device (A4)"),
+    "ranks4": Stage(
+        run=partial(_ranks4, backend="staged"), limit_s=600, proves="PP, EP and DP with 4 ranks on one device"
+    ),
+    "ranks4kill": Stage(
+        run=partial(_ranks4kill, backend="staged"),
+        limit_s=600,
+        proves="recovery beside survivors that hold the device (A4)",
+    ),
+    # without a GPU, auto is gloo
+    "nccl4": Stage(
+        run=partial(_ranks4, backend="auto"), limit_s=600, proves="NCCL between 4 ranks (N2, N3)", num_gpus=4
+    ),
+    "nccl4kill": Stage(
+        run=partial(_ranks4kill, backend="auto"),
+        limit_s=600,
+        proves="NCCL's abort, and groups formed anew (N1 to N12)",
+        num_gpus=4,
+    ),
     "fp8cast": Stage(run=_fp8cast, limit_s=200, proves="number formats on this device as on a CPU"),
     "perf": Stage(run=_perf, limit_s=600, proves="the price of snapshots", is_alone=True),
 }
 
 
-def _reference(scale: Scale, num_ranks: int) -> dict[str, Any]:
+def _reference(scale: Scale, num_ranks: int, backend: str = "auto") -> dict[str, Any]:
     """Return the result of a run without checkpoints, which is made once."""
-    name = f"plain-{num_ranks}"
+    name = f"plain-{num_ranks}-{backend}"
     path = scale.out / name / "result.json"
     with _alone(scale.out / f"{name}.lock"):
         if path.exists() and _described_by(scale, name) == (scale.out / f"{name}.command").read_text():
             return json.loads(path.read_text())
-        staged = ("runtime.backend=staged",) if num_ranks > 1 else ()
-        return _train(scale, name, num_ranks, "+ckpt=none", *staged)
+        return _train(scale, name, num_ranks, "+ckpt=none", f"runtime.backend={backend}")
 
 
 @contextmanager
