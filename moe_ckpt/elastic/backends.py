@@ -62,8 +62,11 @@ class Backend(Protocol):
         """Return a context for a thread that begins an operation of an inner group: inside, no cut frees the group."""
         ...
 
-    def discard(self) -> None:
-        """Drop the operations that the calling thread has given to a group and that have not begun."""
+    def discard(self, num_open: int = 0) -> None:
+        """Drop the operations that the calling thread has given to a group and that have not begun.
+
+        `num_open` batches stay open, for the group to end.
+        """
         ...
 
     def wait(self, work: Any) -> None:
@@ -123,7 +126,7 @@ class GlooBackend:
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002 - a cut frees none
         return contextlib.nullcontext()
 
-    def discard(self) -> None:
+    def discard(self, num_open: int = 0) -> None:
         pass  # operations begin at once
 
     def wait(self, work: Any) -> None:

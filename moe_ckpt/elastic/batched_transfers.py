@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-def batch_transfers_of(handles: type[dist.ProcessGroup]) -> None:
+def batch_transfers_of(handles: type[Any]) -> None:
     """Let `torch.distributed.batch_isend_irecv` batch the transfers of groups of this type, too."""
     if not isinstance(dist.batch_isend_irecv, BatchedTransfers):
         dist.batch_isend_irecv = BatchedTransfers(dist.batch_isend_irecv, handles)
@@ -23,7 +23,7 @@ class BatchedTransfers:
     Releases before 2.14 begin them one after another unless the group's type is exactly `ProcessGroup`.
     """
 
-    def __init__(self, plain: Callable[[list[dist.P2POp]], list[dist.Work]], handles: type[dist.ProcessGroup]) -> None:
+    def __init__(self, plain: Callable[[list[dist.P2POp]], list[dist.Work]], handles: type[Any]) -> None:
         self._plain = plain
         self._handles = handles
 
@@ -35,8 +35,12 @@ class BatchedTransfers:
         if not group._get_backend(device).supports_coalescing:
             return [work for operation in p2p_op_list if (work := _begin(operation, group))]
         group._start_coalescing(device)
-        for operation in p2p_op_list:
-            _begin(operation, group)
+        try:
+            for operation in p2p_op_list:
+                _begin(operation, group)
+        except BaseException:
+            group.drop_batch()
+            raise
         return [group._end_coalescing(device)]
 
 

@@ -118,7 +118,7 @@ class NcclBackend:
         launches = (made.launch for made in self._made if made.group is inside)
         return next(launches, contextlib.nullcontext())  # none: its generation is over
 
-    def discard(self) -> None:
+    def discard(self, num_open: int = 0) -> None:
         if self._nccl is None:
             die("an operation of NCCL has failed, and torch has left its group of calls open")
         # torch leaves a group of calls open if one of them fails: later calls of this thread would never run. A wrong
@@ -126,6 +126,8 @@ class NcclBackend:
         self._nccl.ncclAllReduce(None, None, 0, 0, 0, None, None)
         while self._nccl.ncclGroupEnd() != _NOT_IN_A_GROUP:
             pass
+        for _ in range(num_open):  # torch counts those that it has started
+            self._nccl.ncclGroupStart()
 
     def wait(self, work: Any) -> None:
         # not `wait`, which aborts the communicator of an operation that has failed: peers could take garbage for the
@@ -208,7 +210,7 @@ def _open_nccl() -> Any:
     """Return the library that torch uses; None if its functions cannot be called from here."""
     for name in ("libnccl.so.2", None):  # None: torch itself, where NCCL is a part of it
         with contextlib.suppress(OSError):
-            library = ctypes.CDLL(name)
+            library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # never a second one
             if hasattr(library, "ncclGroupEnd"):
                 pointer = ctypes.c_void_p
                 library.ncclAllReduce.argtypes = [

@@ -122,6 +122,10 @@ class ElasticGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002 - the batch has it
         return self._groups.end_batch(self)
 
+    def drop_batch(self) -> None:
+        """End a batch that an error has left open, in the thread that has started it."""
+        self._groups.drop_batch(self)
+
 
 for _name in OPERATIONS:
     setattr(ElasticGroup, _name, functools.partialmethod(ElasticGroup.run, _name))
@@ -239,7 +243,7 @@ class ElasticGroups:
         """Drop the inner groups once no further byte can arrive in a tensor."""
         for handle in self._handles:
             # an error between the calls of a batch has left it open
-            self._drop_batch(handle)
+            self.drop_batch(handle)
             # and one inside torch's `_coalescing_manager` its list: later collectives would only be noted in it
             dist.distributed_c10d._world.pg_coalesce_state.pop(handle, None)
         self.cut()
@@ -266,12 +270,8 @@ class ElasticGroups:
         for value in (*arguments, *options.values()) if name == "barrier" else ():
             if isinstance(value, dist.BarrierOptions):
                 value.asyncOp = True  # a barrier that blocks in here would keep a cut from aborting it
-        try:
-            with self._beginning(name, handle, over):
-                work = getattr(inside, name)(*arguments, **options)
-        except BaseException:
-            self._drop_batch(handle)
-            raise
+        with self._beginning(name, handle, over):
+            work = getattr(inside, name)(*arguments, **options)
         handle.transfers.total += name in _TRANSFERS
         if handle.batch is not None:  # the batch's end returns the operation that is waited for
             handle.batch.arguments.append(arguments)
@@ -297,18 +297,18 @@ class ElasticGroups:
             with self._beginning("batched transfers", handle, over):
                 work = batch.inside._end_coalescing(batch.device)
         except BaseException:
-            self._drop_batch(handle)
+            self.drop_batch(handle)
             raise
         handle.batch = None
         batch.held.close()
         return self._begun(handle, "batched transfers", work, tuple(batch.arguments), over)
 
-    def _drop_batch(self, handle: ElasticGroup) -> None:
+    def drop_batch(self, handle: ElasticGroup) -> None:
         """End a batch that failed: NCCL counts open batches per thread, and would begin no later operation."""
         batch, handle.batch = handle.batch, None
         if batch is not None:
             with batch.held:
-                handle.transport.discard()
+                handle.transport.discard(num_open=1)
                 with contextlib.suppress(RuntimeError):
                     batch.inside._end_coalescing(batch.device)
 
@@ -321,9 +321,11 @@ class ElasticGroups:
                 raise PeersLostError(f"{name}: other ranks were lost")
             try:
                 yield
-            except RuntimeError as error:
+            except BaseException as error:
                 handle.transport.discard()
-                raise PeersLostError(f"{name}: {error}") from error
+                if isinstance(error, RuntimeError):
+                    raise PeersLostError(f"{name}: {error}") from error
+                raise
 
     def _begun(
         self, handle: ElasticGroup, name: str, work: Any, arguments: tuple[Any, ...], over: threading.Event

@@ -6,10 +6,11 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -165,7 +166,8 @@ class SerialTransport(GlooBackend):
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:
         return self.launches
 
-    def discard(self) -> None:
+    def discard(self, num_open: int = 0) -> None:
+        assert self.launches.depth, "a cut could abort the group meanwhile"
         self.num_discarded += 1
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
@@ -246,7 +248,10 @@ def test_a_handle_answers_whether_it_batches_transfers(tmp_path: Path) -> None:
 class Launching:
     """A group whose operations are launched only: the device does them later, and the host waits for none."""
 
+    num_begun = 0
+
     def allreduce(self, _: Any, options: Any) -> Launched | None:
+        self.num_begun += 1
         return Launched() if options.asyncOp else None
 
     def barrier(self, opts: Any) -> Launched | None:
@@ -259,20 +264,40 @@ class Launched:
     def wait(self) -> None: ...
 
 
-def fail_inside_a_batch(folder: str) -> tuple[str, int]:
-    """Return how a wrong call in a batch ends, and how often the transport is held then."""
+def fail_in_calls(folder: str) -> tuple[list[str], list[int], int]:
+    """Return how wrong calls end, how often each has dropped calls, and how often the transport is held then.
+
+    The first two are in a batch, and the first does not reach the inner group.
+    """
     transport = SerialTransport()
     groups = open_groups(own_rank(), 2, transport=transport)
     groups.form(open_store(folder), 1)
     (inside,) = groups.insides
-    inside.send = lambda: None  # it takes no tensor
-    outcome = outcome_of(lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, ones(2), 1 - own_rank())]))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("an error of the network")
+
+    inside.send, inside.broadcast, inside.allreduce = lambda: None, lambda: None, fail  # the first two take no tensor
+    wrong, right = (dist.P2POp(dist.isend, ones(2), 1 - own_rank()) for _ in range(2))
+    wrong.tensor = cast("Any", SimpleNamespace(device=torch.device("cpu")))
+    calls: list[Callable[[], object]] = [
+        lambda: dist.batch_isend_irecv([wrong]),
+        lambda: dist.batch_isend_irecv([right]),
+        lambda: dist.broadcast(ones(2), 0),
+        reduce_now,
+    ]
+    outcomes, dropped = [], []
+    for call in calls:
+        before = transport.num_discarded
+        outcomes.append(outcome_of(call))
+        dropped.append(transport.num_discarded - before)
     meet(open_store(folder), "both have failed", 2)
-    return outcome, transport.launches.depth
+    return outcomes, dropped, transport.launches.depth
 
 
-def test_an_error_of_the_caller_keeps_no_group_from_its_abort(tmp_path: Path) -> None:
-    assert run_ranks(2, fail_inside_a_batch, str(tmp_path)) == [("TypeError", 0)] * 2
+def test_a_call_that_fails_leaves_no_others_behind(tmp_path: Path) -> None:
+    outcomes = ["TypeError", "TypeError", "TypeError", "PeersLostError"]
+    assert run_ranks(2, fail_in_calls, str(tmp_path)) == [(outcomes, [1, 2, 1, 1], 0)] * 2
 
 
 class LaunchingTransport(HeldTransport):
@@ -378,6 +403,29 @@ def test_results_count_only_if_no_rank_had_ended_the_generation(tmp_path: Path) 
 
 def test_results_of_gloo_count_without_a_question_to_the_store(tmp_path: Path) -> None:
     assert run_ranks(2, partial(decide_after_the_end, completes=False), str(tmp_path)) == [(GIVEN, GIVEN)] * 2
+
+
+class CuttingTransport(LaunchingTransport):
+    """A transport whose generation ends while a thread is about to begin an operation."""
+
+    groups: ElasticGroups
+
+    @contextlib.contextmanager
+    def launching(self, inside: Any) -> Iterator[None]:
+        self.groups.cut()
+        yield
+
+
+def begin_as_the_generation_ends() -> tuple[str, int]:
+    """Return how an operation ends that a cut has overtaken, and how many have begun."""
+    transport = CuttingTransport()
+    transport.groups = groups = open_groups(0, 2, transport=transport)
+    groups.form(dist.HashStore(), 1)
+    return outcome_of(reduce_now), groups.insides[0].num_begun
+
+
+def test_no_operation_begins_once_its_group_may_be_aborted() -> None:
+    assert run_ranks(1, begin_as_the_generation_ends) == [("PeersLostError", 0)]
 
 
 class FailingTransport(LaunchingTransport):

@@ -50,7 +50,7 @@ class HeldTransport:
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def discard(self) -> None: ...
+    def discard(self, num_open: int = 0) -> None: ...
 
     def failure(self) -> str | None:
         return None
