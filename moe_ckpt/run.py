@@ -60,12 +60,13 @@ def main(arguments: Sequence[str]) -> int:
 def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
     from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415 - seconds of imports
     from moe_ckpt.integrations.megatron_lm_options import require_alone  # noqa: PLC0415
-    from moe_ckpt.megatron.determinism import make_deterministic  # noqa: PLC0415
 
     require_alone(os.environ, sys.modules)
     loop = LOOPS[settings.loop]()
     if settings.is_plain:
         if not loop.use_cpu():
+            from moe_ckpt.megatron.determinism import make_deterministic  # noqa: PLC0415
+
             make_deterministic()  # it is compared with attached runs, bit for bit
         loop.observe(settings)
         return run_program(settings.command)

@@ -209,6 +209,14 @@ def test_the_attached_loop_alone_can_be_imported(monkeypatch: pytest.MonkeyPatch
             finder.find_spec(name, None)
 
 
+@pytest.mark.parametrize("options", [[], ["--plain"]], ids=" ".join)
+def test_without_megatron_the_error_names_it(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("megatron.training.training", "moe_ckpt.megatron.determinism"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails, as without Megatron
+    with pytest.raises(ConfigError, match=r"^megatron\.training: got no such package"):
+        run._start(run.parse_run([*options, "train.py"]), cast("Any", None), [])
+
+
 def test_an_import_that_has_started_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as forked processes see it
     with pytest.raises(ConfigError, match=r"runtime\.guard: got True, wanted false: an import has started CUDA"):
