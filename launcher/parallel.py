@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from moe_ckpt.elastic.backend_choice import AUTO, NCCL, STAGED, backend_kind, use_gpu
+from moe_ckpt.config import AUTO
+from moe_ckpt.elastic.backend_choice import NCCL, STAGED, backend_kind, use_gpu
 from moe_ckpt.elastic.job_store import agent_store
 from moe_ckpt.elastic.staged import register_staged
 from moe_ckpt.elastic.torchrun import Launch

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moe_ckpt.config import BACKENDS, require, require_choice
+from moe_ckpt.config import AUTO, BACKENDS, require, require_choice
 from moe_ckpt.elastic.backends import Backend, GlooBackend
 from moe_ckpt.elastic.nccl_backend import NcclBackend
 from moe_ckpt.elastic.staged import staged_backend
 
-AUTO, NCCL, GLOO, STAGED = BACKENDS
+_, NCCL, GLOO, STAGED = BACKENDS
 
 
 def backend_kind(wanted: str, *, on_gpu: bool) -> str:

@@ -62,7 +62,6 @@ class DeviceWaits:
         if mark is None:
             return
         with self._lock:
-            self._drop_reached()  # also here: an unsupervised job would keep all points between two looks
             self._marks.append((time.monotonic(), mark))
             if self._thread is None:  # at the first point: gloo has none, and needs no thread
                 self._thread = threading.Thread(target=self._look, name="device-waits", daemon=True)

@@ -136,8 +136,7 @@ class NcclBackend:
         work.block_current_stream()
 
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
+        done = _PointOnDevice(self.device)
         deadline_s = time.monotonic() + timeout_s
         while not done.query() and not is_over():
             if failure := self.failure():

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from moe_ckpt.config import CheckfreqConfig, GeminiConfig
+from moe_ckpt.config import AUTO, CheckfreqConfig, GeminiConfig
 from moe_ckpt.policies.checkpoint_interval import best_interval, capped_interval, copying_interval
 from moe_ckpt.policies.memory_forecast import MemoryForecast, StageForecasts, forecast, require_budget
-from moe_ckpt.policies.stage_profile import AUTO, StageProfile, everything_at, is_due
+from moe_ckpt.policies.stage_profile import StageProfile, everything_at, is_due
 from moe_ckpt.policies.window_schedule import refit
 from moe_ckpt.types import IntervalChoice, Measured, SnapshotPlan
 

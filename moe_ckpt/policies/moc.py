@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_ckpt.config import MocConfig
+from moe_ckpt.config import AUTO, MocConfig
 from moe_ckpt.policies.expert_selection import (
     Selection,
     bottleneck_by_k,
@@ -23,7 +23,7 @@ from moe_ckpt.policies.expert_selection import (
 )
 from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
 from moe_ckpt.policies.partial import MoeStage, PartialSnapshots, counted, forecast_units, marked
-from moe_ckpt.policies.stage_profile import AUTO, StageProfile
+from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import ExpertChoice, IntArray, Measured
 
 _MOST_SHOWN = 16

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_ckpt.config import MoetionConfig
+from moe_ckpt.config import AUTO, MoetionConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.expert_budget import affordable_experts, allocate, budget_bytes
 from moe_ckpt.policies.expert_selection import Selection, most_popular, sent_by_gradient, within_links
 from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
 from moe_ckpt.policies.partial import MoeStage, PartialSnapshots, counted, forecast_units, marked
-from moe_ckpt.policies.stage_profile import AUTO, StageProfile
+from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import ExpertChoice, IntArray, Measured
 
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.config import MoevementConfig
+from moe_ckpt.config import AUTO, MoevementConfig
 from moe_ckpt.policies import window_schedule as schedule
 from moe_ckpt.policies.checkpoint_interval import copying_interval
 from moe_ckpt.policies.expert_popularity import has_shifted
 from moe_ckpt.policies.memory_forecast import MemoryForecast
-from moe_ckpt.policies.stage_profile import AUTO, StageProfile, everything_at, is_due
+from moe_ckpt.policies.stage_profile import StageProfile, everything_at, is_due
 from moe_ckpt.policies.window_cost import (
     JobCost,
     WindowTerms,

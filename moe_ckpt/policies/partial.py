@@ -11,11 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_ckpt.config import PartialConfig, require
+from moe_ckpt.config import AUTO, PartialConfig, require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.expert_selection import Selection
 from moe_ckpt.policies.memory_forecast import MemoryForecast, StageForecasts
-from moe_ckpt.policies.stage_profile import AUTO, is_due
+from moe_ckpt.policies.stage_profile import is_due
 from moe_ckpt.types import (
     CORE,
     ExpertChoice,

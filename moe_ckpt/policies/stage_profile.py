@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from moe_ckpt.types import OperatorTable, SlotPlan, UnitPlan
 
-AUTO = "auto"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageProfile:

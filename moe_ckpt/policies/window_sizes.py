@@ -12,11 +12,11 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_ckpt.config import MoevementConfig
+from moe_ckpt.config import AUTO, MoevementConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import window_schedule as schedule
 from moe_ckpt.policies.memory_forecast import MemoryForecast, forecast
-from moe_ckpt.policies.stage_profile import AUTO, StageProfile
+from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.policies.window_cost import WindowSize
 from moe_ckpt.types import IntArray, OperatorTable
 

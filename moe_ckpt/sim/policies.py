@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.config import (
+    AUTO,
     CheckfreqConfig,
     DenseConfig,
     FlowcheckConfig,
@@ -32,7 +33,7 @@ from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.partial import MoeStage
-from moe_ckpt.policies.stage_profile import AUTO, StageProfile
+from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.policies.window_schedule import fixed_order
 from moe_ckpt.sim.costs import GRADIENT_BYTES, CopyRates, stall_s, step_s
 from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, JOB, ClusterConfig

@@ -1,4 +1,4 @@
-"""What belongs to a generation's transport: its sockets; and groups leave nothing behind."""
+"""A cut ends the sockets of its generation and no others, and groups leave nothing behind."""
 
 from __future__ import annotations
 
