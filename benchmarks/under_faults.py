@@ -6,8 +6,9 @@
 
 Unless changed: `model=small`, 4 ranks. A run is measured for `--seconds` from the end of its first iteration. Random
 workers are killed at exponential times; run n of every policy has the same seed. ETTR is the share of that time which
-plain training would have needed for the iterations that are new in it: iterations x plain seconds / seconds. Plain
-training (`ckpt=none`, no supervisor, no faults) runs in each round among the others.
+plain training (`ckpt=none`, no supervisor, no faults) needs for the very iterations that are new in it: how long an
+iteration takes depends on how a router spreads its tokens, and early ones may take half as long as later ones. Plain
+training runs in each round, at each MTBF, among the others.
 
 In the regime `plain` copies are as fast as the machine; in `capped` each rank copies at most `--cap-bytes-per-s` to
 host memory, to peers and to disk. The cap should make a copy of a rank's whole state (87 MB with `small`) take four to
@@ -41,18 +42,25 @@ from benchmarks.overhead import QUIET, student  # noqa: E402
 from benchmarks.runs import current_commit, default_model, hardware, packages  # noqa: E402
 from launcher.cluster_profile import constants_of  # noqa: E402
 from launcher.compare import plan_variants, run_job  # noqa: E402
-from launcher.faults.log import InjectedFault, read_faults  # noqa: E402
-from launcher.simulator.comparison import predict_run  # noqa: E402
-from launcher.simulator.real_run import RealRun, RunFacts, first_commits, read_run, recoveries_of  # noqa: E402
+from launcher.simulator.comparison import predict_events  # noqa: E402
+from launcher.simulator.real_run import (  # noqa: E402
+    MeasuredRecovery,
+    RealRun,
+    first_commits,
+    read_run,
+    recoveries_of,
+    setup_of,
+)
 from moe_ckpt.errors import MoeCkptError  # noqa: E402
 from moe_ckpt.events import (  # noqa: E402
     HostMemoryUsed,
     IntervalChosen,
     IterationCommitted,
-    Rejoined,
     SnapshotTaken,
     WindowChosen,
 )
+from moe_ckpt.sim.hardware import ClusterConfig  # noqa: E402
+from moe_ckpt.sim.pace import Pace  # noqa: E402
 
 RANKS = 4
 PLAIN = "plain"
@@ -87,32 +95,71 @@ class Cell:
 class Outcome:
     """The measurements of a run in the first `seconds` after its first iteration.
 
-    `iterations` are new ones, `iteration_s` is the median time from one new iteration to the next without a fault
-    between, `fault_s` has the price of each fault. The last `tail_s` seconds, an iteration or a recovery that the end
-    cut off, have no new iteration. `snapshot_bytes` are an iteration's, of rank 0.
+    `ended_s` has the end of each new iteration from the second one on, in seconds from the end of the first. The last
+    `tail_s` seconds, an iteration or a recovery that the end cut off, have no new iteration. `snapshot_bytes` are an
+    iteration's, of rank 0.
     """
 
     seconds: float
-    iterations: int
-    iteration_s: float
-    fault_s: tuple[float, ...]
-    tail_s: float
+    ended_s: tuple[float, ...]
+    recoveries: tuple[MeasuredRecovery, ...]
     cadence: str
     snapshot_bytes: float
     host_bytes: int
 
-    def ettr(self, plain_s: float) -> float:
-        """Return the share of the time that plain training would have needed for the new iterations."""
-        return self.iterations * plain_s / self.seconds
+    @property
+    def last(self) -> int:
+        """The newest iteration."""
+        return 1 + len(self.ended_s)
+
+    @property
+    def tail_s(self) -> float:
+        return self.seconds - (self.ended_s[-1] if self.ended_s else 0.0)
+
+    def ettr(self, plain: Plain) -> float:
+        """Return the share of the time that plain training needed for the new iterations."""
+        return plain.between(1, self.last) / self.seconds
+
+    def slowdown(self, plain: Plain) -> float:
+        """Return the time from one new iteration to the next, without a fault between, beside that of plain ones."""
+        hit = {each.before for each in self.recoveries}
+        spent = {number: end_s - begin_s for number, (begin_s, end_s) in enumerate(pairwise((0.0, *self.ended_s)), 1)}
+        quiet = {number: seconds for number, seconds in spent.items() if number not in hit}
+        plain_s = sum(plain.between(number, number + 1) for number in quiet)
+        return sum(quiet.values()) / plain_s if quiet else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """Plain training: the seconds of an iteration on average, and the pace of single ones."""
+
+    iteration_s: float
+    pace: Pace
+
+    def between(self, done: int, reached: int) -> float:
+        """Return the seconds of the iterations `done` + 1 to `reached`."""
+        return self.pace.between(done, reached) * self.iteration_s
+
+    def fault_s(self, recoveries: Sequence[MeasuredRecovery]) -> list[float]:
+        """Return what each fault cost: the seconds to the next new iteration beyond those of a plain one."""
+        return [each.cost_s - self.between(each.before, each.before + 1) for each in recoveries]
+
+
+def plain_of(outcome: Outcome) -> Plain:
+    """Return the seconds of plain training's iterations, as one run measured them."""
+    seconds = [end_s - begin_s for begin_s, end_s in pairwise((0.0, *outcome.ended_s))]
+    mean_s = statistics.fmean(seconds)
+    # the first iteration is not counted: it is slow by itself
+    return Plain(iteration_s=mean_s, pace=Pace([1.0, *(each / mean_s for each in seconds)]))
 
 
 def plan_cells(policies: Sequence[str], mtbfs_s: Sequence[float], runs: int) -> Iterator[Cell]:
-    """Yield all runs, round by round; each round begins with another policy, and has plain training in it."""
+    """Yield all runs, round by round; at each MTBF plain training is among them, and each round begins with another."""
+    order = [PLAIN, *policies]
     for number in range(runs):
-        yield Cell(policy=PLAIN, mtbf_s=math.inf, number=number)
-        first = number % len(policies)
+        first = number % len(order)
         for mtbf_s in mtbfs_s:
-            for policy in [*policies[first:], *policies[:first]]:
+            for policy in [*order[first:], *order[:first]]:
                 yield Cell(policy=policy, mtbf_s=mtbf_s, number=number)
 
 
@@ -177,11 +224,7 @@ def measure(run: RealRun, seconds: float) -> Outcome:
         raise MoeCkptError("under_faults: got a run without iterations")
     first = min(commits)
     end_s = commits[first] + seconds
-    counted = {number: t_s for number, t_s in commits.items() if t_s <= end_s}
-    recovered = [each for each in recoveries_of(run.ranks, 0.0) if each.until_s <= end_s]
-    hit = {each.before for each in recovered}
-    quiet = [after - counted[one] for (one, _), (_, after) in pairwise(sorted(counted.items())) if one not in hit]
-    iteration_s = statistics.median(quiet) if quiet else seconds
+    counted = [t_s - commits[first] for number, t_s in sorted(commits.items()) if number > first and t_s <= end_s]
     logged = [each.event for each in run.ranks[0] if each.t_s <= end_s]
     taken = [event.size_bytes for event in logged if isinstance(event, SnapshotTaken)]
     memory = [
@@ -189,26 +232,12 @@ def measure(run: RealRun, seconds: float) -> Outcome:
     ]
     return Outcome(
         seconds=seconds,
-        iterations=len(counted) - 1,
-        iteration_s=iteration_s,
-        fault_s=tuple(each.cost_s - iteration_s for each in recovered),
-        tail_s=end_s - max(counted.values()),
+        ended_s=tuple(counted),
+        recoveries=tuple(each for each in recoveries_of(run.ranks, 0.0) if each.until_s <= end_s),
         cadence=_cadence(run),
-        snapshot_bytes=sum(taken) / max(1, len(counted)),
+        snapshot_bytes=sum(taken) / (1 + len(counted)),
         host_bytes=max(memory, default=0),
     )
-
-
-def faults_until(iteration: int, run: RealRun, faults: Sequence[InjectedFault]) -> RealRun:
-    """Return a run of these faults without those that came after the first commit of an iteration.
-
-    One that ended the generation of that commit came after it, however soon. A prediction ends with that iteration.
-    """
-    done_s = first_commits(run.ranks)[iteration]
-    logged = [each for rank in run.ranks for each in rank if each.t_s <= done_s]
-    generation = max((each.event.generation for each in logged if isinstance(each.event, Rejoined)), default=1)
-    kills = [kill for kill, fault in zip(run.kills, faults, strict=True) if fault.generation < generation]
-    return replace(run, kills=tuple(kills))
 
 
 def _cadence(run: RealRun) -> str:
@@ -228,16 +257,27 @@ def interval(values: Sequence[float]) -> str:
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
 
 
-def interference(runs: Sequence[RealRun], plain_s: float) -> float:
-    """Return by how many seconds a second of copying slows iterations, which plain training ends in `plain_s`.
+def interference(runs: Sequence[tuple[RealRun, Plain]]) -> float:
+    """Return by how many seconds a second of copying slows the iterations of runs, each beside plain training.
 
     Stalls are left out. A profile of runs cannot measure this: only plain training beside them does.
     """
-    logged = [each.event for run in runs for each in run.ranks[0]]
-    committed = [event for event in logged if isinstance(event, IterationCommitted) and event.iteration > 1]
-    slower_s = sum(event.seconds - event.stall_s - plain_s for event in committed)
-    copying_s = sum(event.copy_s for event in logged if isinstance(event, SnapshotTaken))
+    slower_s = copying_s = 0.0
+    for run, plain in runs:
+        events = [each.event for each in run.ranks[0]]
+        for event in events:
+            if isinstance(event, IterationCommitted) and event.iteration > 1:
+                slower_s += event.seconds - event.stall_s - plain.between(event.iteration - 1, event.iteration)
+        copying_s += sum(event.copy_s for event in events if isinstance(event, SnapshotTaken))
     return max(0.0, slower_s / copying_s) if copying_s else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A simulation of a run under its faults: its share of useful time, and the price of each fault."""
+
+    ettr: float
+    fault_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,34 +296,44 @@ class Study:
         return [one - other for one, other in zip(self.ettrs(policy, mtbf_s), self.ettrs(first, mtbf_s), strict=True)]
 
     def ettrs(self, policy: str, mtbf_s: float) -> list[float]:
-        """Return the share of each run's time that plain training of its round would have needed."""
-        return [self.measured[cell].ettr(self.plain_of(cell.number)) for cell in self.cells(policy, mtbf_s)]
+        """Return the share of each run's time that plain training of its round needed."""
+        return [self.measured[cell].ettr(self.plain_of(cell)) for cell in self.cells(policy, mtbf_s)]
 
-    def plain_of(self, number: int) -> float:
-        """Return the seconds of an iteration of plain training in a round: a machine's speed changes with the hours."""
-        plain = self.measured[Cell(policy=PLAIN, mtbf_s=math.inf, number=number)]
-        return plain.seconds / plain.iterations
+    def faults_s(self, policy: str, mtbf_s: float) -> list[float]:
+        """Return the price of each fault in all runs of a kind."""
+        cells = self.cells(policy, mtbf_s)
+        return [cost_s for cell in cells for cost_s in self.plain_of(cell).fault_s(self.measured[cell].recoveries)]
+
+    def plain_of(self, cell: Cell) -> Plain:
+        """Return plain training of the same round at the same MTBF: a machine's speed changes with the hours."""
+        return plain_of(self.measured[replace(cell, policy=PLAIN)])
 
     @cached_property
     def plain_s(self) -> float:
         """Seconds of an iteration of plain training, the mean over all rounds."""
-        found = self.outcomes(PLAIN, math.inf)
-        return sum(each.seconds for each in found) / sum(each.iterations for each in found)
+        return statistics.fmean(
+            plain_of(outcome).iteration_s for cell, outcome in self.measured.items() if cell.policy == PLAIN
+        )
 
-    def predictions(self, policy: str, mtbf_s: float) -> list[tuple[float, RunFacts]]:
-        """Return the ETTR and the facts of each run as predicted; empty without runs at another MTBF."""
-        others = [run for cell, run in self.runs.items() if cell.policy == policy and cell.mtbf_s != mtbf_s]
+    def predictions(self, policy: str, mtbf_s: float) -> list[Prediction]:
+        """Return what is predicted of each run; empty without runs at another MTBF, which constants are from."""
+        others = [cell for cell in self.runs if cell.policy == policy and cell.mtbf_s != mtbf_s]
         if not others or policy == "none":
             return []
-        cluster = replace(constants_of(others), interference=interference(others, self.plain_s))
-        found = []
-        for cell in self.cells(policy, mtbf_s):
-            measured, plain_s = self.measured[cell], self.plain_of(cell.number)
-            predicted = predict_run(self.runs[cell], cluster, plain_s, measured.iterations + 1)
-            # a prediction ends with the last new iteration: what the end cut off is taken as it was
-            ettr = measured.iterations * plain_s / (predicted.wall_s + measured.tail_s)
-            found.append((ettr, predicted))
-        return found
+        beside_plain = [(self.runs[cell], self.plain_of(cell)) for cell in others]
+        cluster = replace(constants_of([run for run, _ in beside_plain]), interference=interference(beside_plain))
+        return [self._predict(cell, cluster) for cell in self.cells(policy, mtbf_s)]
+
+    def _predict(self, cell: Cell, cluster: ClusterConfig) -> Prediction:
+        run, measured, plain = self.runs[cell], self.measured[cell], self.plain_of(cell)
+        setup = setup_of(run, cluster, plain.iteration_s, plain.pace)
+        ranks = predict_events(run, setup, measured.last)
+        commits_s = first_commits(ranks)
+        # a prediction ends with the last new iteration: what the end cut off is taken as it was
+        seconds = commits_s[measured.last] - commits_s[1] + measured.tail_s
+        return Prediction(
+            ettr=plain.between(1, measured.last) / seconds, fault_s=tuple(plain.fault_s(recoveries_of(ranks, 0.0)))
+        )
 
     def cells(self, policy: str, mtbf_s: float) -> list[Cell]:
         """Return the runs of a kind."""
@@ -301,27 +351,19 @@ def table(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float]) -> It
 
 def _row(study: Study, policy: str, first: str, mtbf_s: float) -> Iterator[str]:
     outcomes, predicted = study.outcomes(policy, mtbf_s), study.predictions(policy, mtbf_s)
-    costs = [cost_s for each in outcomes for cost_s in each.fault_s]
+    costs = study.faults_s(policy, mtbf_s)
     yield interval(study.ettrs(policy, mtbf_s))
     yield "-" if policy == first else interval(study.differences(policy, first, mtbf_s))
-    yield f"{statistics.fmean(ettr for ettr, _ in predicted):.3f}" if predicted else "-"
+    yield f"{statistics.fmean(each.ettr for each in predicted):.3f}" if predicted else "-"
     yield f"{statistics.fmean(costs):.2f} ({min(costs):.2f} to {max(costs):.2f})" if costs else "-"
-    fault_s = mean_fault_s([facts for _, facts in predicted])
-    yield "-" if fault_s is None else f"{fault_s:.2f}"
+    predicted_s = [cost_s for each in predicted for cost_s in each.fault_s]
+    yield f"{statistics.fmean(predicted_s):.2f}" if predicted_s else "-"
     yield str(len(costs))
-    beside_plain = [
-        study.measured[cell].iteration_s / study.plain_of(cell.number) for cell in study.cells(policy, mtbf_s)
-    ]
-    yield f"{statistics.fmean(beside_plain):.3f}"
+    slowdowns = [study.measured[cell].slowdown(study.plain_of(cell)) for cell in study.cells(policy, mtbf_s)]
+    yield f"{statistics.fmean(slowdowns):.3f}"
     yield outcomes[-1].cadence
     yield f"{statistics.fmean(each.snapshot_bytes for each in outcomes) / _MIB:.1f}"
     yield f"{max(each.host_bytes for each in outcomes) / _MIB:.0f}"
-
-
-def mean_fault_s(runs: Sequence[RunFacts]) -> float | None:
-    """Return the mean seconds of a fault over all faults of all runs; None without any."""
-    num_faults = sum(each.num_recoveries for each in runs)
-    return sum(each.num_recoveries * each.recovery_s for each in runs) / num_faults if num_faults else None
 
 
 def figure(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float], title: str) -> str:
@@ -372,10 +414,10 @@ def main() -> int:
         common = [*default_model(overrides), *overrides]
         words = arguments_of(cell, cap_bytes_per_s=cap_bytes_per_s, seconds=options.seconds, common=common)
         done = carry_out(cell, folder, words, options.seconds)
-        run = read_run(done)
-        measured[cell] = measure(run, options.seconds)
-        runs[cell] = faults_until(measured[cell].iterations + 1, run, read_faults(done))
-        print(f"{cell.name}: {measured[cell].iterations} iterations", file=sys.stderr, flush=True)
+        measured[cell] = measure(read_run(done), options.seconds)
+        # a prediction ends with the last new iteration
+        runs[cell] = read_run(done, until=measured[cell].last)
+        print(f"{cell.name}: {measured[cell].last} iterations", file=sys.stderr, flush=True)
     study = Study(runs=runs, measured=measured)
     lines = [*table(study, options.policy, options.mtbf_s), "", *notes(study, options.regime, cap_bytes_per_s, folder)]
     print("\n".join(lines))

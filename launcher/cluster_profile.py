@@ -146,10 +146,13 @@ def _stalls_s(run: RealRun) -> Iterator[float]:
     """
     iteration_s = facts_of(run.ranks).iteration_s
     for rank in run.ranks:
-        stalls = {
-            each.event.iteration: each.event.stall_s for each in rank if isinstance(each.event, IterationCommitted)
-        }
-        copies = {each.event.iteration: each.event.copy_s for each in rank if isinstance(each.event, SnapshotTaken)}
+        stalls: dict[int, float] = {}
+        for event in (each.event for each in rank):
+            if isinstance(event, IterationCommitted):  # one that runs again may have no snapshot in it
+                stalls[event.iteration] = max(stalls.get(event.iteration, 0.0), event.stall_s)
+        taken = [each.event for each in rank if isinstance(each.event, SnapshotTaken)]
+        # training waits for all of a job's first snapshot
+        copies = {event.iteration: event.copy_s for event in taken if event.iteration > 0}
         for first, last in pairwise(sorted(copies)):
             stalled_s = sum(stalls.get(number, 0.0) for number in range(first + 1, last + 1))
             yield max(0.0, stalled_s - max(0.0, copies[first] - iteration_s))

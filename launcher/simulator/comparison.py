@@ -7,10 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from launcher.simulator.real_run import RealRun, RunFacts, facts_of, read_run, setup_of
+from moe_ckpt.events import LoggedEvent
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.policies import plan_saving
+from moe_ckpt.sim.saving import Setup
 
 LONG_S = 1e9  # a run ends with its last iteration
 _NAMES = {
@@ -45,10 +47,14 @@ def predict_run(run: RealRun, cluster: ClusterConfig, iteration_s: float | None,
 
     Without `iteration_s` an iteration takes what the cluster's constants say.
     """
-    setup = setup_of(run, cluster, iteration_s)
+    return facts_of(predict_events(run, setup_of(run, cluster, iteration_s), iterations))
+
+
+def predict_events(run: RealRun, setup: Setup, iterations: int) -> list[list[LoggedEvent]]:
+    """Return each rank's events in a simulation of a run's job, in this setup, under the same faults."""
     saving = plan_saving(run.settings.ckpt, setup)
     outcome = simulate(setup, saving, run.kills, duration_s=LONG_S, last_iteration=iterations, in_order=True)
-    return facts_of([rank_events(setup, saving, outcome, rank) for rank in range(run.world_size)])
+    return [rank_events(setup, saving, outcome, rank) for rank in range(run.world_size)]
 
 
 def _rows(predicted: RunFacts, truth: RunFacts) -> Iterator[tuple[str, str, str, str]]:

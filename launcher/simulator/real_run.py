@@ -36,11 +36,13 @@ from moe_ckpt.sim.costs import TimingConfig, estimate
 from moe_ckpt.sim.faults import LateKill
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import BatchConfig, FormatsConfig, Job
+from moe_ckpt.sim.pace import EVEN, Pace
 from moe_ckpt.sim.saving import Setup
 from moe_ckpt.state_format import BYTES
 
 T = TypeVar("T")
 _RECOVERING = ("build", "join", "recovery")
+_STEP_LOG_BYTES_ON_CPU = 35_312  # all generators are as large as the host's
 _ENDED = {"between": "snapshot", "done": "snapshot"}  # the last point of an iteration
 
 
@@ -99,8 +101,11 @@ class RealRun:
     ranks: Sequence[Sequence[LoggedEvent]]
 
 
-def read_run(folder: Path) -> RealRun:
-    """Read a run's folder. Raises ConfigError, naming it, for one that is not that of a run."""
+def read_run(folder: Path, until: int | None = None) -> RealRun:
+    """Read a run's folder; faults after the first commit of iteration `until` are left out.
+
+    Raises ConfigError, naming the folder, for one that is not that of a run.
+    """
     try:
         settings = read_settings(folder / "config.yaml")
         about = json.loads((folder / "run.json").read_text())
@@ -111,29 +116,45 @@ def read_run(folder: Path) -> RealRun:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"real: {str(folder)!r} is not the folder of a run ({error!r})") from error
     require(len(ranks) == world_size, "real", f"events of {len(ranks)} ranks", f"those of all {world_size}")
-    kills = kills_of(read_faults(folder), ranks, origin_unix_s)
+    kills = kills_of(read_faults(folder), ranks, origin_unix_s, until)
     return RealRun(settings=settings, world_size=world_size, kills=kills, ranks=ranks)
 
 
 def kills_of(
-    faults: Sequence[InjectedFault], ranks: Sequence[Sequence[LoggedEvent]], origin_unix_s: float
+    faults: Sequence[InjectedFault],
+    ranks: Sequence[Sequence[LoggedEvent]],
+    origin_unix_s: float,
+    until: int | None = None,
 ) -> tuple[Kill, ...]:
     """Return the faults of a run, as they were carried out, at points of a run that meets them one after another.
 
     A fault at the time of the one before, or before all ranks were together again, comes in the recovery from that.
-    Others come in the phase of their iteration, and as long after its begin, as they came in the run.
+    Others come in the phase of their iteration, and as long after its begin, as they came in the run. Those before the
+    first commit are left out: a run is measured from there, and begins anew after them. So are those after the first
+    commit of iteration `until`. One that ended the generation of that commit came after it, however soon.
     """
     logged = [each for rank in ranks for each in rank if isinstance(each.event, IterationCommitted | Rejoined)]
     joined_s = {each.event.generation: origin_unix_s + each.t_s for each in logged if isinstance(each.event, Rejoined)}
     begins_s = sorted(origin_unix_s + each.t_s for each in logged)
+    commits_s = first_commits(ranks)
+    first_s = origin_unix_s + min(commits_s.values(), default=0.0)
+    ended = math.inf  # the generation of the last commit
+    if until is not None:
+        last_s = origin_unix_s + commits_s[until]
+        ended = max((number for number, each_s in joined_s.items() if each_s <= last_s), default=1)
     kills: list[Kill] = []
     for before, fault in pairwise([None, *faults]):
         assert fault is not None
+        if fault.unix_s < first_s or fault.generation >= ended:
+            continue
         # a worker that has joined takes its first snapshot before it tells of an iteration
         is_recovering = fault.phase in _RECOVERING
         is_alone = is_recovering and joined_s.get(fault.generation, math.inf) > fault.unix_s
         if before and (is_alone or fault.unix_s == before.unix_s):
-            kills.append(Kill(rank=fault.rank, signal=fault.signal, scope=fault.scope, phase="recovery"))
+            late_s = fault.unix_s - before.unix_s
+            kills.append(
+                LateKill(rank=fault.rank, signal=fault.signal, scope=fault.scope, phase="recovery", late_s=late_s)
+            )
             continue
         number = None if before and is_recovering else max(1, fault.iteration or 1)
         begun = bisect.bisect_right(begins_s, fault.unix_s)
@@ -152,14 +173,15 @@ def _kill_in(iteration: int | None, fault: InjectedFault, begun_unix_s: float | 
     return LateKill(**point, late_s=fault.unix_s - begun_unix_s)
 
 
-def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None) -> Setup:
-    """Return the run's job on a cluster with as many nodes as it had, and iterations of so many seconds."""
+def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None, pace: Pace = EVEN) -> Setup:
+    """Return the run's job on a cluster with as many nodes as it had, and iterations of so many seconds on average."""
     settings, train = run.settings, run.settings.train
     wanted = settings.parallel.ranks_per_node
     ranks_per_node = 1 if wanted == AUTO else int(wanted)  # on one machine each rank counts as a node
     nodes = run.world_size // ranks_per_node
     cluster = replace(cluster, nodes=nodes, gpus_per_node=ranks_per_node)
     stored = settings.precision.state_format
+    is_on_cpu = any(event.device == "cpu" for event in events_of(run.ranks, WorkerStarted))
     batch = BatchConfig(
         micro_batch_size=train.micro_batch_size,
         global_batch_size=train.global_batch_size,
@@ -173,10 +195,11 @@ def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None) ->
             compute_bytes=float(stored.compute_bytes),
             full_bytes=float(stored.full_bytes),
             activation_bytes=float(BYTES[settings.precision.dtype]),
+            **({"step_log_bytes": _STEP_LOG_BYTES_ON_CPU} if is_on_cpu else {}),
         ),
     )
     costs = estimate(job, cluster, TimingConfig(iteration_s=iteration_s, interleave=1))
-    return Setup(job=job, cluster=cluster, costs=costs, mtbf_s=None)
+    return Setup(job=job, cluster=cluster, costs=costs, mtbf_s=None, pace=pace)
 
 
 def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:

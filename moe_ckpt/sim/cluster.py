@@ -99,7 +99,7 @@ class _Run:
         return max(1, min(in_time, self._last_iteration - generation.start))
 
     def _outcome(self, iterations: int) -> Outcome:
-        self._ledger.useful_s = iterations * self._setup.costs.iteration_s
+        self._ledger.useful_s = self._setup.pace.between(0, iterations) * self._setup.costs.iteration_s
         plt = mlt = 0.0
         if self._saving.partial and self._epoch:
             plt, mlt = self._saving.partial.tokens.shares(self._epoch.account.lost, iterations)
@@ -114,15 +114,16 @@ class _Run:
 
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
         pattern = self._epoch.pattern if self._epoch else self._pattern(start, carried)
-        return Generation(self._setup.costs, self._saving, pattern, start, since_s, carried, self._epoch)
+        setup = self._setup
+        return Generation(setup.costs, self._saving, pattern, start, since_s, carried, self._epoch, setup.pace)
 
     def _pattern(self, start: int, carried: tuple[Kept, ...]) -> SnapshotPattern:
+        newest = carried[-1] if carried else None
         if self._num_iters <= WARM_UP_ITERS:
-            return self._saving.at_start
-        if not carried or start == 0 or self._saving.going_on is None:
-            # a job that is back at its beginning drops all windows
+            has_state = newest is not None and newest.start == newest.end == start
+            return self._saving.at_start.after_whole_state() if has_state else self._saving.at_start
+        if newest is None or self._saving.going_on is None:
             return self._saving.later if self._has_replayed else self._saving.unreplayed or self._saving.later
-        newest = carried[-1]
         return self._saving.going_on(start - newest.start, newest.num_slots, self._has_replayed)
 
     def _next_fault(self, generation: Generation, until_s: float) -> TimedFault | None:
@@ -174,7 +175,8 @@ class _Run:
         recovered, carried = self._recover(attempt, fault)
         self._timeline.append(recovered)
         self._ledger.recovery_s += recovered.seconds
-        self._ledger.again_s += recovered.lost_iters * self._setup.costs.iteration_s
+        lost = self._setup.pace.between(recovered.iteration, reached)
+        self._ledger.again_s += lost * self._setup.costs.iteration_s
         return self._train_from(recovered.iteration, attempt.now_s, carried)
 
     def _recover(self, attempt: _Attempt, fault: TimedFault) -> tuple[Recovered, tuple[Kept, ...]]:
@@ -248,7 +250,7 @@ class _Run:
         if interrupting is not None:
             return None, interrupting
         path = self._choose(attempt)
-        interrupting = self._due(begun_s + path.fetch_s + path.replay_s)
+        interrupting = self._due_later(attempt, begun_s + path.fetch_s + path.replay_s)
         spent_s = path.fetch_s + path.replay_s if interrupting is None else max(0.0, interrupting.after_s - begun_s)
         attempt.fetch_s += min(spent_s, path.fetch_s)
         attempt.replay_s += max(0.0, spent_s - path.fetch_s)
@@ -266,8 +268,16 @@ class _Run:
 
     def _due_in_recovery(self, begun_s: float) -> TimedFault | None:
         """Return a fault of a worker that enters its recovery now."""
-        kill = next((kill for kill in self._faults.at_points if kill.phase == "recovery"), None)
-        return self._faults.meet(kill, begun_s) if kill else None
+        kill = self._faults.in_recovery
+        return None if kill is None or isinstance(kill, LateKill) else self._faults.meet(kill, begun_s)
+
+    def _due_later(self, attempt: _Attempt, end_s: float) -> TimedFault | None:
+        """Return a fault that comes before this time, at which the recovery that begins now would end."""
+        kill = self._faults.in_recovery
+        if not isinstance(kill, LateKill):
+            return self._due(end_s)
+        at_s = attempt.faults[-1].after_s + kill.late_s
+        return self._faults.meet(kill, min(max(attempt.now_s, at_s), end_s))
 
     def _choose(self, attempt: _Attempt) -> RollbackPath:
         if self._saving.recovery is Recovery.RESTART:

@@ -78,7 +78,6 @@ class _Rank:
         job = self._setup.job
         num_neighbours = (self._stage > 0) + (self._stage < job.layout.pp - 1)
         one_way = job.boundary_log_bytes(self._stage) // max(1, num_neighbours)
-        seconds = generation.iteration_s(number)
         return IterationCommitted(
             iteration=generation.start + number,
             loss=math.nan,
@@ -86,8 +85,8 @@ class _Rank:
             loss_scale=1.0,
             learning_rate=0.0,
             skipped=False,
-            seconds=seconds,
-            stall_s=max(0.0, seconds - self._setup.costs.iteration_s),
+            seconds=generation.iteration_s(number),
+            stall_s=generation.added_s(number),
             sent_activation_bytes=one_way if self._stage < job.layout.pp - 1 else 0,
             sent_gradient_bytes=one_way if self._stage > 0 else 0,
         )

@@ -11,7 +11,10 @@ from moe_ckpt.sim.costs import Costs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateKill(Kill):
-    """A kill of a real run: it strikes `late_s` seconds after the begin of its iteration, but within its phase."""
+    """A kill of a real run: it strikes `late_s` seconds after the begin of its iteration, but within its phase.
+
+    One in a recovery strikes so many seconds after the fault before it, but within that recovery.
+    """
 
     late_s: float
 
@@ -32,6 +35,11 @@ class FaultQueue:
     def at_points(self) -> Sequence[Kill]:
         """The kills of which any may be next."""
         return self._at_points[:1] if self._in_order else self._at_points
+
+    @property
+    def in_recovery(self) -> Kill | None:
+        """The next kill in a recovery, if any kill of that kind may be next."""
+        return next((kill for kill in self.at_points if kill.phase == "recovery"), None)
 
     def meet(self, kill: Kill, at_s: float) -> TimedFault:
         """Turn a kill at a point into a strike, now that training is there."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from moe_ckpt.sim.costs import Costs
+from moe_ckpt.sim.pace import EVEN, Pace
 from moe_ckpt.sim.partial import Epoch
 from moe_ckpt.sim.saving import Recovery, Saving
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern, Span
@@ -47,6 +48,7 @@ class Generation:
     since_s: float
     carried: tuple[Kept, ...]
     epoch: Epoch | None = None
+    pace: Pace = EVEN
 
     def stalls_s(self, iterations: int) -> float:
         """Return the seconds that saving has added to this many iterations."""
@@ -58,7 +60,8 @@ class Generation:
 
     def elapsed_s(self, iterations: int) -> float:
         """Return the seconds of so many iterations."""
-        return iterations * self.costs.iteration_s + self.stalls_s(iterations)
+        trained = self.pace.between(self.start, self.start + iterations)
+        return trained * self.costs.iteration_s + self.stalls_s(iterations)
 
     def first_commit_after(self, at_s: float) -> int:
         """Return the fewest iterations, at least one, that end at or after a time."""
@@ -80,7 +83,12 @@ class Generation:
 
     def iteration_s(self, number: int) -> float:
         """Return the seconds of the generation's iteration `number`, from 1."""
-        return self.costs.iteration_s + self.stalls_s(number) - self.stalls_s(number - 1)
+        last = self.start + number
+        return self.pace.between(last - 1, last) * self.costs.iteration_s + self.added_s(number)
+
+    def added_s(self, number: int) -> float:
+        """Return the seconds that saving adds to the generation's iteration `number`, from 1."""
+        return self.stalls_s(number) - self.stalls_s(number - 1)
 
     def kept(self, moment: Moment) -> tuple[Kept, ...]:
         """Return the windows that all ranks, and their peers, have at a moment, oldest first."""

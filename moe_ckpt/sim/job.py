@@ -13,15 +13,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.config import require, require_all_at_least
+from moe_ckpt.config import require, require_all_at_least, require_at_least
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ParallelLayout
 
 Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-STEP_LOG_BYTES = 8192
-"""Norms, scales and generator states of an iteration, beside the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,15 +54,20 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatsConfig:
-    """Bytes a parameter: in forward, and in the whole state; bytes of an element of an activation."""
+    """Bytes a parameter: in forward, and in the whole state; bytes of an element of an activation.
+
+    `step_log_bytes`: the states of generators, and positions, that a rank logs at the start of an iteration.
+    """
 
     compute_bytes: float
     full_bytes: float
     activation_bytes: float = 2.0
+    step_log_bytes: int = 15_152
 
     def __post_init__(self) -> None:
         for name in ("compute_bytes", "full_bytes", "activation_bytes"):
             require(getattr(self, name) > 0, f"formats.{name}", getattr(self, name), "more than 0")
+        require_at_least("formats.step_log_bytes", self.step_log_bytes, 0)
 
 
 class Job:
@@ -159,7 +161,7 @@ class Job:
         return StageProfile(
             table=self._table(self.shape.operators[where], self._rank_parameters(where)),
             boundary_log_bytes=self.boundary_log_bytes(stage),
-            step_log_bytes=STEP_LOG_BYTES + self._token_bytes(stage),
+            step_log_bytes=self.formats.step_log_bytes,
         )
 
     def _table(self, operators: Sequence[OperatorId], parameters: Array) -> OperatorTable:
@@ -176,7 +178,7 @@ class Job:
         return StageProfile(
             table=self._table(self.shape.operators, self.shape.parameters[np.newaxis].astype(np.float64)),
             boundary_log_bytes=ranks * sum(map(self.boundary_log_bytes, stages)),
-            step_log_bytes=ranks * sum(STEP_LOG_BYTES + self._token_bytes(stage) for stage in stages),
+            step_log_bytes=self.layout.world_size * self.formats.step_log_bytes,
         )
 
     def boundary_log_bytes(self, stage: int) -> int:
@@ -184,10 +186,6 @@ class Job:
         num_neighbours = (stage > 0) + (stage < self.layout.pp - 1)
         tensor_bytes = self.micro_batch_tokens * self.shape.hidden_size * self.formats.activation_bytes / self.layout.tp
         return int(num_neighbours * self.num_micro_batches * tensor_bytes)
-
-    def _token_bytes(self, stage: int) -> int:
-        on_edge = stage in (0, self.layout.pp - 1)
-        return 8 * self.num_micro_batches * self.micro_batch_tokens if on_edge else 0
 
     def _rank_parameters(self, where: slice) -> Array:
         """Return the parameters whose state each of the `ep` kinds of ranks saves, float64 [ep, operators]."""

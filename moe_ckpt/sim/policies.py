@@ -417,10 +417,8 @@ def _probe(
 
 
 def _without_base(pattern: SnapshotPattern, age_iters: int, num_slots: int, _: bool) -> SnapshotPattern:
-    """Return a pattern without the snapshot of a state of which all ranks keep one, unless it goes to disk."""
-    first = next(iter((*pattern.lead, *pattern.repeat)), None)
-    has_state = age_iters == 0 and num_slots == 1 and first is not None and not first.to_disk
-    return pattern.without_first() if has_state else pattern
+    """Return a pattern that begins so many iterations after the start of a window of so many slots."""
+    return pattern.after_whole_state() if age_iters == 0 and num_slots == 1 else pattern
 
 
 def _durable(setup: Setup, every_iters: int, *, asynchronous: bool) -> Durable | None:

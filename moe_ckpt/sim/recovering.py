@@ -92,11 +92,13 @@ def replay_s(setup: Setup, saving: Saving, stages: range, window: Kept, target: 
     """
     most, slots = len(saving.active), window.num_slots
 
-    def active(number: int) -> float:
+    def seconds(number: int) -> float:
         # a window of fewer slots, the first of a generation, activates as many operators in fewer iterations
-        return saving.active[min(most, math.ceil((number + 1) * most / slots)) - 1]
+        active = saving.active[min(most, math.ceil((number + 1) * most / slots)) - 1]
+        iteration = window.start + number
+        return setup.costs.replay_s(stages, active) * setup.pace.between(iteration, iteration + 1)
 
-    return sum(setup.costs.replay_s(stages, active(number)) for number in range(done, target - window.start))
+    return sum(seconds(number) for number in range(done, target - window.start))
 
 
 def replayed_by(setup: Setup, saving: Saving, rollback: Rollback, target: int, spent_s: float) -> ReplayedState | None:

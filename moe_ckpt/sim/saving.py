@@ -12,6 +12,7 @@ from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import Job
+from moe_ckpt.sim.pace import EVEN, Pace
 from moe_ckpt.sim.partial import Partial
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
 
@@ -34,13 +35,14 @@ class Switches:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setup:
-    """A job on a cluster, and its costs there."""
+    """A job on a cluster, and its costs there: those of a mean iteration, and the pace of single ones."""
 
     job: Job
     cluster: ClusterConfig
     costs: Costs
     mtbf_s: float | None
     switches: Switches = Switches()
+    pace: Pace = EVEN
 
     def holders(self, rank: int, replicas: int, peers: int | None = None) -> tuple[int, ...]:
         """Return the ranks whose memories hold the copies of a rank; `peers` as in `copy_holders`."""

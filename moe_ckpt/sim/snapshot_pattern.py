@@ -106,8 +106,14 @@ class SnapshotPattern:
                 shift -= self.period
         yield from (span for span in reversed(self._spans[0]) if span.last.offset <= last)
 
-    def without_first(self) -> SnapshotPattern:
-        """Return the same without its first snapshot."""
+    def after_whole_state(self) -> SnapshotPattern:
+        """Return the same where all ranks keep the state already that the first snapshot takes.
+
+        Then none is taken, unless it goes to disk.
+        """
+        first = next(iter((*self.lead, *self.repeat)), None)
+        if first is None or first.to_disk:
+            return self
         if self.lead:
             return SnapshotPattern(self.lead[1:], self.repeat, self.period)
         later = tuple(replace(each, offset=each.offset + self.period) for each in self.repeat)

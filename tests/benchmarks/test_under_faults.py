@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,23 +10,22 @@ import pytest
 from benchmarks.under_faults import (
     PLAIN,
     Cell,
+    Plain,
     Study,
     arguments_of,
     carry_out,
-    faults_until,
     interference,
     interval,
-    mean_fault_s,
     measure,
+    plain_of,
     plan_cells,
 )
 from launcher.compare import plan_variants
 from launcher.config import compose_settings
-from launcher.simulator.real_run import RealRun, facts_of
+from launcher.simulator.real_run import RealRun
 from moe_ckpt.events import Event, LoggedEvent, SnapshotTaken, WorkerStarted
-from moe_ckpt.faults.schedule import Kill
-from tests.benchmarks.faults import injected
-from tests.report_runs import committed, rejoined
+from moe_ckpt.sim.pace import EVEN
+from tests.report_runs import committed
 
 POLICIES = ["moevement", "gemini:ckpt.every_iters=5", "none"]
 
@@ -38,10 +35,12 @@ def words(cell: Cell, cap_bytes_per_s: float | None = 28e6) -> list[str]:
 
 
 def test_each_round_runs_plain_training_and_begins_with_another_policy() -> None:
-    cells = list(plan_cells(["a", "b"], [20.0, 60.0], 2))
+    cells = plan_cells(["a", "b"], [20.0, 60.0], 2)
     assert [(cell.policy, cell.mtbf_s, cell.number) for cell in cells] == [
-        *[(PLAIN, math.inf, 0), ("a", 20.0, 0), ("b", 20.0, 0), ("a", 60.0, 0), ("b", 60.0, 0)],
-        *[(PLAIN, math.inf, 1), ("b", 20.0, 1), ("a", 20.0, 1), ("b", 60.0, 1), ("a", 60.0, 1)],
+        (policy, mtbf_s, number)
+        for number, policies in enumerate([(PLAIN, "a", "b"), ("a", "b", PLAIN)])
+        for mtbf_s in (20.0, 60.0)
+        for policy in policies
     ]
 
 
@@ -66,29 +65,12 @@ def test_every_run_is_one_that_the_launcher_accepts(policy: str, cap_bytes_per_s
 def test_policies_are_compared_round_by_round() -> None:
     run = run_of([(0.0, iteration(1)), (2.0, iteration(2)), (4.0, iteration(3))])
     slow, fast = measure(run, 8.0), measure(run, 4.0)
-    cells = [Cell(policy=policy, mtbf_s=20.0, number=number) for number in range(2) for policy in ("a", "b")]
-    measured = dict(zip(cells, [slow, fast, fast, fast], strict=True))
-    plain = {Cell(policy=PLAIN, mtbf_s=math.inf, number=number): each for number, each in enumerate((fast, slow))}
-    study = Study(runs={}, measured=measured | plain)
+    slower = measure(run_of([(0.0, iteration(1)), (4.0, iteration(2)), (8.0, iteration(3))]), 8.0)
+    cells = [Cell(policy=policy, mtbf_s=20.0, number=number) for number in range(2) for policy in ("a", "b", PLAIN)]
+    study = Study(runs={}, measured=dict(zip(cells, [slow, fast, fast, fast, fast, slower], strict=True)))
     assert study.differences("b", "a", 20.0) == [0.5, 0.0]
     assert study.ettrs("b", 20.0) == [1.0, 2.0], "plain training of the second round took twice as long"
-
-
-def test_a_prediction_has_the_faults_before_its_last_iteration() -> None:
-    back = rejoined(1, generation=2)
-    run = run_of([(0.0, iteration(1)), (1.0, back), (2.0, iteration(2)), (3.0, iteration(3))])
-    run = replace(run, kills=tuple(Kill(rank=rank, iteration=rank + 1) for rank in range(3)))
-    faults = [injected(rank, rank + 1, generation=generation) for rank, generation in enumerate((1, 2, 3))]
-    kept = [[kill.rank for kill in faults_until(number, run, faults).kills] for number in (1, 2, 3)]
-    assert kept == [[], [0], [0]], "the second one ends the generation of the last iteration"
-
-
-def test_each_fault_counts_once_in_whatever_run_it_came() -> None:
-    facts = facts_of([[LoggedEvent(t_s=1.0, global_rank=0, event=iteration(1))]])
-    costs = [(2, 3.0), (0, 0.0), (1, 9.0)]
-    runs = [replace(facts, num_recoveries=number, recovery_s=cost_s) for number, cost_s in costs]
-    assert mean_fault_s(runs) == 5.0
-    assert mean_fault_s(runs[1:2]) is None
+    assert study.plain_s == 3.0
 
 
 def run_of(*ranks: list[tuple[float, Event]]) -> RealRun:
@@ -112,10 +94,21 @@ def test_only_new_iterations_within_the_time_count() -> None:
     after: list[tuple[float, Event]] = [(13.0, worker(1)), *((15.0 + n, iteration(n)) for n in (2, 3, 4, 5, 6))]
     run = run_of([*before, *after], [*before, *after])
     outcome = measure(run, 10.0)
-    assert (outcome.iterations, outcome.iteration_s) == (4, 1.0)
-    assert outcome.fault_s == (6.0,)
-    assert outcome.ettr(plain_s=1.5) == pytest.approx(0.6)
-    assert (outcome.tail_s, measure(run, 10.75).tail_s) == (0.0, 0.75)
+    assert outcome.ended_s == (1.0, 2.0, 9.0, 10.0)
+    assert (outcome.last, outcome.tail_s, measure(run, 10.75).tail_s) == (5, 0.0, 0.75)
+
+
+def test_a_run_is_held_against_the_very_iterations_of_plain_training() -> None:
+    """Plain training takes 2, 1, 1 and 4 s for the iterations 2 to 5, and the mean of 2 s for those that it lacks."""
+    plain = plain_of(measure(run_of([(float(t_s), iteration(n + 1)) for n, t_s in enumerate((0, 2, 3, 4, 8))]), 8.0))
+    assert (plain.between(1, 4), plain.between(3, 7)) == (4.0, 9.0)
+    before: list[tuple[float, Event]] = [(0.0, worker(0)), *((9.0 + n, iteration(n)) for n in (1, 2, 3))]
+    after: list[tuple[float, Event]] = [(13.0, worker(1)), (19.0, iteration(4)), (22.0, iteration(5))]
+    run = run_of([*before, *after])
+    outcome = measure(run, 20.0)
+    assert [measure(run, seconds).ettr(plain) for seconds in (10.0, 20.0)] == [4.0 / 10.0, 8.0 / 20.0]
+    assert outcome.slowdown(plain) == (1.0 + 1.0 + 3.0) / (2.0 + 1.0 + 4.0), "without iteration 4, after the fault"
+    assert plain.fault_s(outcome.recoveries) == [7.0 - 1.0]
 
 
 def test_copies_slow_iterations_by_their_excess_over_plain_ones() -> None:
@@ -125,9 +118,10 @@ def test_copies_slow_iterations_by_their_excess_over_plain_ones() -> None:
         iteration=1, window_start=1, slot=0, num_slots=1, size_bytes=8, dense_bytes=8, copy_s=2.0, bubble_bytes=0
     )
     run = run_of([(float(t_s), event) for t_s, event in enumerate([*slow, taken])])
-    assert interference([run], plain_s=1.2) == pytest.approx(0.3)
-    assert interference([run], plain_s=2.0) == 0.0
-    assert interference([run_of([(0.0, iteration(2))])], plain_s=1.0) == 0.0, "nothing was copied"
+    fast, slow = (Plain(iteration_s=iteration_s, pace=EVEN) for iteration_s in (1.2, 2.0))
+    assert interference([(run, fast)]) == pytest.approx(0.3)
+    assert interference([(run, slow)]) == 0.0
+    assert interference([(run_of([(0.0, iteration(2))]), fast)]) == 0.0, "nothing was copied"
 
 
 def test_an_interval_is_students() -> None:

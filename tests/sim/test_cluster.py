@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from moe_ckpt.faults.schedule import Kill, poisson_kills
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.faults import LateKill
+from moe_ckpt.sim.pace import Pace
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.saving import Saving, Setup
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
@@ -77,6 +78,7 @@ AUTO = plan_saving(ckpt("ckpt=moevement", "ckpt.replicas=1"), SETUP)
 THIRD = (range(2, 3), 7, 3)
 (ALONE,) = recoveries(run(LOCAL, [at(95.0, rank=4)]))
 WHILE_IT_REPLAYS = [at(95.0, rank=4), at(ALONE.since_s + ALONE.detect_s + ALONE.rebuild_s + 1.0, rank=2)]
+LATE = LateKill(rank=2, phase="recovery", late_s=ALONE.detect_s + ALONE.rebuild_s + 1.0)
 AGAIN: dict[str, object] = {"faults": [(4,), (2,)], "detect_s": 2.0, "rebuild_s": 4.0}
 
 
@@ -89,6 +91,7 @@ AGAIN: dict[str, object] = {"faults": [(4,), (2,)], "detect_s": 2.0, "rebuild_s"
         case("at once: one fault, neighbours together", LOCAL, LOST_AT_ONCE, (range(3), 7, 3), faults=[(2, 4, 0)]),
         case("before all met again", LOCAL, [at(95.0, rank=4), at(97.0, rank=2)], (range(1, 3), 7, 3), rebuild_s=3.0),
         case("while a stage replays: all plan again", LOCAL, WHILE_IT_REPLAYS, (range(1, 3), 7, 3), **AGAIN),
+        case("the same, by a kill in a recovery", LOCAL, [at(95.0, rank=4), LATE], (range(1, 3), 7, 3), **AGAIN),
         case("hung, found late", LOCAL, [at(95.0, signal="STOP")], (range(1), 7, 3), detect_s=9.0, rebuild_s=2.0),
         case("copies of another node", LOCAL, LOST_NODE, THIRD, iteration=9, fetches=[(4, 6), (5, 7)]),
         case("in a recovery", LOCAL, LOST_IN_RECOVERY, (range(1), 7, 3), THIRD, faults=[(4,), (0,)]),
@@ -168,7 +171,10 @@ def test_a_policy_knows_nothing_until_an_iteration_has_been_measured(iteration: 
     saving = plan_saving(ckpt("ckpt=gemini"), SETUP)
     last = run(saving, [Kill(rank=0, iteration=iteration, phase="forward")]).timeline[-1]
     assert isinstance(last, Trained)
-    assert last.generation.pattern is (saving.later if is_measured else saving.at_start)
+    assert last.generation.start == 0
+    expected = (saving.later if is_measured else saving.at_start).after_whole_state()
+    found, wanted = (list(pattern.snapshots(0, 40)) for pattern in (last.generation.pattern, expected))
+    assert found == wanted, "and none of the state to which all ranks went back"
 
 
 def test_windows_are_chosen_by_a_replay_once_there_was_one() -> None:
@@ -293,6 +299,29 @@ def test_a_worker_that_dies_as_its_recovery_begins_has_not_replayed() -> None:
     (together,) = recoveries(run(LOCAL, [at(95.0, rank=4), at(95.0, rank=0)]))
     assert recovered.replay_s == pytest.approx(together.replay_s)
     assert recovered.rebuild_s == 2 * together.rebuild_s
+
+
+def test_a_kill_in_a_recovery_comes_within_it() -> None:
+    (at_once,), (late,) = (
+        recoveries(run(LOCAL, [at(95.0, rank=4), LateKill(rank=4, phase="recovery", late_s=late_s)]))
+        for late_s in (0.0, 1e9)
+    )
+    again_s = 2 * (ALONE.detect_s + ALONE.rebuild_s)
+    assert at_once.seconds == pytest.approx(again_s + ALONE.replay_s)
+    assert late.seconds == pytest.approx(again_s + 2 * ALONE.replay_s)
+
+
+def test_iterations_take_their_own_time_also_when_they_run_again() -> None:
+    """The first eight take half of 10 s. Of them the stage's replay runs one, and one of the usual length."""
+    of = replace(SETUP, pace=Pace([0.5] * 8))
+    assert run(NONE, of=of, duration_s=50.0).iterations == 9
+    (recovered,) = recoveries(run(LOCAL, [at(55.0, rank=4)], of=of, duration_s=100.0))
+    assert windows_of(recovered) == [THIRD]
+    assert recovered.replay_s == pytest.approx(0.75 * ALONE.replay_s, rel=0.05)
+    rolled_back = run(GEMINI, [Kill(rank=0, iteration=8)], of=of, duration_s=100.0)
+    (recovered,) = recoveries(rolled_back)
+    assert rolled_back.ledger.again_s == pytest.approx(5.0 * recovered.lost_iters)
+    assert rolled_back.ledger.useful_s == 40.0 + 10.0 * (rolled_back.iterations - 8)
 
 
 def test_partial_snapshots_lose_tokens_and_grow_when_they_lose_too_many() -> None:

@@ -15,7 +15,7 @@ from launcher.faults.log import InjectedFault
 from launcher.simulator.comparison import predict_run
 from launcher.simulator.config import compose_machine
 from launcher.simulator.real_run import RealRun, events_of, facts_of, kills_of, recoveries_of, setup_of
-from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, WorkerStarted
+from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, SnapshotTaken, WorkerStarted
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
@@ -121,12 +121,33 @@ def test_a_fault_comes_as_long_after_its_iteration_began_as_in_the_run() -> None
     own: dict[str, Any] = {"signal": "KILL", "scope": "process"}
     assert kills_of(faults, ranks, origin_unix_s=100.0) == (
         LateKill(rank=0, iteration=2, phase="backward", late_s=0.5, **own),
-        Kill(rank=1, phase="recovery", **own),
+        LateKill(rank=1, phase="recovery", late_s=7.5, **own),
         LateKill(rank=2, phase="forward", late_s=0.25, **own),
         LateKill(rank=3, iteration=3, phase="reduce", late_s=0.75, **own),
-        Kill(rank=4, phase="recovery", **own),
+        LateKill(rank=4, phase="recovery", late_s=0.0, **own),
         Kill(rank=5, iteration=3, phase="step", **own),
     )
+
+
+def test_faults_outside_what_is_measured_are_left_out() -> None:
+    """Iteration 1 ends at 1 s, iteration 3 in generation 2."""
+    told = [(1.0, second(1)), (2.5, rejoined(1, generation=2)), (3.5, second(2)), (4.5, second(3))]
+    faults = [
+        injected(100.5, 0, "forward", 1, generation=1),
+        injected(102.0, 1, "forward", 2, generation=1),
+        injected(104.25, 2, "reduce", 3, generation=2),
+    ]
+    kept = [kills_of(faults, [logged(0, *told)], 100.0, until) for until in (1, 2, 3, None)]
+    assert [[kill.rank for kill in kills] for kills in kept] == [[], [1], [1], [1, 2]]
+
+
+@pytest.mark.parametrize(("device", "step_log_bytes"), [("cpu", 35_312), ("NVIDIA H100", 15_152)])
+def test_generators_of_a_cpu_are_larger(device: str, step_log_bytes: int) -> None:
+    started = WorkerStarted(pid=1, host="here", incarnation=0, device=device)
+    settings = compose_settings(["ckpt=gemini"])
+    run = RealRun(settings=settings, world_size=4, kills=(), ranks=[logged(0, (0.0, started))])
+    profiles = setup_of(run, compose_machine(["cluster=local"])[0], None).job.profiles
+    assert {profile.step_log_bytes for profile in profiles} == {step_log_bytes}
 
 
 KILLS = (Kill(rank=2, iteration=13, phase="backward"), Kill(rank=0, iteration=19))
@@ -215,3 +236,18 @@ def test_waits_for_copies_are_none_of_what_any_snapshot_takes() -> None:
     longest_s = max(event.stall_s for event in events_of(run.ranks, IterationCommitted))
     assert longest_s > 10 * MACHINE["take_s"], "training waits"
     assert constants_of([run]).take_s == pytest.approx(MACHINE["take_s"])
+
+
+def test_the_wait_for_all_of_a_first_snapshot_is_no_price_of_any() -> None:
+    """Snapshots after 0, 2 and 4 iterations: training stands still for 5 s, 0.5 s and an unknown time."""
+    taken = [snapshot(number) for number in (0, 2, 4)]
+    stalls_s = enumerate((5.0, 0.0, 0.5, 0.0), start=1)
+    trained = [second(number, stall_s=stall_s) for number, stall_s in stalls_s]
+    ranks = [logged(0, *((float(t_s), event) for t_s, event in enumerate([*trained, *taken])))]
+    run = RealRun(settings=compose_settings(["ckpt=gemini"]), world_size=1, kills=(), ranks=ranks)
+    assert constants_of([run]).take_s == 0.5
+
+
+def snapshot(iteration: int) -> SnapshotTaken:
+    where = {"iteration": iteration, "window_start": iteration, "slot": 0, "num_slots": 1}
+    return SnapshotTaken(**where, size_bytes=8, dense_bytes=8, copy_s=0.25, bubble_bytes=0)

@@ -1,0 +1,28 @@
+"""The seconds of single iterations beside the mean. Pure.
+
+Where a router sends most tokens to a few experts, an iteration takes longer. While it learns, iterations may take from
+half to twice the mean, the same ones in every run of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+class Pace:
+    """The length of each iteration, in mean iterations: `lengths` of the first ones, and 1 for all later ones."""
+
+    def __init__(self, lengths: Sequence[float] = ()) -> None:
+        self._sums = [0, *accumulate(lengths)]
+
+    def between(self, done: int, reached: int) -> float:
+        """Return the length of the iterations `done` + 1 to `reached`: exactly their number at an even pace."""
+        return self._up_to(reached) - self._up_to(done)
+
+    def _up_to(self, iteration: int) -> float:
+        num_known = len(self._sums) - 1
+        return self._sums[min(iteration, num_known)] + max(0, iteration - num_known)
+
+
+EVEN = Pace()
