@@ -14,7 +14,11 @@ In the regime `plain` copies are as fast as the machine; in `capped` each rank c
 host memory, to peers and to disk. The cap should make a copy of a rank's whole state (87 MB with `small`) take four to
 five iterations of this machine: the regime of the MoEvement paper, section 2, in which a dense snapshot stops training.
 Compute weights of operators that a window has not taken in full yet are in each of its slots, with BF16 up to a sixth
-of the state: at six iterations no number of slots is enough. Predictions use constants of the runs at the other MTBFs.
+of the state: at six iterations no number of slots is enough.
+
+Predictions use constants of the runs at the other MTBFs. Of the predicted run they are given the faults, each at its
+point of training and not at its time, the number of new iterations, and the time that the end cut off after the last of
+them; of plain training in the same round, the seconds of each iteration.
 Finished runs in the folder are not run again: a call that was cut off, or one with more runs, continues there.
 """
 
@@ -116,22 +120,20 @@ class Outcome:
     def tail_s(self) -> float:
         return self.seconds - (self.ended_s[-1] if self.ended_s else 0.0)
 
-    def ettr(self, plain: Plain) -> float:
+    def ettr(self, plain: PlainTraining) -> float:
         """Return the share of the time that plain training needed for the new iterations."""
         return plain.between(1, self.last) / self.seconds
 
-    def slowdown(self, plain: Plain) -> float:
-        """Return the time from one new iteration to the next, without a fault between, beside that of plain ones."""
-        hit = {each.before for each in self.recoveries}
-        spent = {number: end_s - begin_s for number, (begin_s, end_s) in enumerate(pairwise((0.0, *self.ended_s)), 1)}
-        quiet = {number: seconds for number, seconds in spent.items() if number not in hit}
-        plain_s = sum(plain.between(number, number + 1) for number in quiet)
-        return sum(quiet.values()) / plain_s if quiet else math.nan
+    def quiet_s(self) -> dict[int, float]:
+        """Return the seconds of each new iteration that followed the one before it without a fault between."""
+        hit = {each.before + 1 for each in self.recoveries}
+        spent = {number: end_s - begin_s for number, (begin_s, end_s) in enumerate(pairwise((0.0, *self.ended_s)), 2)}
+        return {number: seconds for number, seconds in spent.items() if number not in hit}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plain:
-    """Plain training: the seconds of an iteration on average, and the pace of single ones."""
+class PlainTraining:
+    """The seconds of an iteration of plain training on average, and the pace of single ones."""
 
     iteration_s: float
     pace: Pace
@@ -145,16 +147,18 @@ class Plain:
         return [each.cost_s - self.between(each.before, each.before + 1) for each in recoveries]
 
 
-def plain_of(outcome: Outcome) -> Plain:
+def plain_training(outcome: Outcome) -> PlainTraining:
     """Return the seconds of plain training's iterations, as one run measured them."""
     seconds = [end_s - begin_s for begin_s, end_s in pairwise((0.0, *outcome.ended_s))]
+    if not seconds:
+        raise MoeCkptError("under_faults: got plain training of one iteration, wanted more within --seconds")
     mean_s = statistics.fmean(seconds)
     # the first iteration is not counted: it is slow by itself
-    return Plain(iteration_s=mean_s, pace=Pace([1.0, *(each / mean_s for each in seconds)]))
+    return PlainTraining(iteration_s=mean_s, pace=Pace([1.0, *(each / mean_s for each in seconds)]))
 
 
 def plan_cells(policies: Sequence[str], mtbfs_s: Sequence[float], runs: int) -> Iterator[Cell]:
-    """Yield all runs, round by round; at each MTBF plain training is among them, and each round begins with another."""
+    """Yield all runs, round by round; plain training is one of the policies, and each round begins with another."""
     order = [PLAIN, *policies]
     for number in range(runs):
         first = number % len(order)
@@ -257,7 +261,7 @@ def interval(values: Sequence[float]) -> str:
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
 
 
-def interference(runs: Sequence[tuple[RealRun, Plain]]) -> float:
+def interference(runs: Sequence[tuple[RealRun, PlainTraining]]) -> float:
     """Return by how many seconds a second of copying slows the iterations of runs, each beside plain training.
 
     Stalls are left out. A profile of runs cannot measure this: only plain training beside them does.
@@ -273,7 +277,7 @@ def interference(runs: Sequence[tuple[RealRun, Plain]]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class PredictedRun:
     """A simulation of a run under its faults: its share of useful time, and the price of each fault."""
 
     ettr: float
@@ -304,18 +308,27 @@ class Study:
         cells = self.cells(policy, mtbf_s)
         return [cost_s for cell in cells for cost_s in self.plain_of(cell).fault_s(self.measured[cell].recoveries)]
 
-    def plain_of(self, cell: Cell) -> Plain:
+    def slowdown(self, policy: str, mtbf_s: float) -> float:
+        """Return the time of all iterations without a fault beside that of the same ones in plain training."""
+        spent_s = plain_s = 0.0
+        for cell in self.cells(policy, mtbf_s):
+            quiet_s, plain = self.measured[cell].quiet_s(), self.plain_of(cell)
+            spent_s += sum(quiet_s.values())
+            plain_s += sum(plain.between(number - 1, number) for number in quiet_s)
+        return spent_s / plain_s if plain_s else math.nan
+
+    def plain_of(self, cell: Cell) -> PlainTraining:
         """Return plain training of the same round at the same MTBF: a machine's speed changes with the hours."""
-        return plain_of(self.measured[replace(cell, policy=PLAIN)])
+        return plain_training(self.measured[replace(cell, policy=PLAIN)])
 
     @cached_property
     def plain_s(self) -> float:
         """Seconds of an iteration of plain training, the mean over all rounds."""
         return statistics.fmean(
-            plain_of(outcome).iteration_s for cell, outcome in self.measured.items() if cell.policy == PLAIN
+            plain_training(outcome).iteration_s for cell, outcome in self.measured.items() if cell.policy == PLAIN
         )
 
-    def predictions(self, policy: str, mtbf_s: float) -> list[Prediction]:
+    def predictions(self, policy: str, mtbf_s: float) -> list[PredictedRun]:
         """Return what is predicted of each run; empty without runs at another MTBF, which constants are from."""
         others = [cell for cell in self.runs if cell.policy == policy and cell.mtbf_s != mtbf_s]
         if not others or policy == "none":
@@ -324,16 +337,15 @@ class Study:
         cluster = replace(constants_of([run for run, _ in beside_plain]), interference=interference(beside_plain))
         return [self._predict(cell, cluster) for cell in self.cells(policy, mtbf_s)]
 
-    def _predict(self, cell: Cell, cluster: ClusterConfig) -> Prediction:
+    def _predict(self, cell: Cell, cluster: ClusterConfig) -> PredictedRun:
         run, measured, plain = self.runs[cell], self.measured[cell], self.plain_of(cell)
         setup = setup_of(run, cluster, plain.iteration_s, plain.pace)
         ranks = predict_events(run, setup, measured.last)
         commits_s = first_commits(ranks)
         # a prediction ends with the last new iteration: what the end cut off is taken as it was
         seconds = commits_s[measured.last] - commits_s[1] + measured.tail_s
-        return Prediction(
-            ettr=plain.between(1, measured.last) / seconds, fault_s=tuple(plain.fault_s(recoveries_of(ranks, 0.0)))
-        )
+        recovered = [each for each in recoveries_of(ranks, 0.0) if each.before < measured.last]
+        return PredictedRun(ettr=plain.between(1, measured.last) / seconds, fault_s=tuple(plain.fault_s(recovered)))
 
     def cells(self, policy: str, mtbf_s: float) -> list[Cell]:
         """Return the runs of a kind."""
@@ -359,8 +371,7 @@ def _row(study: Study, policy: str, first: str, mtbf_s: float) -> Iterator[str]:
     predicted_s = [cost_s for each in predicted for cost_s in each.fault_s]
     yield f"{statistics.fmean(predicted_s):.2f}" if predicted_s else "-"
     yield str(len(costs))
-    slowdowns = [study.measured[cell].slowdown(study.plain_of(cell)) for cell in study.cells(policy, mtbf_s)]
-    yield f"{statistics.fmean(slowdowns):.3f}"
+    yield f"{study.slowdown(policy, mtbf_s):.3f}"
     yield outcomes[-1].cadence
     yield f"{statistics.fmean(each.snapshot_bytes for each in outcomes) / _MIB:.1f}"
     yield f"{max(each.host_bytes for each in outcomes) / _MIB:.0f}"

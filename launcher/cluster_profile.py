@@ -10,7 +10,7 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,16 @@ from launcher.config import CONF_DIR
 from launcher.simulator.config import compose_machine
 from launcher.simulator.real_run import RealRun, events_of, facts_of, read_run, recoveries_of, setup_of
 from moe_ckpt.errors import exit_status
-from moe_ckpt.events import CheckpointSaved, IterationCommitted, Rejoined, SnapshotTaken, StateResumed
+from moe_ckpt.events import (
+    CheckpointSaved,
+    Event,
+    IterationCommitted,
+    LoggedEvent,
+    Rejoined,
+    SnapshotTaken,
+    StateResumed,
+    WorkerStarted,
+)
 from moe_ckpt.sim.hardware import ClusterConfig
 
 _WHAT = "Print the constants of this machine as real runs measured them."
@@ -107,24 +116,35 @@ def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
 
 def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
     """Return what of each fault's cost is which constant; what a replay takes follows from the others."""
-    iteration_s = facts_of(run.ranks).iteration_s
+    usual_s = _usual_s(run)
     rates = _rates(_copied_freely(run)) or [cluster.copy_bytes_per_s]
     whole_bytes = max((event.dense_bytes for event in events_of(run.ranks, SnapshotTaken)), default=0)
     load_s = whole_bytes / statistics.median(rates)
     restarts = not events_of(run.ranks, Rejoined)
     found = []
-    for recovered in recoveries_of(run.ranks, iteration_s):
-        rejoined, again_s = recovered.rejoined, recovered.again * iteration_s
+    for recovered in recoveries_of(run.ranks, 0.0):
+        rejoined, before = recovered.rejoined, recovered.before
+        # the new iteration is taken to need as long as the one before it
+        trained_s = sum(map(usual_s, [*range(before - recovered.again + 1, before + 1), before]))
         if restarts:
-            rest_s = recovered.cost_s - again_s - recovered.resumed_s - cluster.detect_s
+            rest_s = recovered.cost_s - trained_s - recovered.resumed_s - cluster.detect_s
             found.append({"restart_s": max(0.0, rest_s)})
         elif rejoined:
             costs = {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
             if not (recovered.replayed or rejoined.fetched_bytes):
-                slower_s = recovered.after_s - recovered.stalled_s - again_s - iteration_s
+                slower_s = recovered.after_s - recovered.stalled_s - trained_s
                 costs["resume_s"] = max(0.0, rejoined.fetch_s + rejoined.replay_s - load_s + slower_s)
             found.append(costs)
     return found
+
+
+def _usual_s(run: RealRun) -> Callable[[int], float]:
+    """Return the seconds of an iteration by itself when it ran first, of any number; the mean for the first one."""
+    iteration_s = facts_of(run.ranks).iteration_s
+    first: dict[int, float] = {}
+    for event in events_of(run.ranks[:1], IterationCommitted):
+        first.setdefault(event.iteration, event.seconds - event.stall_s)
+    return lambda number: first.get(number, iteration_s) if number > 1 else iteration_s
 
 
 def _copied_freely(run: RealRun) -> list[SnapshotTaken]:
@@ -142,20 +162,28 @@ def _rates(snapshots: Sequence[SnapshotTaken]) -> list[float]:
 def _stalls_s(run: RealRun) -> Iterator[float]:
     """Yield what each snapshot stopped training for, from the iteration that it was copied in to the next snapshot.
 
-    The wait for a copy that takes longer than an iteration is left out: it follows from sizes and rates.
+    The wait for a copy that takes longer than an iteration is left out: it follows from sizes and rates. So is a job's
+    first snapshot: training waits for all of it.
     """
     iteration_s = facts_of(run.ranks).iteration_s
-    for rank in run.ranks:
-        stalls: dict[int, float] = {}
-        for event in (each.event for each in rank):
-            if isinstance(event, IterationCommitted):  # one that runs again may have no snapshot in it
-                stalls[event.iteration] = max(stalls.get(event.iteration, 0.0), event.stall_s)
-        taken = [each.event for each in rank if isinstance(each.event, SnapshotTaken)]
-        # training waits for all of a job's first snapshot
-        copies = {event.iteration: event.copy_s for event in taken if event.iteration > 0}
+    for events in (each for rank in run.ranks for each in _generations(rank)):
+        stalls = {event.iteration: event.stall_s for event in events if isinstance(event, IterationCommitted)}
+        copies = {event.iteration: event.copy_s for event in events if isinstance(event, SnapshotTaken)}
         for first, last in pairwise(sorted(copies)):
-            stalled_s = sum(stalls.get(number, 0.0) for number in range(first + 1, last + 1))
-            yield max(0.0, stalled_s - max(0.0, copies[first] - iteration_s))
+            if first > 0:
+                stalled_s = sum(stalls.get(number, 0.0) for number in range(first + 1, last + 1))
+                yield max(0.0, stalled_s - max(0.0, copies[first] - iteration_s))
+
+
+def _generations(rank: Sequence[LoggedEvent]) -> Iterator[list[Event]]:
+    """Yield a rank's events between recoveries: an iteration may run again after one, without the snapshot in it."""
+    events: list[Event] = []
+    for each in rank:
+        if isinstance(each.event, Rejoined | WorkerStarted):
+            yield events
+            events = []
+        events.append(each.event)
+    yield events
 
 
 if __name__ == "__main__":

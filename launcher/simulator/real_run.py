@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ from launcher.simulator.config import shape_of
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import (
+    GenerationEnded,
     HostMemoryUsed,
     IntervalChosen,
     IterationCommitted,
@@ -35,14 +36,13 @@ from moe_ckpt.faults.schedule import KILL_PHASES, Kill
 from moe_ckpt.sim.costs import TimingConfig, estimate
 from moe_ckpt.sim.faults import LateKill
 from moe_ckpt.sim.hardware import ClusterConfig
-from moe_ckpt.sim.job import BatchConfig, FormatsConfig, Job
+from moe_ckpt.sim.job import STEP_LOG_BYTES, STEP_LOG_BYTES_ON_CPU, BatchConfig, FormatsConfig, Job
 from moe_ckpt.sim.pace import EVEN, Pace
 from moe_ckpt.sim.saving import Setup
 from moe_ckpt.state_format import BYTES
 
 T = TypeVar("T")
 _RECOVERING = ("build", "join", "recovery")
-_STEP_LOG_BYTES_ON_CPU = 35_312  # all generators are as large as the host's
 _ENDED = {"between": "snapshot", "done": "snapshot"}  # the last point of an iteration
 
 
@@ -93,7 +93,7 @@ class MeasuredRecovery:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RealRun:
-    """A run folder: its settings, its faults as they were carried out, and its ranks' events."""
+    """A run folder: its settings, the faults since its first commit as they were carried out, its ranks' events."""
 
     settings: Settings
     world_size: int
@@ -128,38 +128,69 @@ def kills_of(
 ) -> tuple[Kill, ...]:
     """Return the faults of a run, as they were carried out, at points of a run that meets them one after another.
 
-    A fault at the time of the one before, or before all ranks were together again, comes in the recovery from that.
-    Others come in the phase of their iteration, and as long after its begin, as they came in the run. Those before the
-    first commit are left out: a run is measured from there, and begins anew after them. So are those after the first
-    commit of iteration `until`. One that ended the generation of that commit came after it, however soon.
+    A fault in the generation of the one before, or before all ranks were together again, comes in the recovery from
+    that. Others come in the phase of their iteration, and as long after its begin, as they came in the run. Those
+    before the first commit are left out, and those after the first commit of iteration `until`.
     """
     logged = [each for rank in ranks for each in rank if isinstance(each.event, IterationCommitted | Rejoined)]
     joined_s = {each.event.generation: origin_unix_s + each.t_s for each in logged if isinstance(each.event, Rejoined)}
     begins_s = sorted(origin_unix_s + each.t_s for each in logged)
-    commits_s = first_commits(ranks)
-    first_s = origin_unix_s + min(commits_s.values(), default=0.0)
-    ended = math.inf  # the generation of the last commit
-    if until is not None:
-        last_s = origin_unix_s + commits_s[until]
-        ended = max((number for number, each_s in joined_s.items() if each_s <= last_s), default=1)
     kills: list[Kill] = []
-    for before, fault in pairwise([None, *faults]):
-        assert fault is not None
-        if fault.unix_s < first_s or fault.generation >= ended:
-            continue
+    for before, fault in _measured(faults, ranks, origin_unix_s, until):
         # a worker that has joined takes its first snapshot before it tells of an iteration
         is_recovering = fault.phase in _RECOVERING
         is_alone = is_recovering and joined_s.get(fault.generation, math.inf) > fault.unix_s
-        if before and (is_alone or fault.unix_s == before.unix_s):
-            late_s = fault.unix_s - before.unix_s
-            kills.append(
-                LateKill(rank=fault.rank, signal=fault.signal, scope=fault.scope, phase="recovery", late_s=late_s)
-            )
+        if before and (is_alone or _are_together(before, fault, has_generations=bool(joined_s))):
+            kills.append(_kill_in_recovery(before, fault))
             continue
         number = None if before and is_recovering else max(1, fault.iteration or 1)
         begun = bisect.bisect_right(begins_s, fault.unix_s)
         kills.append(_kill_in(number, fault, begins_s[begun - 1] if begun else None))
     return tuple(kills)
+
+
+def _measured(
+    faults: Sequence[InjectedFault],
+    ranks: Sequence[Sequence[LoggedEvent]],
+    origin_unix_s: float,
+    until: int | None,
+) -> Iterator[tuple[InjectedFault | None, InjectedFault]]:
+    """Yield the faults from the first commit to that of iteration `until`, each with the one before it.
+
+    A fault that ended the generation of the last commit came after it, however soon. An ordered fault, which was told
+    long before it came, always counts.
+    """
+    commits_s = first_commits(ranks)
+    # a run is measured from the end of its first iteration, and a job without any begins anew after a fault
+    first_s = origin_unix_s + min(commits_s.values(), default=0.0)
+    last_s, ended = math.inf, None
+    if until is not None:
+        last_s, ended = origin_unix_s + commits_s[until], _generation_at(commits_s[until], ranks)
+    for before, fault in pairwise([None, *faults]):
+        assert fault is not None
+        if fault.ordered or (first_s <= fault.unix_s <= last_s and fault.generation != ended):
+            yield before, fault
+
+
+def _generation_at(t_s: float, ranks: Sequence[Sequence[LoggedEvent]]) -> int | None:
+    """Return the generation at a time on the run's clock; None for a job that restarts, and so has none."""
+    logged = [each for rank in ranks for each in rank if isinstance(each.event, GenerationEnded | Rejoined)]
+    joined = [each.event.generation for each in logged if isinstance(each.event, Rejoined) and each.t_s <= t_s]
+    return max(joined, default=1) if logged else None
+
+
+def _are_together(before: InjectedFault, fault: InjectedFault, *, has_generations: bool) -> bool:
+    """Return whether a fault came before the end of the generation that the one before it had ended."""
+    if before.ordered or fault.ordered:
+        return False
+    return fault.unix_s == before.unix_s or (has_generations and fault.generation == before.generation)
+
+
+def _kill_in_recovery(before: InjectedFault, fault: InjectedFault) -> Kill:
+    point = {"rank": fault.rank, "signal": fault.signal, "scope": fault.scope, "phase": "recovery"}
+    if before.ordered or fault.ordered:  # their times are those at which they were told
+        return Kill(**point)
+    return LateKill(**point, late_s=fault.unix_s - before.unix_s)
 
 
 def _kill_in(iteration: int | None, fault: InjectedFault, begun_unix_s: float | None) -> Kill:
@@ -195,7 +226,7 @@ def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None, pa
             compute_bytes=float(stored.compute_bytes),
             full_bytes=float(stored.full_bytes),
             activation_bytes=float(BYTES[settings.precision.dtype]),
-            **({"step_log_bytes": _STEP_LOG_BYTES_ON_CPU} if is_on_cpu else {}),
+            step_log_bytes=STEP_LOG_BYTES_ON_CPU if is_on_cpu else STEP_LOG_BYTES,
         ),
     )
     costs = estimate(job, cluster, TimingConfig(iteration_s=iteration_s, interleave=1))

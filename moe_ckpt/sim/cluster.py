@@ -120,8 +120,9 @@ class _Run:
     def _pattern(self, start: int, carried: tuple[Kept, ...]) -> SnapshotPattern:
         newest = carried[-1] if carried else None
         if self._num_iters <= WARM_UP_ITERS:
-            has_state = newest is not None and newest.start == newest.end == start
-            return self._saving.at_start.after_whole_state() if has_state else self._saving.at_start
+            if newest is None or self._saving.going_on is None:
+                return self._saving.at_start
+            return self._saving.at_start.after_window(start - newest.start, newest.num_slots)
         if newest is None or self._saving.going_on is None:
             return self._saving.later if self._has_replayed else self._saving.unreplayed or self._saving.later
         return self._saving.going_on(start - newest.start, newest.num_slots, self._has_replayed)
@@ -144,7 +145,7 @@ class _Run:
         """Return the time at which training reaches the point of a kill: now if it has been there before."""
         number = max(1, (kill.iteration or generation.start + 1) - generation.start)
         seconds = generation.iteration_s(number)
-        into_s = time_in_iteration(kill.point_phase, self._setup.costs, seconds)
+        into_s = time_in_iteration(kill.point_phase, self._setup.costs, seconds, generation.length(number))
         if isinstance(kill, LateKill):
             # waits before the update are longer or shorter here than they were
             latest_s = seconds if kill.point_phase == "step" else seconds - self._setup.costs.update_s
@@ -246,11 +247,11 @@ class _Run:
     def _try(self, attempt: _Attempt) -> tuple[RollbackPath | None, TimedFault | None]:
         """Return the way back, or the fault that interrupted it."""
         begun_s = attempt.now_s
-        interrupting = self._due(begun_s) or self._due_in_recovery(begun_s)
+        interrupting = self._due(begun_s)
         if interrupting is not None:
             return None, interrupting
         path = self._choose(attempt)
-        interrupting = self._due_later(attempt, begun_s + path.fetch_s + path.replay_s)
+        interrupting = self._due_within(attempt, begun_s + path.fetch_s + path.replay_s)
         spent_s = path.fetch_s + path.replay_s if interrupting is None else max(0.0, interrupting.after_s - begun_s)
         attempt.fetch_s += min(spent_s, path.fetch_s)
         attempt.replay_s += max(0.0, spent_s - path.fetch_s)
@@ -259,25 +260,24 @@ class _Run:
         return path, interrupting
 
     def _due(self, until_s: float) -> TimedFault | None:
-        """Return a fault that comes before this time."""
+        """Return a fault at a time before this one."""
         timed = next(reversed(self._faults.timed), None)
         if timed is None or timed.after_s >= until_s:
             return None
         self._faults.timed.pop()
         return timed
 
-    def _due_in_recovery(self, begun_s: float) -> TimedFault | None:
-        """Return a fault of a worker that enters its recovery now."""
-        kill = self._faults.in_recovery
-        return None if kill is None or isinstance(kill, LateKill) else self._faults.meet(kill, begun_s)
+    def _due_within(self, attempt: _Attempt, end_s: float) -> TimedFault | None:
+        """Return what strikes before the recovery that begins now would end, at this time.
 
-    def _due_later(self, attempt: _Attempt, end_s: float) -> TimedFault | None:
-        """Return a fault that comes before this time, at which the recovery that begins now would end."""
+        A kill in a recovery does as workers enter it, or as long after the fault before as in a real run.
+        """
         kill = self._faults.in_recovery
-        if not isinstance(kill, LateKill):
+        if kill is None:
             return self._due(end_s)
-        at_s = attempt.faults[-1].after_s + kill.late_s
-        return self._faults.meet(kill, min(max(attempt.now_s, at_s), end_s))
+        strikes_s = attempt.faults[-1].after_s + kill.late_s if isinstance(kill, LateKill) else attempt.now_s
+        at_s = min(strikes_s, end_s)
+        return self._due(at_s) or self._faults.meet(kill, at_s)
 
     def _choose(self, attempt: _Attempt) -> RollbackPath:
         if self._saving.recovery is Recovery.RESTART:

@@ -48,17 +48,20 @@ class FaultQueue:
         return TimedFault(after_s=at_s, ranks=ranks, signal=kill.signal, scope=kill.scope)
 
 
-def time_in_iteration(phase: str, costs: Costs, seconds: float) -> float:
-    """Return the seconds from the start of an iteration to a phase; `seconds` are its length with all stalls."""
+def time_in_iteration(phase: str, costs: Costs, seconds: float, length: float) -> float:
+    """Return the seconds from the start of an iteration to a phase.
+
+    `seconds` are those of the iteration with all stalls; `length` is that without stalls, in mean iterations.
+    """
     match phase:
         case "forward":
             return 0.0
         case "backward":
             # forward is a third of the work: backward computes two gradients for each product of forward
-            return costs.pipeline_s(range(costs.num_stages)) / 3
+            return length * costs.pipeline_s(range(costs.num_stages)) / 3
         case "reduce":
             # the update waits for copies of the state before it, gradients do not
-            return costs.iteration_s - costs.update_s - costs.sync_s
+            return max(0.0, length * costs.iteration_s - costs.update_s - costs.sync_s)
         case "step":
             return seconds - costs.update_s
         case _:

@@ -83,12 +83,15 @@ class Generation:
 
     def iteration_s(self, number: int) -> float:
         """Return the seconds of the generation's iteration `number`, from 1."""
-        last = self.start + number
-        return self.pace.between(last - 1, last) * self.costs.iteration_s + self.added_s(number)
+        return self.length(number) * self.costs.iteration_s + self.added_s(number)
+
+    def length(self, number: int) -> float:
+        """Return the length of iteration `number` without what saving adds, in mean iterations."""
+        return self.pace.between(self.start + number - 1, self.start + number)
 
     def added_s(self, number: int) -> float:
         """Return the seconds that saving adds to the generation's iteration `number`, from 1."""
-        return self.stalls_s(number) - self.stalls_s(number - 1)
+        return max(0.0, self.stalls_s(number) - self.stalls_s(number - 1))
 
     def kept(self, moment: Moment) -> tuple[Kept, ...]:
         """Return the windows that all ranks, and their peers, have at a moment, oldest first."""

@@ -21,6 +21,11 @@ Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
+STEP_LOG_BYTES = 15_152
+STEP_LOG_BYTES_ON_CPU = 35_312
+"""States of Python's, NumPy's and torch's generators; on a CPU torch's are five, all as large as the host's."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelShape:
     """The operators of the whole model from front to back, with their parameters, int64 [operators].
@@ -62,7 +67,7 @@ class FormatsConfig:
     compute_bytes: float
     full_bytes: float
     activation_bytes: float = 2.0
-    step_log_bytes: int = 15_152
+    step_log_bytes: int = STEP_LOG_BYTES
 
     def __post_init__(self) -> None:
         for name in ("compute_bytes", "full_bytes", "activation_bytes"):

@@ -118,7 +118,7 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         setup,
         link,
         patterns,
-        going_on=partial(_without_base, patterns[1]),
+        going_on=lambda age_iters, num_slots, _: patterns[1].after_window(age_iters, num_slots),
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
@@ -226,7 +226,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     @cache
     def going_on(age_iters: int, num_slots: int, has_replayed: bool) -> SnapshotPattern:
         if config.window != AUTO or config.paper_exact:
-            return _without_base(later, age_iters, num_slots, has_replayed)
+            return later.after_window(age_iters, num_slots)
         known = measured if has_replayed else unreplayed
         told = replace(known, kept_since=-age_iters)  # of a generation that begins at iteration 0
         return probe(make(), lambda: told)
@@ -414,11 +414,6 @@ def _probe(
     )
     later = probe_policy(make(), lambda: measured, describe, disk_every=disk_every, is_settled=is_settled)
     return at_start, later
-
-
-def _without_base(pattern: SnapshotPattern, age_iters: int, num_slots: int, _: bool) -> SnapshotPattern:
-    """Return a pattern that begins so many iterations after the start of a window of so many slots."""
-    return pattern.after_whole_state() if age_iters == 0 and num_slots == 1 else pattern
 
 
 def _durable(setup: Setup, every_iters: int, *, asynchronous: bool) -> Durable | None:

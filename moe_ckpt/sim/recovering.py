@@ -96,6 +96,7 @@ def replay_s(setup: Setup, saving: Saving, stages: range, window: Kept, target: 
         # a window of fewer slots, the first of a generation, activates as many operators in fewer iterations
         active = saving.active[min(most, math.ceil((number + 1) * most / slots)) - 1]
         iteration = window.start + number
+        # collectives and logs, a small part, are taken to be longer or shorter with it
         return setup.costs.replay_s(stages, active) * setup.pace.between(iteration, iteration + 1)
 
     return sum(seconds(number) for number in range(done, target - window.start))

@@ -106,13 +106,13 @@ class SnapshotPattern:
                 shift -= self.period
         yield from (span for span in reversed(self._spans[0]) if span.last.offset <= last)
 
-    def after_whole_state(self) -> SnapshotPattern:
-        """Return the same where all ranks keep the state already that the first snapshot takes.
+    def after_window(self, age_iters: int, num_slots: int) -> SnapshotPattern:
+        """Return the same of ranks that keep a window of so many slots, which began so many iterations before.
 
-        Then none is taken, unless it goes to disk.
+        If that is a whole snapshot of this very state, the first one is not taken, unless it goes to disk.
         """
         first = next(iter((*self.lead, *self.repeat)), None)
-        if first is None or first.to_disk:
+        if age_iters > 0 or num_slots > 1 or first is None or first.to_disk:
             return self
         if self.lead:
             return SnapshotPattern(self.lead[1:], self.repeat, self.period)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,21 +11,24 @@ import pytest
 from benchmarks.under_faults import (
     PLAIN,
     Cell,
-    Plain,
+    PlainTraining,
     Study,
     arguments_of,
     carry_out,
     interference,
     interval,
     measure,
-    plain_of,
+    plain_training,
     plan_cells,
 )
 from launcher.compare import plan_variants
 from launcher.config import compose_settings
-from launcher.simulator.real_run import RealRun
+from launcher.simulator.comparison import predict_events
+from launcher.simulator.config import compose_machine
+from launcher.simulator.real_run import RealRun, first_commits, setup_of
 from moe_ckpt.events import Event, LoggedEvent, SnapshotTaken, WorkerStarted
-from moe_ckpt.sim.pace import EVEN
+from moe_ckpt.faults.schedule import Kill
+from moe_ckpt.sim.pace import EVEN, Pace
 from tests.report_runs import committed
 
 POLICIES = ["moevement", "gemini:ckpt.every_iters=5", "none"]
@@ -71,6 +75,43 @@ def test_policies_are_compared_round_by_round() -> None:
     assert study.differences("b", "a", 20.0) == [0.5, 0.0]
     assert study.ettrs("b", 20.0) == [1.0, 2.0], "plain training of the second round took twice as long"
     assert study.plain_s == 3.0
+    assert study.slowdown("b", 20.0) == (4.0 + 4.0) / (4.0 + 8.0)
+
+
+FIXED = {"gemini": ("ckpt.every_iters=5",), "moevement": ("ckpt.window=3",)}
+MACHINE = ("detect_s=0.3", "rebuild_s=0.7", "take_s=0.01", "interference=0.0")
+
+
+def simulated(policy: str, kills: tuple[Kill, ...]) -> RealRun:
+    """A run that a simulation made, of which the first iterations take half as long as the others."""
+    machine = compose_machine(["cluster=local", *(f"cluster.{constant}" for constant in MACHINE)])[0]
+    settings = compose_settings([f"ckpt={policy}", *FIXED.get(policy, ())])
+    run = RealRun(settings=settings, world_size=4, kills=kills, ranks=())
+    return replace(run, ranks=predict_events(run, setup_of(run, machine, 1.0, Pace([0.5] * 12)), 40))
+
+
+@pytest.mark.parametrize("policy", FIXED)
+def test_runs_at_another_mtbf_predict_a_run(policy: str) -> None:
+    often, seldom = ((8, 15, 22, 29, 36), (11, 25))
+    cells = {
+        Cell(policy=policy, mtbf_s=mtbf_s, number=0): simulated(policy, tuple(Kill(rank=1, iteration=n) for n in at))
+        for mtbf_s, at in ((20.0, often), (60.0, seldom))
+    }
+    plain = {Cell(policy=PLAIN, mtbf_s=mtbf_s, number=0): simulated("none", ()) for mtbf_s in (20.0, 60.0)}
+    measured = {
+        cell: measure(run, max(each.t_s for each in run.ranks[0]) - first_commits(run.ranks)[1])
+        for cell, run in (cells | plain).items()
+    }
+    study = Study(runs=cells | plain, measured=measured)
+    for mtbf_s, at in ((20.0, often), (60.0, seldom)):
+        [predicted], [ettr], faults_s = (
+            study.predictions(policy, mtbf_s),
+            study.ettrs(policy, mtbf_s),
+            study.faults_s(policy, mtbf_s),
+        )
+        assert predicted.ettr == pytest.approx(ettr, abs=0.01)
+        assert predicted.fault_s == pytest.approx(faults_s, rel=0.05)
+        assert len(faults_s) == len(at)
 
 
 def run_of(*ranks: list[tuple[float, Event]]) -> RealRun:
@@ -100,14 +141,16 @@ def test_only_new_iterations_within_the_time_count() -> None:
 
 def test_a_run_is_held_against_the_very_iterations_of_plain_training() -> None:
     """Plain training takes 2, 1, 1 and 4 s for the iterations 2 to 5, and the mean of 2 s for those that it lacks."""
-    plain = plain_of(measure(run_of([(float(t_s), iteration(n + 1)) for n, t_s in enumerate((0, 2, 3, 4, 8))]), 8.0))
+    plain = plain_training(
+        measure(run_of([(float(t_s), iteration(n + 1)) for n, t_s in enumerate((0, 2, 3, 4, 8))]), 8.0)
+    )
     assert (plain.between(1, 4), plain.between(3, 7)) == (4.0, 9.0)
     before: list[tuple[float, Event]] = [(0.0, worker(0)), *((9.0 + n, iteration(n)) for n in (1, 2, 3))]
     after: list[tuple[float, Event]] = [(13.0, worker(1)), (19.0, iteration(4)), (22.0, iteration(5))]
     run = run_of([*before, *after])
     outcome = measure(run, 20.0)
     assert [measure(run, seconds).ettr(plain) for seconds in (10.0, 20.0)] == [4.0 / 10.0, 8.0 / 20.0]
-    assert outcome.slowdown(plain) == (1.0 + 1.0 + 3.0) / (2.0 + 1.0 + 4.0), "without iteration 4, after the fault"
+    assert outcome.quiet_s() == {2: 1.0, 3: 1.0, 5: 3.0}, "without iteration 4, after the fault"
     assert plain.fault_s(outcome.recoveries) == [7.0 - 1.0]
 
 
@@ -118,7 +161,7 @@ def test_copies_slow_iterations_by_their_excess_over_plain_ones() -> None:
         iteration=1, window_start=1, slot=0, num_slots=1, size_bytes=8, dense_bytes=8, copy_s=2.0, bubble_bytes=0
     )
     run = run_of([(float(t_s), event) for t_s, event in enumerate([*slow, taken])])
-    fast, slow = (Plain(iteration_s=iteration_s, pace=EVEN) for iteration_s in (1.2, 2.0))
+    fast, slow = (PlainTraining(iteration_s=iteration_s, pace=EVEN) for iteration_s in (1.2, 2.0))
     assert interference([(run, fast)]) == pytest.approx(0.3)
     assert interference([(run, slow)]) == 0.0
     assert interference([(run_of([(0.0, iteration(2))]), fast)]) == 0.0, "nothing was copied"

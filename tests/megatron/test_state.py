@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, restore_small_state, small_state
+from moe_ckpt.sim.job import STEP_LOG_BYTES_ON_CPU
 from tests.megatron.stage import (
     FP16,
     differing,
@@ -99,3 +100,12 @@ def _change_and_restore() -> list[tuple[set[str], set[str], bool]]:
 
 def test_each_part_of_the_small_state_comes_back_by_itself() -> None:
     assert run_ranks(1, _change_and_restore) == [[(changed, set(), True) for changed in RESTORED.values()]]
+
+
+def _logged_bytes() -> int:
+    state, _ = trained_stage(iterations=1)
+    return sum(tensor.nbytes for tensor in small_state(state).values())
+
+
+def test_a_simulated_rank_logs_as_much_of_an_iteration_as_a_real_one() -> None:
+    assert run_ranks(1, _logged_bytes) == [STEP_LOG_BYTES_ON_CPU]

@@ -172,7 +172,7 @@ def test_a_policy_knows_nothing_until_an_iteration_has_been_measured(iteration: 
     last = run(saving, [Kill(rank=0, iteration=iteration, phase="forward")]).timeline[-1]
     assert isinstance(last, Trained)
     assert last.generation.start == 0
-    expected = (saving.later if is_measured else saving.at_start).after_whole_state()
+    expected = (saving.later if is_measured else saving.at_start).after_window(0, 1)
     found, wanted = (list(pattern.snapshots(0, 40)) for pattern in (last.generation.pattern, expected))
     assert found == wanted, "and none of the state to which all ranks went back"
 
@@ -306,9 +306,17 @@ def test_a_kill_in_a_recovery_comes_within_it() -> None:
         recoveries(run(LOCAL, [at(95.0, rank=4), LateKill(rank=4, phase="recovery", late_s=late_s)]))
         for late_s in (0.0, 1e9)
     )
-    again_s = 2 * (ALONE.detect_s + ALONE.rebuild_s)
-    assert at_once.seconds == pytest.approx(again_s + ALONE.replay_s)
-    assert late.seconds == pytest.approx(again_s + 2 * ALONE.replay_s)
+    assert at_once.seconds == pytest.approx(ALONE.seconds), "found and replaced together with the one before"
+    assert late.seconds == pytest.approx(2 * ALONE.seconds)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "step"])
+def test_a_phase_of_a_short_iteration_is_within_it(phase: str) -> None:
+    """Iteration 5 takes 2 s, after four of 2 s."""
+    of = replace(SETUP, pace=Pace([0.2] * 8))
+    (recovered,) = recoveries(run(NONE, [Kill(rank=0, iteration=5, phase=phase)], of=of))
+    assert (recovered.iteration, recovered.lost_iters) == (0, 4)
+    assert 8.0 <= recovered.since_s < 10.0
 
 
 def test_iterations_take_their_own_time_also_when_they_run_again() -> None:

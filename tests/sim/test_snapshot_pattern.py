@@ -86,7 +86,8 @@ def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str],
 def test_no_state_is_taken_twice_but_for_disks(overrides: Sequence[str]) -> None:
     pattern = probed(overrides, measured_before=True)
     first, *others = pattern.snapshots(0, 119)
-    assert list(pattern.after_whole_state().snapshots(0, 119)) == ([first, *others] if first.to_disk else others)
+    assert list(pattern.after_window(0, 1).snapshots(0, 119)) == ([first, *others] if first.to_disk else others)
+    assert pattern.after_window(1, 1) is pattern.after_window(0, 2) is pattern, "windows lead to this state, none is it"
 
 
 @st.composite

@@ -139,6 +139,42 @@ def test_faults_outside_what_is_measured_are_left_out() -> None:
     ]
     kept = [kills_of(faults, [logged(0, *told)], 100.0, until) for until in (1, 2, 3, None)]
     assert [[kill.rank for kill in kills] for kills in kept] == [[], [1], [1], [1, 2]]
+    after = [injected(103.75, 3, "build", generation=0), injected(104.75, 3, "build", generation=0)]
+    assert [kill.rank for kill in kills_of(after, [logged(0, *told)], 100.0, 3)] == [3], "a newborn has no generation"
+
+
+def test_an_ordered_fault_counts_whenever_it_was_told() -> None:
+    told = [(1.0, second(1)), (2.5, rejoined(1, generation=2)), (3.5, second(2)), (4.5, second(3))]
+    order: dict[str, Any] = {"ordered": True, "generation": 0}
+    faults = [
+        injected(100.0, 0, "step", 2, **order),
+        injected(100.0, 1, "forward", 3, **order),
+        injected(103.0, 2, "recovery", None, **order),
+    ]
+    assert kills_of(faults, [logged(0, *told)], 100.0, until=3) == (
+        Kill(rank=0, iteration=2, phase="step"),
+        Kill(rank=1, iteration=3, phase="forward"),
+        Kill(rank=2, phase="recovery"),
+    )
+
+
+def test_a_job_that_restarts_has_all_faults_up_to_its_last_commit() -> None:
+    told = [(float(number), second(number)) for number in (1, 2, 3)]
+    faults = [injected(101.5, 0, "backward", 2, generation=1), injected(102.5, 0, "step", 3, generation=1)]
+    kills = kills_of(faults, [logged(0, *told)], 100.0, until=3)
+    assert [kill.phase for kill in kills] == ["backward", "step"]
+
+
+def test_two_faults_of_a_generation_are_one_recovery() -> None:
+    told = [(1.0, second(1)), (2.5, rejoined(1, generation=2)), (3.5, second(2))]
+    faults = [
+        injected(101.5, 0, "backward", 2, generation=1),
+        injected(101.75, 1, "backward", 2, generation=1),
+        injected(103.0, 1, "backward", 2, generation=2),
+    ]
+    first, together, later = kills_of(faults, [logged(0, *told)], origin_unix_s=100.0)
+    assert (first.phase, later.phase) == ("backward", "backward")
+    assert together == LateKill(rank=1, phase="recovery", late_s=0.25)
 
 
 @pytest.mark.parametrize(("device", "step_log_bytes"), [("cpu", 35_312), ("NVIDIA H100", 15_152)])
