@@ -37,6 +37,8 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -261,19 +263,35 @@ def interval(values: Sequence[float]) -> str:
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
 
 
-def interference(runs: Sequence[tuple[RealRun, PlainTraining]]) -> float:
-    """Return by how many seconds a second of copying slows the iterations of runs, each beside plain training.
+def slowdowns(runs: Sequence[tuple[RealRun, PlainTraining]]) -> tuple[float, float]:
+    """Return what slows the iterations of runs beside plain training: a share of each, and seconds a second of copying.
 
-    Stalls are left out. A profile of runs cannot measure this: only plain training beside them does.
+    The former is the price of supervisors and hooks. Stalls are left out. Least squares over iterations; a profile of
+    runs cannot measure this: only plain training beside them does.
     """
-    slower_s = copying_s = 0.0
-    for run, plain in runs:
-        events = [each.event for each in run.ranks[0]]
-        for event in events:
-            if isinstance(event, IterationCommitted) and event.iteration > 1:
-                slower_s += event.seconds - event.stall_s - plain.between(event.iteration - 1, event.iteration)
-        copying_s += sum(event.copy_s for event in events if isinstance(event, SnapshotTaken))
-    return max(0.0, slower_s / copying_s) if copying_s else 0.0
+    rows = [row for run, plain in runs for row in _slower_iterations(run, plain)]
+    plain_s, copying_s, slower_s = np.array(rows).reshape(-1, 3).T
+    if not rows:
+        return 0.0, 0.0
+    share, interference = np.linalg.lstsq(np.stack([plain_s, copying_s], axis=1), slower_s)[0].tolist()
+    if copying_s.any() and interference > 0:
+        return share, interference
+    return float(slower_s.sum() / plain_s.sum()), 0.0
+
+
+def _slower_iterations(run: RealRun, plain: PlainTraining) -> Iterator[tuple[float, float, float]]:
+    """Yield of each iteration its seconds in plain training, those of copies in it, and those that it took longer.
+
+    As it ran first: processes that have run an iteration before, or a few of the first ones, are faster.
+    """
+    events = [each.event for each in run.ranks[0]]
+    copy_s = {event.iteration + 1: event.copy_s for event in events if isinstance(event, SnapshotTaken)}
+    newest = 1
+    for event in events:
+        if isinstance(event, IterationCommitted) and event.iteration > newest:
+            newest = event.iteration
+            seconds, plain_s = event.seconds - event.stall_s, plain.between(newest - 1, newest)
+            yield plain_s, min(seconds, copy_s.get(newest, 0.0)), seconds - plain_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,12 +352,13 @@ class Study:
         if not others or policy == "none":
             return []
         beside_plain = [(self.runs[cell], self.plain_of(cell)) for cell in others]
-        cluster = replace(constants_of([run for run, _ in beside_plain]), interference=interference(beside_plain))
-        return [self._predict(cell, cluster) for cell in self.cells(policy, mtbf_s)]
+        share, interference = slowdowns(beside_plain)
+        cluster = replace(constants_of([run for run, _ in beside_plain]), interference=interference)
+        return [self._predict(cell, cluster, 1 + share) for cell in self.cells(policy, mtbf_s)]
 
-    def _predict(self, cell: Cell, cluster: ClusterConfig) -> PredictedRun:
+    def _predict(self, cell: Cell, cluster: ClusterConfig, factor: float) -> PredictedRun:
         run, measured, plain = self.runs[cell], self.measured[cell], self.plain_of(cell)
-        setup = setup_of(run, cluster, plain.iteration_s, plain.pace)
+        setup = setup_of(run, cluster, factor * plain.iteration_s, plain.pace)
         ranks = predict_events(run, setup, measured.last)
         commits_s = first_commits(ranks)
         # a prediction ends with the last new iteration: what the end cut off is taken as it was

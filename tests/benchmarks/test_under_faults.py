@@ -15,11 +15,11 @@ from benchmarks.under_faults import (
     Study,
     arguments_of,
     carry_out,
-    interference,
     interval,
     measure,
     plain_training,
     plan_cells,
+    slowdowns,
 )
 from launcher.compare import plan_variants
 from launcher.config import compose_settings
@@ -154,17 +154,22 @@ def test_a_run_is_held_against_the_very_iterations_of_plain_training() -> None:
     assert plain.fault_s(outcome.recoveries) == [7.0 - 1.0]
 
 
-def test_copies_slow_iterations_by_their_excess_over_plain_ones() -> None:
-    """Iterations 2 and 3 take 1.5 s without stalls where plain ones take 1.2 s, and 2 s of copies go on meanwhile."""
-    slow = [committed(number, seconds=seconds, stall_s=0.5) for number, seconds in [(1, 9.0), (2, 2.0), (3, 2.0)]]
+def test_hooks_slow_every_iteration_and_copies_those_that_they_are_in() -> None:
+    """Plain iterations take 1 s, those of the run 1.1 s, or 1.6 s while something is copied; 0.5 s more is a stall."""
+    seconds = [(1, 9.0), (2, 2.1), (3, 1.1), (2, 0.2), (4, 1.1)]  # iteration 2 runs again after a fault
+    trained = [committed(number, seconds=each, stall_s=0.5 if each == 2.1 else 0.0) for number, each in seconds]
     taken = SnapshotTaken(
         iteration=1, window_start=1, slot=0, num_slots=1, size_bytes=8, dense_bytes=8, copy_s=2.0, bubble_bytes=0
     )
-    run = run_of([(float(t_s), event) for t_s, event in enumerate([*slow, taken])])
-    fast, slow = (PlainTraining(iteration_s=iteration_s, pace=EVEN) for iteration_s in (1.2, 2.0))
-    assert interference([(run, fast)]) == pytest.approx(0.3)
-    assert interference([(run, slow)]) == 0.0
-    assert interference([(run_of([(0.0, iteration(2))]), fast)]) == 0.0, "nothing was copied"
+    run = run_of([(float(t_s), event) for t_s, event in enumerate([*trained, taken])])
+    fast, slow = (PlainTraining(iteration_s=iteration_s, pace=EVEN) for iteration_s in (1.0, 2.0))
+    assert slowdowns([(run, fast)]) == (pytest.approx(0.1), pytest.approx(0.5 / 1.6))
+    nothing_copied = run_of([(float(t_s), event) for t_s, event in enumerate(trained)])
+    assert slowdowns([(nothing_copied, fast)]) == (pytest.approx((0.6 + 0.1 + 0.1) / 3), 0.0)
+    faster_with_copies = run_of(
+        [(0.0, committed(2, seconds=1.0, stall_s=0.0)), (1.0, committed(3, seconds=3.0, stall_s=0.0)), (2.0, taken)]
+    )
+    assert slowdowns([(faster_with_copies, slow)]) == (0.0, 0.0)
 
 
 def test_an_interval_is_students() -> None:
