@@ -272,6 +272,13 @@ def recoveries_of(ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float) ->
     for (before, since_s), (_, until_s) in pairwise(commits_s):
         if any(since_s < each_s <= until_s for each_s in born_s):
             between = [each for each in logged if since_s < each.t_s <= until_s]
+            # ranks that were ready step as they join: the first may have done so before others have written of theirs
+            generations = {each.event.generation for each in between if isinstance(each.event, Rejoined)}
+            between += [
+                each
+                for each in logged
+                if each.t_s > until_s and isinstance(each.event, Rejoined) and each.event.generation in generations
+            ]
             found.append(_recovered(before, until_s, until_s - since_s - iteration_s, between, len(ranks)))
     return found
 
@@ -300,7 +307,7 @@ def _recovered(
         replayed=max((event.executed_iters for event, _ in rejoined), default=0),
         resumed_s=max((event.seconds for event in resumed), default=0.0),
         rejoined=last,
-        after_s=until_s - rejoined_s,
+        after_s=max(0.0, until_s - rejoined_s),
         stalled_s=max(stalled_s),
     )
 

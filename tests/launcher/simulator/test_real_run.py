@@ -54,6 +54,14 @@ def test_a_fault_costs_all_between_iterations_before_and_after_it() -> None:
     assert recoveries_of([survivor], 1.0) == []
 
 
+def test_a_rank_that_steps_as_it_joins_may_be_ahead_of_one_that_replayed() -> None:
+    start = [(0.0, born(0)), (1.0, second(1)), (2.0, second(2))]
+    survivor = logged(0, *start, (5.0, back(1, 2)), (5.0, second(3)), (6.0, second(4)))
+    newborn = logged(1, *start, (3.5, born(1)), (5.5, back(1, 2, executed_iters=2)), (6.0, second(4)))
+    (found,) = recoveries_of([survivor, newborn], 1.0)
+    assert (found.replayed, found.after_s) == (2, 0.0)
+
+
 def test_a_restart_costs_without_a_recovery() -> None:
     told = [(0.0, born(0)), (1.0, second(1)), (2.0, second(2)), (20.0, born(1))]
     again = [(24.0, second(1)), (25.0, second(2)), (26.0, second(3))]
