@@ -122,6 +122,11 @@ class Outcome:
     def tail_s(self) -> float:
         return self.seconds - (self.ended_s[-1] if self.ended_s else 0.0)
 
+    @property
+    def spent_s(self) -> list[float]:
+        """The seconds from one new iteration to the next, from the second one on."""
+        return [end_s - begin_s for begin_s, end_s in pairwise((0.0, *self.ended_s))]
+
     def ettr(self, plain: PlainTraining) -> float:
         """Return the share of the time that plain training needed for the new iterations."""
         return plain.between(1, self.last) / self.seconds
@@ -129,8 +134,7 @@ class Outcome:
     def quiet_s(self) -> dict[int, float]:
         """Return the seconds of each new iteration that followed the one before it without a fault between."""
         hit = {each.before + 1 for each in self.recoveries}
-        spent = {number: end_s - begin_s for number, (begin_s, end_s) in enumerate(pairwise((0.0, *self.ended_s)), 2)}
-        return {number: seconds for number, seconds in spent.items() if number not in hit}
+        return {number: seconds for number, seconds in enumerate(self.spent_s, start=2) if number not in hit}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +155,7 @@ class PlainTraining:
 
 def plain_training(outcome: Outcome) -> PlainTraining:
     """Return the seconds of plain training's iterations, as one run measured them."""
-    seconds = [end_s - begin_s for begin_s, end_s in pairwise((0.0, *outcome.ended_s))]
+    seconds = outcome.spent_s
     if not seconds:
         raise MoeCkptError("under_faults: got plain training of one iteration, wanted more within --seconds")
     mean_s = statistics.fmean(seconds)
@@ -270,9 +274,9 @@ def slowdowns(runs: Sequence[tuple[RealRun, PlainTraining]]) -> tuple[float, flo
     runs cannot measure this: only plain training beside them does.
     """
     rows = [row for run, plain in runs for row in _slower_iterations(run, plain)]
-    plain_s, copying_s, slower_s = np.array(rows).reshape(-1, 3).T
     if not rows:
         return 0.0, 0.0
+    plain_s, copying_s, slower_s = np.array(rows).T
     share, interference = np.linalg.lstsq(np.stack([plain_s, copying_s], axis=1), slower_s)[0].tolist()
     if copying_s.any() and interference > 0:
         return share, interference
