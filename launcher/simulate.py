@@ -84,11 +84,11 @@ def cadence(result: Result) -> str:
     """Return how often a policy saves, in words."""
     saving = result.saving
     durable = f"whole checkpoints every {saving.durable.every_iters} iterations" if saving.durable else ""
-    if not saving.later.repeat:
+    if not saving.settled.repeat:
         return durable or "saves nothing"
-    interval = int(saving.later.interval_iters)
+    interval = int(saving.settled.interval_iters)
     if saving.recovery is Recovery.LOCAL:
-        num_slots = saving.later.repeat[0].num_slots
+        num_slots = saving.settled.repeat[0].num_slots
         snapshots = f"window {num_slots}" + (f" every {interval} iterations" if interval > num_slots else "")
     else:
         snapshots = f"snapshots every {interval} iterations" if interval > 1 else "snapshots every iteration"
@@ -105,7 +105,7 @@ def print_rows(rows: Iterable[Row]) -> None:
         prediction = result.prediction
         formula = _NOTHING if prediction.formula is None else f"{prediction.formula:.3f}"
         values = (f"{prediction.overhead:.1%}", f"{prediction.recovery_s:.0f}", f"{prediction.ettr:.3f}", formula)
-        names = (row.case, row.policy, row.variant, int(result.saving.later.interval_iters) or _NOTHING)
+        names = (row.case, row.policy, row.variant, int(result.saving.settled.interval_iters) or _NOTHING)
         print(form.format(*names, *values, f"{prediction.plt:.2%}"), flush=True)
 
 

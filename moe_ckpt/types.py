@@ -312,6 +312,15 @@ class ExpertCounts:
 WARM_UP_ITERS = 2
 """The first iterations of a process, which are slower than others: they are not measured."""
 
+RECENT_ITERS = 16
+"""As many of the last iterations tell how long one takes."""
+
+ENOUGH_SNAPSHOTS = 3
+"""After as many snapshots, or windows of them, their mean cost is known."""
+
+ENOUGH_WINDOWS = 5
+"""After as many windows the price of a snapshot and that of its bytes are told apart: two kinds twice, and one more."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:

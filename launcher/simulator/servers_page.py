@@ -56,6 +56,6 @@ def _cell(case: str, policy: str, mtbf_s: float, arguments: Sequence[str]) -> st
         result = simulate_case(case, policy, mtbf_s, arguments)
     except ConfigError as error:
         return f"`{str(error).partition(':')[0]}` too small"
-    snapshot = result.saving.later.repeat[0]
+    snapshot = result.saving.settled.repeat[0]
     slots = f" (W={snapshot.num_slots})" if policy == "sparse windows" else ""
     return f"{result.prediction.ettr:.4f}{slots}"

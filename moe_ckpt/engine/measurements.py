@@ -16,10 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moe_ckpt.engine.snapshot_cost import SnapshotCost
-from moe_ckpt.types import WARM_UP_ITERS
-
-_RECENT = 16
-_ENOUGH_SNAPSHOTS = 3
+from moe_ckpt.types import ENOUGH_SNAPSHOTS, RECENT_ITERS, WARM_UP_ITERS
 
 
 class Measurements:
@@ -32,20 +29,20 @@ class Measurements:
     """
 
     def __init__(self, num_experts: int, now: Callable[[], float] = time.monotonic) -> None:
-        self.copy_rates: deque[float] = deque(maxlen=_RECENT)
-        self.bubbles_s: deque[float] = deque(maxlen=_RECENT)
+        self.copy_rates: deque[float] = deque(maxlen=RECENT_ITERS)
+        self.bubbles_s: deque[float] = deque(maxlen=RECENT_ITERS)
         self.popularity = np.zeros(num_experts)
         self._now = now
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._overlaps: deque[float] = deque(maxlen=_RECENT)
-        self._quiet: deque[float] = deque(maxlen=_RECENT)
+        self._recent: deque[float] = deque(maxlen=RECENT_ITERS)
+        self._overlaps: deque[float] = deque(maxlen=RECENT_ITERS)
+        self._quiet: deque[float] = deque(maxlen=RECENT_ITERS)
         self._busy: list[float] = []
         self._stall_s = 0.0
         self._wait_s = 0.0
         self._counts = False
-        self._costs: deque[float] = deque(maxlen=_RECENT)
+        self._costs: deque[float] = deque(maxlen=RECENT_ITERS)
         self.added = SnapshotCost()
-        self._replayed_s: deque[float] = deque(maxlen=_RECENT)
+        self._replayed_s: deque[float] = deque(maxlen=RECENT_ITERS)
         self._since_s = 0.0
         self._so_far_s = 0.0
         self._is_quiet = False
@@ -148,7 +145,7 @@ class Measurements:
     def snapshot_cost_s(self) -> float | None:
         """Return the mean seconds that a snapshot adds to training; None before enough have been measured."""
         # a mean of differences: where snapshots cost little, the noise of iterations makes it negative
-        return max(0.0, statistics.fmean(self._costs)) if len(self._costs) >= _ENOUGH_SNAPSHOTS else None
+        return max(0.0, statistics.fmean(self._costs)) if len(self._costs) >= ENOUGH_SNAPSHOTS else None
 
     def replayed_iteration_s(self) -> float | None:
         """Return the median of replayed iterations; None before there was one."""

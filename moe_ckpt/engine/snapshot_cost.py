@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.types import ENOUGH_WINDOWS
+
 _RECENT_BLOCKS = 16
-ENOUGH_BLOCKS = 5  # two kinds of windows, each twice, and one more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +58,7 @@ class SnapshotCost:
     @property
     def is_settled(self) -> bool:
         """Whether there are enough blocks to separate the price of a snapshot from that of its bytes."""
-        return len(self._known()) >= ENOUGH_BLOCKS
+        return len(self._known()) >= ENOUGH_WINDOWS
 
     def fit(self, dense_bytes: int) -> tuple[float, float] | None:
         """Return the seconds that a snapshot of no bytes and one of `dense_bytes` add; None before the first block."""

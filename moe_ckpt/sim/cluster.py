@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.faults.schedule import Kill, TimedFault
 from moe_ckpt.recovery.inventory import ReplayedState
 from moe_ckpt.sim.faults import FaultQueue, LateKill, time_in_iteration
 from moe_ckpt.sim.generation import Generation, Kept, Moment
+from moe_ckpt.sim.measuring import MOST_BEGUN, Measurements
 from moe_ckpt.sim.recovering import Estimate, Losses, RollbackPath, estimate, plan_after, replay_s, replayed_by
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
 from moe_ckpt.sim.timeline import HOST_MEMORY, Ledger, Outcome, Recovered, Trained
 from moe_ckpt.sim.units import go_back
-from moe_ckpt.types import WARM_UP_ITERS
 
 _NO_RANKS: frozenset[int] = frozenset()
 
@@ -75,8 +76,7 @@ class _Run:
         self._on_disk: Kept | None = None
         self._unreplicated = _NO_RANKS
         self._num_faults = 0
-        self._num_iters = 0  # with repeated ones: those that ranks which live on have measured
-        self._has_replayed = False
+        self._measurements = Measurements(setup.pace)
         self._epoch = saving.partial.first_epoch() if saving.partial else None
 
     def run(self) -> Outcome:
@@ -119,13 +119,8 @@ class _Run:
 
     def _pattern(self, start: int, carried: tuple[Kept, ...]) -> SnapshotPattern:
         newest = carried[-1] if carried else None
-        if self._num_iters <= WARM_UP_ITERS:
-            if newest is None or self._saving.going_on is None:
-                return self._saving.at_start
-            return self._saving.at_start.after_window(start - newest.start, newest.num_slots)
-        if newest is None or self._saving.going_on is None:
-            return self._saving.later if self._has_replayed else self._saving.unreplayed or self._saving.later
-        return self._saving.going_on(start - newest.start, newest.num_slots, self._has_replayed)
+        kept_since, num_slots = (newest.start, newest.num_slots) if newest else (None, 0)
+        return self._saving.pattern(self._measurements.beginning(start, kept_since, num_slots))
 
     def _next_fault(self, generation: Generation, until_s: float) -> TimedFault | None:
         """Return the next fault if it comes before a time; it is then removed from the queue."""
@@ -144,6 +139,8 @@ class _Run:
     def _time_of(self, kill: Kill, generation: Generation) -> float:
         """Return the time at which training reaches the point of a kill: now if it has been there before."""
         number = max(1, (kill.iteration or generation.start + 1) - generation.start)
+        if isinstance(kill, LateKill):
+            number = generation.nearest_that_lasts(kill.late_s, number)
         seconds = generation.iteration_s(number)
         into_s = time_in_iteration(kill.point_phase, self._setup.costs, seconds, generation.length(number))
         if isinstance(kill, LateKill):
@@ -153,7 +150,9 @@ class _Run:
         return generation.since_s + generation.elapsed_s(number - 1) + into_s
 
     def _account(self, generation: Generation, moment: Moment) -> None:
-        self._num_iters += moment.iterations
+        begun = (snapshot for snapshot in generation.pattern.snapshots(0, moment.iterations) if snapshot.slot == 0)
+        num_begun = sum(1 for _ in islice(begun, MOST_BEGUN))
+        self._measurements.trained(generation.start, generation.start + moment.iterations, num_begun)
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
         # an iteration that a fault cuts off is run again
         self._ledger.again_s += moment.into_s
@@ -189,8 +188,8 @@ class _Run:
             path, pending = self._try(attempt)
         assert path is not None
         if path.estimate:
-            plan = path.estimate.plan
-            self._has_replayed |= any(plan.target_iteration > rollback.starts_from for rollback in plan.rollbacks)
+            for rollback in path.estimate.plan.rollbacks:
+                self._measurements.replayed(rollback.starts_from, path.iteration)
         if self._epoch and self._saving.partial:
             self._epoch = self._saving.partial.next_epoch(self._epoch, path.account, path.iteration)
         recovered = Recovered(

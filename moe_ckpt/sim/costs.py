@@ -141,13 +141,13 @@ class CopyRates:
         return self.num_ranks if self.cluster.copies_share == JOB else 1
 
 
-def stall_s(*, copy_s: float, iteration_s: float, interference: float) -> float:
-    """Return the seconds that a snapshot adds to its iteration: it must be complete before the update.
+def stall_s(*, copy_s: float, awaited_s: float, iteration_s: float, interference: float) -> float:
+    """Return the seconds that a snapshot adds to training, whose update waits for copies that take `awaited_s`.
 
-    A share `interference` of the time in which both run, and all of the remaining time: of 5 s of copying in an
-    iteration of 2 s, at 0.1, 3.2 s (MoC, equation 10, for interference 0).
+    Copies slow training by a share `interference` of their time. An update that waits for them is late by what goes
+    beyond the iteration, however slow that was: by 3 s for 5 s of copying in an iteration of 2 s (MoC, equation 10).
     """
-    return max(0.0, copy_s - iteration_s) + interference * min(copy_s, iteration_s)
+    return max(awaited_s - iteration_s, interference * copy_s)
 
 
 def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:

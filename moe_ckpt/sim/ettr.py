@@ -62,9 +62,9 @@ def closed_form(setup: Setup, saving: Saving) -> float | None:
     """
     iteration_s = setup.costs.iteration_s
     if saving.recovery is Recovery.LOCAL:
-        redone = 1.5 * saving.later.repeat[0].num_slots
+        redone = 1.5 * saving.settled.repeat[0].num_slots
     elif saving.recovery is Recovery.ROLLBACK:
-        redone = saving.later.interval_iters / 2
+        redone = saving.settled.interval_iters / 2
     else:
         redone = saving.durable.every_iters / 2 if saving.durable else None
     if redone is None or setup.mtbf_s is None:

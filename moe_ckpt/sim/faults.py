@@ -13,6 +13,7 @@ from moe_ckpt.sim.costs import Costs
 class LateKill(Kill):
     """A kill of a real run: it strikes `late_s` seconds after the begin of its iteration, but within its phase.
 
+    Where that iteration is shorter here, it strikes in the nearest one that lasts, as training waits for a copy.
     One in a recovery strikes so many seconds after the fault before it, but within that recovery.
     """
 
@@ -63,6 +64,6 @@ def time_in_iteration(phase: str, costs: Costs, seconds: float, length: float) -
             # the update waits for copies of the state before it, gradients do not
             return max(0.0, length * costs.iteration_s - costs.update_s - costs.sync_s)
         case "step":
-            return seconds - costs.update_s
+            return seconds - costs.update_s / 2  # not as it begins: rounding decides on which side that is
         case _:
             return seconds

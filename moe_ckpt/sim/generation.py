@@ -85,6 +85,16 @@ class Generation:
         """Return the seconds of the generation's iteration `number`, from 1."""
         return self.length(number) * self.costs.iteration_s + self.added_s(number)
 
+    def nearest_that_lasts(self, seconds: float, number: int) -> int:
+        """Return the iteration nearest to `number` that takes so long, or one beside a snapshot; else `number` itself.
+
+        A fault long after an iteration's begin came as training waited for a copy, which may be elsewhere here.
+        """
+        snapshots = self.pattern.snapshots(0, 2 * number + self.pattern.period)
+        candidates = (number, *(snapshot.offset + 1 for snapshot in snapshots))
+        enough = (each for each in candidates if self.iteration_s(each) >= seconds)
+        return min(enough, key=lambda each: abs(each - number), default=number)
+
     def length(self, number: int) -> float:
         """Return the length of iteration `number` without what saving adds, in mean iterations."""
         return self.pace.between(self.start + number - 1, self.start + number)

@@ -14,14 +14,19 @@ class Pace:
     """The length of each iteration, in mean iterations: `lengths` of the first ones, and 1 for all later ones."""
 
     def __init__(self, lengths: Sequence[float] = ()) -> None:
+        self._lengths = tuple(lengths)
         self._sums = [0, *accumulate(lengths)]
 
     def between(self, done: int, reached: int) -> float:
         """Return the length of the iterations `done` + 1 to `reached`: exactly their number at an even pace."""
         return self._up_to(reached) - self._up_to(done)
 
+    def after(self, done: int) -> tuple[float, ...]:
+        """Return the lengths of the iterations from `done` + 1 on as far as they are known; all later ones are 1."""
+        return self._lengths[done:]
+
     def _up_to(self, iteration: int) -> float:
-        num_known = len(self._sums) - 1
+        num_known = len(self._lengths)
         return self._sums[min(iteration, num_known)] + max(0, iteration - num_known)
 
 

@@ -38,10 +38,21 @@ from moe_ckpt.policies.window_schedule import fixed_order
 from moe_ckpt.sim.costs import GRADIENT_BYTES, CopyRates, stall_s, step_s
 from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, JOB, ClusterConfig
 from moe_ckpt.sim.job import Array, Job
+from moe_ckpt.sim.measuring import SETTLED, Beginning, Known
 from moe_ckpt.sim.partial import Partial, Tokens, probe_turns
 from moe_ckpt.sim.saving import Durable, Recovery, Saving, Setup
 from moe_ckpt.sim.snapshot_pattern import NOTHING, SnapshotPattern, probe_policy
-from moe_ckpt.types import ExpertChoice, Measured, OperatorKind, OperatorTable, SlotPlan
+from moe_ckpt.types import (
+    ENOUGH_SNAPSHOTS,
+    ENOUGH_WINDOWS,
+    ExpertChoice,
+    Measured,
+    OperatorKind,
+    OperatorTable,
+    SlotPlan,
+)
+
+_NO_EXPERTS = np.zeros(0)
 
 
 def plan_saving(config: Any, setup: Setup) -> Saving:
@@ -58,8 +69,8 @@ def _none(config: NoneConfig | DenseConfig, setup: Setup) -> Saving:
     return Saving(
         name=config.policy,
         recovery=Recovery.RESTART,
-        at_start=NOTHING,
-        later=NOTHING,
+        pattern=lambda _: NOTHING,
+        settled=NOTHING,
         whole_bytes=setup.total_full_bytes,
         reload_bytes_per_s=setup.cluster.disk_read_bytes_per_s,
     )
@@ -73,7 +84,7 @@ def _in_memory(
     config: InMemoryConfig,
     setup: Setup,
     link: _Link,
-    patterns: tuple[SnapshotPattern, SnapshotPattern],
+    pattern: Callable[[Beginning], SnapshotPattern],
     recovery: Recovery = Recovery.ROLLBACK,
     host: _Link | None = None,
     **own: Any,
@@ -85,8 +96,8 @@ def _in_memory(
     return Saving(
         name=config.policy,
         recovery=recovery,
-        at_start=patterns[0],
-        later=patterns[1],
+        pattern=pattern,
+        settled=pattern(SETTLED),
         whole_bytes=link.most_bytes,
         durable=_durable(setup, config.durable_every_iters, asynchronous=config.async_save),
         sizes_are_of_job=link.is_shared,
@@ -99,26 +110,32 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     rates = _rates(config, setup)
     link = _Link(setup, rates.host(setup.cluster.whole_copy_bytes_per_s))
     replicas = _replicas(config.replicas, setup.cluster)
-    stalled_s = link.stall_s(link.most_bytes)
     kept_bytes_per_s = narrowest = min(link.bytes_per_s, rates.kept(replicas))
     # the disk's rate is that of the whole job, and is compared with the rate of one rank's copies
     if config.waits_for_disk:  # nothing is taken before that is written
         narrowest = min(narrowest, rates.disk() * link.most_bytes / setup.total_full_bytes)
-    measured = Measured(
-        iteration_s=setup.costs.iteration_s,
-        copy_bytes_per_s=narrowest,
-        popularity=np.zeros(0),
-        snapshot_cost_s=stalled_s,
-    )
+
+    def stalled_s(length: float) -> float:
+        return link.stall_s(link.most_bytes, length * setup.costs.iteration_s)
+
+    def measured(known: Known) -> Measured:
+        return Measured(
+            iteration_s=known.length * setup.costs.iteration_s,
+            copy_bytes_per_s=narrowest,
+            host_bytes_per_s=link.bytes_per_s,
+            popularity=_NO_EXPERTS,
+            snapshot_cost_s=stalled_s(known.length) if known.num_costs >= ENOUGH_SNAPSHOTS else None,
+        )
+
+    def describe(_: SlotPlan, length: float) -> tuple[int, float]:
+        return link.most_bytes, stalled_s(length)
+
     make = partial(WholeSnapshots, config, link.profiles, link.own, replicas)
-    describe = lambda _: (link.most_bytes, stalled_s)  # noqa: E731
-    patterns = _probe(make, measured, describe, config, config.every_iters != AUTO)
     return _in_memory(
         config,
         setup,
         link,
-        patterns,
-        going_on=lambda age_iters, num_slots, _: patterns[1].after_window(age_iters, num_slots),
+        _patterns(config, make, measured, describe, starts_alike=config.every_iters != AUTO),
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
@@ -139,20 +156,29 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
     gradient_bytes = _gradient_bytes(config, setup.job, link.profiles[link.own].table)
     served_s = _served_s(setup, link, replicas)
     # servers on processors of their own work while training does; on shared ones training stands still meanwhile
-    waits_s = served_s if cluster.compute_share == JOB else max(0.0, served_s - setup.costs.iteration_s)
-    added_s += waits_s + _lost_share(config, setup.job, replicas) * link.stall_s(link.most_bytes)
+    iteration_s = setup.costs.iteration_s
+    waits_s = served_s if cluster.compute_share == JOB else max(0.0, served_s - iteration_s)
+    added_s += waits_s + _lost_share(config, setup.job, replicas) * link.stall_s(link.most_bytes, iteration_s)
     tap_s = cluster.take_s + gradient_bytes / link.bytes_per_s + added_s
-    make = partial(ServerSnapshots, config, link.profiles, link.own, replicas)
-    measured = Measured(iteration_s=setup.costs.iteration_s, copy_bytes_per_s=link.bytes_per_s, popularity=np.zeros(0))
+    policy = ServerSnapshots(config, link.profiles, link.own, replicas)
+    measured = Measured(iteration_s=iteration_s, copy_bytes_per_s=link.bytes_per_s, popularity=_NO_EXPERTS)
+    pattern = probe_policy(
+        policy,
+        SETTLED,
+        lambda _: measured,
+        lambda _, __: (gradient_bytes, tap_s),
+        disk_every=config.disk_every_iters > 0,
+        starts_alike=True,
+    )
     return _in_memory(
         config,
         setup,
         link,
-        _probe(make, measured, lambda _: (gradient_bytes, tap_s), config, is_settled=True),
+        lambda _: pattern,
         reload_bytes_per_s=link.bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=min(link.bytes_per_s, _rates(config, setup).kept(replicas)),
-        memory=make().forecast(),
+        memory=policy.forecast(),
         served_s=served_s,
         window_bytes=link.most_bytes,
     )
@@ -204,39 +230,26 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     rates = _rates(config, setup)
     link = _Link(setup, rates.kept(replicas))
     host = _Link(setup, rates.kept(0))
-    measured = _measured_of_windows(setup, link, host, rates.to_peers(replicas))
+    measured = _measured_windows(setup, link, host, rates.to_peers(replicas))
     make = partial(SparseWindows, config, link.profiles, link.own, replicas)
     table = link.profiles[link.own].table
     full_bytes, compute_bytes = table.full_bytes, table.compute_bytes
 
-    def describe(plan: SlotPlan) -> tuple[int, float]:
+    def describe(plan: SlotPlan, length: float) -> tuple[int, float]:
+        iteration_s = length * setup.costs.iteration_s
         full, compute = np.array(plan.full, np.int64), np.array(plan.compute, np.int64)
         size_bytes = int((full_bytes[:, full].sum(axis=1) + compute_bytes[:, compute].sum(axis=1)).max())
-        if not plan.pause_iters:
-            return size_bytes, link.stall_s(size_bytes)
-        return size_bytes, host.wait_s(size_bytes) + link.added_s(size_bytes)  # peers have the pause, too
+        awaited = host if plan.pause_iters else link  # peers have the pause, too
+        return size_bytes, link.stall_s(size_bytes, iteration_s, awaited_bytes_per_s=awaited.bytes_per_s)
 
-    unreplayed = replace(measured, replayed_iteration_s=None)  # a job measures that in its first recovery
     # the base is no window of choice
-    at_start, until_replay = _probe(make, unreplayed, describe, config, is_settled=False)
-    probe = partial(probe_policy, describe=describe, disk_every=config.disk_every_iters > 0, is_settled=False)
-    later = probe(make(), lambda: measured)
-    chosen = later.repeat[0]
-
-    @cache
-    def going_on(age_iters: int, num_slots: int, has_replayed: bool) -> SnapshotPattern:
-        if config.window != AUTO or config.paper_exact:
-            return later.after_window(age_iters, num_slots)
-        known = measured if has_replayed else unreplayed
-        told = replace(known, kept_since=-age_iters)  # of a generation that begins at iteration 0
-        return probe(make(), lambda: told)
-
+    pattern = _patterns(config, make, measured, describe, popularity=_popularity(setup, link), starts_alike=False)
+    chosen = pattern(SETTLED).repeat[0]
     return _in_memory(
         config,
         setup,
         link,
-        (at_start, later),
-        unreplayed=until_replay,
+        pattern,
         recovery=Recovery.LOCAL,
         host=host,
         reload_bytes_per_s=setup.cluster.copy_bytes_per_s,
@@ -245,26 +258,33 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         keep_windows=config.keep_windows,
         kept_bytes_per_s=link.bytes_per_s,
         disk_s=setup.total_full_bytes / rates.disk(),
-        active=_active_shares(make, measured, setup, link),
+        active=cache(lambda num_slots: _active_shares(config, num_slots, setup, link)),
         memory=make().forecast(chosen.num_slots, chosen.pause_iters),
-        going_on=going_on,
     )
 
 
-def _measured_of_windows(setup: Setup, link: _Link, host: _Link, peer_bytes_per_s: float) -> Measured:
-    """Return a job's measurements of its windows: the cluster's constants, and a stage's replay."""
-    costs, cluster = setup.costs, setup.cluster
-    stages = [range(stage, stage + 1) for stage in range(costs.num_stages)]
-    return Measured(
-        iteration_s=costs.iteration_s,
-        copy_bytes_per_s=link.bytes_per_s,
-        host_bytes_per_s=host.bytes_per_s,
-        peer_bytes_per_s=peer_bytes_per_s,
-        popularity=_popularity(setup, link.profiles[link.own]),
-        empty_snapshot_s=cluster.take_s,
-        dense_snapshot_s=link.added_s(link.most_bytes),
-        replayed_iteration_s=max(costs.replay_s(each, active=1.0) for each in stages),
-    )
+def _measured_windows(setup: Setup, link: _Link, host: _Link, peer_bytes_per_s: float) -> Callable[[Known], Measured]:
+    """Return the measurements of a job's ranks by what they know: the cluster's constants."""
+    costs, cluster, popularity = setup.costs, setup.cluster, _popularity(setup, link)
+    replayed_s = max(costs.replay_s(range(stage, stage + 1), active=1.0) for stage in range(costs.num_stages))
+    # iterations are measured as copies slow them, which go on in most of them
+    slowed_s = (1 + cluster.interference) * costs.iteration_s
+
+    def measured(known: Known) -> Measured:
+        return Measured(
+            iteration_s=known.length * slowed_s,
+            copy_bytes_per_s=link.bytes_per_s,
+            host_bytes_per_s=host.bytes_per_s,
+            peer_bytes_per_s=peer_bytes_per_s,
+            popularity=popularity,
+            empty_snapshot_s=cluster.take_s if known.num_costs else None,
+            dense_snapshot_s=link.added_s(link.most_bytes) if known.num_costs else None,
+            costs_are_settled=known.num_costs >= ENOUGH_WINDOWS,
+            replayed_iteration_s=known.replayed * replayed_s if known.replayed else None,
+            kept_since=known.kept_since,
+        )
+
+    return measured
 
 
 def _moc(config: MocConfig, setup: Setup) -> Saving:
@@ -294,7 +314,7 @@ def _partial(
         config,
         setup,
         costs.link,
-        (pattern, pattern),
+        lambda _: pattern,
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=costs.replicas,
         kept_bytes_per_s=min(costs.size_bytes(choice) / costs.copy_s(choice) for choice in choices),
@@ -328,17 +348,17 @@ class _Link:
         self.own = int(np.argmax(sizes))
         self.most_bytes = sizes[self.own]
 
-    def stall_s(self, size_bytes: float) -> float:
-        """Return the seconds that a snapshot of this size adds to an iteration."""
+    def stall_s(self, size_bytes: float, iteration_s: float, awaited_bytes_per_s: float | None = None) -> float:
+        """Return the seconds that a snapshot adds to an iteration of so many seconds, and to those that follow.
+
+        The update waits for all of its copies, or for those that go at the rate that is given.
+        """
         return self._setup.cluster.take_s + stall_s(
             copy_s=size_bytes / self.bytes_per_s,
-            iteration_s=self._setup.costs.iteration_s,
+            awaited_s=size_bytes / (awaited_bytes_per_s or self.bytes_per_s),
+            iteration_s=iteration_s,
             interference=self._setup.cluster.interference,
         )
-
-    def wait_s(self, size_bytes: float) -> float:
-        """Return the seconds that training waits for a snapshot that is copied through this link alone."""
-        return max(0.0, size_bytes / self.bytes_per_s - self._setup.costs.iteration_s)
 
     def added_s(self, size_bytes: float) -> float:
         """Return the seconds that a snapshot adds by beginning and by slowing training, over all its iterations."""
@@ -384,7 +404,7 @@ class _PartialCosts:
 
     def describe(self, choice: ExpertChoice) -> tuple[int, float, float]:
         """Return the bytes of the rank with the most, the stall, and the seconds of the way to disk."""
-        stall_s = self.link.stall_s(self.copy_s(choice) * self.link.bytes_per_s)
+        stall_s = self.link.stall_s(self.copy_s(choice) * self.link.bytes_per_s, self.iteration_s)
         return self.size_bytes(choice), stall_s, self.write_s(choice)
 
     def size_bytes(self, choice: ExpertChoice) -> int:
@@ -398,22 +418,31 @@ class _PartialCosts:
         return float(self._own.snapshot_bytes(choice.on_disk).sum()) / self._disk_bytes_per_s
 
 
-def _probe(
+def _patterns(
+    config: InMemoryConfig,
     make: Callable[[], Any],
-    measured: Measured,
-    describe: Callable[[SlotPlan], tuple[int, float]],
-    config: Any,
-    is_settled: bool,
-) -> tuple[SnapshotPattern, SnapshotPattern]:
-    """Return the choices of a fresh policy before anything is measured, and after that."""
-    nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=measured.popularity)
-    answers = iter([nothing])
-    disk_every = config.disk_every_iters > 0
-    at_start = probe_policy(
-        make(), lambda: next(answers, measured), describe, disk_every=disk_every, is_settled=is_settled
-    )
-    later = probe_policy(make(), lambda: measured, describe, disk_every=disk_every, is_settled=is_settled)
-    return at_start, later
+    measured: Callable[[Known], Measured],
+    describe: Callable[[SlotPlan, float], tuple[int, float]],
+    *,
+    popularity: Array = _NO_EXPERTS,
+    starts_alike: bool,
+) -> Callable[[Beginning], SnapshotPattern]:
+    """Return the choices of a fresh policy by a generation's begin; arguments as for `probe_policy`."""
+    nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
+
+    @cache
+    def pattern(begin: Beginning) -> SnapshotPattern:
+        found = probe_policy(
+            make(),
+            begin,
+            lambda known: measured(known) if known else nothing,
+            describe,
+            disk_every=config.disk_every_iters > 0,
+            starts_alike=starts_alike,
+        )
+        return found if begin.age_iters is None else found.after_window(begin.age_iters, begin.num_slots)
+
+    return pattern
 
 
 def _durable(setup: Setup, every_iters: int, *, asynchronous: bool) -> Durable | None:
@@ -442,8 +471,9 @@ def _replicas(wanted: int | str, cluster: ClusterConfig) -> int:
     return replicas
 
 
-def _popularity(setup: Setup, profile: StageProfile) -> Array:
-    """Return the popularity of each expert of a table, as a policy measures it."""
+def _popularity(setup: Setup, link: _Link) -> Array:
+    """Return the popularity of each expert of the ranks with the most bytes, as a policy measures it."""
+    profile = link.profiles[link.own]
     experts = fixed_order(profile.table.operators).experts
     if not setup.switches.order_by_popularity:
         return np.ones(len(experts))
@@ -451,17 +481,19 @@ def _popularity(setup: Setup, profile: StageProfile) -> Array:
     return setup.job.shape.popularity[numbers]
 
 
-def _active_shares(make: Callable[[], Any], measured: Measured, setup: Setup, link: _Link) -> tuple[float, ...]:
-    """Return the share of the work that is active once each slot of a window is loaded."""
+def _active_shares(config: MoevementConfig, num_slots: int, setup: Setup, link: _Link) -> tuple[float, ...]:
+    """Return the share of the work that is active once each slot of a window of so many is loaded."""
+    if num_slots == 1:
+        return (1.0,)
     where = slice(None) if link.is_shared else setup.job.positions(link.own)
     work = setup.job.work[where]
-    policy, shares, active, offset = make(), [], 0.0, 0
-    while True:
+    policy = SparseWindows(replace(config, window=num_slots, pause_iters=0), link.profiles, link.own)
+    measured = Measured(iteration_s=1.0, copy_bytes_per_s=np.inf, popularity=_popularity(setup, link))
+    shares, active = [], 0.0
+    for offset in range(1 + num_slots):
         plan = policy.plan(offset, lambda: measured).sparse
-        offset += 1
-        if offset == 1 or plan is None:
-            continue  # the base, and the pause until peers have it
-        active += float(work[list(plan.full)].sum())
-        shares.append(active / float(work.sum()) if setup.switches.skip_frozen else 1.0)
-        if plan.slot == plan.num_slots - 1:
-            return tuple(shares)
+        assert plan is not None
+        if offset > 0:  # after the base
+            active += float(work[list(plan.full)].sum())
+            shares.append(active / float(work.sum()) if setup.switches.skip_frozen else 1.0)
+    return tuple(shares)

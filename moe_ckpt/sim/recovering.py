@@ -5,7 +5,6 @@ Ranks of a stage with equal sources are listed once: a plan depends on the sourc
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,14 +89,13 @@ def replay_s(setup: Setup, saving: Saving, stages: range, window: Kept, target: 
 
     `done` of these iterations, the first ones, were run by a replay that was cut off.
     """
-    most, slots = len(saving.active), window.num_slots
+    active = saving.active(window.num_slots)
 
     def seconds(number: int) -> float:
-        # a window of fewer slots, the first of a generation, activates as many operators in fewer iterations
-        active = saving.active[min(most, math.ceil((number + 1) * most / slots)) - 1]
         iteration = window.start + number
+        mean_s = setup.costs.replay_s(stages, active[min(number, len(active) - 1)])
         # collectives and logs, a small part, are taken to be longer or shorter with it
-        return setup.costs.replay_s(stages, active) * setup.pace.between(iteration, iteration + 1)
+        return mean_s * setup.pace.between(iteration, iteration + 1)
 
     return sum(seconds(number) for number in range(done, target - window.start))
 

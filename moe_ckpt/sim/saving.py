@@ -12,6 +12,7 @@ from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import Job
+from moe_ckpt.sim.measuring import Beginning
 from moe_ckpt.sim.pace import EVEN, Pace
 from moe_ckpt.sim.partial import Partial
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
@@ -73,20 +74,19 @@ class Durable:
 class Saving:
     """A policy's saves and their price.
 
-    `at_start`, `later`: its snapshots in a generation that begins before or after an iteration has been measured, and
-    `going_on` those in one that keeps a window: by the iterations since the window's start, the window's slots, and
-    whether any stage has replayed an iteration. `unreplayed`: `later` where none has, if that makes a difference.
+    `pattern` gives its snapshots in a generation; `settled` are those in one that begins when all has been measured.
     `host_bytes_per_s`: the rate at which a snapshot reaches host memory, `kept_bytes_per_s` the one at which it reaches
     all its destinations, both within the policy's caps, which do not hold for `reload_bytes_per_s`; `disk_s` the time
-    of a snapshot that goes to disk. `active`: the share of the work whose operators are active once slot j of a window
-    is loaded. `partial`: the experts in snapshots. `served_s`: the time in which servers make a state of a snapshot
-    that has arrived; `window_bytes` are those of such a state on a rank, None where snapshots are the state.
+    of a snapshot that goes to disk. `active` gives, for a window of so many slots, the share of the work whose
+    operators are active once slot j of it is loaded. `partial`: the experts in snapshots. `served_s`: the time in which
+    servers make a state of a snapshot that has arrived; `window_bytes` are those of such a state on a rank, None where
+    snapshots are the state.
     """
 
     name: str
     recovery: Recovery
-    at_start: SnapshotPattern
-    later: SnapshotPattern
+    pattern: Callable[[Beginning], SnapshotPattern]
+    settled: SnapshotPattern
     whole_bytes: float
     reload_bytes_per_s: float
     replicas: int = 0
@@ -96,27 +96,25 @@ class Saving:
     kept_bytes_per_s: float = math.inf
     disk_s: float = 0.0
     durable: Durable | None = None
-    active: tuple[float, ...] = (1.0,)
+    active: Callable[[int], tuple[float, ...]] = lambda num_slots: (1.0,) * num_slots
     memory: MemoryForecast | None = None
     sizes_are_of_job: bool = False
     partial: Partial | None = None
     served_s: float = 0.0
     window_bytes: float | None = None
-    going_on: Callable[[int, int, bool], SnapshotPattern] | None = None
-    unreplayed: SnapshotPattern | None = None
 
     @property
     def kept_bytes(self) -> float:
         """Return the bytes of a kept window, or of a state that a server has made."""
         if self.window_bytes is not None:
             return self.window_bytes
-        snapshots = self.later.repeat
+        snapshots = self.settled.repeat
         return float(sum(snapshot.size_bytes for snapshot in snapshots[: snapshots[0].num_slots]))
 
     @property
     def overhead_s(self) -> float:
         """Return the seconds that saving adds to an iteration on average, once the policy has settled."""
-        pattern = self.later
+        pattern = self.settled
         snapshots_s = sum(snapshot.stall_s for snapshot in pattern.repeat) / pattern.period if pattern.repeat else 0.0
         return snapshots_s + (self.durable.stall_s / self.durable.every_iters if self.durable else 0.0)
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.ports import Policy
+from moe_ckpt.sim.measuring import Beginning, Known
 from moe_ckpt.types import ExpertChoice, IntervalChoice, Measured, SlotPlan, WindowChoice
 
 
@@ -109,10 +110,10 @@ class SnapshotPattern:
     def after_window(self, age_iters: int, num_slots: int) -> SnapshotPattern:
         """Return the same of ranks that keep a window of so many slots, which began so many iterations before.
 
-        If that is a whole snapshot of this very state, the first one is not taken, unless it goes to disk.
+        If that is a whole snapshot of this very state, another one of it is not taken, unless it goes to disk.
         """
         first = next(iter((*self.lead, *self.repeat)), None)
-        if age_iters > 0 or num_slots > 1 or first is None or first.to_disk:
+        if age_iters > 0 or num_slots > 1 or first is None or first.offset > 0 or first.to_disk:
             return self
         if self.lead:
             return SnapshotPattern(self.lead[1:], self.repeat, self.period)
@@ -132,30 +133,33 @@ class SnapshotPattern:
 
 def probe_policy(
     policy: Policy,
-    measure: Callable[[], Measured],
-    describe: Callable[[SlotPlan], tuple[int, float]],
+    begin: Beginning,
+    measured: Callable[[Known | None], Measured],
+    describe: Callable[[SlotPlan, float], tuple[int, float]],
     *,
     disk_every: bool,
-    is_settled: bool,
+    starts_alike: bool,
 ) -> SnapshotPattern:
-    """Query a fresh policy until it repeats itself. `describe` gives bytes and stall of each request.
+    """Query a fresh policy, in a generation that begins so, until it repeats itself.
 
-    It repeats itself from the first window that it chose after the start (`is_settled`: from the start) to the next
-    one; with `disk_every`, from one that goes to disk to the next such one.
+    `measured` gives the measurements of ranks that know this; `describe` the bytes of a request, and its stall in an
+    iteration of such a length. A policy repeats itself once these are settled: from the first window that it chose
+    after the start (`starts_alike`: or at the start) to the next one; with `disk_every`, from one that goes to disk to
+    the next such one.
     """
     snapshots: list[PlannedSnapshot] = []
     begins: list[int] = []  # positions in snapshots
-    offset = 0
+    offset = num_begun = 0
     # a policy is pure: from the same point on, with the same measurements, it repeats its answers
     while len(begins) < 2:
-        plan = policy.plan(offset, measure)
+        plan = policy.plan(offset, lambda: measured(begin.known(offset, num_begun)))  # noqa: B023
         if plan.sparse:
             choice = plan.window or plan.interval
-            is_choice = offset > 0 and choice is not None
-            is_begin = plan.sparse.slot == 0 and (is_settled or is_choice or bool(begins))
-            if is_begin and (plan.to_disk or not disk_every):
+            is_alike = (starts_alike or (offset > 0 and choice is not None)) and begin.is_settled(offset, num_begun)
+            if plan.sparse.slot == 0 and (is_alike or begins) and (plan.to_disk or not disk_every):
                 begins.append(len(snapshots))
-            size_bytes, stall_s = describe(plan.sparse)
+            num_begun += plan.sparse.slot == 0
+            size_bytes, stall_s = describe(plan.sparse, begin.length(offset))
             snapshots.append(
                 PlannedSnapshot(
                     offset=offset,

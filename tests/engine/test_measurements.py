@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from moe_ckpt.engine.measurements import Measurements
-from moe_ckpt.engine.snapshot_cost import ENOUGH_BLOCKS
+from moe_ckpt.types import ENOUGH_WINDOWS
 
 
 class Loop:
@@ -110,7 +110,7 @@ def test_waits_for_copies_are_no_part_of_what_snapshots_add() -> None:
     loop = Loop()
     loop.iterate(1.0, quiet=True)
     assert loop.meter.added.fit(100) is None, "nothing has been measured"
-    for _ in range(ENOUGH_BLOCKS):
+    for _ in range(ENOUGH_WINDOWS):
         assert not loop.meter.added.is_settled
         loop.snapshot(stall_s=0.25, busy_s=1.5, wait_s=4.0, sizes=(30, 20))
     loop.meter.snapshot_began()

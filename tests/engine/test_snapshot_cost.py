@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from moe_ckpt.engine.snapshot_cost import ENOUGH_BLOCKS, BlockCost, SnapshotCost, fit_costs
+from moe_ckpt.engine.snapshot_cost import BlockCost, SnapshotCost, fit_costs
+from moe_ckpt.types import ENOUGH_WINDOWS
 
 
 @pytest.mark.parametrize(
@@ -48,24 +49,24 @@ def measured(
 
 def test_a_machine_that_gets_faster_makes_snapshots_neither_free_nor_dear() -> None:
     """Each block lies between quiet iterations of its own, 10.5 s and 9.5 s at first, and stalls for 0.25 s."""
-    blocks = [((10.0 - number,), 9.5 - number) for number in range(ENOUGH_BLOCKS)]
+    blocks = [((10.0 - number,), 9.5 - number) for number in range(ENOUGH_WINDOWS)]
     assert measured(*blocks, first_s=10.5, stall_s=0.25).fit(10) == pytest.approx((0.0, 0.25))
 
 
 def test_windows_without_a_quiet_iteration_between_them_are_one_block() -> None:
     block = ((1.5, 1.25, 1.75), 1.0)
-    assert not measured(*[block] * (ENOUGH_BLOCKS - 1)).is_settled
-    cost = measured(*[block] * ENOUGH_BLOCKS)
+    assert not measured(*[block] * (ENOUGH_WINDOWS - 1)).is_settled
+    cost = measured(*[block] * ENOUGH_WINDOWS)
     assert cost.is_settled
     assert cost.fit(10) == pytest.approx((0.0, 0.5))
 
 
 def test_costs_are_known_after_one_block_and_settled_after_enough() -> None:
-    costs = [measured(*[((1.5,), 1.0)] * number) for number in range(ENOUGH_BLOCKS + 1)]
+    costs = [measured(*[((1.5,), 1.0)] * number) for number in range(ENOUGH_WINDOWS + 1)]
     known = [(cost.fit(10), cost.is_settled) for cost in costs]
-    assert known == [(None, False), *[((0.0, 0.5), False)] * (ENOUGH_BLOCKS - 1), ((0.0, 0.5), True)]
+    assert known == [(None, False), *[((0.0, 0.5), False)] * (ENOUGH_WINDOWS - 1), ((0.0, 0.5), True)]
 
 
 def test_a_block_with_a_fault_does_not_count() -> None:
-    blocks = [((99.0 if number == 1 else 1.5,), 1.0) for number in range(ENOUGH_BLOCKS + 1)]
+    blocks = [((99.0 if number == 1 else 1.5,), 1.0) for number in range(ENOUGH_WINDOWS + 1)]
     assert measured(*blocks, forgotten=[1]).fit(10) == pytest.approx((0.0, 0.5))

@@ -94,7 +94,7 @@ def test_the_published_ettrs_and_windows_of_moevement_are_met(name: str, case: s
     assert len(deviations) == len(ettrs) > 0
     assert {variant: deviation for variant, deviation in deviations.items() if abs(deviation) > NEAR} == {}
     if case in WINDOWS:  # by Algorithm 1
-        assert {row.result.saving.later.repeat[0].num_slots for row in rows} == {WINDOWS[case]}
+        assert {row.result.saving.settled.repeat[0].num_slots for row in rows} == {WINDOWS[case]}
 
 
 def test_the_tables_have_24_ettr_cells_of_moevement() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from moe_ckpt.faults.schedule import Kill, poisson_kills
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.faults import LateKill
+from moe_ckpt.sim.measuring import Beginning
 from moe_ckpt.sim.pace import Pace
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.saving import Saving, Setup
@@ -156,6 +157,8 @@ def test_a_snapshot_that_is_not_copied_yet_is_none() -> None:
         pytest.param(LateKill(rank=0, iteration=5, phase="reduce", late_s=4.0), 10.0, id="not before its phase"),
         pytest.param(LateKill(rank=0, iteration=5, phase="reduce", late_s=12.0), 12.0, id="while the update waits"),
         pytest.param(LateKill(rank=0, iteration=5, phase="reduce", late_s=99.0), 15.0, id="not after its phase"),
+        pytest.param(LateKill(rank=0, iteration=6, phase="reduce", late_s=12.0), 12.0, id="in the wait nearest to it"),
+        pytest.param(LateKill(rank=0, iteration=6, late_s=9.0), 24.0, id="not where there was no wait"),
     ],
 )
 def test_a_kill_comes_before_or_after_the_wait_for_a_copy(kill: Kill, into_s: float) -> None:
@@ -166,26 +169,46 @@ def test_a_kill_comes_before_or_after_the_wait_for_a_copy(kill: Kill, into_s: fl
     assert recovered.since_s == pytest.approx(45.0 + into_s, abs=2 * of.costs.update_s)
 
 
-@pytest.mark.parametrize(("iteration", "is_measured"), [(WARM_UP_ITERS + 1, False), (WARM_UP_ITERS + 2, True)])
-def test_a_policy_knows_nothing_until_an_iteration_has_been_measured(iteration: int, *, is_measured: bool) -> None:
+def beginnings(of: Setup, kills: Sequence[Kill], saving: Saving = LOCAL) -> list[Beginning]:
+    """Return what ranks know as each generation begins."""
+    told: list[Beginning] = []
+
+    def pattern(begin: Beginning) -> SnapshotPattern:
+        told.append(begin)
+        return saving.pattern(begin)
+
+    run(replace(saving, pattern=pattern), kills, of=of)
+    return told
+
+
+@pytest.mark.parametrize(("iteration", "num_measured"), [(WARM_UP_ITERS, 0), (WARM_UP_ITERS + 1, 1)])
+def test_a_policy_knows_nothing_until_an_iteration_has_been_measured(iteration: int, num_measured: int) -> None:
     saving = plan_saving(ckpt("ckpt=gemini"), SETUP)
-    last = run(saving, [Kill(rank=0, iteration=iteration, phase="forward")]).timeline[-1]
-    assert isinstance(last, Trained)
-    assert last.generation.start == 0
-    expected = (saving.later if is_measured else saving.at_start).after_window(0, 1)
-    found, wanted = (list(pattern.snapshots(0, 40)) for pattern in (last.generation.pattern, expected))
-    assert found == wanted, "and none of the state to which all ranks went back"
+    first, second = beginnings(SETUP, [Kill(rank=0, iteration=iteration + 1)], saving)
+    assert (first, second.measured) == (Beginning(unmeasured=WARM_UP_ITERS), (1.0,) * num_measured)
+    assert (second.age_iters, second.num_slots) == (0, 1)
+    assert next(saving.pattern(second).snapshots(0, 40)).offset > 0, "none of the state to which all ranks went back"
 
 
-def test_windows_are_chosen_by_a_replay_once_there_was_one() -> None:
-    chosen: list[bool] = []
+def test_ranks_know_the_last_iterations_and_those_that_were_run_again() -> None:
+    """Windows begin after 1, 4, 7 and 10 iterations, and after a recovery with iterations 9 and 12 a base."""
+    lengths = tuple(0.5 + number / 64 for number in range(40))
+    kills = [Kill(rank=0, iteration=13, phase="forward"), Kill(rank=0, iteration=14, phase="forward")]
+    _, second, third = beginnings(replace(SETUP, pace=Pace(lengths)), kills)
+    assert second.measured == lengths[WARM_UP_ITERS:12]
+    assert (second.coming, second.unmeasured, second.num_costs) == (lengths[12:], 0, 3)
+    assert third.measured == lengths[WARM_UP_ITERS:13]
+    assert third.num_costs == second.num_costs, "a generation that begins one window measures none"
+    assert second.replayed == pytest.approx(statistics.fmean(lengths[7:12]))
+    assert third.replayed is not None
+    assert third.replayed > statistics.fmean(lengths[7:12])
 
-    def going_on(_: int, __: int, has_replayed: bool) -> SnapshotPattern:
-        chosen.append(has_replayed)
-        return LOCAL.later
 
-    run(replace(LOCAL, going_on=going_on), [Kill(rank=0, iteration=6, phase="forward")])
-    assert chosen == [True]
+def test_without_a_pace_one_iteration_stands_for_all_that_were_measured() -> None:
+    kills = [Kill(rank=0, iteration=number, phase="forward") for number in (20, 30)]
+    _, second, third = beginnings(SETUP, kills)
+    assert second.measured == third.measured == (1.0,)
+    assert not second.coming
 
 
 def test_all_go_on_from_the_snapshot_to_which_they_went_back() -> None:
@@ -199,6 +222,14 @@ def test_all_go_on_from_the_snapshot_to_which_they_went_back() -> None:
     assert recovered.iteration == last.generation.start == 4
     offsets = [snapshot.offset for snapshot in last.generation.pattern.snapshots(0, 9)]
     assert offsets == [4, 8], "none at the state of iteration 4"
+
+
+@pytest.mark.parametrize("iteration", range(1, 12))
+def test_a_kill_in_the_update_finds_all_ranks_prepared(iteration: int) -> None:
+    of = setup(machines=cluster(gpu_bytes_per_s=1e9))
+    saving = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3"), of)
+    (recovered,) = recoveries(run(saving, [Kill(rank=0, iteration=iteration, phase="step")], of=of))
+    assert recovered.iteration == iteration
 
 
 def test_whoever_lives_takes_the_step_that_all_were_ready_for() -> None:

@@ -72,11 +72,18 @@ def test_a_stage_alone_waits_for_its_neighbours_logs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("copy_s", "interference", "expected"),
-    [(0.0, 0.1, 0.0), (1.0, 0.0, 0.0), (1.0, 0.1, 0.1), (5.0, 0.0, 3.0), (5.0, 0.1, 3.2)],
+    ("copy_s", "awaited_s", "interference", "expected"),
+    [
+        *((0.0, 0.0, 0.1, 0.0), (1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.1, 0.1), (5.0, 5.0, 0.0, 3.0)),
+        (5.0, 5.0, 0.1, 3.0),  # the update is late by 3 s, of which 0.2 s are a slower iteration
+        (5.0, 2.1, 0.1, 0.5),  # most of the copy goes on after that
+    ],
 )
-def test_what_does_not_fit_into_an_iteration_of_2_s_stalls(copy_s: float, interference: float, expected: float) -> None:
-    assert stall_s(copy_s=copy_s, iteration_s=2.0, interference=interference) == pytest.approx(expected)
+def test_what_does_not_fit_into_an_iteration_of_2_s_stalls(
+    copy_s: float, awaited_s: float, interference: float, expected: float
+) -> None:
+    found = stall_s(copy_s=copy_s, awaited_s=awaited_s, iteration_s=2.0, interference=interference)
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ TWO = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.keep_windows=2")
 
 
 def generation(saving: Saving, *, start: int = 0, carried: tuple[Kept, ...] = ()) -> Generation:
-    return Generation(SETUP.costs, saving, saving.later, start=start, since_s=100.0, carried=carried)
+    return Generation(SETUP.costs, saving, saving.settled, start=start, since_s=100.0, carried=carried)
 
 
 def after(iterations: int, into_s: float = 5.0) -> Moment:
@@ -30,7 +30,7 @@ def after(iterations: int, into_s: float = 5.0) -> Moment:
 @given(start=st.integers(0, 50), iterations=st.integers(0, 200))
 def test_time_is_iterations_stalls_and_saves(start: int, iterations: int) -> None:
     of = generation(LOCAL, start=start)
-    stalls_s = sum(snapshot.stall_s for snapshot in LOCAL.later.snapshots(0, iterations - 1))
+    stalls_s = sum(snapshot.stall_s for snapshot in LOCAL.settled.snapshots(0, iterations - 1))
     num_saved = sum(iteration % 4 == 0 for iteration in range(start + 1, start + iterations + 1))
     assert LOCAL.durable is not None
     expected = 10.0 * iterations + stalls_s + num_saved * LOCAL.durable.stall_s

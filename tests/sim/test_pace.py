@@ -16,3 +16,4 @@ def test_known_iterations_have_their_own_length_and_later_ones_the_mean() -> Non
         *(0.5, 2.0, 5.5, 3.0),
         *(2, 0),
     ]
+    assert (pace.after(0), pace.after(1), pace.after(2)) == ((0.5, 2.0), (2.0,), ())

@@ -9,14 +9,17 @@ import pytest
 from moe_ckpt.config import CKPT_CONFIGS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.mirror.redundancy import failure_probability
+from moe_ckpt.policies.checkpoint_interval import best_interval
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.window_schedule import paper_window
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.hardware import JOB
+from moe_ckpt.sim.measuring import SETTLED, Beginning
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.recovering import Losses, estimate, plan_after
-from moe_ckpt.sim.saving import Recovery, Switches
-from moe_ckpt.types import WindowChoice
+from moe_ckpt.sim.saving import Recovery, Saving, Switches
+from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
+from moe_ckpt.types import ENOUGH_WINDOWS, IntervalChoice, WindowChoice
 from tests.sim.setups import EXPERTS, ckpt, cluster, job, setup, shape
 
 MIRROR = ("ckpt.capture=mirror", "ckpt.mirror_interface=e0")
@@ -54,7 +57,7 @@ def test_an_asynchronous_one_stops_it_for_the_copy_and_for_the_one_before() -> N
 def test_a_whole_snapshot_stalls_for_what_does_not_fit_into_an_iteration() -> None:
     of = setup(machines=cluster(whole_copy_bytes_per_s=4000.0))
     saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=20"), of)
-    (snapshot,) = saving.later.repeat
+    (snapshot,) = saving.settled.repeat
     assert snapshot.size_bytes == max(int(profile.table.full_bytes.sum(axis=1).max()) for profile in of.job.profiles)
     assert snapshot.stall_s == pytest.approx(snapshot.size_bytes / 4000.0 - 10.0)
     assert saving.overhead_s == pytest.approx(snapshot.stall_s / 20)
@@ -64,29 +67,29 @@ def test_checkfreq_keeps_to_its_cap() -> None:
     of = setup(machines=replace(SLOW, disk_bytes_per_s=1e9))
     saving = plan_saving(ckpt("ckpt=checkfreq"), of)
     assert 0 < saving.overhead_s <= 0.03 * 10.0
-    (snapshot,) = saving.later.repeat
-    assert snapshot.stall_s / (saving.later.period - 1) > 0.03 * 10.0
+    (snapshot,) = saving.settled.repeat
+    assert snapshot.stall_s / (saving.settled.period - 1) > 0.03 * 10.0
 
 
 def test_a_slow_disk_makes_checkfreq_wait_for_what_is_being_written() -> None:
     of = setup(machines=cluster(disk_bytes_per_s=1000.0))
     saving = plan_saving(ckpt("ckpt=checkfreq"), of)
-    assert saving.later.period * 10.0 >= of.total_full_bytes / 1000.0 > (saving.later.period - 1) * 10.0
+    assert saving.settled.period * 10.0 >= of.total_full_bytes / 1000.0 > (saving.settled.period - 1) * 10.0
 
 
 @pytest.mark.parametrize("share", ["rank", "job"])
 def test_a_window_is_the_one_that_loses_the_least_time(share: str) -> None:
     """Its slots are small enough to cause no stall where faults are frequent; rare faults make long pauses."""
-    rate = 6000.0 if share == "rank" else 20_000.0
+    rate = 6000.0 if share == "rank" else 22_000.0
     of = setup(machines=cluster(copies_share=share, copy_bytes_per_s=rate, interference=0.02))
     roomy = ("ckpt=moevement", "ckpt.memory_budget_bytes=1000000000", "ckpt.overhead=0.03")
     often, rarely = (plan_saving(ckpt(*roomy, f"ckpt.mtbf_s={mtbf_s}"), of) for mtbf_s in (300, 1e7))
-    first, last = often.later.repeat[0], rarely.later.repeat[0]
+    first, last = often.settled.repeat[0], rarely.settled.repeat[0]
     assert first.num_slots > 1
     assert first.pause_iters == 0 < 20 < last.pause_iters
     assert 0.0 < rarely.overhead_s < often.overhead_s <= 0.03 * 10.0
     for saving in (often, rarely):
-        choice = saving.later.repeat[0].choice
+        choice = saving.settled.repeat[0].choice
         assert isinstance(choice, WindowChoice)
         assert choice.snapshot_share == pytest.approx(saving.overhead_s / 10.0, rel=0.2)  # of the largest stage alone
 
@@ -103,14 +106,14 @@ def test_the_papers_window_is_algorithm_1_over_the_whole_model() -> None:
         iteration_s=10.0,
         copy_bytes_per_s=20_000.0,
     )
-    assert saving.later.repeat[0].num_slots == expected > 1
+    assert saving.settled.repeat[0].num_slots == expected > 1
 
 
 def test_more_is_active_slot_by_slot_and_popular_experts_come_last() -> None:
     of = job(pp=1, dp=2, ep=2, shape=shape(popularity=(0.01, 0.01, 0.08, 0.9)))
 
     def active(switches: Switches) -> tuple[float, ...]:
-        return plan_saving(ckpt("ckpt=moevement", "ckpt.window=4"), setup(of=of, switches=switches)).active
+        return plan_saving(ckpt("ckpt=moevement"), setup(of=of, switches=switches)).active(4)
 
     ordered, unordered = active(Switches()), active(Switches(order_by_popularity=False))
     assert list(ordered) == sorted(ordered)
@@ -122,10 +125,9 @@ def test_more_is_active_slot_by_slot_and_popular_experts_come_last() -> None:
 def test_a_window_begins_once_peers_have_the_base() -> None:
     of, roomy = setup(), ("ckpt=moevement", "ckpt.replicas=1", "ckpt.memory_budget_bytes=1000000000")
     saving = plan_saving(ckpt(*roomy, "ckpt.max_bytes_per_s.peers=1000"), of)
-    base, first = saving.later.lead[0], saving.later.repeat[0]
+    base, first = saving.settled.lead[0], saving.settled.repeat[0]
     assert (base.offset, first.offset) == (0, 1 + base.pause_iters)
     assert base.pause_iters * of.costs.iteration_s >= saving.whole_bytes / 1000.0
-    assert (len(saving.active), saving.active[-1]) == (first.num_slots, pytest.approx(1.0))
 
 
 def test_a_replay_counts_as_an_iteration_until_one_was_measured() -> None:
@@ -134,45 +136,81 @@ def test_a_replay_counts_as_an_iteration_until_one_was_measured() -> None:
     rates = {"copy_bytes_per_s": copy_bytes_per_s, "whole_copy_bytes_per_s": copy_bytes_per_s}
     of = setup(machines=cluster(compute_share=JOB, interference=0.3, **rates))
     saving = plan_saving(ckpt("ckpt=moevement", "ckpt.mtbf_s=1000"), of)
-    assert saving.unreplayed
-    assert saving.going_on
-    periods = [saving.going_on(0, 2, has_replayed).interval_iters for has_replayed in (False, True)]
-    assert periods == [saving.unreplayed.interval_iters, saving.later.interval_iters]
-    assert periods[0] < periods[1]
+    before, after = (saving.pattern(replace(SETTLED, replayed=replayed)).interval_iters for replayed in (None, 1.0))
+    assert before < after == saving.settled.interval_iters
+    assert after < saving.pattern(replace(SETTLED, replayed=0.25)).interval_iters
+
+
+def kept(saving: Saving, age_iters: int, num_slots: int) -> SnapshotPattern:
+    """Return the snapshots of ranks that keep a window which began so many iterations before."""
+    return saving.pattern(replace(SETTLED, age_iters=age_iters, num_slots=num_slots))
+
+
+def test_an_interval_follows_the_iterations_that_were_just_run() -> None:
+    """A snapshot's time is three iterations of the mean length; iterations get half and then twice as long."""
+    whole_bytes = plan_saving(ckpt("ckpt=gemini"), setup()).whole_bytes
+    of = setup(machines=cluster(whole_copy_bytes_per_s=whole_bytes / 30.0))
+    saving = plan_saving(ckpt("ckpt=gemini", "ckpt.mtbf_s=2000"), of)
+    coming = (*[0.5] * 60, *[2.0] * 60)
+    snapshots = list(saving.pattern(Beginning(coming=coming, unmeasured=2)).snapshots(0, 400))
+    assert [snapshot.offset for snapshot in snapshots[:2]] == [0, 5], "nothing is measured at first"
+    lasting = {best_interval(iteration_s=s, checkpoint_s=30.0 - s, mtbf_s=2000.0) for s in (5.0, 10.0, 20.0)}
+    every = [each.choice.every_iters for each in snapshots if isinstance(each.choice, IntervalChoice)]
+    assert lasting < set(every), "and one between, by iterations of both lengths"
+    assert {each.stall_s for each in snapshots} == {25.0, 10.0, 20.0}
+
+
+def test_a_cost_is_predicted_until_enough_snapshots_were_measured() -> None:
+    """Copies that fit into an iteration slow training all the same."""
+    of = setup(machines=cluster(interference=0.5, take_s=1.0))
+    saving = plan_saving(ckpt("ckpt=gemini", "ckpt.mtbf_s=1000"), of)
+    choices = [snapshot.choice for snapshot in saving.pattern(Beginning(unmeasured=2)).snapshots(0, 60)]
+    assert choices[:5] == [None] * 5, "without a wait no interval is chosen"
+    assert isinstance(choices[5], IntervalChoice)
+    assert choices[5].snapshot_cost_s == pytest.approx(1.0 + 0.5 * saving.whole_bytes / saving.host_bytes_per_s)
+
+
+def test_the_first_windows_are_trials() -> None:
+    saving = plan_saving(ckpt("ckpt=moevement"), setup())
+    choices = [
+        snapshot.choice
+        for snapshot in saving.pattern(Beginning(unmeasured=2)).snapshots(0, 400)
+        if isinstance(snapshot.choice, WindowChoice)
+    ]
+    are_known = [choice.snapshot_share is not None for choice in choices]
+    assert are_known == sorted(are_known)
+    assert are_known.count(False) == ENOUGH_WINDOWS + 1, "the first one does not count, and the last one not yet"
 
 
 def test_a_generation_goes_on_from_the_window_that_it_keeps() -> None:
     saving = plan_saving(ckpt("ckpt=moevement", "ckpt.pause_iters=2"), setup(machines=SLOW))
-    assert saving.going_on
-    usual = saving.later.repeat[0]
+    usual = saving.settled.repeat[0]
     period = usual.num_slots + usual.pause_iters
     assert usual.num_slots > 2
 
     def first(age_iters: int) -> tuple[int, int]:
-        assert saving.going_on
-        snapshot = next(saving.going_on(age_iters, usual.num_slots, True).snapshots(0, 2 * period))
+        snapshot = next(kept(saving, age_iters, usual.num_slots).snapshots(0, 2 * period))
         return snapshot.offset, snapshot.num_slots
 
     assert first(period - 2) == (2, usual.num_slots)
     assert first(2 * period - 2) == (0, 2)
-    later = saving.going_on(2 * period - 2, usual.num_slots, True).repeat
+    later = kept(saving, 2 * period - 2, usual.num_slots).repeat
     assert [snapshot.num_slots for snapshot in later] == [usual.num_slots] * usual.num_slots
 
 
 @pytest.mark.parametrize("overrides", [("ckpt=gemini", "ckpt.every_iters=4"), ("ckpt=moevement", "ckpt.window=1")])
 def test_a_state_that_all_ranks_keep_whole_is_not_taken_again(overrides: tuple[str, ...]) -> None:
     saving = plan_saving(ckpt(*overrides), setup())
-    assert saving.going_on
-    everything = [snapshot.offset for snapshot in saving.later.snapshots(0, 20)]
+    everything = [snapshot.offset for snapshot in saving.settled.snapshots(0, 20)]
     for age_iters, num_slots, wanted in [(0, 1, everything[1:]), (1, 1, everything), (0, 2, everything)]:
-        pattern = saving.going_on(age_iters, num_slots, True)
+        pattern = kept(saving, age_iters, num_slots)
         assert [snapshot.offset for snapshot in pattern.snapshots(0, 20)] == wanted
 
 
 def test_a_state_that_is_to_go_to_disk_is_taken_again() -> None:
     saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4", "ckpt.disk_every_iters=8"), setup())
-    assert saving.going_on
-    assert saving.going_on(0, 1, True) is saving.later
+    offsets = [[each.offset for each in pattern.snapshots(0, 20)] for pattern in (kept(saving, 0, 1), saving.settled)]
+    assert offsets[0] == offsets[1]
 
 
 def test_memory_is_that_of_the_policys_own_forecast() -> None:
@@ -188,7 +226,7 @@ def test_a_partial_snapshot_is_all_but_some_experts() -> None:
 
     def size_bytes(count: int) -> float:
         saving = plan_saving(ckpt("ckpt=moc", f"ckpt.k_snapshot={count}"), of)
-        return max(snapshot.size_bytes for snapshot in saving.later.repeat)
+        return max(snapshot.size_bytes for snapshot in saving.settled.repeat)
 
     expert_bytes = 12 * 1000 * 2 * EXPERTS / 2  # of two layers, on two ranks
     for count in (2, 4):  # MoC, equation 6
@@ -212,8 +250,8 @@ def test_what_cannot_be_had_is_named(overrides: tuple[str, ...], changes: dict[s
 def test_gradients_stop_training_for_as_long_as_they_are_copied() -> None:
     of = setup(machines=SLOW)
     saving = plan_saving(ckpt("ckpt=flowcheck"), of)
-    (snapshot,) = saving.later.repeat
-    assert (snapshot.size_bytes, saving.later.period) == (saving.whole_bytes // 3, 1)
+    (snapshot,) = saving.settled.repeat
+    assert (snapshot.size_bytes, saving.settled.period) == (saving.whole_bytes // 3, 1)
     assert saving.overhead_s == pytest.approx(snapshot.size_bytes / SLOW.whole_copy_bytes_per_s)
 
 
@@ -221,7 +259,7 @@ def test_gradients_stop_training_for_as_long_as_they_are_copied() -> None:
 def test_mirrored_gradients_take_no_time_unless_experts_have_no_traffic(ep: int) -> None:
     of = setup(machines=SLOW, of=job(ep=ep))
     saving = plan_saving(ckpt("ckpt=flowcheck", *MIRROR), of)
-    (snapshot,) = saving.later.repeat
+    (snapshot,) = saving.settled.repeat
     experts = 12 * 1000 * 2 * EXPERTS / 2  # of two layers, on two ranks
     assert snapshot.size_bytes == (experts / 3 if ep == 2 else 0)
     assert saving.overhead_s == pytest.approx(snapshot.size_bytes / SLOW.whole_copy_bytes_per_s, abs=1e-6)

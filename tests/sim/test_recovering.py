@@ -126,7 +126,7 @@ def test_everybody_goes_back_to_a_whole_snapshot() -> None:
 
 def test_a_replay_takes_its_iterations_and_its_frozen_operators_less() -> None:
     plan = plan_after(SETUP, LOCAL, KEPT, losses(5), REACHED)
-    costs, active = SETUP.costs, LOCAL.active
+    costs, active = SETUP.costs, LOCAL.active(3)
     loaded_s = LOCAL.whole_bytes / LOCAL.reload_bytes_per_s
     shares = (active[0], active[1], 1.0, 1.0)  # iterations 7 to 10 after slots 0, 1, 2
     expected = loaded_s + sum(costs.replay_s(range(1, 2), share) for share in shares)
@@ -137,8 +137,9 @@ def test_a_replay_takes_its_iterations_and_its_frozen_operators_less() -> None:
 
 
 def test_a_window_of_fewer_slots_is_active_sooner() -> None:
-    costs, active = SETUP.costs, LOCAL.active
-    shares = (active[1], 1.0, 1.0)  # the first of two slots has as much as one and a half of three
+    costs, active = SETUP.costs, LOCAL.active(2)
+    assert LOCAL.active(3)[0] < active[0] < active[1] == LOCAL.active(1)[0] == 1.0
+    shares = (active[0], 1.0, 1.0)
     expected = sum(costs.replay_s(range(1, 2), share) for share in shares)
     assert replay_s(SETUP, LOCAL, range(1, 2), Kept(start=6, end=7), 9) == pytest.approx(expected)
 
@@ -148,7 +149,7 @@ def test_lost_memory_is_fetched_from_who_holds_it() -> None:
     how = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), slow)
     plan = plan_after(slow, how, KEPT, losses(4, 5, bare=True), REACHED)
     assert [(fetch.global_rank, fetch.source_rank) for fetch in plan.fetches] == [(4, 6), (5, 7)]
-    window_bytes = sum(snapshot.size_bytes for snapshot in how.later.repeat[:3])
+    window_bytes = sum(snapshot.size_bytes for snapshot in how.settled.repeat[:3])
     assert estimate(slow, how, plan).fetch_s == pytest.approx(window_bytes / 1000.0)
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from moe_ckpt.policies.full_snapshots import WholeSnapshots
 from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.sim.measuring import SETTLED, Beginning, Known
 from moe_ckpt.sim.snapshot_pattern import NOTHING, PlannedSnapshot, SnapshotPattern, probe_policy
-from moe_ckpt.types import Measured, SlotPlan
+from moe_ckpt.types import ENOUGH_WINDOWS, Measured, SlotPlan
 from tests.sim.setups import ckpt, job
 
 POLICIES = [
@@ -34,60 +35,81 @@ def make(overrides: Sequence[str]) -> SparseWindows | WholeSnapshots:
     return kind(config, job(pp=1).profiles, 0)  # type: ignore[arg-type]
 
 
-def answers(*, measured_before: bool) -> list[Measured]:
+UNEVEN = tuple(0.25 * (1 + number % 7) for number in range(40))
+BEGINNINGS = {
+    "the start": Beginning(unmeasured=2),
+    "all is known": SETTLED,
+    "uneven iterations": Beginning(unmeasured=2, coming=UNEVEN),
+    "uneven ones before": Beginning(measured=UNEVEN[:9], num_costs=3, replayed=0.5, age_iters=4, num_slots=3),
+}
+
+
+def measured(known: Known | None) -> Measured:
     popularity = np.ones(32)
-    costs: dict[str, Any] = {"snapshot_cost_s": 0.7, "empty_snapshot_s": 0.1, "dense_snapshot_s": 0.7}
-    known = Measured(iteration_s=2.0, copy_bytes_per_s=1e5, popularity=popularity, **costs)
-    nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
-    return [known if measured_before else nothing, known]
-
-
-def describe(plan: SlotPlan) -> tuple[int, float]:
-    return 100 * len(plan.full) + len(plan.compute), 0.125 * len(plan.full)
-
-
-def probed(overrides: Sequence[str], *, measured_before: bool) -> SnapshotPattern:
-    first, then = answers(measured_before=measured_before)
-    replies = iter([first])
-    config = ckpt(*overrides)
-    settled = config.policy != "moevement" and config.every_iters != "auto"  # type: ignore[union-attr]
-    return probe_policy(
-        make(overrides),
-        lambda: next(replies, then),
-        describe,
-        disk_every=config.disk_every_iters > 0,  # type: ignore[union-attr]
-        is_settled=settled,
+    if known is None:
+        return Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
+    costs: dict[str, Any] = {}
+    if known.num_costs:
+        costs = {"snapshot_cost_s": 0.7, "empty_snapshot_s": 0.1, "dense_snapshot_s": 0.7}
+    return Measured(
+        iteration_s=2.0 * known.length,
+        copy_bytes_per_s=1e5,
+        popularity=popularity,
+        costs_are_settled=known.num_costs == ENOUGH_WINDOWS,
+        replayed_iteration_s=known.replayed,
+        kept_since=known.kept_since,
+        **costs,
     )
 
 
-@pytest.mark.parametrize("measured_before", [False, True])
+def describe(plan: SlotPlan, length: float) -> tuple[int, float]:
+    return 100 * len(plan.full) + len(plan.compute), length * 0.125 * len(plan.full)
+
+
+def probed(overrides: Sequence[str], begin: Beginning) -> SnapshotPattern:
+    config = ckpt(*overrides)
+    return probe_policy(
+        make(overrides),
+        begin,
+        measured,
+        describe,
+        disk_every=config.disk_every_iters > 0,  # type: ignore[union-attr]
+        starts_alike=config.policy != "moevement" and config.every_iters != "auto",  # type: ignore[union-attr]
+    )
+
+
+@pytest.mark.parametrize("begin", BEGINNINGS.values(), ids=BEGINNINGS)
 @pytest.mark.parametrize("overrides", POLICIES, ids=" ".join)
-def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str], measured_before: bool) -> None:
-    pattern = probed(overrides, measured_before=measured_before)
-    first, then = answers(measured_before=measured_before)
-    replies, policy = iter([first]), make(overrides)
-    plans = [policy.plan(iteration, lambda: next(replies, then)) for iteration in range(120)]
-    asked = [
-        (iteration, plan.sparse.slot, plan.sparse.num_slots, *describe(plan.sparse), plan.to_disk)
-        for iteration, plan in enumerate(plans)
-        if plan.sparse
-    ]
+def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str], begin: Beginning) -> None:
+    pattern, policy, num_begun = probed(overrides, begin), make(overrides), 0
+    asked = []
+    for iteration in range(160):
+        plan = policy.plan(iteration, lambda: measured(begin.known(iteration, num_begun)))  # noqa: B023
+        if plan.sparse:
+            num_begun += plan.sparse.slot == 0
+            size_bytes, stall_s = describe(plan.sparse, begin.length(iteration))
+            asked.append((iteration, plan.sparse.slot, plan.sparse.num_slots, size_bytes, stall_s, plan.to_disk))
     told = [
         (snapshot.offset, snapshot.slot, snapshot.num_slots, snapshot.size_bytes, snapshot.stall_s, snapshot.to_disk)
-        for snapshot in pattern.snapshots(0, 119)
+        for snapshot in pattern.snapshots(0, 159)
     ]
     assert told == asked
-    for iterations in range(120):
+    for iterations in range(160):
         expected = sum(stall for offset, _, _, _, stall, _ in asked if offset < iterations)
         assert pattern.stalls_s(iterations) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("overrides", POLICIES, ids=" ".join)
 def test_no_state_is_taken_twice_but_for_disks(overrides: Sequence[str]) -> None:
-    pattern = probed(overrides, measured_before=True)
+    pattern = probed(overrides, SETTLED)
     first, *others = pattern.snapshots(0, 119)
     assert list(pattern.after_window(0, 1).snapshots(0, 119)) == ([first, *others] if first.to_disk else others)
     assert pattern.after_window(1, 1) is pattern.after_window(0, 2) is pattern, "windows lead to this state, none is it"
+
+
+def test_a_snapshot_of_a_later_state_is_taken_after_any_window() -> None:
+    later = probed(("ckpt=gemini", "ckpt.every_iters=6"), SETTLED).after_window(0, 1)
+    assert later.after_window(0, 1) is later
 
 
 @st.composite
