@@ -313,13 +313,13 @@ WARM_UP_ITERS = 2
 """The first iterations of a process, which are slower than others: they are not measured."""
 
 RECENT_ITERS = 16
-"""As many of the last iterations tell how long one takes."""
+"""The time of an iteration is the median of as many recent ones."""
 
 ENOUGH_SNAPSHOTS = 3
-"""After as many snapshots, or windows of them, their mean cost is known."""
+"""The mean cost of whole snapshots counts as measured after as many."""
 
 ENOUGH_WINDOWS = 5
-"""After as many windows the price of a snapshot and that of its bytes are told apart: two kinds twice, and one more."""
+"""So many windows separate the price of a snapshot from that of its bytes: two kinds, each twice, and one more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

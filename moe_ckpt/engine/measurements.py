@@ -18,6 +18,8 @@ import numpy as np
 from moe_ckpt.engine.snapshot_cost import SnapshotCost
 from moe_ckpt.types import ENOUGH_SNAPSHOTS, RECENT_ITERS, WARM_UP_ITERS
 
+_RECENT = 16
+
 
 class Measurements:
     """This rank's measurements so far, which a recovery does not change.
@@ -29,7 +31,7 @@ class Measurements:
     """
 
     def __init__(self, num_experts: int, now: Callable[[], float] = time.monotonic) -> None:
-        self.copy_rates: deque[float] = deque(maxlen=RECENT_ITERS)
+        self.copy_rates: deque[float] = deque(maxlen=_RECENT)
         self.bubbles_s: deque[float] = deque(maxlen=RECENT_ITERS)
         self.popularity = np.zeros(num_experts)
         self._now = now
@@ -40,9 +42,9 @@ class Measurements:
         self._stall_s = 0.0
         self._wait_s = 0.0
         self._counts = False
-        self._costs: deque[float] = deque(maxlen=RECENT_ITERS)
+        self._costs: deque[float] = deque(maxlen=_RECENT)
         self.added = SnapshotCost()
-        self._replayed_s: deque[float] = deque(maxlen=RECENT_ITERS)
+        self._replayed_s: deque[float] = deque(maxlen=_RECENT)
         self._since_s = 0.0
         self._so_far_s = 0.0
         self._is_quiet = False

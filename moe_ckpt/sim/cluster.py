@@ -1,28 +1,27 @@
 """A run of a job under faults, from event to event: train until a fault, recover, continue.
 
-Between two faults everything repeats and is counted at once; the effect of a fault follows from the plans of a real run
-(`recovering`). Owns: the clock, replacements in progress, and the contents of disks.
+Between two faults snapshots soon repeat, and any number of iterations is counted at once; the effect of a fault follows
+from the plans of a real run (`recovering`). Owns: the clock, replacements in progress, and the contents of disks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.faults.schedule import Kill, TimedFault
 from moe_ckpt.recovery.inventory import ReplayedState
 from moe_ckpt.sim.faults import FaultQueue, LateKill, time_in_iteration
 from moe_ckpt.sim.generation import Generation, Kept, Moment
-from moe_ckpt.sim.measuring import MOST_BEGUN, Measurements
+from moe_ckpt.sim.measuring import MeasurementHistory
 from moe_ckpt.sim.recovering import Estimate, Losses, RollbackPath, estimate, plan_after, replay_s, replayed_by
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
-from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
 from moe_ckpt.sim.timeline import HOST_MEMORY, Ledger, Outcome, Recovered, Trained
 from moe_ckpt.sim.units import go_back
 
 _NO_RANKS: frozenset[int] = frozenset()
+_BEGINNING = "the beginning"
 
 
 def simulate(
@@ -76,7 +75,7 @@ class _Run:
         self._on_disk: Kept | None = None
         self._unreplicated = _NO_RANKS
         self._num_faults = 0
-        self._measurements = Measurements(setup.pace)
+        self._history = MeasurementHistory(setup.pace)
         self._epoch = saving.partial.first_epoch() if saving.partial else None
 
     def run(self) -> Outcome:
@@ -113,14 +112,12 @@ class _Run:
         )
 
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
-        pattern = self._epoch.pattern if self._epoch else self._pattern(start, carried)
+        newest = carried[-1] if carried else None
+        kept_since, kept_slots = (newest.start, newest.num_slots) if newest else (None, 0)
+        self._begin = self._history.start(start, kept_since, kept_slots)
+        pattern = self._epoch.pattern if self._epoch else self._saving.pattern(self._begin)
         setup = self._setup
         return Generation(setup.costs, self._saving, pattern, start, since_s, carried, self._epoch, setup.pace)
-
-    def _pattern(self, start: int, carried: tuple[Kept, ...]) -> SnapshotPattern:
-        newest = carried[-1] if carried else None
-        kept_since, num_slots = (newest.start, newest.num_slots) if newest else (None, 0)
-        return self._saving.pattern(self._measurements.beginning(start, kept_since, num_slots))
 
     def _next_fault(self, generation: Generation, until_s: float) -> TimedFault | None:
         """Return the next fault if it comes before a time; it is then removed from the queue."""
@@ -140,19 +137,19 @@ class _Run:
         """Return the time at which training reaches the point of a kill: now if it has been there before."""
         number = max(1, (kill.iteration or generation.start + 1) - generation.start)
         if isinstance(kill, LateKill):
-            number = generation.nearest_that_lasts(kill.late_s, number)
+            number = generation.nearest_wait(kill.late_s, number)
         seconds = generation.iteration_s(number)
         into_s = time_in_iteration(kill.point_phase, self._setup.costs, seconds, generation.length(number))
         if isinstance(kill, LateKill):
             # waits before the update are longer or shorter here than they were
-            latest_s = seconds if kill.point_phase == "step" else seconds - self._setup.costs.update_s
+            latest_s = into_s if kill.point_phase == "step" else seconds - self._setup.costs.update_s
             into_s = min(max(into_s, kill.late_s), latest_s)
         return generation.since_s + generation.elapsed_s(number - 1) + into_s
 
     def _account(self, generation: Generation, moment: Moment) -> None:
-        begun = (snapshot for snapshot in generation.pattern.snapshots(0, moment.iterations) if snapshot.slot == 0)
-        num_begun = sum(1 for _ in islice(begun, MOST_BEGUN))
-        self._measurements.trained(generation.start, generation.start + moment.iterations, num_begun)
+        reached = generation.start + moment.iterations
+        num_costs = self._begin.costs_after(generation.pattern.num_begun(moment.iterations))
+        self._history.trained(generation.start, reached, num_costs)
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
         # an iteration that a fault cuts off is run again
         self._ledger.again_s += moment.into_s
@@ -189,7 +186,9 @@ class _Run:
         assert path is not None
         if path.estimate:
             for rollback in path.estimate.plan.rollbacks:
-                self._measurements.replayed(rollback.starts_from, path.iteration)
+                self._history.replayed(rollback.starts_from, path.iteration)
+        if path.source == _BEGINNING or len(attempt.losses.dead) == self._setup.job.layout.world_size:
+            self._history = MeasurementHistory(self._setup.pace)  # no process lives on
         if self._epoch and self._saving.partial:
             self._epoch = self._saving.partial.next_epoch(self._epoch, path.account, path.iteration)
         recovered = Recovered(
@@ -304,7 +303,7 @@ class _Run:
         cluster = self._setup.cluster
         if kept is None:
             again_s = 0.0 if self._saving.recovery is Recovery.RESTART else cluster.restart_s
-            return RollbackPath(iteration=0, fetch_s=0.0, replay_s=again_s, source="the beginning")
+            return RollbackPath(iteration=0, fetch_s=0.0, replay_s=again_s, source=_BEGINNING)
         stages = range(self._setup.job.layout.pp)
         return RollbackPath(
             iteration=kept.end,

@@ -146,8 +146,11 @@ def stall_s(*, copy_s: float, awaited_s: float, iteration_s: float, interference
 
     Copies slow training by a share `interference` of their time. An update that waits for them is late by what goes
     beyond the iteration, however slow that was: by 3 s for 5 s of copying in an iteration of 2 s (MoC, equation 10).
+    Copies that go on after the update slow the next iterations, too.
     """
-    return max(awaited_s - iteration_s, interference * copy_s)
+    until_update_s = max(awaited_s, iteration_s)
+    later_s = max(0.0, copy_s - until_update_s)
+    return max(awaited_s - iteration_s, interference * (copy_s - later_s)) + interference * later_s
 
 
 def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:

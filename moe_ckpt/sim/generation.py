@@ -13,6 +13,9 @@ from moe_ckpt.sim.partial import Epoch
 from moe_ckpt.sim.saving import Recovery, Saving
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern, Span
 
+_NOISE = 1.25  # an iteration of a real run takes as much longer than a simulated one, at most
+_NEAR_ITERS = 8  # choices of a real job and of a simulated one differ by fewer iterations
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
@@ -85,19 +88,21 @@ class Generation:
         """Return the seconds of the generation's iteration `number`, from 1."""
         return self.length(number) * self.costs.iteration_s + self.added_s(number)
 
-    def nearest_that_lasts(self, seconds: float, number: int) -> int:
-        """Return the iteration nearest to `number` that takes so long, or one beside a snapshot; else `number` itself.
+    def nearest_wait(self, seconds: float, number: int) -> int:
+        """Return the iteration near `number` in which training waits for a copy for so long; else `number` itself.
 
-        A fault long after an iteration's begin came as training waited for a copy, which may be elsewhere here.
+        A fault much later in an iteration than that lasts came in such a wait, which may be some iterations away here.
         """
-        snapshots = self.pattern.snapshots(0, 2 * number + self.pattern.period)
-        candidates = (number, *(snapshot.offset + 1 for snapshot in snapshots))
-        enough = (each for each in candidates if self.iteration_s(each) >= seconds)
+        if seconds <= _NOISE * self.iteration_s(number):
+            return number
+        around = self.pattern.snapshots(number - 1 - _NEAR_ITERS, number - 1 + _NEAR_ITERS)
+        waits = [snapshot.offset + 1 for snapshot in around]
+        enough = (each for each in waits if self.iteration_s(each) >= seconds)
         return min(enough, key=lambda each: abs(each - number), default=number)
 
     def length(self, number: int) -> float:
         """Return the length of iteration `number` without what saving adds, in mean iterations."""
-        return self.pace.between(self.start + number - 1, self.start + number)
+        return self.pace.length(self.start + number)
 
     def added_s(self, number: int) -> float:
         """Return the seconds that saving adds to the generation's iteration `number`, from 1."""

@@ -1,6 +1,8 @@
-"""What the ranks of a simulated job have measured: recent iterations, costs of windows, replays. Pure.
+"""The measurements of a simulated job's ranks: recent iterations, costs of windows, replays. Pure.
 
-Lengths are in mean iterations. A real job's measurements are those of moe_ckpt.engine.measurements.
+Lengths are in mean iterations. The measurements of a real job are those of moe_ckpt.engine.measurements. Simpler
+here: a snapshot costs as much as one in a recent iteration would, all ranks have seen all replays, and the cost of a
+window is measured once the next one begins, as that of a whole snapshot is; a long pause after it tells that sooner.
 """
 
 from __future__ import annotations
@@ -12,110 +14,113 @@ from dataclasses import dataclass
 from moe_ckpt.sim.pace import Pace
 from moe_ckpt.types import ENOUGH_WINDOWS, RECENT_ITERS, WARM_UP_ITERS
 
-MOST_BEGUN = ENOUGH_WINDOWS + 2  # windows of a generation: more make no difference
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
-    """What ranks know at an iteration: the `length` of recent iterations, and what a `Beginning` says.
+class MeasuredSoFar:
+    """The measurements of ranks at an iteration: the `length` of recent ones, and as in `GenerationStart`.
 
     `kept_since`: the start of the newest kept window, in iterations after the generation's.
     """
 
     length: float
     num_costs: int
-    replayed: float | None
+    replay_length: float | None
     kept_since: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beginning:
-    """A generation's begin: what its ranks know then, and the iterations that follow.
+class GenerationStart:
+    """The start of a generation: measurements of its ranks until then, and the iterations that follow.
 
-    `measured`: the lengths of the iterations that ranks have measured last, oldest first; `coming`: those of the ones
-    that follow, as far as they are known, and 1 after that. The first `unmeasured` of them are not measured.
-    `num_costs`: the windows, or whole snapshots, whose cost is known. `replayed`: the length of an iteration that a
-    stage has replayed; None before the first one. The newest kept window began `age_iters` before, and has `num_slots`:
-    None without one.
+    `recent`: the lengths of the iterations that were measured last, oldest first; `coming`: those of the next ones, as
+    far as they are given, and 1 after that. The first `warm_up_iters` of them are not measured. `num_costs`: the
+    windows, or whole snapshots, with a measured cost. `replay_length`: that of a replayed iteration; None before the
+    first one. The newest kept window began `kept_age_iters` before, and has `kept_slots`: None without one.
     """
 
-    measured: tuple[float, ...] = ()
+    recent: tuple[float, ...] = ()
     coming: tuple[float, ...] = ()
-    unmeasured: int = 0
+    warm_up_iters: int = 0
     num_costs: int = 0
-    replayed: float | None = None
-    age_iters: int | None = None
-    num_slots: int = 0
+    replay_length: float | None = None
+    kept_age_iters: int | None = None
+    kept_slots: int = 0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all ranks keep a whole snapshot of the state from which the generation starts."""
+        return self.kept_age_iters == 0 and self.kept_slots == 1
 
     def length(self, offset: int) -> float:
         """Return the length of the iteration that follows `offset` others."""
         return self.coming[offset] if offset < len(self.coming) else 1.0
 
-    def known(self, offset: int, num_begun: int) -> Known | None:
-        """Return what ranks know once `offset` iterations are done and `num_begun` windows begun; None: nothing."""
-        since = max(self.unmeasured, offset - RECENT_ITERS)
-        recent = (*self.measured, *map(self.length, range(since, offset)))[-RECENT_ITERS:]
+    def measured(self, offset: int, num_begun: int) -> MeasuredSoFar | None:
+        """Return the measurements after `offset` iterations and the begin of `num_begun` windows; None: none yet."""
+        since = max(self.warm_up_iters, offset - RECENT_ITERS)
+        recent = (*self.recent, *map(self.length, range(since, offset)))[-RECENT_ITERS:]
         if not recent:
             return None
-        return Known(
+        return MeasuredSoFar(
             length=statistics.median(recent),
-            num_costs=costs_after(self.num_costs, num_begun),
-            replayed=self.replayed,
-            kept_since=None if self.age_iters is None else -self.age_iters,
+            num_costs=self.costs_after(num_begun),
+            replay_length=self.replay_length,
+            kept_since=None if self.kept_age_iters is None else -self.kept_age_iters,
         )
 
-    def is_settled(self, offset: int, num_begun: int) -> bool:
-        """Return whether all iterations from an offset on are alike, and what ranks know of them and of snapshots."""
-        is_even = not self.coming and set(self.measured) <= {1.0}
-        are_alike = is_even or offset >= len(self.coming) + RECENT_ITERS
-        return are_alike and costs_after(self.num_costs, num_begun) == ENOUGH_WINDOWS
+    def costs_after(self, num_begun: int) -> int:
+        """Return the number of measured costs after so many windows have begun; more than enough count as enough.
+
+        That of the newest one is not complete. Nor does the first snapshot of ranks that keep none count: training
+        waits for all of it.
+        """
+        takes_base = self.kept_age_iters is None
+        return min(ENOUGH_WINDOWS, self.num_costs + max(0, num_begun - 1 - takes_base))
+
+    def is_even(self, offset: int) -> bool:
+        """Return whether the iterations after an offset, and those measured until then, are all of mean length."""
+        are_alike = not self.coming and set(self.recent) <= {1.0}
+        return are_alike or offset >= len(self.coming) + RECENT_ITERS
 
 
-def costs_after(num_costs: int, num_begun: int) -> int:
-    """Return the number of windows with a known cost once a generation has begun so many; more make no difference.
-
-    Of its windows the first one, for which training waits, and the last one do not count.
-    """
-    return min(ENOUGH_WINDOWS, num_costs + max(0, num_begun - 2))
-
-
-class Measurements:
-    """What ranks that live on have measured since the job began."""
+class MeasurementHistory:
+    """The measurements of ranks that live on, since the job began."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._unmeasured = WARM_UP_ITERS
-        self._lengths: deque[float] = deque(maxlen=RECENT_ITERS)
+        self._warm_up_iters = WARM_UP_ITERS
+        self._recent: deque[float] = deque(maxlen=RECENT_ITERS)
         self._num_costs = 0
-        self._replayed: deque[float] = deque(maxlen=RECENT_ITERS)
+        self._replays: deque[float] = deque(maxlen=RECENT_ITERS)
 
-    def trained(self, start: int, reached: int, num_begun: int) -> None:
-        """A generation has trained the iterations `start` + 1 to `reached`, and begun so many windows."""
-        skipped = min(self._unmeasured, reached - start)
-        self._unmeasured -= skipped
-        for done in range(max(start + skipped, reached - RECENT_ITERS), reached):
-            self._lengths.append(self._pace.between(done, done + 1))
-        self._num_costs = costs_after(self._num_costs, num_begun)
-
-    def replayed(self, start: int, reached: int) -> None:
-        """A stage has replayed the iterations `start` + 1 to `reached`."""
-        if start < reached:
-            self._replayed.append(self._pace.between(start, reached) / (reached - start))
-
-    def beginning(self, start: int, kept_since: int | None, num_slots: int) -> Beginning:
-        """Return the begin of a generation after iteration `start`; its newest kept window is that one."""
-        lengths, coming = tuple(self._lengths), self._pace.after(start)
-        if not coming and set(lengths) == {1.0}:
-            lengths = (1.0,)  # one is as good as many, and patterns by it are known
-        return Beginning(
-            measured=lengths,
+    def start(self, done: int, kept_since: int | None, kept_slots: int) -> GenerationStart:
+        """Return the start of a generation after `done` iterations; its newest kept window is that one."""
+        recent, coming = tuple(self._recent), self._pace.after(done)
+        if not coming and set(recent) == {1.0}:
+            recent = (1.0,)  # one is as good as many, and a pattern may be there for it
+        return GenerationStart(
+            recent=recent,
             coming=coming,
-            unmeasured=self._unmeasured,
+            warm_up_iters=self._warm_up_iters,
             num_costs=self._num_costs,
-            replayed=statistics.median(self._replayed) if self._replayed else None,
-            age_iters=None if kept_since is None else start - kept_since,
-            num_slots=num_slots,
+            replay_length=statistics.median(self._replays) if self._replays else None,
+            kept_age_iters=None if kept_since is None else done - kept_since,
+            kept_slots=kept_slots,
         )
 
+    def trained(self, done: int, reached: int, num_costs: int) -> None:
+        """A generation has trained the iterations `done` + 1 to `reached`; so many costs are measured now."""
+        skipped = min(self._warm_up_iters, reached - done)
+        self._warm_up_iters -= skipped
+        first = max(done + skipped, reached - RECENT_ITERS)
+        self._recent.extend(self._pace.length(number) for number in range(first + 1, reached + 1))
+        self._num_costs = num_costs
 
-SETTLED = Beginning(measured=(1.0,), num_costs=ENOUGH_WINDOWS, replayed=1.0)
+    def replayed(self, done: int, reached: int) -> None:
+        """A stage has replayed the iterations `done` + 1 to `reached`."""
+        if done < reached:
+            lengths = (self._pace.length(number) for number in range(done + 1, reached + 1))
+            self._replays.append(statistics.fmean(lengths))
+
+
+SETTLED = GenerationStart(recent=(1.0,), num_costs=ENOUGH_WINDOWS, replay_length=1.0)

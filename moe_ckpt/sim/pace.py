@@ -21,6 +21,10 @@ class Pace:
         """Return the length of the iterations `done` + 1 to `reached`: exactly their number at an even pace."""
         return self._up_to(reached) - self._up_to(done)
 
+    def length(self, number: int) -> float:
+        """Return the length of the iteration `number`, from 1."""
+        return self._lengths[number - 1] if number <= len(self._lengths) else 1.0
+
     def after(self, done: int) -> tuple[float, ...]:
         """Return the lengths of the iterations from `done` + 1 on as far as they are known; all later ones are 1."""
         return self._lengths[done:]

@@ -38,7 +38,7 @@ from moe_ckpt.policies.window_schedule import fixed_order
 from moe_ckpt.sim.costs import GRADIENT_BYTES, CopyRates, stall_s, step_s
 from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, JOB, ClusterConfig
 from moe_ckpt.sim.job import Array, Job
-from moe_ckpt.sim.measuring import SETTLED, Beginning, Known
+from moe_ckpt.sim.measuring import SETTLED, GenerationStart, MeasuredSoFar
 from moe_ckpt.sim.partial import Partial, Tokens, probe_turns
 from moe_ckpt.sim.saving import Durable, Recovery, Saving, Setup
 from moe_ckpt.sim.snapshot_pattern import NOTHING, SnapshotPattern, probe_policy
@@ -84,7 +84,7 @@ def _in_memory(
     config: InMemoryConfig,
     setup: Setup,
     link: _Link,
-    pattern: Callable[[Beginning], SnapshotPattern],
+    pattern: Callable[[GenerationStart], SnapshotPattern],
     recovery: Recovery = Recovery.ROLLBACK,
     host: _Link | None = None,
     **own: Any,
@@ -118,13 +118,13 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     def stalled_s(length: float) -> float:
         return link.stall_s(link.most_bytes, length * setup.costs.iteration_s)
 
-    def measured(known: Known) -> Measured:
+    def measured(so_far: MeasuredSoFar) -> Measured:
         return Measured(
-            iteration_s=known.length * setup.costs.iteration_s,
+            iteration_s=so_far.length * setup.costs.iteration_s,
             copy_bytes_per_s=narrowest,
             host_bytes_per_s=link.bytes_per_s,
             popularity=_NO_EXPERTS,
-            snapshot_cost_s=stalled_s(known.length) if known.num_costs >= ENOUGH_SNAPSHOTS else None,
+            snapshot_cost_s=stalled_s(so_far.length) if so_far.num_costs >= ENOUGH_SNAPSHOTS else None,
         )
 
     def describe(_: SlotPlan, length: float) -> tuple[int, float]:
@@ -135,7 +135,7 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         config,
         setup,
         link,
-        _patterns(config, make, measured, describe, starts_alike=config.every_iters != AUTO),
+        _patterns(config, make, measured, describe, is_fixed=config.every_iters != AUTO),
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
@@ -168,7 +168,7 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
         lambda _: measured,
         lambda _, __: (gradient_bytes, tap_s),
         disk_every=config.disk_every_iters > 0,
-        starts_alike=True,
+        is_fixed=True,
     )
     return _in_memory(
         config,
@@ -243,7 +243,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         return size_bytes, link.stall_s(size_bytes, iteration_s, awaited_bytes_per_s=awaited.bytes_per_s)
 
     # the base is no window of choice
-    pattern = _patterns(config, make, measured, describe, popularity=_popularity(setup, link), starts_alike=False)
+    pattern = _patterns(config, make, measured, describe, popularity=_popularity(setup, link), is_fixed=False)
     chosen = pattern(SETTLED).repeat[0]
     return _in_memory(
         config,
@@ -263,25 +263,25 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     )
 
 
-def _measured_windows(setup: Setup, link: _Link, host: _Link, peer_bytes_per_s: float) -> Callable[[Known], Measured]:
-    """Return the measurements of a job's ranks by what they know: the cluster's constants."""
+def _measured_windows(
+    setup: Setup, link: _Link, host: _Link, peer_bytes_per_s: float
+) -> Callable[[MeasuredSoFar], Measured]:
+    """Return the measurements of a job with windows: the cluster's constants, once they are measured."""
     costs, cluster, popularity = setup.costs, setup.cluster, _popularity(setup, link)
     replayed_s = max(costs.replay_s(range(stage, stage + 1), active=1.0) for stage in range(costs.num_stages))
-    # iterations are measured as copies slow them, which go on in most of them
-    slowed_s = (1 + cluster.interference) * costs.iteration_s
 
-    def measured(known: Known) -> Measured:
+    def measured(so_far: MeasuredSoFar) -> Measured:
         return Measured(
-            iteration_s=known.length * slowed_s,
+            iteration_s=so_far.length * costs.iteration_s,
             copy_bytes_per_s=link.bytes_per_s,
             host_bytes_per_s=host.bytes_per_s,
             peer_bytes_per_s=peer_bytes_per_s,
             popularity=popularity,
-            empty_snapshot_s=cluster.take_s if known.num_costs else None,
-            dense_snapshot_s=link.added_s(link.most_bytes) if known.num_costs else None,
-            costs_are_settled=known.num_costs >= ENOUGH_WINDOWS,
-            replayed_iteration_s=known.replayed * replayed_s if known.replayed else None,
-            kept_since=known.kept_since,
+            empty_snapshot_s=cluster.take_s if so_far.num_costs else None,
+            dense_snapshot_s=link.added_s(link.most_bytes) if so_far.num_costs else None,
+            costs_are_settled=so_far.num_costs >= ENOUGH_WINDOWS,
+            replayed_iteration_s=so_far.replay_length * replayed_s if so_far.replay_length else None,
+            kept_since=so_far.kept_since,
         )
 
     return measured
@@ -421,26 +421,25 @@ class _PartialCosts:
 def _patterns(
     config: InMemoryConfig,
     make: Callable[[], Any],
-    measured: Callable[[Known], Measured],
+    measured: Callable[[MeasuredSoFar], Measured],
     describe: Callable[[SlotPlan, float], tuple[int, float]],
     *,
     popularity: Array = _NO_EXPERTS,
-    starts_alike: bool,
-) -> Callable[[Beginning], SnapshotPattern]:
-    """Return the choices of a fresh policy by a generation's begin; arguments as for `probe_policy`."""
+    is_fixed: bool,
+) -> Callable[[GenerationStart], SnapshotPattern]:
+    """Return the choices of a fresh policy by a generation's start; arguments as for `probe_policy`."""
     nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
 
     @cache
-    def pattern(begin: Beginning) -> SnapshotPattern:
-        found = probe_policy(
+    def pattern(begin: GenerationStart) -> SnapshotPattern:
+        return probe_policy(
             make(),
             begin,
-            lambda known: measured(known) if known else nothing,
+            lambda so_far: measured(so_far) if so_far else nothing,
             describe,
             disk_every=config.disk_every_iters > 0,
-            starts_alike=starts_alike,
+            is_fixed=is_fixed,
         )
-        return found if begin.age_iters is None else found.after_window(begin.age_iters, begin.num_slots)
 
     return pattern
 

@@ -12,7 +12,7 @@ from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.job import Job
-from moe_ckpt.sim.measuring import Beginning
+from moe_ckpt.sim.measuring import GenerationStart
 from moe_ckpt.sim.pace import EVEN, Pace
 from moe_ckpt.sim.partial import Partial
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
@@ -74,7 +74,8 @@ class Durable:
 class Saving:
     """A policy's saves and their price.
 
-    `pattern` gives its snapshots in a generation; `settled` are those in one that begins when all has been measured.
+    `pattern` gives its snapshots in a generation; `settled` are those in one that starts once all costs, and a replay,
+    have been measured.
     `host_bytes_per_s`: the rate at which a snapshot reaches host memory, `kept_bytes_per_s` the one at which it reaches
     all its destinations, both within the policy's caps, which do not hold for `reload_bytes_per_s`; `disk_s` the time
     of a snapshot that goes to disk. `active` gives, for a window of so many slots, the share of the work whose
@@ -85,7 +86,7 @@ class Saving:
 
     name: str
     recovery: Recovery
-    pattern: Callable[[Beginning], SnapshotPattern]
+    pattern: Callable[[GenerationStart], SnapshotPattern]
     settled: SnapshotPattern
     whole_bytes: float
     reload_bytes_per_s: float

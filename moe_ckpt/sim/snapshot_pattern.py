@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.ports import Policy
-from moe_ckpt.sim.measuring import Beginning, Known
-from moe_ckpt.types import ExpertChoice, IntervalChoice, Measured, SlotPlan, WindowChoice
+from moe_ckpt.sim.measuring import GenerationStart, MeasuredSoFar
+from moe_ckpt.types import ENOUGH_WINDOWS, ExpertChoice, IntervalChoice, Measured, SlotPlan, WindowChoice
 
 
 class Where(IntEnum):
@@ -71,6 +71,7 @@ class SnapshotPattern:
         assert period >= 1 or not repeat, (period, repeat)
         self.lead, self.repeat, self.period = lead, repeat, period
         self._offsets = [[snapshot.offset for snapshot in snapshots] for snapshots in (lead, repeat)]
+        self._begins = [[each.offset for each in snapshots if each.slot == 0] for snapshots in (lead, repeat)]
         self._sums_s = [[0.0, *accumulate(snapshot.stall_s for snapshot in snapshots)] for snapshots in (lead, repeat)]
         self._spans = [_spans(lead), _spans(repeat)]
 
@@ -107,18 +108,13 @@ class SnapshotPattern:
                 shift -= self.period
         yield from (span for span in reversed(self._spans[0]) if span.last.offset <= last)
 
-    def after_window(self, age_iters: int, num_slots: int) -> SnapshotPattern:
-        """Return the same of ranks that keep a window of so many slots, which began so many iterations before.
-
-        If that is a whole snapshot of this very state, another one of it is not taken, unless it goes to disk.
-        """
-        first = next(iter((*self.lead, *self.repeat)), None)
-        if age_iters > 0 or num_slots > 1 or first is None or first.offset > 0 or first.to_disk:
-            return self
-        if self.lead:
-            return SnapshotPattern(self.lead[1:], self.repeat, self.period)
-        later = tuple(replace(each, offset=each.offset + self.period) for each in self.repeat)
-        return SnapshotPattern(self.repeat[1:], later, self.period)
+    def num_begun(self, iterations: int) -> int:
+        """Return the number of windows that begin until so many iterations are done."""
+        num = bisect.bisect_right(self._begins[0], iterations)
+        if not self.repeat or iterations < self.repeat[0].offset:
+            return num
+        rounds, rest = divmod(iterations - self.repeat[0].offset, self.period)
+        return num + rounds * len(self._begins[1]) + bisect.bisect_right(self._begins[1], self.repeat[0].offset + rest)
 
     @property
     def interval_iters(self) -> float:
@@ -133,30 +129,32 @@ class SnapshotPattern:
 
 def probe_policy(
     policy: Policy,
-    begin: Beginning,
-    measured: Callable[[Known | None], Measured],
+    begin: GenerationStart,
+    measure: Callable[[MeasuredSoFar | None], Measured],
     describe: Callable[[SlotPlan, float], tuple[int, float]],
     *,
     disk_every: bool,
-    starts_alike: bool,
+    is_fixed: bool,
 ) -> SnapshotPattern:
-    """Query a fresh policy, in a generation that begins so, until it repeats itself.
+    """Query a fresh policy, in a generation that starts so, until it repeats itself.
 
-    `measured` gives the measurements of ranks that know this; `describe` the bytes of a request, and its stall in an
-    iteration of such a length. A policy repeats itself once these are settled: from the first window that it chose
-    after the start (`starts_alike`: or at the start) to the next one; with `disk_every`, from one that goes to disk to
-    the next such one.
+    `measure` gives the policy's measurements; `describe` the bytes of a request, and its stall in an iteration of such
+    a length. A policy repeats itself once both are always alike: from the first window that it chose after the start to
+    the next one; with `disk_every`, from one that goes to disk to the next such one. A policy that `is_fixed` chooses
+    nothing. A state of which all ranks keep a whole snapshot is not taken again, but for disks.
     """
     snapshots: list[PlannedSnapshot] = []
     begins: list[int] = []  # positions in snapshots
     offset = num_begun = 0
     # a policy is pure: from the same point on, with the same measurements, it repeats its answers
     while len(begins) < 2:
-        plan = policy.plan(offset, lambda: measured(begin.known(offset, num_begun)))  # noqa: B023
-        if plan.sparse:
+        so_far = begin.measured(offset, num_begun)
+        plan = policy.plan(offset, lambda: measure(so_far))  # noqa: B023
+        if plan.sparse and (offset > 0 or plan.to_disk or not begin.is_kept):
             choice = plan.window or plan.interval
-            is_alike = (starts_alike or (offset > 0 and choice is not None)) and begin.is_settled(offset, num_begun)
-            if plan.sparse.slot == 0 and (is_alike or begins) and (plan.to_disk or not disk_every):
+            is_chosen = offset > 0 and choice is not None and so_far and so_far.num_costs == ENOUGH_WINDOWS
+            repeats = begins or (begin.is_even(offset) and (is_fixed or is_chosen))
+            if plan.sparse.slot == 0 and repeats and (plan.to_disk or not disk_every):
                 begins.append(len(snapshots))
             num_begun += plan.sparse.slot == 0
             size_bytes, stall_s = describe(plan.sparse, begin.length(offset))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moe_ckpt.faults.schedule import Kill, poisson_kills
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.faults import LateKill
-from moe_ckpt.sim.measuring import Beginning
+from moe_ckpt.sim.measuring import GenerationStart
 from moe_ckpt.sim.pace import Pace
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.saving import Saving, Setup
@@ -157,8 +157,9 @@ def test_a_snapshot_that_is_not_copied_yet_is_none() -> None:
         pytest.param(LateKill(rank=0, iteration=5, phase="reduce", late_s=4.0), 10.0, id="not before its phase"),
         pytest.param(LateKill(rank=0, iteration=5, phase="reduce", late_s=12.0), 12.0, id="while the update waits"),
         pytest.param(LateKill(rank=0, iteration=5, phase="reduce", late_s=99.0), 15.0, id="not after its phase"),
-        pytest.param(LateKill(rank=0, iteration=6, phase="reduce", late_s=12.0), 12.0, id="in the wait nearest to it"),
-        pytest.param(LateKill(rank=0, iteration=6, late_s=9.0), 24.0, id="not where there was no wait"),
+        pytest.param(LateKill(rank=0, iteration=6, phase="reduce", late_s=14.0), 14.0, id="in the wait nearest to it"),
+        pytest.param(LateKill(rank=0, iteration=6, late_s=9.0), 24.0, id="in no wait"),
+        pytest.param(LateKill(rank=0, iteration=6, late_s=12.0), 25.0, id="in no wait, but in a slow iteration"),
     ],
 )
 def test_a_kill_comes_before_or_after_the_wait_for_a_copy(kill: Kill, into_s: float) -> None:
@@ -169,11 +170,11 @@ def test_a_kill_comes_before_or_after_the_wait_for_a_copy(kill: Kill, into_s: fl
     assert recovered.since_s == pytest.approx(45.0 + into_s, abs=2 * of.costs.update_s)
 
 
-def beginnings(of: Setup, kills: Sequence[Kill], saving: Saving = LOCAL) -> list[Beginning]:
-    """Return what ranks know as each generation begins."""
-    told: list[Beginning] = []
+def starts(of: Setup, kills: Sequence[Kill], saving: Saving = LOCAL) -> list[GenerationStart]:
+    """Return the start of each generation."""
+    told: list[GenerationStart] = []
 
-    def pattern(begin: Beginning) -> SnapshotPattern:
+    def pattern(begin: GenerationStart) -> SnapshotPattern:
         told.append(begin)
         return saving.pattern(begin)
 
@@ -182,33 +183,49 @@ def beginnings(of: Setup, kills: Sequence[Kill], saving: Saving = LOCAL) -> list
 
 
 @pytest.mark.parametrize(("iteration", "num_measured"), [(WARM_UP_ITERS, 0), (WARM_UP_ITERS + 1, 1)])
-def test_a_policy_knows_nothing_until_an_iteration_has_been_measured(iteration: int, num_measured: int) -> None:
+def test_nothing_is_known_until_an_iteration_has_been_measured(iteration: int, num_measured: int) -> None:
     saving = plan_saving(ckpt("ckpt=gemini"), SETUP)
-    first, second = beginnings(SETUP, [Kill(rank=0, iteration=iteration + 1)], saving)
-    assert (first, second.measured) == (Beginning(unmeasured=WARM_UP_ITERS), (1.0,) * num_measured)
-    assert (second.age_iters, second.num_slots) == (0, 1)
+    first, second = starts(SETUP, [Kill(rank=0, iteration=iteration + 1)], saving)
+    assert (first, second.recent) == (GenerationStart(warm_up_iters=WARM_UP_ITERS), (1.0,) * num_measured)
+    assert second.is_kept
     assert next(saving.pattern(second).snapshots(0, 40)).offset > 0, "none of the state to which all ranks went back"
 
 
-def test_ranks_know_the_last_iterations_and_those_that_were_run_again() -> None:
-    """Windows begin after 1, 4, 7 and 10 iterations, and after a recovery with iterations 9 and 12 a base."""
-    lengths = tuple(0.5 + number / 64 for number in range(40))
+def test_the_last_iterations_are_measured_and_those_that_run_again() -> None:
+    """Windows begin after 1, 4, 7 and 10 iterations, and a base after recoveries with iterations 12 and 13."""
+    lengths = tuple(0.5 + number / 70 for number in range(40))
     kills = [Kill(rank=0, iteration=13, phase="forward"), Kill(rank=0, iteration=14, phase="forward")]
-    _, second, third = beginnings(replace(SETUP, pace=Pace(lengths)), kills)
-    assert second.measured == lengths[WARM_UP_ITERS:12]
-    assert (second.coming, second.unmeasured, second.num_costs) == (lengths[12:], 0, 3)
-    assert third.measured == lengths[WARM_UP_ITERS:13]
-    assert third.num_costs == second.num_costs, "a generation that begins one window measures none"
-    assert second.replayed == pytest.approx(statistics.fmean(lengths[7:12]))
-    assert third.replayed is not None
-    assert third.replayed > statistics.fmean(lengths[7:12])
+    _, second, third = starts(replace(SETUP, pace=Pace(lengths)), kills)
+    assert (second.recent, third.recent) == (lengths[WARM_UP_ITERS:12], lengths[WARM_UP_ITERS:13])
+    assert (second.coming, second.warm_up_iters, second.num_costs) == (lengths[12:], 0, 3)
+    assert third.num_costs == 4, "of the base: a window is kept, so training did not wait for it"
+    assert second.replay_length == pytest.approx(statistics.fmean(lengths[7:12]))
+    assert third.replay_length is not None
+    assert third.replay_length > statistics.fmean(lengths[7:12])
 
 
-def test_without_a_pace_one_iteration_stands_for_all_that_were_measured() -> None:
-    kills = [Kill(rank=0, iteration=number, phase="forward") for number in (20, 30)]
-    _, second, third = beginnings(SETUP, kills)
-    assert second.measured == third.measured == (1.0,)
-    assert not second.coming
+def test_the_first_snapshot_after_a_rollback_has_a_cost_like_others() -> None:
+    """Snapshots begin after 0, 4, 8 and 12 iterations; after a fault in iteration 14 after 16, 20 and 24."""
+    kills = [Kill(rank=0, iteration=14), Kill(rank=0, iteration=26)]
+    assert [start.num_costs for start in starts(SETUP, kills, GEMINI)] == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("scope", "num_ranks", "recent"), [("process", 8, ()), ("process", 7, (1.0,)), ("node", 4, ())]
+)
+def test_measurements_are_lost_with_the_last_process(scope: str, num_ranks: int, recent: tuple[float, ...]) -> None:
+    """Without copies on other nodes the loss of one makes the job begin anew, with new processes."""
+    saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4", "ckpt.replicas=0"), SETUP)
+    _, second = starts(SETUP, [at(95.0, rank=rank, scope=scope) for rank in range(num_ranks)], saving)
+    assert (second.recent, second.warm_up_iters) == (recent, 0 if recent else WARM_UP_ITERS)
+
+
+def test_at_an_even_pace_one_iteration_stands_for_all_that_were_measured() -> None:
+    """Also once iterations of other lengths are forgotten."""
+    kills = [Kill(rank=0, iteration=number, phase="forward") for number in (20, 36)]
+    for of in (SETUP, replace(SETUP, pace=Pace([0.7, 1.1, 0.3] * 4))):
+        last = starts(of, kills)[-1]
+        assert (last.recent, last.coming) == ((1.0,), ())
 
 
 def test_all_go_on_from_the_snapshot_to_which_they_went_back() -> None:
@@ -224,11 +241,21 @@ def test_all_go_on_from_the_snapshot_to_which_they_went_back() -> None:
     assert offsets == [4, 8], "none at the state of iteration 4"
 
 
+def test_a_wait_far_away_is_none_of_a_slow_iteration() -> None:
+    of = setup(machines=cluster(whole_copy_bytes_per_s=GEMINI.whole_bytes / 15.0))
+    saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=40"), of)
+    (recovered,) = recoveries(run(saving, [LateKill(rank=0, iteration=20, late_s=14.0)], of=of))
+    assert recovered.lost_iters == 19
+
+
 @pytest.mark.parametrize("iteration", range(1, 12))
-def test_a_kill_in_the_update_finds_all_ranks_prepared(iteration: int) -> None:
+@pytest.mark.parametrize("late_s", [None, 99.0])
+def test_a_kill_in_the_update_finds_all_ranks_prepared(iteration: int, late_s: float | None) -> None:
     of = setup(machines=cluster(gpu_bytes_per_s=1e9))
     saving = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3"), of)
-    (recovered,) = recoveries(run(saving, [Kill(rank=0, iteration=iteration, phase="step")], of=of))
+    point: dict[str, Any] = {"rank": 0, "iteration": iteration, "phase": "step"}
+    kill = Kill(**point) if late_s is None else LateKill(**point, late_s=late_s)
+    (recovered,) = recoveries(run(saving, [kill], of=of))
     assert recovered.iteration == iteration
 
 

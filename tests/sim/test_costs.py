@@ -76,7 +76,8 @@ def test_a_stage_alone_waits_for_its_neighbours_logs() -> None:
     [
         *((0.0, 0.0, 0.1, 0.0), (1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.1, 0.1), (5.0, 5.0, 0.0, 3.0)),
         (5.0, 5.0, 0.1, 3.0),  # the update is late by 3 s, of which 0.2 s are a slower iteration
-        (5.0, 2.1, 0.1, 0.5),  # most of the copy goes on after that
+        (5.0, 2.1, 0.1, 0.5),  # it goes on after the update
+        (5.0, 3.0, 0.1, 1.2),  # which waited for 1 s
     ],
 )
 def test_what_does_not_fit_into_an_iteration_of_2_s_stalls(

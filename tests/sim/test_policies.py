@@ -14,12 +14,12 @@ from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.window_schedule import paper_window
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.hardware import JOB
-from moe_ckpt.sim.measuring import SETTLED, Beginning
+from moe_ckpt.sim.measuring import SETTLED, GenerationStart
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.recovering import Losses, estimate, plan_after
 from moe_ckpt.sim.saving import Recovery, Saving, Switches
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
-from moe_ckpt.types import ENOUGH_WINDOWS, IntervalChoice, WindowChoice
+from moe_ckpt.types import ENOUGH_SNAPSHOTS, ENOUGH_WINDOWS, IntervalChoice, WindowChoice
 from tests.sim.setups import EXPERTS, ckpt, cluster, job, setup, shape
 
 MIRROR = ("ckpt.capture=mirror", "ckpt.mirror_interface=e0")
@@ -136,14 +136,16 @@ def test_a_replay_counts_as_an_iteration_until_one_was_measured() -> None:
     rates = {"copy_bytes_per_s": copy_bytes_per_s, "whole_copy_bytes_per_s": copy_bytes_per_s}
     of = setup(machines=cluster(compute_share=JOB, interference=0.3, **rates))
     saving = plan_saving(ckpt("ckpt=moevement", "ckpt.mtbf_s=1000"), of)
-    before, after = (saving.pattern(replace(SETTLED, replayed=replayed)).interval_iters for replayed in (None, 1.0))
+    before, after = (
+        saving.pattern(replace(SETTLED, replay_length=replayed)).interval_iters for replayed in (None, 1.0)
+    )
     assert before < after == saving.settled.interval_iters
-    assert after < saving.pattern(replace(SETTLED, replayed=0.25)).interval_iters
+    assert after < saving.pattern(replace(SETTLED, replay_length=0.25)).interval_iters
 
 
 def kept(saving: Saving, age_iters: int, num_slots: int) -> SnapshotPattern:
     """Return the snapshots of ranks that keep a window which began so many iterations before."""
-    return saving.pattern(replace(SETTLED, age_iters=age_iters, num_slots=num_slots))
+    return saving.pattern(replace(SETTLED, kept_age_iters=age_iters, kept_slots=num_slots))
 
 
 def test_an_interval_follows_the_iterations_that_were_just_run() -> None:
@@ -152,7 +154,7 @@ def test_an_interval_follows_the_iterations_that_were_just_run() -> None:
     of = setup(machines=cluster(whole_copy_bytes_per_s=whole_bytes / 30.0))
     saving = plan_saving(ckpt("ckpt=gemini", "ckpt.mtbf_s=2000"), of)
     coming = (*[0.5] * 60, *[2.0] * 60)
-    snapshots = list(saving.pattern(Beginning(coming=coming, unmeasured=2)).snapshots(0, 400))
+    snapshots = list(saving.pattern(GenerationStart(coming=coming, warm_up_iters=2)).snapshots(0, 400))
     assert [snapshot.offset for snapshot in snapshots[:2]] == [0, 5], "nothing is measured at first"
     lasting = {best_interval(iteration_s=s, checkpoint_s=30.0 - s, mtbf_s=2000.0) for s in (5.0, 10.0, 20.0)}
     every = [each.choice.every_iters for each in snapshots if isinstance(each.choice, IntervalChoice)]
@@ -164,8 +166,8 @@ def test_a_cost_is_predicted_until_enough_snapshots_were_measured() -> None:
     """Copies that fit into an iteration slow training all the same."""
     of = setup(machines=cluster(interference=0.5, take_s=1.0))
     saving = plan_saving(ckpt("ckpt=gemini", "ckpt.mtbf_s=1000"), of)
-    choices = [snapshot.choice for snapshot in saving.pattern(Beginning(unmeasured=2)).snapshots(0, 60)]
-    assert choices[:5] == [None] * 5, "without a wait no interval is chosen"
+    choices = [snapshot.choice for snapshot in saving.pattern(GenerationStart(warm_up_iters=2)).snapshots(0, 60)]
+    assert choices[: ENOUGH_SNAPSHOTS + 2] == [None] * 5, "without a wait no interval is chosen"
     assert isinstance(choices[5], IntervalChoice)
     assert choices[5].snapshot_cost_s == pytest.approx(1.0 + 0.5 * saving.whole_bytes / saving.host_bytes_per_s)
 
@@ -174,12 +176,12 @@ def test_the_first_windows_are_trials() -> None:
     saving = plan_saving(ckpt("ckpt=moevement"), setup())
     choices = [
         snapshot.choice
-        for snapshot in saving.pattern(Beginning(unmeasured=2)).snapshots(0, 400)
+        for snapshot in saving.pattern(GenerationStart(warm_up_iters=2)).snapshots(0, 400)
         if isinstance(snapshot.choice, WindowChoice)
     ]
-    are_known = [choice.snapshot_share is not None for choice in choices]
-    assert are_known == sorted(are_known)
-    assert are_known.count(False) == ENOUGH_WINDOWS + 1, "the first one does not count, and the last one not yet"
+    are_chosen = [choice.snapshot_share is not None for choice in choices]
+    assert are_chosen == sorted(are_chosen)
+    assert are_chosen.count(False) == ENOUGH_WINDOWS + 1, "the cost of the newest one is not complete"
 
 
 def test_a_generation_goes_on_from_the_window_that_it_keeps() -> None:

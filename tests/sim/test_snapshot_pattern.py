@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.policies.full_snapshots import WholeSnapshots
 from moe_ckpt.policies.moevement import SparseWindows
-from moe_ckpt.sim.measuring import SETTLED, Beginning, Known
+from moe_ckpt.sim.measuring import SETTLED, GenerationStart, MeasuredSoFar
 from moe_ckpt.sim.snapshot_pattern import NOTHING, PlannedSnapshot, SnapshotPattern, probe_policy
 from moe_ckpt.types import ENOUGH_WINDOWS, Measured, SlotPlan
 from tests.sim.setups import ckpt, job
@@ -37,27 +38,30 @@ def make(overrides: Sequence[str]) -> SparseWindows | WholeSnapshots:
 
 UNEVEN = tuple(0.25 * (1 + number % 7) for number in range(40))
 BEGINNINGS = {
-    "the start": Beginning(unmeasured=2),
-    "all is known": SETTLED,
-    "uneven iterations": Beginning(unmeasured=2, coming=UNEVEN),
-    "uneven ones before": Beginning(measured=UNEVEN[:9], num_costs=3, replayed=0.5, age_iters=4, num_slots=3),
+    "the start": GenerationStart(warm_up_iters=2),
+    "all is measured": SETTLED,
+    "uneven iterations": GenerationStart(warm_up_iters=2, coming=UNEVEN),
+    "uneven ones before": GenerationStart(
+        recent=UNEVEN[:9], num_costs=3, replay_length=0.5, kept_age_iters=4, kept_slots=3
+    ),
+    "its state is kept": replace(SETTLED, kept_age_iters=0, kept_slots=1),
 }
 
 
-def measured(known: Known | None) -> Measured:
+def measured(so_far: MeasuredSoFar | None) -> Measured:
     popularity = np.ones(32)
-    if known is None:
+    if so_far is None:
         return Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
     costs: dict[str, Any] = {}
-    if known.num_costs:
+    if so_far.num_costs:
         costs = {"snapshot_cost_s": 0.7, "empty_snapshot_s": 0.1, "dense_snapshot_s": 0.7}
     return Measured(
-        iteration_s=2.0 * known.length,
+        iteration_s=2.0 * so_far.length,
         copy_bytes_per_s=1e5,
         popularity=popularity,
-        costs_are_settled=known.num_costs == ENOUGH_WINDOWS,
-        replayed_iteration_s=known.replayed,
-        kept_since=known.kept_since,
+        costs_are_settled=so_far.num_costs == ENOUGH_WINDOWS,
+        replayed_iteration_s=so_far.replay_length,
+        kept_since=so_far.kept_since,
         **costs,
     )
 
@@ -66,7 +70,7 @@ def describe(plan: SlotPlan, length: float) -> tuple[int, float]:
     return 100 * len(plan.full) + len(plan.compute), length * 0.125 * len(plan.full)
 
 
-def probed(overrides: Sequence[str], begin: Beginning) -> SnapshotPattern:
+def probed(overrides: Sequence[str], begin: GenerationStart) -> SnapshotPattern:
     config = ckpt(*overrides)
     return probe_policy(
         make(overrides),
@@ -74,18 +78,18 @@ def probed(overrides: Sequence[str], begin: Beginning) -> SnapshotPattern:
         measured,
         describe,
         disk_every=config.disk_every_iters > 0,  # type: ignore[union-attr]
-        starts_alike=config.policy != "moevement" and config.every_iters != "auto",  # type: ignore[union-attr]
+        is_fixed=config.policy != "moevement" and config.every_iters != "auto",  # type: ignore[union-attr]
     )
 
 
 @pytest.mark.parametrize("begin", BEGINNINGS.values(), ids=BEGINNINGS)
 @pytest.mark.parametrize("overrides", POLICIES, ids=" ".join)
-def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str], begin: Beginning) -> None:
+def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str], begin: GenerationStart) -> None:
     pattern, policy, num_begun = probed(overrides, begin), make(overrides), 0
     asked = []
     for iteration in range(160):
-        plan = policy.plan(iteration, lambda: measured(begin.known(iteration, num_begun)))  # noqa: B023
-        if plan.sparse:
+        plan = policy.plan(iteration, lambda: measured(begin.measured(iteration, num_begun)))  # noqa: B023
+        if plan.sparse and (iteration > 0 or plan.to_disk or not begin.is_kept):
             num_begun += plan.sparse.slot == 0
             size_bytes, stall_s = describe(plan.sparse, begin.length(iteration))
             asked.append((iteration, plan.sparse.slot, plan.sparse.num_slots, size_bytes, stall_s, plan.to_disk))
@@ -101,15 +105,14 @@ def test_a_rhythm_is_what_the_policy_says_by_iteration(overrides: Sequence[str],
 
 @pytest.mark.parametrize("overrides", POLICIES, ids=" ".join)
 def test_no_state_is_taken_twice_but_for_disks(overrides: Sequence[str]) -> None:
-    pattern = probed(overrides, SETTLED)
-    first, *others = pattern.snapshots(0, 119)
-    assert list(pattern.after_window(0, 1).snapshots(0, 119)) == ([first, *others] if first.to_disk else others)
-    assert pattern.after_window(1, 1) is pattern.after_window(0, 2) is pattern, "windows lead to this state, none is it"
-
-
-def test_a_snapshot_of_a_later_state_is_taken_after_any_window() -> None:
-    later = probed(("ckpt=gemini", "ckpt.every_iters=6"), SETTLED).after_window(0, 1)
-    assert later.after_window(0, 1) is later
+    starts = [replace(SETTLED, kept_age_iters=age, kept_slots=num) for age, num in ((None, 0), (0, 1), (0, 2), (1, 1))]
+    takes = [list(probed(overrides, start).snapshots(0, 119)) for start in starts]
+    offsets = [[snapshot.offset for snapshot in of_start] for of_start in takes]
+    assert offsets[0][0] == 0
+    assert (offsets[1][0] == 0) == takes[0][0].to_disk
+    if overrides != ("ckpt=moevement",):  # whose windows follow the kept one
+        assert offsets[1] == (offsets[0] if takes[0][0].to_disk else offsets[0][1:])
+        assert offsets[2] == offsets[3] == offsets[0], "windows lead to this state, none is it"
 
 
 @st.composite
@@ -142,6 +145,7 @@ STALLS = st.integers(0, 8).map(float)
 @given(pattern=patterns(), iterations=st.integers(0, 60))
 def test_stalls_are_summed_and_takes_found_however_far(pattern: SnapshotPattern, iterations: int) -> None:
     snapshots = list(pattern.snapshots(0, 100))
+    assert pattern.num_begun(iterations) == sum(each.slot == 0 and each.offset <= iterations for each in snapshots)
     assert [snapshot.offset for snapshot in snapshots] == sorted({snapshot.offset for snapshot in snapshots})
     assert pattern.stalls_s(iterations) == sum(
         snapshot.stall_s for snapshot in snapshots if snapshot.offset < iterations
