@@ -158,7 +158,7 @@ def _measured(
     """Yield the faults from the first commit to that of iteration `until`, each with the one before it.
 
     A fault that ended the generation of the last commit came after it, however soon. An ordered fault, which was told
-    long before it came, always counts.
+    long before it came, always counts, and comes when its point was reached.
     """
     commits_s = first_commits(ranks)
     # a run is measured from the end of its first iteration, and a job without any begins anew after a fault
@@ -166,10 +166,31 @@ def _measured(
     last_s, ended = math.inf, None
     if until is not None:
         last_s, ended = origin_unix_s + commits_s[until], _generation_at(commits_s[until], ranks)
-    for before, fault in pairwise([None, *faults]):
+    in_order = sorted(faults, key=lambda fault: _came_s(fault, ranks, origin_unix_s))
+    for before, fault in pairwise([None, *in_order]):
         assert fault is not None
         if fault.ordered or (first_s <= fault.unix_s <= last_s and fault.generation != ended):
             yield before, fault
+
+
+def _came_s(fault: InjectedFault, ranks: Sequence[Sequence[LoggedEvent]], origin_unix_s: float) -> float:
+    """Return when a fault came, on the run's clock: if it was ordered, when its point was reached after that."""
+    told_s = fault.unix_s - origin_unix_s
+    if not fault.ordered:
+        return told_s
+    later = (each for rank in ranks for each in rank if each.t_s >= told_s)
+    if fault.phase in _RECOVERING:
+        return min(
+            (each.t_s for each in later if isinstance(each.event, GenerationEnded | WorkerStarted)), default=math.inf
+        )
+    if fault.iteration is None or fault.iteration == 1:
+        return told_s
+    reached = (
+        each.t_s
+        for each in later
+        if isinstance(each.event, IterationCommitted) and each.event.iteration == fault.iteration - 1
+    )
+    return min(reached, default=math.inf)
 
 
 def _generation_at(t_s: float, ranks: Sequence[Sequence[LoggedEvent]]) -> int | None:

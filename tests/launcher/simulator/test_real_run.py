@@ -15,7 +15,15 @@ from launcher.faults.log import InjectedFault
 from launcher.simulator.comparison import predict_run
 from launcher.simulator.config import compose_machine
 from launcher.simulator.real_run import RealRun, events_of, facts_of, kills_of, recoveries_of, setup_of
-from moe_ckpt.events import Event, IterationCommitted, LoggedEvent, Rejoined, SnapshotTaken, WorkerStarted
+from moe_ckpt.events import (
+    Event,
+    GenerationEnded,
+    IterationCommitted,
+    LoggedEvent,
+    Rejoined,
+    SnapshotTaken,
+    WorkerStarted,
+)
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
@@ -164,6 +172,22 @@ def test_an_ordered_fault_counts_whenever_it_was_told() -> None:
         Kill(rank=1, iteration=3, phase="forward"),
         Kill(rank=2, phase="recovery"),
     )
+
+
+def test_orders_come_in_the_order_of_their_points() -> None:
+    """Workers are told at the start, in any order; the last one is told again as it lives anew."""
+    told = [(1.0, second(1)), (2.0, second(2)), (2.5, rejoined(1, generation=2)), (3.5, second(2)), (4.5, second(3))]
+    ended = (2.25, GenerationEnded(generation=1, reason="", left_unix_s=0.0))
+    order: dict[str, Any] = {"ordered": True, "generation": 0}
+    faults = [
+        injected(100.0, 0, "forward", 4, **order),
+        injected(100.0, 1, "recovery", None, **order),
+        injected(100.0, 2, "forward", 3, **order),
+        injected(103.0, 3, "reduce", 3, **order),
+        injected(100.0, 4, "forward", 1, **order),
+    ]
+    kills = kills_of(faults, [logged(0, *told[:2], ended, *told[2:])], 100.0)
+    assert [kill.rank for kill in kills] == [4, 2, 1, 3, 0]
 
 
 def test_a_job_that_restarts_has_all_faults_up_to_its_last_commit() -> None:
