@@ -114,8 +114,8 @@ class _Run:
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
         newest = carried[-1] if carried else None
         kept_since, kept_slots = (newest.start, newest.num_slots) if newest else (None, 0)
-        self._begin = self._history.start(start, kept_since, kept_slots)
-        pattern = self._epoch.pattern if self._epoch else self._saving.pattern(self._begin)
+        begin = self._history.start(start, kept_since, kept_slots)
+        pattern = self._epoch.pattern if self._epoch else self._saving.pattern(begin)
         setup = self._setup
         return Generation(setup.costs, self._saving, pattern, start, since_s, carried, self._epoch, setup.pace)
 
@@ -148,8 +148,8 @@ class _Run:
 
     def _account(self, generation: Generation, moment: Moment) -> None:
         reached = generation.start + moment.iterations
-        num_costs = self._begin.costs_after(generation.pattern.num_begun(moment.iterations))
-        self._history.trained(generation.start, reached, num_costs)
+        num_begun = generation.pattern.num_begun(moment.iterations)
+        self._history.trained(generation.start, reached, num_begun, takes_base=not generation.carried)
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
         # an iteration that a fault cuts off is run again
         self._ledger.again_s += moment.into_s

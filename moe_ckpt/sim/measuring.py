@@ -63,24 +63,24 @@ class GenerationStart:
             return None
         return MeasuredSoFar(
             length=statistics.median(recent),
-            num_costs=self.costs_after(num_begun),
+            num_costs=costs_after(self.num_costs, num_begun, takes_base=self.kept_age_iters is None),
             replay_length=self.replay_length,
             kept_since=None if self.kept_age_iters is None else -self.kept_age_iters,
         )
-
-    def costs_after(self, num_begun: int) -> int:
-        """Return the number of measured costs after so many windows have begun; more than enough count as enough.
-
-        That of the newest one is not complete. Nor does the first snapshot of ranks that keep none count: training
-        waits for all of it.
-        """
-        takes_base = self.kept_age_iters is None
-        return min(ENOUGH_WINDOWS, self.num_costs + max(0, num_begun - 1 - takes_base))
 
     def is_even(self, offset: int) -> bool:
         """Return whether the iterations after an offset, and those measured until then, are all of mean length."""
         are_alike = not self.coming and set(self.recent) <= {1.0}
         return are_alike or offset >= len(self.coming) + RECENT_ITERS
+
+
+def costs_after(num_costs: int, num_begun: int, *, takes_base: bool) -> int:
+    """Return the number of measured costs once a generation has begun so many windows; no more than are enough.
+
+    That of the newest one is not complete. Nor does a base count, the first snapshot of ranks that keep none: training
+    waits for all of it.
+    """
+    return min(ENOUGH_WINDOWS, num_costs + max(0, num_begun - 1 - takes_base))
 
 
 class MeasurementHistory:
@@ -108,13 +108,13 @@ class MeasurementHistory:
             kept_slots=kept_slots,
         )
 
-    def trained(self, done: int, reached: int, num_costs: int) -> None:
-        """A generation has trained the iterations `done` + 1 to `reached`; so many costs are measured now."""
+    def trained(self, done: int, reached: int, num_begun: int, *, takes_base: bool) -> None:
+        """A generation has trained the iterations `done` + 1 to `reached`, and begun so many windows."""
         skipped = min(self._warm_up_iters, reached - done)
         self._warm_up_iters -= skipped
         first = max(done + skipped, reached - RECENT_ITERS)
         self._recent.extend(self._pace.length(number) for number in range(first + 1, reached + 1))
-        self._num_costs = num_costs
+        self._num_costs = costs_after(self._num_costs, num_begun, takes_base=takes_base)
 
     def replayed(self, done: int, reached: int) -> None:
         """A stage has replayed the iterations `done` + 1 to `reached`."""

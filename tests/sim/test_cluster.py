@@ -183,7 +183,7 @@ def starts(of: Setup, kills: Sequence[Kill], saving: Saving = LOCAL) -> list[Gen
 
 
 @pytest.mark.parametrize(("iteration", "num_measured"), [(WARM_UP_ITERS, 0), (WARM_UP_ITERS + 1, 1)])
-def test_nothing_is_known_until_an_iteration_has_been_measured(iteration: int, num_measured: int) -> None:
+def test_nothing_is_measured_in_the_first_iterations(iteration: int, num_measured: int) -> None:
     saving = plan_saving(ckpt("ckpt=gemini"), SETUP)
     first, second = starts(SETUP, [Kill(rank=0, iteration=iteration + 1)], saving)
     assert (first, second.recent) == (GenerationStart(warm_up_iters=WARM_UP_ITERS), (1.0,) * num_measured)

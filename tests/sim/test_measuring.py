@@ -44,9 +44,9 @@ def test_all_is_even_once_different_iterations_are_forgotten(begin: GenerationSt
 def test_a_history_has_the_last_iterations_and_the_median_of_replays() -> None:
     lengths = [0.3, 0.7, 1.1, 1.9, 0.2, 1.3]
     history = MeasurementHistory(Pace(lengths))
-    history.trained(0, 1, num_costs=0)
-    history.trained(0, 4, num_costs=1)
-    history.trained(4, 4, num_costs=1)
+    history.trained(0, 1, 1, takes_base=True)
+    history.trained(0, 4, 2, takes_base=False)
+    history.trained(4, 4, 1, takes_base=False)
     for done, reached in [(0, 1), (1, 3), (2, 2), (3, 4)]:
         history.replayed(done, reached)
     start = history.start(4, 2, 3)
@@ -56,7 +56,7 @@ def test_a_history_has_the_last_iterations_and_the_median_of_replays() -> None:
 
 def test_a_history_of_an_even_pace_is_short() -> None:
     history = MeasurementHistory(EVEN)
-    history.trained(0, WARM_UP_ITERS, num_costs=0)
+    history.trained(0, WARM_UP_ITERS, 2, takes_base=True)
     assert history.start(WARM_UP_ITERS, None, 0) == GenerationStart()
-    history.trained(WARM_UP_ITERS, 10**9, num_costs=2)
+    history.trained(WARM_UP_ITERS, 10**9, 3, takes_base=False)
     assert history.start(10**9, None, 0) == GenerationStart(recent=(1.0,), num_costs=2)
