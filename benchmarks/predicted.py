@@ -85,8 +85,9 @@ def main() -> int:
     settings = [*COMMON, *default_model(overrides), *overrides]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.output or Path(temporary)
-        measured, runs = carry_out(folder, settings)
+        measured, predicted = carry_out(folder, settings)
         cluster = constants_of([read_run(run) for run in measured])
+        runs = [read_run(run) for run in predicted]
         lines = [*table(runs, cluster), "", *notes(cluster), "", *iterations_again(runs)]
     print("\n".join(lines))
     if options.write:
@@ -116,12 +117,12 @@ def run_once(folder: Path, policy: str, settings: Sequence[str]) -> Path:
     return run
 
 
-def table(runs: Sequence[Path], cluster: ClusterConfig) -> Iterator[str]:
+def table(runs: Sequence[RealRun], cluster: ClusterConfig) -> Iterator[str]:
     """Yield the lines of a table, a row for each run."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "| --- " * len(COLUMNS) + "|"
-    for folder, (policy, _) in zip(runs, RUNS, strict=True):
-        yield f"| {' | '.join([policy.replace(':', ', ').replace('ckpt.', ''), *row(read_run(folder), cluster)])} |"
+    for run, (policy, _) in zip(runs, RUNS, strict=True):
+        yield f"| {' | '.join([policy.replace(':', ', ').replace('ckpt.', ''), *row(run, cluster)])} |"
 
 
 def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
@@ -140,21 +141,22 @@ def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
     yield ", ".join(str(each.again or each.replayed) for each in recovered)
 
 
-def iterations_again(runs: Sequence[Path]) -> Iterator[str]:
+def iterations_again(runs: Sequence[RealRun]) -> Iterator[str]:
     """Yield how long iterations took that ran again, beside their first time, where processes lived on."""
     shares = []
-    for folder in runs:
-        spent = {"first": 0.0, "again": 0.0}
+    for run, (policy, _) in zip(runs, RUNS, strict=True):
+        if not events_of(run.ranks, Rejoined):
+            continue
         first_s: dict[int, float] = {}
-        run = read_run(folder)
-        for event in events_of(run.ranks[:1], IterationCommitted) if events_of(run.ranks, Rejoined) else ():
+        again: list[tuple[float, float]] = []
+        for event in events_of(run.ranks[:1], IterationCommitted):
             seconds = event.seconds - event.stall_s
             if event.iteration in first_s:
-                spent["first"] += first_s[event.iteration]
-                spent["again"] += seconds
-            first_s[event.iteration] = seconds
-        if spent["first"]:
-            shares.append(f"{spent['again'] / spent['first']:.2f} ({folder.name.partition('-')[2]})")
+                again.append((seconds, first_s[event.iteration]))
+            first_s.setdefault(event.iteration, seconds)
+        if again:
+            spent_s, before_s = map(sum, zip(*again, strict=True))
+            shares.append(f"{spent_s / before_s:.2f} ({policy.partition(':')[0]})")
     yield f"Iterations that ran again took {', '.join(shares)} of their first time."
     yield from AGAIN
 

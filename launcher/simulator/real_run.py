@@ -20,6 +20,7 @@ from launcher.simulator.config import shape_of
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import (
+    Event,
     GenerationEnded,
     HostMemoryUsed,
     IntervalChosen,
@@ -178,19 +179,18 @@ def _came_s(fault: InjectedFault, ranks: Sequence[Sequence[LoggedEvent]], origin
     told_s = fault.unix_s - origin_unix_s
     if not fault.ordered:
         return told_s
-    later = (each for rank in ranks for each in rank if each.t_s >= told_s)
-    if fault.phase in _RECOVERING:
-        return min(
-            (each.t_s for each in later if isinstance(each.event, GenerationEnded | WorkerStarted)), default=math.inf
-        )
-    if fault.iteration is None or fault.iteration == 1:
+    is_recovering = fault.phase in _RECOVERING
+    if not is_recovering and (fault.iteration is None or fault.iteration == 1):
         return told_s
-    reached = (
-        each.t_s
-        for each in later
-        if isinstance(each.event, IterationCommitted) and each.event.iteration == fault.iteration - 1
-    )
-    return min(reached, default=math.inf)
+
+    def is_there(event: Event) -> bool:
+        """Return whether the point is reached with an event: ranks recover, or the iteration before has ended."""
+        if is_recovering:
+            return isinstance(event, GenerationEnded) or (isinstance(event, WorkerStarted) and event.incarnation > 0)
+        return isinstance(event, IterationCommitted) and event.iteration + 1 == fault.iteration
+
+    later = (each for rank in ranks for each in rank if each.t_s >= told_s)
+    return min((each.t_s for each in later if is_there(each.event)), default=math.inf)
 
 
 def _generation_at(t_s: float, ranks: Sequence[Sequence[LoggedEvent]]) -> int | None:

@@ -144,7 +144,7 @@ class CopyRates:
 def stall_s(*, copy_s: float, awaited_s: float, iteration_s: float, interference: float) -> float:
     """Return the seconds that a snapshot adds to training, whose update waits for copies that take `awaited_s`.
 
-    Copies slow training by a share `interference` of their time. An update that waits for them is late by what goes
+    Copies slow training by a share `interference` of their time. An update that waits for them is late by their time
     beyond the iteration, however slow that was: by 3 s for 5 s of copying in an iteration of 2 s (MoC, equation 10).
     Copies that go on after the update slow the next iterations, too.
     """

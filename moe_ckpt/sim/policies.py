@@ -160,25 +160,18 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
     waits_s = served_s if cluster.compute_share == JOB else max(0.0, served_s - iteration_s)
     added_s += waits_s + _lost_share(config, setup.job, replicas) * link.stall_s(link.most_bytes, iteration_s)
     tap_s = cluster.take_s + gradient_bytes / link.bytes_per_s + added_s
-    policy = ServerSnapshots(config, link.profiles, link.own, replicas)
+    make = partial(ServerSnapshots, config, link.profiles, link.own, replicas)
     measured = Measured(iteration_s=iteration_s, copy_bytes_per_s=link.bytes_per_s, popularity=_NO_EXPERTS)
-    pattern = probe_policy(
-        policy,
-        SETTLED,
-        lambda _: measured,
-        lambda _, __: (gradient_bytes, tap_s),
-        disk_every=config.disk_every_iters > 0,
-        is_fixed=True,
-    )
+    pattern = _patterns(config, make, lambda _: measured, lambda _, __: (gradient_bytes, tap_s), is_fixed=True)
     return _in_memory(
         config,
         setup,
         link,
-        lambda _: pattern,
+        lambda _: pattern(SETTLED),
         reload_bytes_per_s=link.bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=min(link.bytes_per_s, _rates(config, setup).kept(replicas)),
-        memory=policy.forecast(),
+        memory=make().forecast(),
         served_s=served_s,
         window_bytes=link.most_bytes,
     )
@@ -482,8 +475,6 @@ def _popularity(setup: Setup, link: _Link) -> Array:
 
 def _active_shares(config: MoevementConfig, num_slots: int, setup: Setup, link: _Link) -> tuple[float, ...]:
     """Return the share of the work that is active once each slot of a window of so many is loaded."""
-    if num_slots == 1:
-        return (1.0,)
     where = slice(None) if link.is_shared else setup.job.positions(link.own)
     work = setup.job.work[where]
     policy = SparseWindows(replace(config, window=num_slots, pause_iters=0), link.profiles, link.own)

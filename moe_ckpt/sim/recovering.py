@@ -92,10 +92,9 @@ def replay_s(setup: Setup, saving: Saving, stages: range, window: Kept, target: 
     active = saving.active(window.num_slots)
 
     def seconds(number: int) -> float:
-        iteration = window.start + number
         mean_s = setup.costs.replay_s(stages, active[min(number, len(active) - 1)])
         # collectives and logs, a small part, are taken to be longer or shorter with it
-        return mean_s * setup.pace.between(iteration, iteration + 1)
+        return mean_s * setup.pace.length(window.start + number + 1)
 
     return sum(seconds(number) for number in range(done, target - window.start))
 

@@ -148,10 +148,9 @@ def probe_policy(
     offset = num_begun = 0
     # a policy is pure: from the same point on, with the same measurements, it repeats its answers
     while len(begins) < 2:
-        so_far = begin.measured(offset, num_begun)
-        plan = policy.plan(offset, lambda: measure(so_far))  # noqa: B023
+        plan = policy.plan(offset, lambda: measure(begin.measured(offset, num_begun)))  # noqa: B023
         if plan.sparse and (offset > 0 or plan.to_disk or not begin.is_kept):
-            choice = plan.window or plan.interval
+            choice, so_far = plan.window or plan.interval, begin.measured(offset, num_begun)
             is_chosen = offset > 0 and choice is not None and so_far and so_far.num_costs == ENOUGH_WINDOWS
             repeats = begins or (begin.is_even(offset) and (is_fixed or is_chosen))
             if plan.sparse.slot == 0 and repeats and (plan.to_disk or not disk_every):

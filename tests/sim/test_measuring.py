@@ -1,4 +1,4 @@
-"""What simulated ranks have measured of their iterations, windows and replays."""
+"""Simulated ranks measure their iterations, windows and replays."""
 
 from __future__ import annotations
 

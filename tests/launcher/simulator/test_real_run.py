@@ -186,7 +186,7 @@ def test_orders_come_in_the_order_of_their_points() -> None:
         injected(103.0, 3, "reduce", 3, **order),
         injected(100.0, 4, "forward", 1, **order),
     ]
-    kills = kills_of(faults, [logged(0, *told[:2], ended, *told[2:])], 100.0)
+    kills = kills_of(faults, [logged(0, (0.5, born(0)), *told[:2], ended, *told[2:])], 100.0)
     assert [kill.rank for kill in kills] == [4, 2, 1, 3, 0]
 
 
