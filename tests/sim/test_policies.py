@@ -80,7 +80,7 @@ def test_a_slow_disk_makes_checkfreq_wait_for_what_is_being_written() -> None:
 @pytest.mark.parametrize("share", ["rank", "job"])
 def test_a_window_is_the_one_that_loses_the_least_time(share: str) -> None:
     """Its slots are small enough to cause no stall where faults are frequent; rare faults make long pauses."""
-    rate = 6000.0 if share == "rank" else 22_000.0
+    rate = 6000.0 if share == "rank" else 20_000.0
     of = setup(machines=cluster(copies_share=share, copy_bytes_per_s=rate, interference=0.02))
     roomy = ("ckpt=moevement", "ckpt.memory_budget_bytes=1000000000", "ckpt.overhead=0.03")
     often, rarely = (plan_saving(ckpt(*roomy, f"ckpt.mtbf_s={mtbf_s}"), of) for mtbf_s in (300, 1e7))
