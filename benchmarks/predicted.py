@@ -2,10 +2,11 @@
 
     python benchmarks/predicted.py [-o DIR] [--write docs/simulator.md] [OVERRIDES]        # model=small, 4 ranks
 
-Constants are measured in runs of their own (launcher/cluster_profile.py), one set for all policies: nothing is taken
-from the runs that are predicted but their settings, where faults hit, and, as the published predictions have it from a
-profile, what an iteration takes. The machine's speed changes from one quarter of an hour to the next, so these runs are
-among the others. With `-o` a folder that has runs already, they are only read. One in memory (/dev/shm) is best where a
+Constants are measured in runs of their own (launcher/cluster_profile.py): in another run of the same policy, with other
+settings and other faults, and where that measured none, in all of these runs. Nothing is taken from the runs that are
+predicted but their settings, where faults hit, and, as the published predictions have it from a profile, what an
+iteration takes. The machine's speed changes from one quarter of an hour to the next, so these runs are among the
+others. With `-o` a folder that has runs already, they are only read. One in memory (/dev/shm) is best where a
 disk's speed comes and goes. Takes about half an hour on two quiet cores.
 """
 
@@ -16,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,8 +28,7 @@ from benchmarks.runs import default_model  # noqa: E402
 from launcher.cluster_profile import constants_of  # noqa: E402
 from launcher.simulator.comparison import predict_run  # noqa: E402
 from launcher.simulator.published_page import OWN_RUNS  # noqa: E402
-from launcher.simulator.real_run import RealRun, events_of, facts_of, read_run, recoveries_of  # noqa: E402
-from moe_ckpt.events import IterationCommitted, Rejoined  # noqa: E402
+from launcher.simulator.real_run import RealRun, facts_of, read_run, recoveries_of  # noqa: E402
 from moe_ckpt.sim.hardware import ClusterConfig  # noqa: E402
 
 RUNS = (  # what is predicted, and what constants are measured in just before
@@ -64,16 +64,24 @@ COLUMNS = (
     "iterations again",
 )
 
+CONSTANTS = (
+    "detect_s",
+    "rebuild_s",
+    "resume_s",
+    "rerun_share",
+    "restart_s",
+    "take_s",
+    "copy_bytes_per_s",
+    "disk_bytes_per_s",
+    "disk_read_bytes_per_s",
+)
+
 HOW = """\
 Faults hit at the start of an iteration. ETTR is the time of new iterations, at the given seconds of one, in all the
-time of a run but its first iteration. Given are those of the run itself on average, without stalls: what copies slow
-iterations down by, where they share the cores, is in the second column alone. Seconds of a fault are means.
-""".splitlines()
-
-AGAIN = """\
-On a CPU oneDNN builds code for each new shape of a BF16 product, and an expert gets a new number of tokens in almost
-every iteration; nor are copies made again. Predictions leave out both: where many iterations run again, they take a
-fault for longer than it is.
+time of a run but its first iteration. Given are those of the run itself on average, as they ran first and without
+stalls: what copies slow iterations down by, where they share the cores, is in the second column alone. Seconds of a
+fault are means. On a CPU an iteration that runs again is faster (`rerun_share`): oneDNN builds code for each new shape
+of a BF16 product, and an expert gets a new number of tokens in almost every iteration.
 """.splitlines()
 
 
@@ -86,9 +94,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.output or Path(temporary)
         measured, predicted = carry_out(folder, settings)
-        cluster = constants_of([read_run(run) for run in measured])
+        in_all = [read_run(run) for run in measured]
+        machine = constants_of(in_all)
+        own = {run.settings.ckpt.policy: constants_of([run], machine) for run in in_all}
         runs = [read_run(run) for run in predicted]
-        lines = [*table(runs, cluster), "", *notes(cluster), "", *iterations_again(runs)]
+        clusters = [own.get(run.settings.ckpt.policy, machine) for run in runs]
+        lines = [*table(runs, clusters), "", *notes(machine, own), "", *HOW]
     print("\n".join(lines))
     if options.write:
         rewrite(options.write, OWN_RUNS, lambda _: "\n".join(lines))
@@ -117,11 +128,11 @@ def run_once(folder: Path, policy: str, settings: Sequence[str]) -> Path:
     return run
 
 
-def table(runs: Sequence[RealRun], cluster: ClusterConfig) -> Iterator[str]:
+def table(runs: Sequence[RealRun], clusters: Sequence[ClusterConfig]) -> Iterator[str]:
     """Yield the lines of a table, a row for each run."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "| --- " * len(COLUMNS) + "|"
-    for run, (policy, _) in zip(runs, RUNS, strict=True):
+    for run, cluster, (policy, _) in zip(runs, clusters, RUNS, strict=True):
         yield f"| {' | '.join([policy.replace(':', ', ').replace('ckpt.', ''), *row(run, cluster)])} |"
 
 
@@ -141,34 +152,15 @@ def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
     yield ", ".join(str(each.again or each.replayed) for each in recovered)
 
 
-def iterations_again(runs: Sequence[RealRun]) -> Iterator[str]:
-    """Yield how long iterations took that ran again, beside their first time, where processes lived on."""
-    shares = []
-    for run, (policy, _) in zip(runs, RUNS, strict=True):
-        if not events_of(run.ranks, Rejoined):
-            continue
-        first_s: dict[int, float] = {}
-        again: list[tuple[float, float]] = []
-        for event in events_of(run.ranks[:1], IterationCommitted):
-            seconds = event.seconds - event.stall_s
-            if event.iteration in first_s:
-                again.append((seconds, first_s[event.iteration]))
-            first_s.setdefault(event.iteration, seconds)
-        if again:
-            spent_s, before_s = map(sum, zip(*again, strict=True))
-            shares.append(f"{spent_s / before_s:.2f} ({policy.partition(':')[0]})")
-    yield f"Iterations that ran again took {', '.join(shares)} of their first time."
-    yield from AGAIN
-
-
-def notes(cluster: ClusterConfig) -> Iterator[str]:
-    """Yield what was measured for all of them, and how to read the table."""
-    names = ("detect_s", "rebuild_s", "resume_s", "restart_s", "take_s")
-    names += ("copy_bytes_per_s", "disk_bytes_per_s", "disk_read_bytes_per_s")
-    values = ", ".join(f"`{name}` {getattr(cluster, name):.3g}" for name in names)
-    yield f"Measured on {os.cpu_count()} cores in other runs, medians of 5 faults in each: {values}."
+def notes(machine: ClusterConfig, own: Mapping[str, ClusterConfig]) -> Iterator[str]:
+    """Yield the constants that were measured in all other runs, and those of the other run of each policy."""
+    values = ", ".join(f"`{name}` {getattr(machine, name):.3g}" for name in CONSTANTS)
+    yield f"Measured on {os.cpu_count()} cores in all other runs, 5 faults in each: {values}."
     yield ""
-    yield from HOW
+    for policy, cluster in own.items():
+        differing = [name for name in CONSTANTS if getattr(cluster, name) != getattr(machine, name)]
+        values = ", ".join(f"`{name}` {getattr(cluster, name):.3g}" for name in differing)
+        yield f"- in another run of {policy}: {values}"
 
 
 if __name__ == "__main__":

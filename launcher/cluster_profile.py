@@ -17,7 +17,15 @@ from pathlib import Path
 
 from launcher.config import CONF_DIR
 from launcher.simulator.config import compose_machine
-from launcher.simulator.real_run import RealRun, events_of, facts_of, read_run, recoveries_of, setup_of
+from launcher.simulator.real_run import (
+    RealRun,
+    events_of,
+    facts_of,
+    first_seconds,
+    read_run,
+    recoveries_of,
+    setup_of,
+)
 from moe_ckpt.errors import exit_status
 from moe_ckpt.events import (
     CheckpointSaved,
@@ -26,10 +34,15 @@ from moe_ckpt.events import (
     LoggedEvent,
     Rejoined,
     SnapshotTaken,
+    StageRecovered,
     StateResumed,
     WorkerStarted,
 )
+from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.hardware import ClusterConfig
+from moe_ckpt.sim.pace import Pace
+from moe_ckpt.sim.policies import plan_saving
+from moe_ckpt.sim.recovering import replay_s
 
 _WHAT = "Print the constants of this machine as real runs measured them."
 _OF_A_FAULT = ("detect_s", "rebuild_s", "resume_s", "restart_s")
@@ -55,9 +68,12 @@ def main(arguments: Sequence[str]) -> int:
     return exit_status(profile)
 
 
-def constants_of(runs: Sequence[RealRun]) -> ClusterConfig:
-    """Return this machine as runs measured it; what they did not measure is that of conf/cluster/local.yaml."""
-    cluster, _ = compose_machine(["cluster=local"])
+def constants_of(runs: Sequence[RealRun], others: ClusterConfig | None = None) -> ClusterConfig:
+    """Return this machine as runs measured it; constants that they did not measure are those of `others`.
+
+    Without `others` they are those of conf/cluster/local.yaml.
+    """
+    cluster = others or compose_machine(["cluster=local"])[0]
     found = measure(runs, cluster)
     kinds = {name: type(getattr(cluster, name)) for name in found}
     return replace(cluster, **{name: kinds[name](value) for name, value in found.items()})
@@ -69,6 +85,12 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
     snapshots = [event for run in runs for event in _copied_freely(run)]
     rates, whole = _rates(snapshots), _rates([event for event in snapshots if event.num_slots == 1])
     stalls = [stall_s for run in runs for stall_s in _stalls_s(run)]
+    speeds = [_flops_per_s(run, cluster) for run in runs]
+    cluster = replace(cluster, flops_per_s=statistics.median(speeds))
+    again = [times for run in runs for times in _times_again(run, cluster)]
+    if again:
+        again_s, first_s = map(sum, zip(*again, strict=True))
+        cluster = replace(cluster, rerun_share=again_s / first_s)
     recoveries = [_costs_of(run, cluster) for run in runs]
     saved = [event for event in events_of(ranks, CheckpointSaved) if event.seconds > 0]
     loaded = [event for event in events_of(ranks, StateResumed) if event.seconds > 0 and event.iteration > 0]
@@ -76,11 +98,12 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
         "copy_bytes_per_s": rates,
         "whole_copy_bytes_per_s": whole or rates,
         "take_s": stalls,
+        "rerun_share": [cluster.rerun_share] if again else [],
         **{name: [each[name] for of_run in recoveries for each in of_run if name in each] for name in _OF_A_FAULT},
         "disk_bytes_per_s": [event.size_bytes / event.seconds for event in saved],
         # the event of a load has no size: whole checkpoints of a run are all alike
         "disk_read_bytes_per_s": [saved[0].size_bytes / event.seconds for event in loaded if saved],
-        "flops_per_s": [_flops_per_s(run, cluster) for run in runs],
+        "flops_per_s": speeds,
     }
     # a disk's speed is no constant: the same checkpoint has taken 2.7 s and 6.5 s within an hour
     found = {name: f"{statistics.median(values):.3g}" for name, values in measured.items() if values}
@@ -116,16 +139,14 @@ def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
 
 def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
     """Return what of each fault's cost is which constant; what a replay takes follows from the others."""
-    usual_s = _usual_s(run)
-    rates = _rates(_copied_freely(run)) or [cluster.copy_bytes_per_s]
-    whole_bytes = max((event.dense_bytes for event in events_of(run.ranks, SnapshotTaken)), default=0)
-    load_s = whole_bytes / statistics.median(rates)
+    usual_s, load_s = _usual_s(run), _load_s(run, cluster)
     restarts = not events_of(run.ranks, Rejoined)
     found = []
     for recovered in recoveries_of(run.ranks, 0.0):
         rejoined, before = recovered.rejoined, recovered.before
         # the new iteration is taken to need as long as the one before it
-        trained_s = sum(map(usual_s, [*range(before - recovered.again + 1, before + 1), before]))
+        share = 1.0 if restarts else cluster.rerun_share
+        trained_s = share * sum(map(usual_s, range(before - recovered.again + 1, before + 1))) + usual_s(before)
         if restarts:
             rest_s = recovered.cost_s - trained_s - recovered.resumed_s - cluster.detect_s
             found.append({"restart_s": max(0.0, rest_s)})
@@ -140,11 +161,50 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
 
 def _usual_s(run: RealRun) -> Callable[[int], float]:
     """Return the seconds of an iteration by itself when it ran first, of any number; the mean for the first one."""
-    iteration_s = facts_of(run.ranks).iteration_s
-    first: dict[int, float] = {}
-    for event in events_of(run.ranks[:1], IterationCommitted):
-        first.setdefault(event.iteration, event.seconds - event.stall_s)
+    iteration_s, first = facts_of(run.ranks).iteration_s, first_seconds(run.ranks[0])
     return lambda number: first.get(number, iteration_s) if number > 1 else iteration_s
+
+
+def _load_s(run: RealRun, cluster: ClusterConfig) -> float:
+    """Return the seconds in which a rank loads its whole state from host memory."""
+    rates = _rates(_copied_freely(run)) or [cluster.copy_bytes_per_s]
+    whole_bytes = max((event.dense_bytes for event in events_of(run.ranks, SnapshotTaken)), default=0)
+    return whole_bytes / statistics.median(rates)
+
+
+def _times_again(run: RealRun, cluster: ClusterConfig) -> Iterator[tuple[float, float]]:
+    """Yield the seconds of iterations that ran again in processes that lived on, and those that the same took first.
+
+    A replay by some stages counts beside the seconds that it would take if nothing were faster than at first.
+    """
+    if not events_of(run.ranks, Rejoined):
+        return
+    usual_s, seen = _usual_s(run), set[int]()
+    for event in events_of(run.ranks[:1], IterationCommitted):
+        if event.iteration in seen:
+            yield event.seconds - event.stall_s, usual_s(event.iteration)
+        seen.add(event.iteration)
+    replays = events_of(run.ranks, StageRecovered)
+    if replays:
+        load_s = _load_s(run, cluster)
+        for replay, first_s in zip(replays, _first_s(run, replays, cluster), strict=True):
+            if first_s:
+                yield max(0.0, replay.seconds - load_s), first_s
+
+
+def _first_s(run: RealRun, replays: Sequence[StageRecovered], cluster: ClusterConfig) -> Iterator[float]:
+    """Yield the seconds of replays in a simulation, if their iterations take as long as they did at first."""
+    usual_s, iteration_s = _usual_s(run), facts_of(run.ranks).iteration_s
+    last = max(replay.iteration for replay in replays)
+    pace = Pace([usual_s(number) / iteration_s for number in range(1, last + 1)])
+    setup = setup_of(run, replace(cluster, rerun_share=1.0), iteration_s, pace)
+    saving = plan_saving(run.settings.ckpt, setup)
+    num_slots = {event.window_start: event.num_slots for event in events_of(run.ranks, SnapshotTaken)}
+    for replay in replays:
+        start, stages = replay.window_start, range(replay.first_stage, replay.last_stage + 1)
+        window = Kept(start=start, end=start + num_slots.get(start, 1) - 1)
+        done = replay.iteration - replay.replayed_iters - start
+        yield replay_s(setup, saving, stages, window, replay.iteration, done)
 
 
 def _copied_freely(run: RealRun) -> list[SnapshotTaken]:

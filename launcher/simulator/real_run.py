@@ -49,7 +49,7 @@ _ENDED = {"between": "snapshot", "done": "snapshot"}  # the last point of an ite
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """A run's measurements, real or simulated. `iteration_s`: an iteration on average, without stalls.
+    """A run's measurements, real or simulated. `iteration_s`: an iteration on average as it ran first, without stalls.
 
     `wall_s` is from the end of the first iteration, which is slow by itself, to that of the last one. `recovery_s` is
     what a fault costs on average. Bytes are those of the rank with the most.
@@ -260,8 +260,8 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:
     commits = [(logged.t_s, logged.event) for logged in first if isinstance(logged.event, IterationCommitted)]
     require(bool(commits), "real", "no iteration", "the folder of a run that trained")
     iterations = max(event.iteration for _, event in commits)
-    # without the first iteration, which is slow by itself
-    iteration_s = statistics.fmean(event.seconds - event.stall_s for _, event in commits[1:] or commits)
+    seconds = [*first_seconds(first).values()]
+    iteration_s = statistics.fmean(seconds[1:] or seconds)  # the first iteration is slow by itself
     commits_s = first_commits(ranks)
     recoveries = [recovered.cost_s for recovered in recoveries_of(ranks, iteration_s)]
     snapshots = [event for event in events_of(ranks, SnapshotTaken) if event.iteration > 0]
@@ -337,6 +337,14 @@ def first_commits(ranks: Sequence[Sequence[LoggedEvent]]) -> dict[int, float]:
     """Return the time of the first commit of each iteration, by any rank."""
     commits = [(e.t_s, e.event.iteration) for rank in ranks for e in rank if isinstance(e.event, IterationCommitted)]
     return {iteration: t_s for t_s, iteration in sorted(commits, reverse=True)}
+
+
+def first_seconds(rank: Sequence[LoggedEvent]) -> dict[int, float]:
+    """Return the seconds of each iteration as a rank ran it first, without stalls, in order."""
+    seconds: dict[int, float] = {}
+    for event in events_of([rank], IterationCommitted):
+        seconds.setdefault(event.iteration, event.seconds - event.stall_s)
+    return seconds
 
 
 def _interval(ranks: Sequence[Sequence[LoggedEvent]]) -> float:

@@ -75,7 +75,8 @@ class _Run:
         self._on_disk: Kept | None = None
         self._unreplicated = _NO_RANKS
         self._num_faults = 0
-        self._history = MeasurementHistory(setup.pace)
+        self._history = MeasurementHistory()
+        self._run_before = 0  # the iterations that live processes have run once
         self._epoch = saving.partial.first_epoch() if saving.partial else None
 
     def run(self) -> Outcome:
@@ -114,10 +115,10 @@ class _Run:
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
         newest = carried[-1] if carried else None
         kept_since, kept_slots = (newest.start, newest.num_slots) if newest else (None, 0)
-        begin = self._history.start(start, kept_since, kept_slots)
+        costs, pace = self._setup.costs, self._setup.pace.again(self._run_before, self._setup.costs.rerun_share)
+        begin = self._history.start(pace, start, kept_since, kept_slots)
         pattern = self._epoch.pattern if self._epoch else self._saving.pattern(begin)
-        setup = self._setup
-        return Generation(setup.costs, self._saving, pattern, start, since_s, carried, self._epoch, setup.pace)
+        return Generation(costs, self._saving, pattern, start, since_s, carried, self._epoch, pace)
 
     def _next_fault(self, generation: Generation, until_s: float) -> TimedFault | None:
         """Return the next fault if it comes before a time; it is then removed from the queue."""
@@ -149,7 +150,11 @@ class _Run:
     def _account(self, generation: Generation, moment: Moment) -> None:
         reached = generation.start + moment.iterations
         num_begun = generation.pattern.num_begun(moment.iterations)
-        self._history.trained(generation.start, reached, num_begun, takes_base=not generation.carried)
+        self._history.trained(generation.pace, generation.start, reached, num_begun, takes_base=not generation.carried)
+        self._run_before = max(self._run_before, reached)
+        # iterations that ran again counted as long as at first when they were lost
+        first, again = (pace.between(generation.start, reached) for pace in (self._setup.pace, generation.pace))
+        self._ledger.again_s -= (first - again) * self._setup.costs.iteration_s
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
         # an iteration that a fault cuts off is run again
         self._ledger.again_s += moment.into_s
@@ -186,9 +191,10 @@ class _Run:
         assert path is not None
         if path.estimate:
             for rollback in path.estimate.plan.rollbacks:
-                self._history.replayed(rollback.starts_from, path.iteration)
-        if path.source == _BEGINNING or len(attempt.losses.dead) == self._setup.job.layout.world_size:
-            self._history = MeasurementHistory(self._setup.pace)  # no process lives on
+                self._history.replayed(self._setup.pace, rollback.starts_from, path.iteration)
+        restarts = self._saving.recovery is Recovery.RESTART or path.source == _BEGINNING
+        if restarts or len(attempt.losses.dead) == self._setup.job.layout.world_size:
+            self._history, self._run_before = MeasurementHistory(), 0  # no process lives on
         if self._epoch and self._saving.partial:
             self._epoch = self._saving.partial.next_epoch(self._epoch, path.account, path.iteration)
         recovered = Recovered(

@@ -201,15 +201,15 @@ class _Rank:
                     window_start=rollback.window_start,
                     first_stage=rollback.stages[0],
                     last_stage=rollback.stages[-1],
-                    replayed_iters=stretch.iteration - rollback.window_start,
+                    replayed_iters=stretch.iteration - rollback.starts_from,
                     fetched_bytes=0,
-                    seconds=stretch.replay_s,
+                    seconds=stretch.fetch_s + stretch.replay_s - self._setup.cluster.resume_s,
                 )
                 yield back_s, recovered
 
     def _rejoined(self, stretch: Recovered, deaths: list[str], joined_s: float) -> Rejoined:
         rollbacks = stretch.plan.rollbacks if stretch.plan else ()
-        starts = [rollback.window_start for rollback in rollbacks if self._stage in rollback.stages]
+        starts = [rollback.starts_from for rollback in rollbacks if self._stage in rollback.stages]
         return Rejoined(
             generation=self._generation,
             iteration=stretch.iteration,

@@ -86,16 +86,15 @@ def costs_after(num_costs: int, num_begun: int, *, takes_base: bool) -> int:
 class MeasurementHistory:
     """The measurements of ranks that live on, since the job began."""
 
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
+    def __init__(self) -> None:
         self._warm_up_iters = WARM_UP_ITERS
         self._recent: deque[float] = deque(maxlen=RECENT_ITERS)
         self._num_costs = 0
         self._replays: deque[float] = deque(maxlen=RECENT_ITERS)
 
-    def start(self, done: int, kept_since: int | None, kept_slots: int) -> GenerationStart:
+    def start(self, pace: Pace, done: int, kept_since: int | None, kept_slots: int) -> GenerationStart:
         """Return the start of a generation after `done` iterations; its newest kept window is that one."""
-        recent, coming = tuple(self._recent), self._pace.after(done)
+        recent, coming = tuple(self._recent), pace.after(done)
         if not coming and set(recent) == {1.0}:
             recent = (1.0,)  # one is as good as many, and a pattern may be there for it
         return GenerationStart(
@@ -108,19 +107,18 @@ class MeasurementHistory:
             kept_slots=kept_slots,
         )
 
-    def trained(self, done: int, reached: int, num_begun: int, *, takes_base: bool) -> None:
+    def trained(self, pace: Pace, done: int, reached: int, num_begun: int, *, takes_base: bool) -> None:
         """A generation has trained the iterations `done` + 1 to `reached`, and begun so many windows."""
         skipped = min(self._warm_up_iters, reached - done)
         self._warm_up_iters -= skipped
         first = max(done + skipped, reached - RECENT_ITERS)
-        self._recent.extend(self._pace.length(number) for number in range(first + 1, reached + 1))
+        self._recent.extend(map(pace.length, range(first + 1, reached + 1)))
         self._num_costs = costs_after(self._num_costs, num_begun, takes_base=takes_base)
 
-    def replayed(self, done: int, reached: int) -> None:
+    def replayed(self, pace: Pace, done: int, reached: int) -> None:
         """A stage has replayed the iterations `done` + 1 to `reached`."""
         if done < reached:
-            lengths = (self._pace.length(number) for number in range(done + 1, reached + 1))
-            self._replays.append(statistics.fmean(lengths))
+            self._replays.append(pace.between(done, reached) / (reached - done))
 
 
 SETTLED = GenerationStart(recent=(1.0,), num_costs=ENOUGH_WINDOWS, replay_length=1.0)

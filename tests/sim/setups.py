@@ -37,6 +37,7 @@ CLUSTER = ClusterConfig(
     whole_copy_bytes_per_s=1e6,
     take_s=0.0,
     interference=0.0,
+    rerun_share=1.0,
     server_bytes_per_s=1e9,
     disk_bytes_per_s=1e7,
     disk_read_bytes_per_s=1e7,

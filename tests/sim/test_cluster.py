@@ -390,6 +390,26 @@ def test_iterations_take_their_own_time_also_when_they_run_again() -> None:
     assert rolled_back.ledger.useful_s == 40.0 + 10.0 * (rolled_back.iterations - 8)
 
 
+def test_iterations_that_run_again_are_faster_in_processes_that_live_on() -> None:
+    """Faults come after 12 iterations, and after two of them have run again, in 8 s and not 10 s each."""
+    of = setup(machines=cluster(rerun_share=0.8, restart_s=3.0))
+    kills = [Kill(rank=0, iteration=13, phase="forward"), Kill(rank=0, iteration=11, phase="forward")]
+
+    def in_order(saving: Saving) -> Outcome:
+        return simulate(of, saving, kills, duration_s=1e9, last_iteration=14, in_order=True)
+
+    living = in_order(plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4"), of))
+    first, second = recoveries(living)
+    assert (first.lost_iters, second.lost_iters) == (4, 2)
+    assert (living.ledger.useful_s, living.ledger.again_s) == (140.0, pytest.approx(2 * 8.0 + 4 * 8.0))
+    assert second.since_s == pytest.approx(first.since_s + first.seconds + 2 * 8.0)
+    _, again = starts(of, kills[:1], plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4"), of))
+    assert (again.coming, set(again.recent)) == ((0.8,) * 4, {1.0})
+    anew = in_order(plan_saving(ckpt("ckpt=dense", "ckpt.every_iters=5"), of))
+    assert [each.lost_iters for each in recoveries(anew)] == [2, 0]
+    assert anew.ledger.again_s == pytest.approx(2 * 10.0)
+
+
 def test_partial_snapshots_lose_tokens_and_grow_when_they_lose_too_many() -> None:
     fixed = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.dynamic_k=false"), SETUP)
     grows = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.plt_limit=0.02"), SETUP)
@@ -425,14 +445,21 @@ def poisson(mtbf_s: float, seed: int, scope: str = "process", count: int = 100) 
     mtbf_s=st.floats(20.0, 5000.0),
     scope=st.sampled_from(["process", "node"]),
     seed=st.integers(0, 1000),
+    rerun_share=st.sampled_from([1.0, 0.7, 1.3]),
 )
-def test_time_adds_up_and_seeds_repeat_runs(overrides: tuple[str, ...], mtbf_s: float, scope: str, seed: int) -> None:
-    saving, kills = plan_saving(ckpt(*overrides), SETUP), poisson(mtbf_s, seed, scope)
-    outcome, again = (run(saving, kills, duration_s=3000.0) for _ in range(2))
+def test_time_adds_up_and_seeds_repeat_runs(
+    overrides: tuple[str, ...], mtbf_s: float, scope: str, seed: int, rerun_share: float
+) -> None:
+    of = setup(machines=cluster(rerun_share=rerun_share))
+    saving, kills = plan_saving(ckpt(*overrides), of), poisson(mtbf_s, seed, scope)
+    outcome, again = (run(saving, kills, of=of, duration_s=3000.0) for _ in range(2))
     ledger = outcome.ledger
     assert 0.0 <= ledger.ettr <= 1.0
     assert min(ledger.useful_s, ledger.stall_s, ledger.again_s, ledger.recovery_s) >= 0.0
     assert ledger.wall_s >= 3000.0
+    last = outcome.timeline[-1]
+    if isinstance(last, Trained):
+        assert last.generation.since_s + last.generation.elapsed_s(last.iterations) == pytest.approx(ledger.wall_s)
     assert (again.ledger, again.iterations, again.num_faults) == (ledger, outcome.iterations, outcome.num_faults)
     for recovered in recoveries(outcome):
         assert all(fault.after_s <= recovered.since_s + recovered.seconds + 1e-9 for fault in recovered.faults)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moe_ckpt.config import NO_CAPS, MaxBytesPerS
@@ -52,13 +54,25 @@ def test_replay_of_one_stage_has_no_bubbles_and_frozen_operators_cost_less() -> 
 
 
 def test_stages_alone_have_the_processors_of_all_where_these_are_shared() -> None:
-    timing = TimingConfig(iteration_s=10.0, interleave=1)
-    costs = estimate(job(), cluster(compute_share="job"), timing)
+    timing, machines = TimingConfig(iteration_s=10.0, interleave=1), cluster(gpu_bytes_per_s=1e5)
+    costs = estimate(job(), replace(machines, compute_share="job"), timing)
     whole_s = costs.pipeline_s(range(4))
-    assert whole_s == estimate(job(), cluster(), timing).pipeline_s(range(4))
+    assert whole_s == estimate(job(), machines, timing).pipeline_s(range(4))
     assert sum(costs.pipeline_s(range(stage, stage + 1)) for stage in range(4)) == pytest.approx(whole_s)
     assert costs.pipeline_s(range(2)) == pytest.approx(
         whole_s * costs.micro_batch_s[:2].sum() / costs.micro_batch_s.sum()
+    )
+    replayed_s = sum(costs.replay_s(range(stage, stage + 1), 1.0) - costs.log_s[stage] for stage in range(4))
+    assert replayed_s == pytest.approx(costs.iteration_s), "their updates, too"
+    assert costs.update_s > 1.0
+
+
+def test_a_replay_is_as_much_faster_as_iterations_that_run_again() -> None:
+    costs = setup(machines=cluster(rerun_share=0.8)).costs
+    assert costs.replay_s(range(4), 1.0) == pytest.approx(8.0)
+    received_s = costs.log_s[1]
+    assert costs.replay_s(range(1, 2), 0.5) - received_s == pytest.approx(
+        0.8 * (setup().costs.replay_s(range(1, 2), 0.5) - received_s)
     )
 
 

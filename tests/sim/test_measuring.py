@@ -43,20 +43,20 @@ def test_all_is_even_once_different_iterations_are_forgotten(begin: GenerationSt
 
 def test_a_history_has_the_last_iterations_and_the_median_of_replays() -> None:
     lengths = [0.3, 0.7, 1.1, 1.9, 0.2, 1.3]
-    history = MeasurementHistory(Pace(lengths))
-    history.trained(0, 1, 1, takes_base=True)
-    history.trained(0, 4, 2, takes_base=False)
-    history.trained(4, 4, 1, takes_base=False)
+    history, pace = MeasurementHistory(), Pace(lengths)
+    history.trained(pace, 0, 1, 1, takes_base=True)
+    history.trained(pace, 0, 4, 2, takes_base=False)
+    history.trained(pace, 4, 4, 1, takes_base=False)
     for done, reached in [(0, 1), (1, 3), (2, 2), (3, 4)]:
-        history.replayed(done, reached)
-    start = history.start(4, 2, 3)
+        history.replayed(pace, done, reached)
+    start = history.start(pace, 4, 2, 3)
     assert (start.recent, start.coming, start.warm_up_iters) == (tuple(lengths[1:4]), tuple(lengths[4:]), 0)
     assert (start.num_costs, start.replay_length, start.kept_age_iters, start.kept_slots) == (1, 0.9, 2, 3)
 
 
 def test_a_history_of_an_even_pace_is_short() -> None:
-    history = MeasurementHistory(EVEN)
-    history.trained(0, WARM_UP_ITERS, 2, takes_base=True)
-    assert history.start(WARM_UP_ITERS, None, 0) == GenerationStart()
-    history.trained(WARM_UP_ITERS, 10**9, 3, takes_base=False)
-    assert history.start(10**9, None, 0) == GenerationStart(recent=(1.0,), num_costs=2)
+    history = MeasurementHistory()
+    history.trained(EVEN, 0, WARM_UP_ITERS, 2, takes_base=True)
+    assert history.start(EVEN, WARM_UP_ITERS, None, 0) == GenerationStart()
+    history.trained(EVEN, WARM_UP_ITERS, 10**9, 3, takes_base=False)
+    assert history.start(EVEN, 10**9, None, 0) == GenerationStart(recent=(1.0,), num_costs=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -231,6 +231,7 @@ MACHINE = {
     "detect_s": 0.3,
     "rebuild_s": 0.7,
     "resume_s": 1.5,
+    "rerun_share": 0.8,
     "restart_s": 9.0,
     "flops_per_s": 5e8,
     "take_s": 0.01,
@@ -291,6 +292,16 @@ def test_constants_from_other_runs_predict_a_run_of_the_same_machine(policy: str
     assert predicted.recovery_s == pytest.approx(truth.recovery_s, rel=0.05)
     assert predicted.ettr == pytest.approx(truth.ettr, abs=0.01)
     assert truth.num_recoveries == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "share"), [("gemini", MACHINE["rerun_share"]), ("moevement", MACHINE["rerun_share"]), ("dense", 0.5)]
+)
+def test_how_long_iterations_take_that_run_again_is_measured(policy: str, share: float) -> None:
+    """All ranks ran them again, or a stage replayed them; new processes are no faster than at first."""
+    others = replace(compose_machine(["cluster=local"])[0], rerun_share=0.5)
+    found = constants_of([run_of(policy, LINKS["fast links"])], others)
+    assert found.rerun_share == pytest.approx(share, rel=0.01)
 
 
 def test_a_cap_is_none_of_the_machines_rates() -> None:
