@@ -212,7 +212,9 @@ class _Run:
         )
         # windows that end later are of iterations that are trained again, and a load from disk drops all
         is_kept = path.source == HOST_MEMORY
-        return recovered, tuple(kept for kept in attempt.kept if is_kept and kept.end <= path.iteration)
+        # nor do ranks go on with one that was not confirmed: they take it again
+        carried = (kept for kept in attempt.kept if kept.is_confirmed and kept.end <= path.iteration)
+        return recovered, tuple(carried) if is_kept else ()
 
     def _join(self, attempt: _Attempt, fault: TimedFault) -> None:
         """Detect the losses, replace them, and let all ranks meet again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from moe_ckpt.sim.costs import Costs
@@ -28,11 +28,16 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """A complete window: the states after `start` to `end`. `epoch` is that of a partial checkpoint."""
+    """A complete window: the states after `start` to `end`. `epoch` is that of a partial checkpoint.
+
+    Once it `is_confirmed`, all ranks know that all of them, and their peers, have it. Until then they keep the one
+    before it.
+    """
 
     start: int
     end: int
     is_whole: bool = True
+    is_confirmed: bool = field(default=True, compare=False)
     epoch: Epoch | None = field(default=None, compare=False)
 
     @property
@@ -109,9 +114,22 @@ class Generation:
         return max(0.0, self.stalls_s(number) - self.stalls_s(number - 1))
 
     def kept(self, moment: Moment) -> tuple[Kept, ...]:
-        """Return the windows that all ranks, and their peers, have at a moment, oldest first."""
-        newest = [self._at(span) for span in islice(self._complete(moment), self.saving.keep_windows)]
-        return (*self.carried, *reversed(newest))[-self.saving.keep_windows :]
+        """Return the windows that all ranks have at a moment, oldest first; the last one may not be confirmed."""
+        newest = [self._at(span) for span in islice(self._complete(moment), 1 + self.saving.keep_windows)]
+        begun = next(iter(self.pattern.spans_back(moment.iterations)), None)
+        # ranks wait for the confirmation of a window before they begin the next one
+        is_pending = begun is not None and newest[:1] == [self._at(begun)] and not self._is_confirmed(begun, moment)
+        pending = [replace(kept, is_confirmed=False) for kept in newest[:is_pending]]
+        return (*(*self.carried, *reversed(newest[is_pending:]))[-self.saving.keep_windows :], *pending)
+
+    def _is_confirmed(self, span: Span, moment: Moment) -> bool:
+        """Whether ranks agreed at the last end of a pass that they, and then their peers, had a complete window."""
+        saving, last = self.saving, span.last
+        # peers are sent a copy of what is in host memory
+        copies_s = last.size_bytes / saving.host_bytes_per_s + last.size_bytes / saving.peer_bytes_per_s
+        complete_s = max(self._copied_s(span), self.elapsed_s(last.offset) + copies_s)
+        agreed_s = self.elapsed_s(moment.iterations + moment.ready) - self.costs.update_s
+        return self._is_awaited(span, moment) or complete_s <= agreed_s
 
     def is_replicated(self, moment: Moment) -> bool:
         """Whether copies are where they should be again: those of a window from before, or of a new one."""
@@ -154,15 +172,21 @@ class Generation:
         If stages recover alone and windows follow each other, training waits for that before it changes the state, and
         for a first window under every policy.
         """
-        agrees = self.saving.recovery is Recovery.LOCAL
-        agreed = moment.iterations if moment.ready else moment.iterations - 1
         now_s = self._now_s(moment)
         for span in self.pattern.spans_back(moment.iterations):
-            last = span.last
-            # nothing could be recovered without the base: training begins once it is kept
-            is_first = last.offset == 0 and not self.carried
-            is_agreed = agrees and not last.pause_iters and last.offset <= agreed
-            copied_s = last.size_bytes / self.saving.kept_bytes_per_s
-            kept_s = self.elapsed_s(last.offset) + copied_s + self.saving.served_s
-            if is_first or is_agreed or kept_s <= now_s:
+            if self._is_awaited(span, moment) or self._copied_s(span) <= now_s:
                 yield span
+
+    def _is_awaited(self, span: Span, moment: Moment) -> bool:
+        """Whether training has waited until a window was kept."""
+        last = span.last
+        # nothing could be recovered without the base
+        is_first = last.offset == 0 and not self.carried
+        agreed = moment.iterations if moment.ready else moment.iterations - 1
+        is_agreed = self.saving.recovery is Recovery.LOCAL and not last.pause_iters and last.offset <= agreed
+        return is_first or is_agreed
+
+    def _copied_s(self, span: Span) -> float:
+        """Return when the last snapshot of a window has reached its destinations."""
+        copied_s = span.last.size_bytes / self.saving.kept_bytes_per_s
+        return self.elapsed_s(span.last.offset) + copied_s + self.saving.served_s

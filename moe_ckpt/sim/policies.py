@@ -139,6 +139,7 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
+        peer_bytes_per_s=rates.to_peers(replicas),
         disk_s=setup.total_full_bytes / rates.disk(),
         memory=make().forecast(),
     )
@@ -250,6 +251,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         logs=config.boundary_log,
         keep_windows=config.keep_windows,
         kept_bytes_per_s=link.bytes_per_s,
+        peer_bytes_per_s=rates.to_peers(replicas),
         disk_s=setup.total_full_bytes / rates.disk(),
         active=cache(lambda num_slots: _active_shares(config, num_slots, setup, link)),
         memory=make().forecast(chosen.num_slots, chosen.pause_iters),

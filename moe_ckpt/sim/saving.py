@@ -76,12 +76,13 @@ class Saving:
 
     `pattern` gives its snapshots in a generation; `settled` are those in one that starts once all costs, and a replay,
     have been measured.
-    `host_bytes_per_s`: the rate at which a snapshot reaches host memory, `kept_bytes_per_s` the one at which it reaches
-    all its destinations, both within the policy's caps, which do not hold for `reload_bytes_per_s`; `disk_s` the time
-    of a snapshot that goes to disk. `active` gives, for a window of so many slots, the share of the work whose
-    operators are active once slot j of it is loaded. `partial`: the experts in snapshots. `served_s`: the time in which
-    servers make a state of a snapshot that has arrived; `window_bytes` are those of such a state on a rank, None where
-    snapshots are the state.
+    `host_bytes_per_s`: the rate at which a snapshot reaches host memory, `peer_bytes_per_s` the one at which it
+    goes from there to peers, `kept_bytes_per_s` the one at which it reaches all destinations, all within the
+    policy's caps, which do not hold for `reload_bytes_per_s`; `disk_s` the time of a snapshot that goes to disk.
+    `active` gives, for a window of so many slots, the share of the work whose operators are active once slot j of
+    it is loaded. `partial`: the experts in snapshots. `served_s`: the time in which servers make a state of a
+    snapshot that has arrived; `window_bytes` are those of such a state on a rank, None where snapshots are the
+    state.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Saving:
     keep_windows: int = 1
     host_bytes_per_s: float = math.inf
     kept_bytes_per_s: float = math.inf
+    peer_bytes_per_s: float = math.inf
     disk_s: float = 0.0
     durable: Durable | None = None
     active: Callable[[int], tuple[float, ...]] = lambda num_slots: (1.0,) * num_slots

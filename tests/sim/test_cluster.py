@@ -241,6 +241,22 @@ def test_all_go_on_from_the_snapshot_to_which_they_went_back() -> None:
     assert offsets == [4, 8], "none at the state of iteration 4"
 
 
+def test_all_take_the_snapshot_again_that_peers_do_not_have_yet() -> None:
+    """The one after iteration 4 is in host memory with the next iteration, and with peers two iterations later."""
+    rate = GEMINI.whole_bytes / 12.0
+    of = setup(machines=cluster(whole_copy_bytes_per_s=rate, network_bytes_per_s=2 * rate))
+    saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4", "ckpt.replicas=1"), of)
+    for number, is_kept in [(6, False), (7, False), (8, True)]:
+        _, again = starts(of, [Kill(rank=0, iteration=number, phase="forward")], saving)
+        assert (again.is_kept, again.kept_age_iters) == (is_kept, 0 if is_kept else 4), number
+    kills = [Kill(rank=0, iteration=number, phase="backward") for number in (6, 5)]
+    outcome = simulate(of, saving, kills, duration_s=1e9, last_iteration=9, in_order=True)
+    first, second = recoveries(outcome)
+    assert (first.iteration, second.iteration) == (4, 0), "until they have it, the one before is kept"
+    taken = next(each.generation for each in outcome.timeline[2:] if isinstance(each, Trained))
+    assert taken.iteration_s(1) == pytest.approx(12.0)
+
+
 def test_a_wait_far_away_is_none_of_a_slow_iteration() -> None:
     of = setup(machines=cluster(whole_copy_bytes_per_s=GEMINI.whole_bytes / 15.0))
     saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=40"), of)
