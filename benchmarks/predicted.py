@@ -3,10 +3,10 @@
     python benchmarks/predicted.py [-o DIR] [--write docs/simulator.md] [OVERRIDES]        # model=small, 4 ranks
 
 Constants are measured in runs of their own (launcher/cluster_profile.py): in another run of the same policy, with other
-settings and other faults, and where that measured none, in all of these runs. Nothing is taken from the runs that are
-predicted but their settings, where faults hit, and, as the published predictions have it from a profile, what an
-iteration takes. The machine's speed changes from one quarter of an hour to the next, so these runs are among the
-others. With `-o` a folder that has runs already, they are only read. One in memory (/dev/shm) is best where a
+settings and other faults. A constant that this run did not measure is that of all measured runs. Nothing is taken from
+the runs that are predicted but their settings, where faults hit, and, as the published predictions have it from a
+profile, what an iteration takes. The machine's speed changes from one quarter of an hour to the next, so these runs are
+among the others. With `-o` a folder that has runs already, they are only read. One in memory (/dev/shm) is best where a
 disk's speed comes and goes. Takes about half an hour on two quiet cores.
 """
 
@@ -68,7 +68,7 @@ CONSTANTS = (
     "detect_s",
     "rebuild_s",
     "resume_s",
-    "rerun_share",
+    "rerun_ratio",
     "restart_s",
     "take_s",
     "copy_bytes_per_s",
@@ -80,7 +80,7 @@ HOW = """\
 Faults hit at the start of an iteration. ETTR is the time of new iterations, at the given seconds of one, in all the
 time of a run but its first iteration. Given are those of the run itself on average, as they ran first and without
 stalls: what copies slow iterations down by, where they share the cores, is in the second column alone. Seconds of a
-fault are means. On a CPU an iteration that runs again is faster (`rerun_share`): oneDNN builds code for each new shape
+fault are means. On a CPU an iteration that runs again is faster (`rerun_ratio`): oneDNN builds code for each new shape
 of a BF16 product, and an expert gets a new number of tokens in almost every iteration.
 """.splitlines()
 

@@ -1,7 +1,8 @@
 """This machine's constants from real runs: `python -m launcher.cluster_profile RUN... [--write FILE]`; `make profile`.
 
-Takes medians of the runs' events; constants that they did not measure keep the values of conf/cluster/local.yaml.
-A run with `ckpt=moevement` and a few kills measures the most (MoEvement, Appendix C: costs from real training runs).
+Takes medians of the runs' events, and the mean for `rerun_ratio`; constants that they did not measure keep the values
+of conf/cluster/local.yaml. A run with `ckpt=moevement` and a few kills measures the most (MoEvement, Appendix C: costs
+from real training runs).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from moe_ckpt.sim.recovering import replay_s
 
 _WHAT = "Print the constants of this machine as real runs measured them."
 _OF_A_FAULT = ("detect_s", "rebuild_s", "resume_s", "restart_s")
+_ENOUGH_BYTES = 1e18
 _TEMPLATE = CONF_DIR / "cluster" / "local.yaml"
 
 
@@ -87,19 +89,19 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
     stalls = [stall_s for run in runs for stall_s in _stalls_s(run)]
     speeds = [_flops_per_s(run, cluster) for run in runs]
     cluster = replace(cluster, flops_per_s=statistics.median(speeds))
-    again = [times for run in runs for times in _times_again(run, cluster)]
-    if again:
-        again_s, first_s = map(sum, zip(*again, strict=True))
-        cluster = replace(cluster, rerun_share=again_s / first_s)
-    recoveries = [_costs_of(run, cluster) for run in runs]
+    reruns = [times for run in runs for times in (*_reruns(run), *_replays(run, cluster))]
+    if reruns:
+        rerun_s, first_s = map(sum, zip(*reruns, strict=True))
+        cluster = replace(cluster, rerun_ratio=rerun_s / first_s)
+    costs = [each for run in runs for each in _costs_of(run, cluster)]
     saved = [event for event in events_of(ranks, CheckpointSaved) if event.seconds > 0]
     loaded = [event for event in events_of(ranks, StateResumed) if event.seconds > 0 and event.iteration > 0]
     measured = {
         "copy_bytes_per_s": rates,
         "whole_copy_bytes_per_s": whole or rates,
         "take_s": stalls,
-        "rerun_share": [cluster.rerun_share] if again else [],
-        **{name: [each[name] for of_run in recoveries for each in of_run if name in each] for name in _OF_A_FAULT},
+        "rerun_ratio": [cluster.rerun_ratio] if reruns else [],
+        **{name: [each[name] for each in costs if name in each] for name in _OF_A_FAULT},
         "disk_bytes_per_s": [event.size_bytes / event.seconds for event in saved],
         # the event of a load has no size: whole checkpoints of a run are all alike
         "disk_read_bytes_per_s": [saved[0].size_bytes / event.seconds for event in loaded if saved],
@@ -145,8 +147,8 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
     for recovered in recoveries_of(run.ranks, 0.0):
         rejoined, before = recovered.rejoined, recovered.before
         # the new iteration is taken to need as long as the one before it
-        share = 1.0 if restarts else cluster.rerun_share
-        trained_s = share * sum(map(usual_s, range(before - recovered.again + 1, before + 1))) + usual_s(before)
+        ratio = 1.0 if restarts else cluster.rerun_ratio
+        trained_s = ratio * sum(map(usual_s, range(before - recovered.again + 1, before + 1))) + usual_s(before)
         if restarts:
             rest_s = recovered.cost_s - trained_s - recovered.resumed_s - cluster.detect_s
             found.append({"restart_s": max(0.0, rest_s)})
@@ -172,39 +174,45 @@ def _load_s(run: RealRun, cluster: ClusterConfig) -> float:
     return whole_bytes / statistics.median(rates)
 
 
-def _times_again(run: RealRun, cluster: ClusterConfig) -> Iterator[tuple[float, float]]:
-    """Yield the seconds of iterations that ran again in processes that lived on, and those that the same took first.
+def _reruns(run: RealRun) -> Iterator[tuple[float, float]]:
+    """Yield the seconds of each iteration that ran again in processes that lived on, and those of its first run.
 
-    A replay by some stages counts beside the seconds that it would take if nothing were faster than at first.
+    The first iteration after ranks have joined is left out: `resume_s` has what it takes longer.
     """
     if not events_of(run.ranks, Rejoined):
         return
-    usual_s, seen = _usual_s(run), set[int]()
-    for event in events_of(run.ranks[:1], IterationCommitted):
-        if event.iteration in seen:
-            yield event.seconds - event.stall_s, usual_s(event.iteration)
-        seen.add(event.iteration)
-    replays = events_of(run.ranks, StageRecovered)
-    if replays:
-        load_s = _load_s(run, cluster)
-        for replay, first_s in zip(replays, _first_s(run, replays, cluster), strict=True):
-            if first_s:
-                yield max(0.0, replay.seconds - load_s), first_s
+    usual_s, completed, is_first = _usual_s(run), set[int](), False
+    for event in (each.event for each in run.ranks[0]):
+        if isinstance(event, Rejoined):
+            is_first = True
+        elif isinstance(event, IterationCommitted):
+            if event.iteration in completed and not is_first:
+                yield event.seconds - event.stall_s, usual_s(event.iteration)
+            completed.add(event.iteration)
+            is_first = False
 
 
-def _first_s(run: RealRun, replays: Sequence[StageRecovered], cluster: ClusterConfig) -> Iterator[float]:
-    """Yield the seconds of replays in a simulation, if their iterations take as long as they did at first."""
+def _replays(run: RealRun, cluster: ClusterConfig) -> Iterator[tuple[float, float]]:
+    """Yield the seconds of each replay, and those of a simulated one at a `rerun_ratio` of 1."""
+    # once, and not once a rank
+    replays = {(event.first_stage, event.iteration): event for event in events_of(run.ranks, StageRecovered)}
+    if not replays:
+        return
     usual_s, iteration_s = _usual_s(run), facts_of(run.ranks).iteration_s
-    last = max(replay.iteration for replay in replays)
-    pace = Pace([usual_s(number) / iteration_s for number in range(1, last + 1)])
-    setup = setup_of(run, replace(cluster, rerun_share=1.0), iteration_s, pace)
+    pace = Pace([usual_s(number) / iteration_s for number in range(1, 1 + max(last for _, last in replays))])
+    # a run that has been fits into memory
+    machine = replace(cluster, rerun_ratio=1.0, host_memory_bytes=_ENOUGH_BYTES)
+    setup = setup_of(run, machine, iteration_s, pace)
     saving = plan_saving(run.settings.ckpt, setup)
+    load_s = _load_s(run, cluster)
     num_slots = {event.window_start: event.num_slots for event in events_of(run.ranks, SnapshotTaken)}
-    for replay in replays:
+    for replay in replays.values():
         start, stages = replay.window_start, range(replay.first_stage, replay.last_stage + 1)
         window = Kept(start=start, end=start + num_slots.get(start, 1) - 1)
         done = replay.iteration - replay.replayed_iters - start
-        yield replay_s(setup, saving, stages, window, replay.iteration, done)
+        first_s = replay_s(setup, saving, stages, window, replay.iteration, done)
+        if replay.seconds > load_s and first_s:
+            yield replay.seconds - load_s, first_s
 
 
 def _copied_freely(run: RealRun) -> list[SnapshotTaken]:

@@ -58,8 +58,19 @@ class _Attempt:
     replay_s: float = 0.0
 
     @property
+    def surveyed_s(self) -> float:
+        """The time at which ranks meet and look at what all of them have."""
+        return self.since_s + self.detect_s + self.rebuild_s
+
+    @property
     def now_s(self) -> float:
-        return self.since_s + self.detect_s + self.rebuild_s + self.fetch_s + self.replay_s
+        return self.surveyed_s + self.fetch_s + self.replay_s
+
+
+def _safest(windows: Sequence[Kept], number: int, at_s: float) -> tuple[Kept, ...]:
+    """Return the windows that peers hold at a time, and of these the newer ones, up to a number; oldest first."""
+    safest = sorted(windows, key=lambda kept: (kept.copied_at_s <= at_s, kept.start))[-number:]
+    return tuple(sorted(safest, key=lambda kept: kept.start))
 
 
 class _Run:
@@ -76,7 +87,7 @@ class _Run:
         self._unreplicated = _NO_RANKS
         self._num_faults = 0
         self._history = MeasurementHistory()
-        self._run_before = 0  # the iterations that live processes have run once
+        self._completed = 0  # the highest iteration that live processes have completed
         self._epoch = saving.partial.first_epoch() if saving.partial else None
 
     def run(self) -> Outcome:
@@ -115,7 +126,8 @@ class _Run:
     def _train_from(self, start: int, since_s: float, carried: tuple[Kept, ...]) -> Generation:
         newest = carried[-1] if carried else None
         kept_since, kept_slots = (newest.start, newest.num_slots) if newest else (None, 0)
-        costs, pace = self._setup.costs, self._setup.pace.again(self._run_before, self._setup.costs.rerun_share)
+        costs = self._setup.costs
+        pace = self._setup.pace.rerun(self._completed, costs.rerun_ratio)
         begin = self._history.start(pace, start, kept_since, kept_slots)
         pattern = self._epoch.pattern if self._epoch else self._saving.pattern(begin)
         return Generation(costs, self._saving, pattern, start, since_s, carried, self._epoch, pace)
@@ -151,10 +163,10 @@ class _Run:
         reached = generation.start + moment.iterations
         num_begun = generation.pattern.num_begun(moment.iterations)
         self._history.trained(generation.pace, generation.start, reached, num_begun, takes_base=not generation.carried)
-        self._run_before = max(self._run_before, reached)
-        # iterations that ran again counted as long as at first when they were lost
-        first, again = (pace.between(generation.start, reached) for pace in (self._setup.pace, generation.pace))
-        self._ledger.again_s -= (first - again) * self._setup.costs.iteration_s
+        self._completed = max(self._completed, reached)
+        # a lost iteration was charged its first duration, and its rerun takes another one
+        first, rerun = (pace.between(generation.start, reached) for pace in (self._setup.pace, generation.pace))
+        self._ledger.again_s += (rerun - first) * self._setup.costs.iteration_s
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
         # an iteration that a fault cuts off is run again
         self._ledger.again_s += moment.into_s
@@ -194,7 +206,7 @@ class _Run:
                 self._history.replayed(self._setup.pace, rollback.starts_from, path.iteration)
         restarts = self._saving.recovery is Recovery.RESTART or path.source == _BEGINNING
         if restarts or len(attempt.losses.dead) == self._setup.job.layout.world_size:
-            self._history, self._run_before = MeasurementHistory(), 0  # no process lives on
+            self._history, self._completed = MeasurementHistory(), 0  # no process lives on
         if self._epoch and self._saving.partial:
             self._epoch = self._saving.partial.next_epoch(self._epoch, path.account, path.iteration)
         recovered = Recovered(
@@ -212,9 +224,8 @@ class _Run:
         )
         # windows that end later are of iterations that are trained again, and a load from disk drops all
         is_kept = path.source == HOST_MEMORY
-        # nor do ranks go on with one that was not confirmed: they take it again
-        carried = (kept for kept in attempt.kept if kept.is_confirmed and kept.end <= path.iteration)
-        return recovered, tuple(carried) if is_kept else ()
+        carried = [kept for kept in attempt.kept if kept.end <= path.iteration] if is_kept else []
+        return recovered, _safest(carried, self._saving.keep_windows, attempt.surveyed_s)
 
     def _join(self, attempt: _Attempt, fault: TimedFault) -> None:
         """Detect the losses, replace them, and let all ranks meet again."""
@@ -293,7 +304,7 @@ class _Run:
             found = go_back(self._setup, self._saving, attempt.kept, written, attempt.losses)
             return found or self._from_disk(written if written and written.is_whole else None)
         try:
-            plan = plan_after(self._setup, self._saving, attempt.kept, attempt.losses, attempt.reached)
+            plan = plan_after(self._setup, self._saving, attempt.kept, attempt.losses, attempt.reached, attempt.now_s)
         except NothingLeftError:
             return self._from_disk(self._on_disk)
         found = estimate(self._setup, self._saving, plan)

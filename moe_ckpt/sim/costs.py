@@ -37,8 +37,8 @@ class TimingConfig:
 class Costs:
     """Seconds of a job on a cluster. `micro_batch_s` is forward and backward of each stage, float64 [stages].
 
-    If processors `are_shared`, these are those of all stages at once. In processes that have run an iteration before it
-    takes `rerun_share` of its time.
+    If processors `are_shared`, these are those of all stages at once. An iteration that runs again, or is replayed,
+    takes `rerun_ratio` times the duration of its first run.
     """
 
     iteration_s: float
@@ -49,7 +49,7 @@ class Costs:
     update_s: float
     log_s: Array
     are_shared: bool = False
-    rerun_share: float = 1.0
+    rerun_ratio: float = 1.0
 
     @property
     def num_stages(self) -> int:
@@ -74,7 +74,7 @@ class Costs:
         is_local = len(stages) < self.num_stages
         logs_s = float(max(self.log_s[stages.start], self.log_s[stages.stop - 1])) if is_local else 0.0
         end_s = (self.sync_s + self.update_s) * (self._work_share(stages) if self.are_shared else 1.0)
-        return self.rerun_share * (self.pipeline_s(stages) * (2 + active) / 3 + end_s) + logs_s
+        return self.rerun_ratio * (self.pipeline_s(stages) * (2 + active) / 3 + end_s) + logs_s
 
     def _work_share(self, stages: range) -> float:
         return float(self.micro_batch_s[stages.start : stages.stop].sum() / self.micro_batch_s.sum())
@@ -99,7 +99,7 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
         update_s=scale * update_s,
         log_s=log_s,
         are_shared=cluster.compute_share == JOB,
-        rerun_share=cluster.rerun_share,
+        rerun_ratio=cluster.rerun_ratio,
     )
 
 

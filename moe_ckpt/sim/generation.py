@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
 from moe_ckpt.sim.costs import Costs
@@ -28,16 +29,15 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """A complete window: the states after `start` to `end`. `epoch` is that of a partial checkpoint.
+    """A window that is complete on all ranks: the states after `start` to `end`.
 
-    Once it `is_confirmed`, all ranks know that all of them, and their peers, have it. Until then they keep the one
-    before it.
+    Peers hold its copies from `copied_at_s` on. `epoch` is that of a partial checkpoint.
     """
 
     start: int
     end: int
     is_whole: bool = True
-    is_confirmed: bool = field(default=True, compare=False)
+    copied_at_s: float = field(default=-math.inf, compare=False)
     epoch: Epoch | None = field(default=None, compare=False)
 
     @property
@@ -114,22 +114,22 @@ class Generation:
         return max(0.0, self.stalls_s(number) - self.stalls_s(number - 1))
 
     def kept(self, moment: Moment) -> tuple[Kept, ...]:
-        """Return the windows that all ranks have at a moment, oldest first; the last one may not be confirmed."""
-        newest = [self._at(span) for span in islice(self._complete(moment), 1 + self.saving.keep_windows)]
-        begun = next(iter(self.pattern.spans_back(moment.iterations)), None)
-        # ranks wait for the confirmation of a window before they begin the next one
-        is_pending = begun is not None and newest[:1] == [self._at(begun)] and not self._is_confirmed(begun, moment)
-        pending = [replace(kept, is_confirmed=False) for kept in newest[:is_pending]]
-        return (*(*self.carried, *reversed(newest[is_pending:]))[-self.saving.keep_windows :], *pending)
+        """Return the windows that all ranks have at a moment, oldest first.
 
-    def _is_confirmed(self, span: Span, moment: Moment) -> bool:
-        """Whether ranks agreed at the last end of a pass that they, and then their peers, had a complete window."""
-        saving, last = self.saving, span.last
-        # peers are sent a copy of what is in host memory
-        copies_s = last.size_bytes / saving.host_bytes_per_s + last.size_bytes / saving.peer_bytes_per_s
-        complete_s = max(self._copied_s(span), self.elapsed_s(last.offset) + copies_s)
-        agreed_s = self.elapsed_s(moment.iterations + moment.ready) - self.costs.update_s
-        return self._is_awaited(span, moment) or complete_s <= agreed_s
+        There is one more than `keep_windows` while ranks have not agreed that the newest one is complete everywhere.
+        """
+        newest = [self._at(span, moment) for span in islice(self._complete(moment), 1 + self.saving.keep_windows)]
+        windows = (*self.carried, *reversed(newest))
+        has_agreed = not newest or self._has_agreed(newest[0], moment)
+        return windows[-self.saving.keep_windows - (not has_agreed) :]
+
+    def _has_agreed(self, newest: Kept, moment: Moment) -> bool:
+        """Whether ranks agreed at the end of the last pass that all of them and their peers have the newest window."""
+        taken = newest.end - self.start
+        if next(self.pattern.snapshots(taken + 1, moment.iterations), None) is not None:
+            return True  # they agree before they begin the next one
+        passed_s = self.elapsed_s(moment.iterations + moment.ready) - self.costs.update_s
+        return newest.copied_at_s <= self.since_s + passed_s
 
     def is_replicated(self, moment: Moment) -> bool:
         """Whether copies are where they should be again: those of a window from before, or of a new one."""
@@ -143,12 +143,18 @@ class Generation:
         if self.pattern.reaches_disk:
             now_s, on_disk = self._now_s(moment), (span for span in self._complete(moment) if span.first.to_disk)
             written = (span for span in on_disk if self.elapsed_s(span.last.offset) + self.saving.disk_s <= now_s)
-            candidates.append(next(map(self._at, written), None))
+            candidates.append(next((self._at(span, moment) for span in written), None))
         return max((kept for kept in candidates if kept), key=lambda kept: kept.end, default=None)
 
-    def _at(self, span: Span) -> Kept:
+    def _at(self, span: Span, moment: Moment) -> Kept:
         first, last = self.start + span.first.offset, self.start + span.last.offset
-        return Kept(start=first, end=last, is_whole=self.epoch is None, epoch=self.epoch)
+        copied_at_s = -math.inf
+        if not self._is_awaited(span, moment):
+            # peers are sent a copy of what is in host memory
+            saving, size_bytes = self.saving, span.last.size_bytes
+            copies_s = size_bytes / saving.host_bytes_per_s + size_bytes / saving.peer_bytes_per_s
+            copied_at_s = self.since_s + max(self._complete_s(span), self.elapsed_s(span.last.offset) + copies_s)
+        return Kept(start=first, end=last, is_whole=self.epoch is None, copied_at_s=copied_at_s, epoch=self.epoch)
 
     def _now_s(self, moment: Moment) -> float:
         return self.elapsed_s(moment.iterations) + moment.into_s
@@ -174,11 +180,11 @@ class Generation:
         """
         now_s = self._now_s(moment)
         for span in self.pattern.spans_back(moment.iterations):
-            if self._is_awaited(span, moment) or self._copied_s(span) <= now_s:
+            if self._is_awaited(span, moment) or self._complete_s(span) <= now_s:
                 yield span
 
     def _is_awaited(self, span: Span, moment: Moment) -> bool:
-        """Whether training has waited until a window was kept."""
+        """Whether training has waited until all ranks, and their peers, had a window."""
         last = span.last
         # nothing could be recovered without the base
         is_first = last.offset == 0 and not self.carried
@@ -186,7 +192,7 @@ class Generation:
         is_agreed = self.saving.recovery is Recovery.LOCAL and not last.pause_iters and last.offset <= agreed
         return is_first or is_agreed
 
-    def _copied_s(self, span: Span) -> float:
-        """Return when the last snapshot of a window has reached its destinations."""
+    def _complete_s(self, span: Span) -> float:
+        """Return the seconds from the start until the last snapshot of a window has reached its destinations."""
         copied_s = span.last.size_bytes / self.saving.kept_bytes_per_s
         return self.elapsed_s(span.last.offset) + copied_s + self.saving.served_s

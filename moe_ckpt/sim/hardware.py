@@ -47,7 +47,7 @@ class ClusterConfig:
     whole_copy_bytes_per_s: float
     take_s: float
     interference: float
-    rerun_share: float
+    rerun_ratio: float
     server_bytes_per_s: float
     disk_bytes_per_s: float
     disk_read_bytes_per_s: float

@@ -6,6 +6,7 @@ half to twice the mean, the same ones in every run of the job.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -16,43 +17,35 @@ class Pace:
     def __init__(self, lengths: Sequence[float] = ()) -> None:
         self._lengths = tuple(lengths)
         self._sums = [0, *accumulate(lengths)]
+        self._rerun_until, self._rerun_ratio = 0, 1.0
+
+    def rerun(self, until: int, ratio: float) -> Pace:
+        """Return the pace of processes that have run the iterations up to `until`: these take `ratio` times as long."""
+        pace = copy.copy(self)
+        pace._rerun_until, pace._rerun_ratio = (until, ratio) if ratio != 1.0 else (0, 1.0)
+        return pace
 
     def between(self, done: int, reached: int) -> float:
         """Return the length of the iterations `done` + 1 to `reached`: exactly their number at an even pace."""
-        return self._up_to(reached) - self._up_to(done)
+        first = self._up_to(reached) - self._up_to(done)
+        if done >= self._rerun_until:
+            return first
+        again = self._up_to(min(reached, self._rerun_until)) - self._up_to(done)
+        return first - (1 - self._rerun_ratio) * again
 
     def length(self, number: int) -> float:
         """Return the length of the iteration `number`, from 1."""
-        return self._lengths[number - 1] if number <= len(self._lengths) else 1.0
+        first = self._lengths[number - 1] if number <= len(self._lengths) else 1.0
+        return first * self._rerun_ratio if number <= self._rerun_until else first
 
     def after(self, done: int) -> tuple[float, ...]:
         """Return the lengths of the iterations from `done` + 1 on as far as they are known; all later ones are 1."""
-        return self._lengths[done:]
-
-    def again(self, reached: int, share: float) -> Pace:
-        """Return the pace of processes that have run iterations up to `reached`: these take a share of their time."""
-        return self if reached == 0 or share == 1.0 else _PaceAgain(self, reached, share)
+        rerun = tuple(map(self.length, range(done + 1, self._rerun_until + 1)))
+        return (*rerun, *self._lengths[done + len(rerun) :])
 
     def _up_to(self, iteration: int) -> float:
         num_known = len(self._lengths)
         return self._sums[min(iteration, num_known)] + max(0, iteration - num_known)
-
-
-class _PaceAgain(Pace):
-    def __init__(self, first: Pace, reached: int, share: float) -> None:
-        super().__init__()
-        self._first, self._reached, self._share = first, reached, share
-
-    def between(self, done: int, reached: int) -> float:
-        again = self._first.between(done, max(done, min(reached, self._reached)))
-        return self._first.between(done, reached) - (1 - self._share) * again
-
-    def length(self, number: int) -> float:
-        return self._first.length(number) * (self._share if number <= self._reached else 1.0)
-
-    def after(self, done: int) -> tuple[float, ...]:
-        again = tuple(map(self.length, range(done + 1, self._reached + 1)))
-        return (*again, *self._first.after(done)[len(again) :])
 
 
 EVEN = Pace()

@@ -5,6 +5,7 @@ Ranks of a stage with equal sources are listed once: a plan depends on the sourc
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,15 +55,17 @@ class RollbackPath:
     lost: Lost | None = None
 
 
-def plan_after(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int) -> RecoveryPlan:
-    """Return the plan of the real run; `reached` is the iteration of ranks that have lost nothing.
+def plan_after(
+    setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int, at_s: float = math.inf
+) -> RecoveryPlan:
+    """Return the plan of the real run, made at a time; `reached` is the iteration of ranks that have lost nothing.
 
     Raises NothingLeftError if the remaining memory leads to no state.
     """
     num_stages = setup.job.layout.pp
     standings = _standings(setup, losses, reached)
     target = plan_target(standings) if saving.recovery is Recovery.LOCAL else None
-    inventories = _inventories(setup, saving, kept, losses, reached)
+    inventories = _inventories(setup, saving, kept, losses, reached, at_s)
     return plan_recovery(
         target.lost_stages if target else range(num_stages),
         inventories,
@@ -141,7 +144,9 @@ def _standings(setup: Setup, losses: Losses, reached: int) -> list[Standing]:
     ]
 
 
-def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int) -> list[Inventory]:
+def _inventories(
+    setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int, at_s: float
+) -> list[Inventory]:
     """Return the inventories of dead ranks, of holders of their copies, and of one other rank of each stage."""
     # with step logs a window leads to the iteration of the other ranks, else no further than itself
     least = reached if saving.recovery is Recovery.LOCAL else 0
@@ -151,13 +156,14 @@ def _inventories(setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Los
         for each in kept
     }
     windows = tuple(refs.values())
+    copies = tuple(refs[each.start] for each in kept if each.copied_at_s <= at_s)
     logged_from = min((window.start + 1 for window in kept), default=1)
     held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
     for owner in sorted(losses.bare):
         for holder in setup.holders(owner, saving.replicas):
             # a replaced node holds no copies before the next window has reached it
             if holder not in losses.unreplicated:
-                held.setdefault(holder, {})[owner] = windows
+                held.setdefault(holder, {})[owner] = copies
     told = losses.dead | held.keys() | _witnesses(setup, losses)
     return [
         Inventory(

@@ -241,20 +241,40 @@ def test_all_go_on_from_the_snapshot_to_which_they_went_back() -> None:
     assert offsets == [4, 8], "none at the state of iteration 4"
 
 
-def test_all_take_the_snapshot_again_that_peers_do_not_have_yet() -> None:
-    """The one after iteration 4 is in host memory with the next iteration, and with peers two iterations later."""
-    rate = GEMINI.whole_bytes / 12.0
-    of = setup(machines=cluster(whole_copy_bytes_per_s=rate, network_bytes_per_s=2 * rate))
-    saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4", "ckpt.replicas=1"), of)
-    for number, is_kept in [(6, False), (7, False), (8, True)]:
-        _, again = starts(of, [Kill(rank=0, iteration=number, phase="forward")], saving)
-        assert (again.is_kept, again.kept_age_iters) == (is_kept, 0 if is_kept else 4), number
+SLOW_RATE = GEMINI.whole_bytes / 12.0
+SLOW_PEERS = setup(machines=cluster(whole_copy_bytes_per_s=SLOW_RATE, network_bytes_per_s=2 * SLOW_RATE))
+
+
+def slow_peers(*overrides: str) -> Saving:
+    """Snapshots after 4 and 8 iterations: one is in host memory with the next iteration, and with peers 12 s later."""
+    return plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4", *overrides), SLOW_PEERS)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "iteration", "is_kept"), [(1, 6, False), (1, 7, True), (1, 8, True), (0, 6, True)]
+)
+def test_all_take_a_snapshot_again_that_peers_do_not_hold(replicas: int, iteration: int, is_kept: bool) -> None:
+    """A fault comes 12 s, 22 s or 32 s after the state of iteration 4, and ranks meet 3 s later."""
+    saving = slow_peers(f"ckpt.replicas={replicas}")
+    _, again = starts(SLOW_PEERS, [Kill(rank=0, iteration=iteration, phase="forward")], saving)
+    assert (again.is_kept, again.kept_age_iters) == (is_kept, 0 if is_kept else 4)
+
+
+def test_a_window_is_kept_until_peers_hold_the_next_one() -> None:
     kills = [Kill(rank=0, iteration=number, phase="backward") for number in (6, 5)]
-    outcome = simulate(of, saving, kills, duration_s=1e9, last_iteration=9, in_order=True)
-    first, second = recoveries(outcome)
-    assert (first.iteration, second.iteration) == (4, 0), "until they have it, the one before is kept"
+    outcome = simulate(
+        SLOW_PEERS, slow_peers("ckpt.replicas=1"), kills, duration_s=1e9, last_iteration=9, in_order=True
+    )
+    assert [each.iteration for each in recoveries(outcome)] == [4, 0]
     taken = next(each.generation for each in outcome.timeline[2:] if isinstance(each, Trained))
     assert taken.iteration_s(1) == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize(("iteration", "back_to"), [(6, 0), (8, 4)])
+def test_a_lost_node_has_the_windows_that_peers_hold(iteration: int, back_to: int) -> None:
+    kill = Kill(rank=0, iteration=iteration, phase="forward", scope="node")
+    (recovered,) = recoveries(run(slow_peers("ckpt.replicas=1"), [kill], of=SLOW_PEERS))
+    assert recovered.iteration == back_to
 
 
 def test_a_wait_far_away_is_none_of_a_slow_iteration() -> None:
@@ -408,7 +428,7 @@ def test_iterations_take_their_own_time_also_when_they_run_again() -> None:
 
 def test_iterations_that_run_again_are_faster_in_processes_that_live_on() -> None:
     """Faults come after 12 iterations, and after two of them have run again, in 8 s and not 10 s each."""
-    of = setup(machines=cluster(rerun_share=0.8, restart_s=3.0))
+    of = setup(machines=cluster(rerun_ratio=0.8, restart_s=3.0))
     kills = [Kill(rank=0, iteration=13, phase="forward"), Kill(rank=0, iteration=11, phase="forward")]
 
     def in_order(saving: Saving) -> Outcome:
@@ -419,8 +439,10 @@ def test_iterations_that_run_again_are_faster_in_processes_that_live_on() -> Non
     assert (first.lost_iters, second.lost_iters) == (4, 2)
     assert (living.ledger.useful_s, living.ledger.again_s) == (140.0, pytest.approx(2 * 8.0 + 4 * 8.0))
     assert second.since_s == pytest.approx(first.since_s + first.seconds + 2 * 8.0)
-    _, again = starts(of, kills[:1], plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4"), of))
-    assert (again.coming, set(again.recent)) == ((0.8,) * 4, {1.0})
+    later = [kills[0], Kill(rank=0, iteration=15, phase="forward")]
+    _, second, third = starts(of, later, plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4"), of))
+    assert (second.coming, set(second.recent)) == ((0.8,) * 4, {1.0})
+    assert third.recent[-6:] == (0.8,) * 4 + (1.0,) * 2
     anew = in_order(plan_saving(ckpt("ckpt=dense", "ckpt.every_iters=5"), of))
     assert [each.lost_iters for each in recoveries(anew)] == [2, 0]
     assert anew.ledger.again_s == pytest.approx(2 * 10.0)
@@ -461,12 +483,12 @@ def poisson(mtbf_s: float, seed: int, scope: str = "process", count: int = 100) 
     mtbf_s=st.floats(20.0, 5000.0),
     scope=st.sampled_from(["process", "node"]),
     seed=st.integers(0, 1000),
-    rerun_share=st.sampled_from([1.0, 0.7, 1.3]),
+    rerun_ratio=st.sampled_from([1.0, 0.7, 1.3]),
 )
 def test_time_adds_up_and_seeds_repeat_runs(
-    overrides: tuple[str, ...], mtbf_s: float, scope: str, seed: int, rerun_share: float
+    overrides: tuple[str, ...], mtbf_s: float, scope: str, seed: int, rerun_ratio: float
 ) -> None:
-    of = setup(machines=cluster(rerun_share=rerun_share))
+    of = setup(machines=cluster(rerun_ratio=rerun_ratio))
     saving, kills = plan_saving(ckpt(*overrides), of), poisson(mtbf_s, seed, scope)
     outcome, again = (run(saving, kills, of=of, duration_s=3000.0) for _ in range(2))
     ledger = outcome.ledger

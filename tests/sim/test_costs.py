@@ -68,7 +68,7 @@ def test_stages_alone_have_the_processors_of_all_where_these_are_shared() -> Non
 
 
 def test_a_replay_is_as_much_faster_as_iterations_that_run_again() -> None:
-    costs = setup(machines=cluster(rerun_share=0.8)).costs
+    costs = setup(machines=cluster(rerun_ratio=0.8)).costs
     assert costs.replay_s(range(4), 1.0) == pytest.approx(8.0)
     received_s = costs.log_s[1]
     assert costs.replay_s(range(1, 2), 0.5) - received_s == pytest.approx(
