@@ -308,11 +308,12 @@ class _Run:
         except NothingLeftError:
             return self._from_disk(self._on_disk)
         found = estimate(self._setup, self._saving, plan)
+        replays = any(rollback.starts_from < plan.target_iteration for rollback in plan.rollbacks)
         return RollbackPath(
             iteration=plan.target_iteration,
             fetch_s=found.fetch_s,
-            # segments replay side by side, and all ranks wait for the longest
-            replay_s=max(found.replay_s, default=0.0) + self._setup.cluster.resume_s,
+            # segments replay side by side, and all ranks wait for the longest; `rerun_ratio` has the start of a replay
+            replay_s=max(found.replay_s, default=0.0) + (0.0 if replays else self._setup.cluster.resume_s),
             source=HOST_MEMORY,
             estimate=found,
         )

@@ -14,6 +14,7 @@ import numpy as np
 from moe_ckpt.config import MaxBytesPerS, require, require_at_least
 from moe_ckpt.sim.hardware import JOB, ClusterConfig
 from moe_ckpt.sim.job import Array, Job
+from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import OperatorKind
 
 GRADIENT_BYTES = 4  # reduced in FP32
@@ -126,6 +127,10 @@ class CopyRates:
     def host(self, bytes_per_s: float) -> float:
         """Return a rate of copies to host memory within its cap."""
         return min(bytes_per_s, self._sharing * (self.caps.host or math.inf))
+
+    def burst_s(self, bytes_per_s: float) -> float:
+        """Return the seconds by which a copy to host memory is shorter than its cap says: 0 where that is no limit."""
+        return BURST_S if self.host(bytes_per_s) < bytes_per_s else 0.0
 
     def to_peers(self, replicas: int) -> float:
         """Return the rate to each of `replicas` peers; infinite for none."""

@@ -203,7 +203,7 @@ class _Rank:
                     last_stage=rollback.stages[-1],
                     replayed_iters=stretch.iteration - rollback.starts_from,
                     fetched_bytes=0,
-                    seconds=stretch.replay_s - self._setup.cluster.resume_s,
+                    seconds=stretch.replay_s,
                 )
                 yield back_s, recovered
 

@@ -150,7 +150,7 @@ class Generation:
         first, last = self.start + span.first.offset, self.start + span.last.offset
         copied_at_s = -math.inf
         if not self._is_awaited(span, moment):
-            # peers are sent a copy of what is in host memory
+            # peers receive a copy from host memory
             saving, size_bytes = self.saving, span.last.size_bytes
             copies_s = size_bytes / saving.host_bytes_per_s + size_bytes / saving.peer_bytes_per_s
             copied_at_s = self.since_s + max(self._complete_s(span), self.elapsed_s(span.last.offset) + copies_s)

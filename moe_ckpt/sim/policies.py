@@ -108,7 +108,8 @@ def _in_memory(
 
 def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     rates = _rates(config, setup)
-    link = _Link(setup, rates.host(setup.cluster.whole_copy_bytes_per_s))
+    whole_bytes_per_s = setup.cluster.whole_copy_bytes_per_s
+    link = _Link(setup, rates.host(whole_bytes_per_s), rates.burst_s(whole_bytes_per_s))
     replicas = _replicas(config.replicas, setup.cluster)
     kept_bytes_per_s = narrowest = min(link.bytes_per_s, rates.kept(replicas))
     # the disk's rate is that of the whole job, and is compared with the rate of one rank's copies
@@ -222,7 +223,7 @@ def _gradient_bytes(config: FlowcheckConfig, job: Job, table: OperatorTable) -> 
 def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     replicas = _replicas(config.replicas, setup.cluster)
     rates = _rates(config, setup)
-    link = _Link(setup, rates.kept(replicas))
+    link = _Link(setup, rates.kept(replicas), rates.burst_s(setup.cluster.copy_bytes_per_s))
     host = _Link(setup, rates.kept(0))
     measured = _measured_windows(setup, link, host, rates.to_peers(replicas))
     make = partial(SparseWindows, config, link.profiles, link.own, replicas)
@@ -334,8 +335,8 @@ POLICIES: Mapping[str, Callable[[Any, Setup], Saving]] = {
 class _Link:
     """A link for snapshots: each rank has its own, or all ranks of the job share one."""
 
-    def __init__(self, setup: Setup, bytes_per_s: float) -> None:
-        self._setup = setup
+    def __init__(self, setup: Setup, bytes_per_s: float, burst_s: float = 0.0) -> None:
+        self._setup, self._burst_s = setup, burst_s
         self.is_shared = setup.cluster.copies_share == JOB
         self.bytes_per_s = bytes_per_s
         self.profiles = [setup.job.whole_profile()] if self.is_shared else setup.job.profiles
@@ -348,9 +349,10 @@ class _Link:
 
         The update waits for all of its copies, or for those that go at the rate that is given.
         """
+        awaited_s = size_bytes / (awaited_bytes_per_s or self.bytes_per_s)
         return self._setup.cluster.take_s + stall_s(
-            copy_s=size_bytes / self.bytes_per_s,
-            awaited_s=size_bytes / (awaited_bytes_per_s or self.bytes_per_s),
+            copy_s=max(0.0, size_bytes / self.bytes_per_s - self._burst_s),
+            awaited_s=max(0.0, awaited_s - self._burst_s),
             iteration_s=iteration_s,
             interference=self._setup.cluster.interference,
         )
@@ -380,7 +382,8 @@ class _PartialCosts:
         self.iteration_s = setup.costs.iteration_s
         self.replicas = _replicas(config.replicas, cluster)
         rates = _rates(config, setup)
-        self.link = _Link(setup, rates.host(cluster.whole_copy_bytes_per_s))
+        whole_bytes_per_s = cluster.whole_copy_bytes_per_s
+        self.link = _Link(setup, rates.host(whole_bytes_per_s), rates.burst_s(whole_bytes_per_s))
         self.stages = _kinds_of_stages(self.link.profiles)
         table = self.stages[0].table
         self._own = MoeStage(table, config.partial)

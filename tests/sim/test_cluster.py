@@ -448,6 +448,16 @@ def test_iterations_that_run_again_are_faster_in_processes_that_live_on() -> Non
     assert anew.ledger.again_s == pytest.approx(2 * 10.0)
 
 
+def test_ranks_that_replay_do_not_take_the_time_to_resume_as_well() -> None:
+    """The ratio of reruns has the start of a replay; ranks that only go back need 5 s until they train as before."""
+    of = setup(machines=cluster(resume_s=5.0))
+    seconds = [
+        recoveries(run(saving, [at(75.0)], of=each))[0].replay_s for saving in (LOCAL, GEMINI) for each in (SETUP, of)
+    ]
+    assert seconds[1] == seconds[0] > 5.0
+    assert seconds[3] == pytest.approx(seconds[2] + 5.0)
+
+
 def test_partial_snapshots_lose_tokens_and_grow_when_they_lose_too_many() -> None:
     fixed = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.dynamic_k=false"), SETUP)
     grows = plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.plt_limit=0.02"), SETUP)

@@ -9,6 +9,7 @@ import pytest
 from moe_ckpt.config import NO_CAPS, MaxBytesPerS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.costs import CopyRates, TimingConfig, estimate, stall_s
+from moe_ckpt.snapshot.token_bucket import BURST_S
 from tests.sim.setups import cluster, job, setup
 
 
@@ -127,6 +128,8 @@ def test_caps_are_those_of_a_rank(
     machines = cluster(copies_share=share, network_bytes_per_s=2e4)
     rates = CopyRates(cluster=machines, caps=MaxBytesPerS(host=host, peers=peers, disk=to_disk), num_ranks=8)
     assert (rates.kept(2), rates.disk()) == (kept, disk)
+    bursts_s = [rates.burst_s(bytes_per_s) for bytes_per_s in (1e3, 1e6)]
+    assert bursts_s == [0.0, BURST_S if (share == "rank" and host == 3e3) or (share == "job" and host) else 0.0]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.recovering import Losses, estimate, plan_after
 from moe_ckpt.sim.saving import Recovery, Saving, Switches
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern
+from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import ENOUGH_SNAPSHOTS, ENOUGH_WINDOWS, IntervalChoice, WindowChoice
 from tests.sim.setups import EXPERTS, ckpt, cluster, job, setup, shape
 
@@ -317,3 +318,18 @@ def test_a_lost_node_fetches_whole_states_from_servers(capture: tuple[str, ...])
     plan = plan_after(of, saving, [kept], losses, 6)
     assert [fetch.global_rank for fetch in plan.fetches] == [0]
     assert estimate(of, saving, plan).fetch_s == pytest.approx(saving.whole_bytes / of.cluster.peer_bytes_per_s)
+
+
+CAP = 1e4
+OFTEN = {"gemini": "ckpt.every_iters=30", "moc": "ckpt.k_snapshot=1", "moevement": "ckpt.window=1"}
+
+
+@pytest.mark.parametrize("policy", OFTEN)
+def test_a_capped_copy_begins_with_a_burst(policy: str) -> None:
+    """Of a rank's cap, in iterations of 1 s, and at the rate of a link that is as slow."""
+    stalls_s = []
+    for caps, rate in (((f"ckpt.max_bytes_per_s.host={CAP}",), 1e9), ((), CAP)):
+        of = setup(machines=cluster(copy_bytes_per_s=rate, whole_copy_bytes_per_s=rate), iteration_s=1.0)
+        saving = plan_saving(ckpt(f"ckpt={policy}", OFTEN[policy], *caps), of)
+        stalls_s.append(next(saving.pattern(SETTLED).snapshots(0, 0)).stall_s)
+    assert stalls_s[1] - stalls_s[0] == pytest.approx(BURST_S)
