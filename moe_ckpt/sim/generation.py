@@ -119,7 +119,8 @@ class Generation:
         There is one more than `keep_windows` while ranks have not agreed that the newest one is complete everywhere.
         """
         newest = [self._at(span, moment) for span in islice(self._complete(moment), 1 + self.saving.keep_windows)]
-        windows = (*self.carried, *reversed(newest))
+        taken = {each.start for each in newest}  # the base of servers is the state that was carried
+        windows = (*(each for each in self.carried if each.start not in taken), *reversed(newest))
         has_agreed = not newest or self._has_agreed(newest[0], moment)
         return windows[-self.saving.keep_windows - (not has_agreed) :]
 

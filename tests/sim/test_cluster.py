@@ -39,6 +39,7 @@ ALL = [
     ("ckpt=moc", "ckpt.k_snapshot=1"),
     ("ckpt=moc", "ckpt.durable_every_iters=10", "ckpt.disk_every_iters=0"),
     ("ckpt=moetion", "ckpt.experts=2", "ckpt.replicas=1"),
+    ("ckpt=flowcheck", "ckpt.replicas=1"),
     ("ckpt=moevement", "ckpt.window=3", "ckpt.durable_every_iters=10"),
     ("ckpt=moevement", "ckpt.window=3", "ckpt.boundary_log=false"),
 ]

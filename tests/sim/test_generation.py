@@ -70,3 +70,13 @@ def test_several_windows_are_kept_and_those_from_before_until_then() -> None:
     of = generation(TWO, start=16, carried=before)
     spans = [[(window.start, window.end) for window in of.kept(after(done))] for done in (0, 1, 4, 8)]
     assert spans == [[(10, 12), (13, 15)], [(13, 15), (16, 16)], [(16, 16), (17, 19)], [(17, 19), (20, 22)]]
+
+
+def test_a_snapshot_that_is_taken_again_replaces_the_one_from_before() -> None:
+    """Servers begin with the state that was carried: ranks hold it once, also before they have agreed on it."""
+    of = setup()
+    saving = plan_saving(ckpt("ckpt=flowcheck", "ckpt.replicas=1"), of)
+    before = (Kept(start=4, end=4), Kept(start=5, end=5))
+    again = Generation(of.costs, saving, saving.settled, start=5, since_s=100.0, carried=before[1:])
+    assert again.kept(after(0)) == before[1:]
+    assert replace(again, carried=before).kept(after(0)) == before
