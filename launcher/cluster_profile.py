@@ -21,8 +21,8 @@ from launcher.simulator.config import compose_machine
 from launcher.simulator.real_run import (
     RealRun,
     events_of,
-    facts_of,
     first_seconds,
+    mean_seconds,
     read_run,
     recoveries_of,
     setup_of,
@@ -128,7 +128,7 @@ def fill_in(template: str, constants: dict[str, str], runs: Sequence[Path]) -> s
 
 def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
     """Return the speed at which a simulated iteration takes as long as the run's."""
-    seconds = facts_of(run.ranks).iteration_s
+    seconds = mean_seconds(run.ranks[0])
     own = replace(cluster, efficiency=1.0)
     low, high = 1e6, 1e18
     while high / low > 1.001:  # more is never slower
@@ -163,7 +163,7 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
 
 def _usual_s(run: RealRun) -> Callable[[int], float]:
     """Return the seconds of an iteration by itself when it ran first, of any number; the mean for the first one."""
-    iteration_s, first = facts_of(run.ranks).iteration_s, first_seconds(run.ranks[0])
+    iteration_s, first = mean_seconds(run.ranks[0]), first_seconds(run.ranks[0])
     return lambda number: first.get(number, iteration_s) if number > 1 else iteration_s
 
 
@@ -198,7 +198,7 @@ def _replays(run: RealRun, cluster: ClusterConfig) -> Iterator[tuple[float, floa
     replays = {(event.first_stage, event.iteration): event for event in events_of(run.ranks, StageRecovered)}
     if not replays:
         return
-    usual_s, iteration_s = _usual_s(run), facts_of(run.ranks).iteration_s
+    usual_s, iteration_s = _usual_s(run), mean_seconds(run.ranks[0])
     pace = Pace([usual_s(number) / iteration_s for number in range(1, 1 + max(last for _, last in replays))])
     # a run that has been fits into memory
     machine = replace(cluster, rerun_ratio=1.0, host_memory_bytes=_ENOUGH_BYTES)
@@ -233,7 +233,7 @@ def _stalls_s(run: RealRun) -> Iterator[float]:
     The wait for a copy that takes longer than an iteration is left out: it follows from sizes and rates. So is a job's
     first snapshot: training waits for all of it.
     """
-    iteration_s = facts_of(run.ranks).iteration_s
+    iteration_s = mean_seconds(run.ranks[0])
     for events in (each for rank in run.ranks for each in _generations(rank)):
         stalls = {event.iteration: event.stall_s for event in events if isinstance(event, IterationCommitted)}
         copies = {event.iteration: event.copy_s for event in events if isinstance(event, SnapshotTaken)}

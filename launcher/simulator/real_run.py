@@ -258,10 +258,8 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:
     """Return what a run took. Raises ConfigError for one that committed nothing."""
     first = ranks[0]
     commits = [(logged.t_s, logged.event) for logged in first if isinstance(logged.event, IterationCommitted)]
-    require(bool(commits), "real", "no iteration", "the folder of a run that trained")
+    iteration_s = mean_seconds(first)
     iterations = max(event.iteration for _, event in commits)
-    seconds = [*first_seconds(first).values()]
-    iteration_s = statistics.fmean(seconds[1:] or seconds)  # the first iteration is slow by itself
     commits_s = first_commits(ranks)
     recoveries = [recovered.cost_s for recovered in recoveries_of(ranks, iteration_s)]
     snapshots = [event for event in events_of(ranks, SnapshotTaken) if event.iteration > 0]
@@ -337,6 +335,16 @@ def first_commits(ranks: Sequence[Sequence[LoggedEvent]]) -> dict[int, float]:
     """Return the time of the first commit of each iteration, by any rank."""
     commits = [(e.t_s, e.event.iteration) for rank in ranks for e in rank if isinstance(e.event, IterationCommitted)]
     return {iteration: t_s for t_s, iteration in sorted(commits, reverse=True)}
+
+
+def mean_seconds(rank: Sequence[LoggedEvent]) -> float:
+    """Return the seconds of an iteration on average as a rank ran it first, without stalls.
+
+    Raises ConfigError for a rank that committed nothing.
+    """
+    seconds = [*first_seconds(rank).values()]
+    require(bool(seconds), "real", "no iteration", "the folder of a run that trained")
+    return statistics.fmean(seconds[1:] or seconds)  # the first iteration is slow by itself
 
 
 def first_seconds(rank: Sequence[LoggedEvent]) -> dict[int, float]:

@@ -108,8 +108,7 @@ def _in_memory(
 
 def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     rates = _rates(config, setup)
-    whole_bytes_per_s = setup.cluster.whole_copy_bytes_per_s
-    link = _Link(setup, rates.host(whole_bytes_per_s), rates.burst_s(whole_bytes_per_s))
+    link = _whole_link(setup, rates)
     replicas = _replicas(config.replicas, setup.cluster)
     kept_bytes_per_s = narrowest = min(link.bytes_per_s, rates.kept(replicas))
     # the disk's rate is that of the whole job, and is compared with the rate of one rank's copies
@@ -362,6 +361,12 @@ class _Link:
         return self._setup.cluster.take_s + self._setup.cluster.interference * size_bytes / self.bytes_per_s
 
 
+def _whole_link(setup: Setup, rates: CopyRates) -> _Link:
+    """Return the link by which a whole snapshot reaches host memory, within the policy's cap."""
+    bytes_per_s = setup.cluster.whole_copy_bytes_per_s
+    return _Link(setup, rates.host(bytes_per_s), rates.burst_s(bytes_per_s))
+
+
 def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
     """Return a stage of each kind, that with experts first whose ranks copy most: policies need no more."""
 
@@ -382,8 +387,7 @@ class _PartialCosts:
         self.iteration_s = setup.costs.iteration_s
         self.replicas = _replicas(config.replicas, cluster)
         rates = _rates(config, setup)
-        whole_bytes_per_s = cluster.whole_copy_bytes_per_s
-        self.link = _Link(setup, rates.host(whole_bytes_per_s), rates.burst_s(whole_bytes_per_s))
+        self.link = _whole_link(setup, rates)
         self.stages = _kinds_of_stages(self.link.profiles)
         table = self.stages[0].table
         self._own = MoeStage(table, config.partial)
