@@ -30,6 +30,7 @@ import math
 import os
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ _MIB = 1 << 20
 _STYLES = ("moevement", "gemini", "first", "second", "third", "none")
 _TABLE = ("<!-- under faults: written by benchmarks/under_faults.py -->", "<!-- end of under faults -->")
 _COLUMNS = (
-    *("MTBF, s", "policy", "ETTR", "less that of the first, pairs", "predicted"),
+    *("MTBF, s", "policy", "ETTR", "less that of the first, pairs", "predicted", "less the ETTR, pairs"),
     *("a fault, s", "predicted", "faults", "beside plain between faults"),
     *("window, pause or interval", "MiB an iteration", "host memory, MiB"),
 )
@@ -386,10 +387,11 @@ def table(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float]) -> It
 
 def _row(study: Study, policy: str, first: str, mtbf_s: float) -> Iterator[str]:
     outcomes, predicted = study.outcomes(policy, mtbf_s), study.predictions(policy, mtbf_s)
-    costs = study.faults_s(policy, mtbf_s)
-    yield interval(study.ettrs(policy, mtbf_s))
+    costs, ettrs = study.faults_s(policy, mtbf_s), study.ettrs(policy, mtbf_s)
+    yield interval(ettrs)
     yield "-" if policy == first else interval(study.differences(policy, first, mtbf_s))
     yield f"{statistics.fmean(each.ettr for each in predicted):.3f}" if predicted else "-"
+    yield interval([each.ettr - ettr for each, ettr in zip(predicted, ettrs, strict=True)]) if predicted else "-"
     yield f"{statistics.fmean(costs):.2f} ({min(costs):.2f} to {max(costs):.2f})" if costs else "-"
     predicted_s = [cost_s for each in predicted for cost_s in each.fault_s]
     yield f"{statistics.fmean(predicted_s):.2f}" if predicted_s else "-"
@@ -422,10 +424,11 @@ def notes(study: Study, regime: str, cap_bytes_per_s: float | None, folder: Path
     commits = sorted({json.loads(path.read_text())["commit"] for path in folder.glob("*.json")})
     run = folder / next(iter(study.runs)).name
     cap = "" if cap_bytes_per_s is None else f", copies at most {cap_bytes_per_s / 1e6:g} MB/s a link"
-    yield (
+    text = (
         f"Regime `{regime}`{cap}: {min(numbers.values())} runs of {seconds:g} s each, a plain iteration takes "
         f"{study.plain_s:.3f} s. {hardware()}; {packages(run)}; commit {', '.join(commits)}."
     )
+    yield from textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> int:

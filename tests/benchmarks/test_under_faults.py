@@ -20,6 +20,7 @@ from benchmarks.under_faults import (
     plain_training,
     plan_cells,
     slowdowns,
+    table,
 )
 from launcher.compare import plan_variants
 from launcher.config import compose_settings
@@ -112,6 +113,8 @@ def test_runs_at_another_mtbf_predict_a_run(policy: str) -> None:
         assert predicted.ettr == pytest.approx(ettr, abs=0.01)
         assert predicted.fault_s == pytest.approx(faults_s, rel=0.05)
         assert len(faults_s) == len(at)
+        [header, _, row] = [line.split(" | ") for line in table(study, [policy], [mtbf_s])]
+        assert row[header.index("predicted") + 1] == interval([predicted.ettr - ettr])
 
 
 def run_of(*ranks: list[tuple[float, Event]]) -> RealRun:
