@@ -230,17 +230,29 @@ def _rates(snapshots: Sequence[SnapshotTaken]) -> list[float]:
 def _stalls_s(run: RealRun) -> Iterator[float]:
     """Yield what each snapshot stopped training for, from the iteration that it was copied in to the next snapshot.
 
-    The wait for a copy that takes longer than an iteration is left out: it follows from sizes and rates. So is a job's
+    Iterations without a snapshot count for what exceeds their median stall, which logs and counts of tokens take. The
+    wait for a copy that takes longer than an iteration is left out: it follows from sizes and rates. So is a job's
     first snapshot: training waits for all of it.
     """
     iteration_s = mean_seconds(run.ranks[0])
-    for events in (each for rank in run.ranks for each in _generations(rank)):
-        stalls = {event.iteration: event.stall_s for event in events if isinstance(event, IterationCommitted)}
-        copies = {event.iteration: event.copy_s for event in events if isinstance(event, SnapshotTaken)}
-        for first, last in pairwise(sorted(copies)):
-            if first > 0:
-                stalled_s = sum(stalls.get(number, 0.0) for number in range(first + 1, last + 1))
-                yield max(0.0, stalled_s - max(0.0, copies[first] - iteration_s))
+    for rank in run.ranks:
+        usual_s = _usual_stall_s(rank)
+        for events in _generations(rank):
+            stalls = {event.iteration: event.stall_s for event in events if isinstance(event, IterationCommitted)}
+            copies = {event.iteration: event.copy_s for event in events if isinstance(event, SnapshotTaken)}
+            for first, last in pairwise(sorted(copies)):
+                if first > 0:
+                    later_s = sum(max(0.0, stalls.get(number, 0.0) - usual_s) for number in range(first + 2, last + 1))
+                    waited_s = max(0.0, copies[first] - iteration_s)
+                    yield max(0.0, stalls.get(first + 1, 0.0) + later_s - waited_s)
+
+
+def _usual_stall_s(rank: Sequence[LoggedEvent]) -> float:
+    """Return the median stall of a rank's iterations without a snapshot; 0 if each has one."""
+    with_snapshot = {event.iteration + 1 for event in events_of([rank], SnapshotTaken)}
+    commits = events_of([rank], IterationCommitted)
+    stalls = [event.stall_s for event in commits if event.iteration not in with_snapshot]
+    return statistics.median(stalls) if stalls else 0.0
 
 
 def _generations(rank: Sequence[LoggedEvent]) -> Iterator[list[Event]]:

@@ -339,6 +339,19 @@ def test_the_wait_for_all_of_a_first_snapshot_is_no_price_of_any() -> None:
     assert constants_of([run]).take_s == 0.5
 
 
+@pytest.mark.parametrize(("stalls_s", "take_s"), [((0.5, 0.125), 0.5), ((0.5, 0.375), 0.75)])
+def test_what_logs_take_without_a_snapshot_is_no_price_of_one(stalls_s: tuple[float, float], take_s: float) -> None:
+    """A snapshot every two iterations, and 0.125 s for logs in later iterations without one."""
+    alternating = [*stalls_s * 2, 0.5]
+    numbers = range(2, 2 + len(alternating))
+    trained = [second(number, stall_s=stall_s) for number, stall_s in zip(numbers, alternating, strict=True)]
+    trained += [second(number, stall_s=0.125) for number in range(numbers.stop, numbers.stop + 9)]
+    told = [*trained, *(snapshot(number) for number in (1, 3, 5))]
+    ranks = [logged(0, *((float(t_s), event) for t_s, event in enumerate(told)))]
+    run = RealRun(settings=compose_settings(["ckpt=gemini"]), world_size=1, kills=(), ranks=ranks)
+    assert constants_of([run]).take_s == take_s
+
+
 def snapshot(iteration: int) -> SnapshotTaken:
     where = {"iteration": iteration, "window_start": iteration, "slot": 0, "num_slots": 1}
     return SnapshotTaken(**where, size_bytes=8, dense_bytes=8, copy_s=0.25, bubble_bytes=0)
