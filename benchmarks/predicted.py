@@ -159,7 +159,7 @@ def notes(machine: ClusterConfig, own: Mapping[str, ClusterConfig]) -> Iterator[
     yield ""
     for policy, cluster in own.items():
         differing = [name for name in CONSTANTS if getattr(cluster, name) != getattr(machine, name)]
-        values = ", ".join(f"`{name}` {getattr(cluster, name):.3g}" for name in differing)
+        values = ", ".join(f"`{name}` {getattr(cluster, name):.3g}" for name in differing) or "the same"
         yield f"- in another run of {policy}: {values}"
 
 
