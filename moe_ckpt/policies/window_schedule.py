@@ -80,15 +80,14 @@ def order_operators(fixed: FixedOrder, popularity: Array) -> IntArray:
 def cut_slots(order: IntArray, table: OperatorTable, num_slots: int) -> WindowSchedule:
     """Cut an order into slots that hold about as many bytes as each other on every rank.
 
-    An operator's home is the rank that owns most of its full bytes (of equals the lowest). Along the order, and within
-    each home, its slot follows from where the middle of its bytes lies: of 10, 10, 20 bytes and 2 slots, the middles
-    5, 15, 30 of 40 lie in slots 0, 0, 1. There may be more slots than operators, for another stage's sake: some are
-    empty then. Raises ConfigError for fewer than 1.
+    Along the order, an operator's slot follows from where the middle of its bytes lies among all bytes of the rank that
+    has them: of 10, 10, 20 bytes and 2 slots, the middles 5, 15, 30 of 40 lie in slots 0, 0, 1. Where several ranks
+    have a share of an operator, it is the mean over its bytes. There may be more slots than operators, for another
+    stage's sake: some are empty then. Raises ConfigError for fewer than 1.
     """
     require_at_least("ckpt.window", num_slots, 1)
-    # for each home by bytes: cut by count, as in Algorithm 1, some ranks have slots of twice the bytes of others
-    middles, totals = _middles(order, table)
-    return _cut(middles, totals, num_slots)
+    # by the bytes of each rank: cut by count, as in Algorithm 1, some ranks have slots of twice the bytes of others
+    return _middles(order, table).cut(num_slots)
 
 
 def slot_bytes(table: OperatorTable, schedule: WindowSchedule) -> IntArray:
@@ -128,10 +127,10 @@ def fitting_window(table: OperatorTable, order: IntArray, budget_bytes: float, *
     """
     limit = min(max_slots, len(order))
     require(1 <= limit <= len(order), "ckpt.window", limit, f"between 1 and {len(order)}, the number of operators")
-    middles, totals = _middles(order, table)
+    middles = _middles(order, table)
 
     def worst(num_slots: int) -> int:
-        return int(slot_bytes(table, _cut(middles, totals, num_slots)).max())
+        return int(slot_bytes(table, middles.cut(num_slots)).max())
 
     def fits(num_slots: int) -> bool:
         return worst(num_slots) <= budget_bytes
@@ -185,26 +184,33 @@ def paper_schedule(order: IntArray, *, num_slots: int, num_active: int) -> Windo
     return WindowSchedule(num_slots=num_slots, slot_of=slot_of)
 
 
-def _middles(order: IntArray, table: OperatorTable) -> tuple[Array, Array]:
-    """Return per operator, both [operators]: the bytes of its home before its middle, and all bytes of its home."""
-    homes = np.argmax(table.full_bytes, axis=0)
-    sequence = order[np.argsort(homes[order], kind="stable")]  # home after home, each in the given order
-    homes_in_sequence = homes[sequence]
-    own = table.full_bytes[homes_in_sequence, sequence]
-    ends = np.cumsum(own)
-    last = np.cumsum(np.bincount(homes, minlength=len(table.full_bytes))) - 1  # -1: no operators up to this home
-    ends_of_homes = np.where(last < 0, 0, ends[last])
-    totals_of_homes = np.diff(ends_of_homes, prepend=0)
-    middles = np.empty(len(order), np.float64)
-    middles[sequence] = ends - own / 2 - (ends_of_homes - totals_of_homes)[homes_in_sequence]
-    return middles, totals_of_homes[homes].astype(np.float64)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Middles:
+    """Where the middle of each operator lies in an order, float64 [ranks, operators]: bytes of each rank before it.
+
+    `totals`: all bytes of a rank, float64 [ranks, 1]; `shares`: of an operator's bytes, float64 [ranks, operators].
+    """
+
+    before: Array
+    totals: Array
+    shares: Array
+
+    def cut(self, num_slots: int) -> WindowSchedule:
+        """Return the slots of operators; those without any bytes are in slot 0."""
+        # added rank by rank: every rank of a stage has to round alike
+        slot_of = (self.shares * (num_slots * self.before / self.totals)).sum(axis=0).astype(np.int64)
+        return WindowSchedule(num_slots=num_slots, slot_of=np.minimum(slot_of, num_slots - 1))
 
 
-def _cut(middles: Array, totals: Array, num_slots: int) -> WindowSchedule:
-    """Slot of each operator; a home without any bytes has all its operators in slot 0."""
-    slot_of = (num_slots * middles / np.maximum(totals, 1.0)).astype(np.int64)
-    # an operator without bytes at the end of its home has its middle at the very end, beyond the last slot
-    return WindowSchedule(num_slots=num_slots, slot_of=np.minimum(slot_of, num_slots - 1))
+def _middles(order: IntArray, table: OperatorTable) -> _Middles:
+    full_bytes = table.full_bytes
+    before = np.empty(full_bytes.shape, np.float64)
+    before[:, order] = np.cumsum(full_bytes[:, order], axis=1) - full_bytes[:, order] / 2
+    return _Middles(
+        before=before,
+        totals=np.maximum(full_bytes.sum(axis=1, keepdims=True), 1).astype(np.float64),
+        shares=full_bytes / np.maximum(full_bytes.sum(axis=0), 1),
+    )
 
 
 def _first_trial(table: OperatorTable, budget_bytes: float, limit: int) -> int:

@@ -104,14 +104,22 @@ def test_a_slot_is_where_an_operators_middle_lies(case: tuple[OperatorTable, Int
     table, order = case
     num_slots = data.draw(st.integers(1, len(order)))
     schedule = cut_slots(order, table, num_slots)
-    homes = [max(range(len(table.full_bytes)), key=lambda rank: column[rank]) for column in table.full_bytes.T]
-    for home in set(homes):
-        mine = [position for position in order.tolist() if homes[position] == home]
-        own = [int(table.full_bytes[home, position]) for position in mine]
-        doubled = [2 * sum(own[:index]) + own[index] for index in range(len(own))]
-        expected = [min(num_slots - 1, num_slots * middle // max(1, 2 * sum(own))) for middle in doubled]
-        assert schedule.slot_of[mine].tolist() == expected
-        assert expected == sorted(expected)
+    totals, before = table.full_bytes.sum(axis=1).tolist(), [0] * len(table.full_bytes)
+    for position in order.tolist():
+        sizes = table.full_bytes[:, position].tolist()
+        middle = 0.0  # the mean over all bytes of the operator
+        for rank, size in enumerate(sizes):
+            middle += size / max(1, sum(sizes)) * (num_slots * (before[rank] + size / 2) / max(1, totals[rank]))
+            before[rank] += size
+        assert schedule.slot_of[position] == min(num_slots - 1, int(middle))
+
+
+def test_ranks_that_share_operators_evenly_have_slots_of_the_same_bytes() -> None:
+    """Four experts on each of two ranks, and half of each of four other operators."""
+    table = make_table([[30] * 4 + [0] * 4 + [15] * 4, [0] * 4 + [30] * 4 + [15] * 4])
+    schedule = cut_slots(np.arange(12), table, 6)
+    assert schedule.slot_of.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 4, 5, 5]
+    assert slot_bytes(table, schedule).tolist() == [[53] * 2, [48] * 2, [43] * 2, [38] * 2, [34] * 2, [30] * 2]
 
 
 @given(case=tables_and_orders(), data=st.data())
