@@ -53,6 +53,7 @@ from launcher.simulator.comparison import predict_events  # noqa: E402
 from launcher.simulator.real_run import (  # noqa: E402
     MeasuredRecovery,
     RealRun,
+    events_of,
     first_commits,
     read_run,
     recoveries_of,
@@ -268,13 +269,13 @@ def interval(values: Sequence[float]) -> str:
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
 
 
-def slowdowns(runs: Sequence[tuple[RealRun, PlainTraining]]) -> tuple[float, float]:
+def slowdowns(runs: Sequence[tuple[RealRun, Outcome, PlainTraining]]) -> tuple[float, float]:
     """Return what slows the iterations of runs beside plain training: a share of each, and seconds a second of copying.
 
-    The former is the price of supervisors and hooks. Stalls are left out. Least squares over iterations; a profile of
-    runs cannot measure this: only plain training beside them does.
+    The former is the price of supervisors, hooks and logs. Stalls of snapshots are left out. Least squares over
+    iterations; a profile of runs cannot measure this: only plain training beside them does.
     """
-    rows = [row for run, plain in runs for row in _slower_iterations(run, plain)]
+    rows = [row for run, outcome, plain in runs for row in _slower_iterations(run, outcome, plain)]
     if not rows:
         return 0.0, 0.0
     plain_s, copying_s, slower_s = np.array(rows).T
@@ -284,19 +285,17 @@ def slowdowns(runs: Sequence[tuple[RealRun, PlainTraining]]) -> tuple[float, flo
     return float(slower_s.sum() / plain_s.sum()), 0.0
 
 
-def _slower_iterations(run: RealRun, plain: PlainTraining) -> Iterator[tuple[float, float, float]]:
-    """Yield of each iteration its seconds in plain training, those of copies in it, and those that it took longer.
+def _slower_iterations(run: RealRun, outcome: Outcome, plain: PlainTraining) -> Iterator[tuple[float, float, float]]:
+    """Yield of each new iteration its seconds in plain training, those of copies in it, and those that it took longer.
 
-    As it ran first: processes that have run an iteration before, or a few of the first ones, are faster.
+    Iterations that a fault hit are left out: a part of them has run before, and what runs again is faster.
     """
-    events = [each.event for each in run.ranks[0]]
-    copy_s = {event.iteration + 1: event.copy_s for event in events if isinstance(event, SnapshotTaken)}
-    newest = 1
-    for event in events:
-        if isinstance(event, IterationCommitted) and event.iteration > newest:
-            newest = event.iteration
-            seconds, plain_s = event.seconds - event.stall_s, plain.between(newest - 1, newest)
-            yield plain_s, min(seconds, copy_s.get(newest, 0.0)), seconds - plain_s
+    rank = run.ranks[0]
+    copy_s = {event.iteration + 1: event.copy_s for event in events_of([rank], SnapshotTaken)}
+    stall_s = {event.iteration: event.stall_s for event in reversed(events_of([rank], IterationCommitted))}
+    for number, spent_s in outcome.quiet_s().items():
+        seconds, plain_s = spent_s - stall_s.get(number, 0.0), plain.between(number - 1, number)
+        yield plain_s, min(seconds, copy_s.get(number, 0.0)), seconds - plain_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,9 +355,9 @@ class Study:
         others = [cell for cell in self.runs if cell.policy == policy and cell.mtbf_s != mtbf_s]
         if not others or policy == "none":
             return []
-        beside_plain = [(self.runs[cell], self.plain_of(cell)) for cell in others]
+        beside_plain = [(self.runs[cell], self.measured[cell], self.plain_of(cell)) for cell in others]
         share, interference = slowdowns(beside_plain)
-        cluster = replace(constants_of([run for run, _ in beside_plain]), interference=interference)
+        cluster = replace(constants_of([self.runs[cell] for cell in others]), interference=interference)
         return [self._predict(cell, cluster, 1 + share) for cell in self.cells(policy, mtbf_s)]
 
     def _predict(self, cell: Cell, cluster: ClusterConfig, factor: float) -> PredictedRun:

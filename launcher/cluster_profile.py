@@ -30,7 +30,6 @@ from launcher.simulator.real_run import (
 from moe_ckpt.errors import exit_status
 from moe_ckpt.events import (
     CheckpointSaved,
-    Event,
     IterationCommitted,
     LoggedEvent,
     Rejoined,
@@ -39,6 +38,7 @@ from moe_ckpt.events import (
     StateResumed,
     WorkerStarted,
 )
+from moe_ckpt.sim.costs import update_bytes
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.pace import Pace
@@ -82,35 +82,41 @@ def constants_of(runs: Sequence[RealRun], others: ClusterConfig | None = None) -
 
 
 def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
-    """Return the constants that these runs measured, by name."""
+    """Return the constants that these runs measured, by name: medians, and means where a few long ones count."""
     ranks = [rank for run in runs for rank in run.ranks]
     snapshots = [event for run in runs for event in _copied_freely(run)]
     rates, whole = _rates(snapshots), _rates([event for event in snapshots if event.num_slots == 1])
     stalls = [stall_s for run in runs for stall_s in _stalls_s(run)]
+    updates = [rate for run in runs for rate in _update_rates(run, cluster)]
+    if updates:
+        cluster = replace(cluster, gpu_bytes_per_s=statistics.median(updates))
     speeds = [_flops_per_s(run, cluster) for run in runs]
     cluster = replace(cluster, flops_per_s=statistics.median(speeds))
     reruns = [times for run in runs for times in (*_reruns(run), *_replays(run, cluster))]
+    means: dict[str, float] = {}
     if reruns:
         rerun_s, first_s = map(sum, zip(*reruns, strict=True))
         cluster = replace(cluster, rerun_ratio=rerun_s / first_s)
+        means["rerun_ratio"] = cluster.rerun_ratio
+    if stalls:
+        means["take_s"] = max(0.0, statistics.fmean(stalls))
+        means["interference"] = 0.0  # in take_s: what overlaps cannot be told from what does not
     costs = [each for run in runs for each in _costs_of(run, cluster)]
     saved = [event for event in events_of(ranks, CheckpointSaved) if event.seconds > 0]
+    if saved:  # a disk's speed is no constant: the same checkpoint has taken 2.7 s and 6.5 s within an hour
+        means["disk_bytes_per_s"] = sum(event.size_bytes for event in saved) / sum(event.seconds for event in saved)
     loaded = [event for event in events_of(ranks, StateResumed) if event.seconds > 0 and event.iteration > 0]
     measured = {
         "copy_bytes_per_s": rates,
         "whole_copy_bytes_per_s": whole or rates,
-        "take_s": stalls,
-        "rerun_ratio": [cluster.rerun_ratio] if reruns else [],
         **{name: [each[name] for each in costs if name in each] for name in _OF_A_FAULT},
-        "disk_bytes_per_s": [event.size_bytes / event.seconds for event in saved],
         # the event of a load has no size: whole checkpoints of a run are all alike
         "disk_read_bytes_per_s": [saved[0].size_bytes / event.seconds for event in loaded if saved],
         "flops_per_s": speeds,
+        "gpu_bytes_per_s": updates,
     }
-    # a disk's speed is no constant: the same checkpoint has taken 2.7 s and 6.5 s within an hour
-    found = {name: f"{statistics.median(values):.3g}" for name, values in measured.items() if values}
-    if stalls:
-        found["interference"] = "0.0"  # in take_s: what overlaps cannot be told from what does not
+    medians = {name: statistics.median(values) for name, values in measured.items() if values}
+    found = {name: f"{value:.3g}" for name, value in {**medians, **means}.items()}
     return {"name": "measured", "nodes": str(runs[0].world_size), **found}
 
 
@@ -230,40 +236,51 @@ def _rates(snapshots: Sequence[SnapshotTaken]) -> list[float]:
 def _stalls_s(run: RealRun) -> Iterator[float]:
     """Yield what each snapshot stopped training for, from the iteration that it was copied in to the next snapshot.
 
-    Iterations without a snapshot count for what exceeds their median stall, which logs and counts of tokens take. The
-    wait for a copy that takes longer than an iteration is left out: it follows from sizes and rates. So is a job's
-    first snapshot: training waits for all of it.
+    The wait for a copy that takes longer than the iteration up to its update is left out: it follows from sizes and
+    rates. So is a job's first snapshot: training waits for all of it.
+    """
+    update_s = statistics.median([*_updates_s(run)] or [0.0])
+    for logged in _generations(run):
+        commits = {event.iteration: event for event in events_of([logged], IterationCommitted)}
+        copies = {event.iteration: event.copy_s for event in events_of([logged], SnapshotTaken)}
+        for first, last in pairwise(sorted(copies)):
+            if first > 0 and first + 1 in commits:
+                stalled_s = sum(commits[number].stall_s for number in range(first + 1, last + 1) if number in commits)
+                overlap_s = commits[first + 1].seconds - commits[first + 1].stall_s - update_s
+                yield stalled_s - max(0.0, copies[first] - overlap_s)
+
+
+def _update_rates(run: RealRun, cluster: ClusterConfig) -> Iterator[float]:
+    """Yield the bytes a second of each update that `_updates_s` finds."""
+    if updates_s := [*_updates_s(run)]:
+        moved_bytes = update_bytes(setup_of(run, cluster, None).job)
+        yield from (moved_bytes / seconds for seconds in updates_s)
+
+
+def _updates_s(run: RealRun) -> Iterator[float]:
+    """Yield the seconds from the end of each copy that an update waited for to the end of that iteration.
+
+    An update surely waited for a copy that is longer than an iteration on average.
     """
     iteration_s = mean_seconds(run.ranks[0])
+    for logged in _generations(run):
+        copies = {event.iteration + 1: event.copy_s for event in events_of([logged], SnapshotTaken)}
+        commits = [(each.event.iteration, each.t_s) for each in logged if isinstance(each.event, IterationCommitted)]
+        for (_, since_s), (iteration, until_s) in pairwise(commits):
+            if iteration_s < copies.get(iteration, 0.0) < until_s - since_s:
+                yield until_s - since_s - copies[iteration]
+
+
+def _generations(run: RealRun) -> Iterator[list[LoggedEvent]]:
+    """Yield each rank's events between recoveries: an iteration may run again after one, without the snapshot in it."""
     for rank in run.ranks:
-        usual_s = _usual_stall_s(rank)
-        for events in _generations(rank):
-            stalls = {event.iteration: event.stall_s for event in events if isinstance(event, IterationCommitted)}
-            copies = {event.iteration: event.copy_s for event in events if isinstance(event, SnapshotTaken)}
-            for first, last in pairwise(sorted(copies)):
-                if first > 0:
-                    later_s = sum(max(0.0, stalls.get(number, 0.0) - usual_s) for number in range(first + 2, last + 1))
-                    waited_s = max(0.0, copies[first] - iteration_s)
-                    yield max(0.0, stalls.get(first + 1, 0.0) + later_s - waited_s)
-
-
-def _usual_stall_s(rank: Sequence[LoggedEvent]) -> float:
-    """Return the median stall of a rank's iterations without a snapshot; 0 if each has one."""
-    with_snapshot = {event.iteration + 1 for event in events_of([rank], SnapshotTaken)}
-    commits = events_of([rank], IterationCommitted)
-    stalls = [event.stall_s for event in commits if event.iteration not in with_snapshot]
-    return statistics.median(stalls) if stalls else 0.0
-
-
-def _generations(rank: Sequence[LoggedEvent]) -> Iterator[list[Event]]:
-    """Yield a rank's events between recoveries: an iteration may run again after one, without the snapshot in it."""
-    events: list[Event] = []
-    for each in rank:
-        if isinstance(each.event, Rejoined | WorkerStarted):
-            yield events
-            events = []
-        events.append(each.event)
-    yield events
+        logged: list[LoggedEvent] = []
+        for each in rank:
+            if isinstance(each.event, Rejoined | WorkerStarted):
+                yield logged
+                logged = []
+            logged.append(each)
+        yield logged
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import (
     Event,
     GenerationEnded,
+    GradientsSent,
     HostMemoryUsed,
     IntervalChosen,
     IterationCommitted,
@@ -94,7 +95,10 @@ class MeasuredRecovery:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RealRun:
-    """A run folder: its settings, the faults since its first commit as they were carried out, its ranks' events."""
+    """A run folder: its settings, the faults since its first commit as they were carried out, its ranks' events.
+
+    Stalls of iterations are those of snapshots (`stalled_by_snapshots`).
+    """
 
     settings: Settings
     world_size: int
@@ -111,7 +115,8 @@ def read_run(folder: Path, until: int | None = None) -> RealRun:
         settings = read_settings(folder / "config.yaml")
         about = json.loads((folder / "run.json").read_text())
         world_size, origin_unix_s = int(about["world_size"]), float(about["clock_origin_unix_s"])
-        ranks = [list(read_events(path)) for path in sorted((folder / "events").glob("rank*.jsonl"))]
+        paths = sorted((folder / "events").glob("rank*.jsonl"))
+        ranks = [stalled_by_snapshots(list(read_events(path))) for path in paths]
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError) as error:
@@ -119,6 +124,24 @@ def read_run(folder: Path, until: int | None = None) -> RealRun:
     require(len(ranks) == world_size, "real", f"events of {len(ranks)} ranks", f"those of all {world_size}")
     kills = kills_of(read_faults(folder), ranks, origin_unix_s, until)
     return RealRun(settings=settings, world_size=world_size, kills=kills, ranks=ranks)
+
+
+def stalled_by_snapshots(rank: Sequence[LoggedEvent]) -> list[LoggedEvent]:
+    """Return a rank's events with those stalls alone that snapshots cause, beyond the median of iterations without any.
+
+    Logs and votes take that median in every iteration: it is a part of the iteration.
+    """
+    caused = {event.iteration + 1 for event in events_of([rank], SnapshotTaken)}
+    caused |= {event.iteration for event in events_of([rank], GradientsSent)}
+    commits = events_of([rank], IterationCommitted)
+    usual_s = statistics.median([event.stall_s for event in commits if event.iteration not in caused] or [0.0])
+
+    def stalled(event: Event) -> Event:
+        if isinstance(event, IterationCommitted):
+            return replace(event, stall_s=max(0.0, event.stall_s - usual_s))
+        return event
+
+    return [replace(each, event=stalled(each.event)) for each in rank]
 
 
 def kills_of(

@@ -56,6 +56,10 @@ class Costs:
     def num_stages(self) -> int:
         return len(self.micro_batch_s)
 
+    def overlap_s(self, iteration_s: float) -> float:
+        """Return the seconds of an iteration up to its update, which waits for copies of the state before it."""
+        return max(0.0, iteration_s - self.update_s)
+
     def pipeline_s(self, stages: range) -> float:
         """Return forward and backward of all micro-batches through some neighbouring stages: 1F1B, interleaved.
 
@@ -107,9 +111,12 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
 def step_s(job: Job, cluster: ClusterConfig) -> tuple[float, float]:
     """Return the seconds of an iteration's end: collectives that no computation hides, and the optimizer's update."""
     sync_s = max(_sync_s(job, cluster, stage) for stage in range(job.layout.pp))
-    # an update reads and writes a rank's whole state once
-    state_bytes = max(float(profile.table.full_bytes.sum(axis=1).max()) for profile in job.profiles)
-    return (1 - cluster.sync_overlap) * sync_s, 2 * state_bytes / cluster.gpu_bytes_per_s
+    return (1 - cluster.sync_overlap) * sync_s, update_bytes(job) / cluster.gpu_bytes_per_s
+
+
+def update_bytes(job: Job) -> float:
+    """Return the bytes that an update moves on the rank with the most: it reads and writes the whole state once."""
+    return 2 * max(float(profile.table.full_bytes.sum(axis=1).max()) for profile in job.profiles)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,16 +159,17 @@ class CopyRates:
         return self.num_ranks if self.cluster.copies_share == JOB else 1
 
 
-def stall_s(*, copy_s: float, awaited_s: float, iteration_s: float, interference: float) -> float:
+def stall_s(*, copy_s: float, awaited_s: float, overlap_s: float, interference: float) -> float:
     """Return the seconds that a snapshot adds to training, whose update waits for copies that take `awaited_s`.
 
     Copies slow training by a share `interference` of their time. An update that waits for them is late by their time
-    beyond the iteration, however slow that was: by 3 s for 5 s of copying in an iteration of 2 s (MoC, equation 10).
-    Copies that go on after the update slow the next iterations, too.
+    beyond `overlap_s`, those of the iteration up to its update, however slow these were: by 3 s for 5 s of copying
+    beside 2 s of forward and backward (MoC, equation 10). Copies that go on after the update slow the next iterations,
+    too.
     """
-    until_update_s = max(awaited_s, iteration_s)
+    until_update_s = max(awaited_s, overlap_s)
     later_s = max(0.0, copy_s - until_update_s)
-    return max(awaited_s - iteration_s, interference * (copy_s - later_s)) + interference * later_s
+    return max(awaited_s - overlap_s, interference * (copy_s - later_s)) + interference * later_s
 
 
 def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:

@@ -268,6 +268,7 @@ def _measured_windows(
     def measured(so_far: MeasuredSoFar) -> Measured:
         return Measured(
             iteration_s=so_far.length * costs.iteration_s,
+            overlap_s=costs.overlap_s(so_far.length * costs.iteration_s),
             copy_bytes_per_s=link.bytes_per_s,
             host_bytes_per_s=host.bytes_per_s,
             peer_bytes_per_s=peer_bytes_per_s,
@@ -352,7 +353,7 @@ class _Link:
         return self._setup.cluster.take_s + stall_s(
             copy_s=max(0.0, size_bytes / self.bytes_per_s - self._burst_s),
             awaited_s=max(0.0, awaited_s - self._burst_s),
-            iteration_s=iteration_s,
+            overlap_s=self._setup.costs.overlap_s(iteration_s),
             interference=self._setup.cluster.interference,
         )
 

@@ -159,20 +159,21 @@ def test_a_run_is_held_against_the_very_iterations_of_plain_training() -> None:
 
 def test_hooks_slow_every_iteration_and_copies_those_that_they_are_in() -> None:
     """Plain iterations take 1 s, those of the run 1.1 s, or 1.6 s while something is copied; 0.5 s more is a stall."""
-    seconds = [(1, 9.0), (2, 2.1), (3, 1.1), (2, 0.2), (4, 1.1)]  # iteration 2 runs again after a fault
-    trained = [committed(number, seconds=each, stall_s=0.5 if each == 2.1 else 0.0) for number, each in seconds]
+    stalled = committed(2, seconds=2.0, stall_s=0.5)
+    told = [(0.0, worker(0)), (1.0, iteration(1)), (3.1, stalled), (4.2, iteration(3))]
+    told += [(5.0, worker(1)), (9.0, iteration(4)), (10.1, iteration(5))]  # iteration 4 runs again after a fault
     taken = SnapshotTaken(
         iteration=1, window_start=1, slot=0, num_slots=1, size_bytes=8, dense_bytes=8, copy_s=2.0, bubble_bytes=0
     )
-    run = run_of([(float(t_s), event) for t_s, event in enumerate([*trained, taken])])
-    fast, slow = (PlainTraining(iteration_s=iteration_s, pace=EVEN) for iteration_s in (1.0, 2.0))
-    assert slowdowns([(run, fast)]) == (pytest.approx(0.1), pytest.approx(0.5 / 1.6))
-    nothing_copied = run_of([(float(t_s), event) for t_s, event in enumerate(trained)])
-    assert slowdowns([(nothing_copied, fast)]) == (pytest.approx((0.6 + 0.1 + 0.1) / 3), 0.0)
-    faster_with_copies = run_of(
-        [(0.0, committed(2, seconds=1.0, stall_s=0.0)), (1.0, committed(3, seconds=3.0, stall_s=0.0)), (2.0, taken)]
-    )
-    assert slowdowns([(faster_with_copies, slow)]) == (0.0, 0.0)
+
+    def slower(told: list[tuple[float, Event]], plain_s: float) -> tuple[float, float]:
+        run = run_of(told)
+        return slowdowns([(run, measure(run, 20.0), PlainTraining(iteration_s=plain_s, pace=EVEN))])
+
+    assert slower([*told, (11.0, taken)], 1.0) == (pytest.approx(0.1), pytest.approx(0.5 / 1.6))
+    assert slower(told, 1.0) == (pytest.approx((0.6 + 0.1 + 0.1) / 3), 0.0)
+    faster_with_copies = [(0.0, iteration(1)), (1.0, iteration(2)), (4.0, iteration(3)), (5.0, taken)]
+    assert slower(faster_with_copies, 2.0) == (0.0, 0.0)
 
 
 def test_an_interval_is_students() -> None:

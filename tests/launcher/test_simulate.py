@@ -54,7 +54,7 @@ def test_a_result_is_printed_and_unknown_memory_is_not_called_zero(
         ([*SMALL, "timing.iteration_s=5", "out=."], "out: got "),
         (
             [*SMALL, "timing.iteration_s=1e-4", "cluster.take_s=0", "cluster.interference=0", "out=new"],
-            "out: got 'about 48156656 of 4 ranks', wanted a run of at most 2000000 events",
+            "out: got 'about 48150576 of 4 ranks', wanted a run of at most 2000000 events",
         ),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_stage_alone_waits_for_its_neighbours_logs() -> None:
 def test_what_does_not_fit_into_an_iteration_of_2_s_stalls(
     copy_s: float, awaited_s: float, interference: float, expected: float
 ) -> None:
-    found = stall_s(copy_s=copy_s, awaited_s=awaited_s, iteration_s=2.0, interference=interference)
+    found = stall_s(copy_s=copy_s, awaited_s=awaited_s, overlap_s=2.0, interference=interference)
     assert found == pytest.approx(expected)
 
 

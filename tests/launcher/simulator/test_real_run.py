@@ -14,10 +14,20 @@ from launcher.config import compose_settings
 from launcher.faults.log import InjectedFault
 from launcher.simulator.comparison import predict_run
 from launcher.simulator.config import compose_machine
-from launcher.simulator.real_run import RealRun, events_of, facts_of, kills_of, recoveries_of, setup_of
+from launcher.simulator.real_run import (
+    RealRun,
+    events_of,
+    facts_of,
+    kills_of,
+    recoveries_of,
+    setup_of,
+    stalled_by_snapshots,
+)
 from moe_ckpt.events import (
+    CheckpointSaved,
     Event,
     GenerationEnded,
+    GradientsSent,
     IterationCommitted,
     LoggedEvent,
     Rejoined,
@@ -26,6 +36,7 @@ from moe_ckpt.events import (
 )
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.sim.cluster import simulate
+from moe_ckpt.sim.costs import update_bytes
 from moe_ckpt.sim.emit import rank_events
 from moe_ckpt.sim.faults import LateKill
 from moe_ckpt.sim.hardware import ClusterConfig
@@ -323,10 +334,28 @@ def test_a_cap_is_none_of_the_machines_rates() -> None:
 
 
 def test_waits_for_copies_are_none_of_what_any_snapshot_takes() -> None:
+    """What follows the end of a copy that training waits for is the update, and what the snapshot took."""
     run = run_of("gemini", LINKS["training waits for copies"])
     longest_s = max(event.stall_s for event in events_of(run.ranks, IterationCommitted))
     assert longest_s > 10 * MACHINE["take_s"], "training waits"
-    assert constants_of([run]).take_s == pytest.approx(MACHINE["take_s"])
+
+    def follows_s(machine: ClusterConfig) -> float:
+        return machine.take_s + setup_of(run, machine, None).costs.update_s
+
+    local = compose_machine(["cluster=local"])[0]
+    given = replace(local, take_s=MACHINE["take_s"], flops_per_s=MACHINE["flops_per_s"])
+    assert follows_s(constants_of([run])) == pytest.approx(follows_s(given), rel=0.01)
+
+
+def test_what_follows_the_copy_that_an_update_waits_for_is_its_time() -> None:
+    """Iterations of 1 s, and 2.5 s with a copy of 2.25 s; a copy of 3 s began before a fault."""
+    before = [(1, second(1)), (2, second(2)), (2, snapshot(2, copy_s=2.25)), (4.5, second(3, stall_s=1.5))]
+    after = [(9, back(0.1, 0.2)), (10, second(3)), (10, snapshot(3, copy_s=3.0)), (11, second(4))]
+    settings = compose_settings(["ckpt=gemini", "model=tiny"])
+    run = RealRun(settings=settings, world_size=1, kills=(), ranks=[logged(0, *before, *after)])
+    local = compose_machine(["cluster=local"])[0]
+    moved_bytes = update_bytes(setup_of(run, local, None).job)
+    assert constants_of([run]).gpu_bytes_per_s == pytest.approx(moved_bytes / 0.25, rel=0.01)
 
 
 def test_the_wait_for_all_of_a_first_snapshot_is_no_price_of_any() -> None:
@@ -339,19 +368,47 @@ def test_the_wait_for_all_of_a_first_snapshot_is_no_price_of_any() -> None:
     assert constants_of([run]).take_s == 0.5
 
 
-@pytest.mark.parametrize(("stalls_s", "take_s"), [((0.5, 0.125), 0.5), ((0.5, 0.375), 0.75)])
-def test_what_logs_take_without_a_snapshot_is_no_price_of_one(stalls_s: tuple[float, float], take_s: float) -> None:
-    """A snapshot every two iterations, and 0.125 s for logs in later iterations without one."""
-    alternating = [*stalls_s * 2, 0.5]
-    numbers = range(2, 2 + len(alternating))
-    trained = [second(number, stall_s=stall_s) for number, stall_s in zip(numbers, alternating, strict=True)]
-    trained += [second(number, stall_s=0.125) for number in range(numbers.stop, numbers.stop + 9)]
-    told = [*trained, *(snapshot(number) for number in (1, 3, 5))]
-    ranks = [logged(0, *((float(t_s), event) for t_s, event in enumerate(told)))]
-    run = RealRun(settings=compose_settings(["ckpt=gemini"]), world_size=1, kills=(), ranks=ranks)
+@pytest.mark.parametrize(
+    ("stalls_s", "take_s"),
+    [
+        pytest.param((0.5, 0.125) * 3, 0.375, id="logs take 0.125 s"),
+        pytest.param((0.5, 0.375) * 3, 0.625, id="its end stops training, too"),
+        pytest.param((0.875, *[0.125] * 5), 0.25, id="few are long"),
+    ],
+)
+def test_a_snapshot_takes_what_exceeds_logs(stalls_s: Sequence[float], take_s: float) -> None:
+    """A snapshot every two iterations; logs take 0.125 s in all, also in later ones without a snapshot."""
+    trained = [second(number, stall_s=stall_s) for number, stall_s in enumerate(stalls_s, start=2)]
+    trained += [second(number, stall_s=0.125) for number in range(8, 18)]
+    told = [*trained, *(snapshot(number) for number in (1, 3, 5, 7))]
+    rank = stalled_by_snapshots(logged(0, *((float(t_s), event) for t_s, event in enumerate(told))))
+    run = RealRun(settings=compose_settings(["ckpt=gemini"]), world_size=1, kills=(), ranks=[rank])
     assert constants_of([run]).take_s == take_s
 
 
-def snapshot(iteration: int) -> SnapshotTaken:
+def test_stalls_of_every_iteration_are_those_of_gradients_sent_in_each() -> None:
+    sent = GradientsSent(iteration=2, size_bytes=8, tap_s=0.5, lag_iters=0)
+    trained = [second(number, stall_s=stall_s) for number, stall_s in ((2, 0.5), (3, 0.125), (4, 0.125))]
+
+    def stalls_s(*told: Event) -> list[float]:
+        rank = stalled_by_snapshots(logged(0, *((float(t_s), event) for t_s, event in enumerate(told))))
+        return [event.stall_s for event in events_of([rank], IterationCommitted)]
+
+    assert stalls_s(*trained, sent) == [0.375, 0.0, 0.0]
+    assert stalls_s(trained[0], sent) == [0.5]
+
+
+@pytest.mark.parametrize(("seconds", "bytes_per_s"), [((2.0, 2.0), 32.0), ((1.0, 7.0), 16.0)])
+def test_a_disk_is_as_fast_as_in_all_saves_together(seconds: Sequence[float], bytes_per_s: float) -> None:
+    saves = [
+        CheckpointSaved(iteration=number, directory="", size_bytes=64, seconds=each, stall_s=each)
+        for number, each in enumerate(seconds, start=1)
+    ]
+    told = [(float(number), second(number)) for number in (1, 2, 3)] + [(4.0, save) for save in saves]
+    run = RealRun(settings=compose_settings(["ckpt=dense"]), world_size=1, kills=(), ranks=[logged(0, *told)])
+    assert constants_of([run]).disk_bytes_per_s == bytes_per_s
+
+
+def snapshot(iteration: int, *, copy_s: float = 0.25) -> SnapshotTaken:
     where = {"iteration": iteration, "window_start": iteration, "slot": 0, "num_slots": 1}
-    return SnapshotTaken(**where, size_bytes=8, dense_bytes=8, copy_s=0.25, bubble_bytes=0)
+    return SnapshotTaken(**where, size_bytes=8, dense_bytes=8, copy_s=copy_s, bubble_bytes=0)
