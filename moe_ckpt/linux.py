@@ -1,10 +1,12 @@
-"""Processes of this machine as /proc shows them, by pid, and a socket by its descriptor. Changes no process."""
+"""Processes of this machine as /proc shows them, by pid, sockets by descriptor, signals. Changes no other process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 # not psutil: it turns start times into seconds of the wall clock, and has no states of threads
@@ -52,6 +54,16 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Handle signals after this block that come in it. Threads and processes that are started in it hold them, too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def duplicate_socket(fd: int) -> socket.socket:

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_ckpt.errors import StoreLostError
-from moe_ckpt.linux import duplicate_socket
+from moe_ckpt.linux import duplicate_socket, signals_held
 
 _PROBES = 4  # in the time that a connection may be silent
 _LONGEST_PAUSE_S = 32767  # Linux allows no more
@@ -71,7 +71,10 @@ for _name in ("set", "get", "add", "compare_set", "check", "delete_key", "wait")
 def _call_in_thread(request: Callable[..., Any], *arguments: Any) -> Any:
     # a pool for one request: a supervisor forks afterwards, and is to have one thread then
     with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(request, *arguments).result()
+        # a handler that forks, as a supervisor's does, would wait for ever for a lock that `submit` has: forks take it
+        with signals_held():
+            answer = pool.submit(request, *arguments)
+        return answer.result()
 
 
 def end_silent_connections(port: int, after_s: float) -> None:

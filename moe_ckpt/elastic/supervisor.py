@@ -34,7 +34,7 @@ from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_
 from moe_ckpt.elastic.starvation import Silence, read_threads
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import StoreLostError
-from moe_ckpt.linux import children_of, signal_name
+from moe_ckpt.linux import children_of, signal_name, signals_held
 from moe_ckpt.types import Phase
 
 _log = logging.getLogger(__name__)
@@ -397,7 +397,8 @@ def run_and_exit(main: Callable[[], int]) -> None:
 def start_beside(main: Callable[[], int]) -> int:
     """Start a process that lives at most as long as this supervisor; return its pid."""
     supervisor_pid = os.getpid()
-    pid = os.fork()
+    with signals_held():  # a handler that forks within a fork would wait for locks that the outer one has
+        pid = os.fork()
     if pid == 0:
         die_with_parent(signal.SIGKILL, parent=supervisor_pid)
         run_and_exit(main)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from launcher.proc import stands_still
 from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
 from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import thread_states
 from tests.elastic.processes import Child
@@ -75,6 +77,31 @@ def test_a_supervisor_is_told_to_stop_while_its_store_is_silent(start: Callable[
     assert supervisor.hear() == "asks"
     assert wait_until(lambda: set(thread_states(supervisor.pid)) == {"S"}), "it waits for the answer"
     os.kill(supervisor.pid, signal.SIGTERM)
+    assert supervisor.exit_status() == 7
+
+
+def stop_as_a_request_begins(connection: Connection) -> None:
+    """Be a supervisor that is told to stop just as it starts the thread of a request, and saves in another process."""
+    start = Thread.start
+
+    def start_late(thread: Thread) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        start(thread)
+
+    def save_and_exit(*_: object) -> None:
+        os.waitpid(start_beside(lambda: 0), 0)
+        os._exit(7)
+
+    Thread.start = start_late  # type: ignore[method-assign]
+    signal.signal(signal.SIGTERM, save_and_exit)
+    store = CheckedStore(dist.HashStore(), heeds_signals=True)
+    connection.send("asks")
+    store.add("number", 1)
+
+
+def test_a_supervisor_is_told_to_stop_as_a_request_begins(start: Callable[..., Child]) -> None:
+    supervisor = start(stop_as_a_request_begins)
+    assert supervisor.hear() == "asks"
     assert supervisor.exit_status() == 7
 
 

@@ -24,7 +24,14 @@ from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules
 from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.elastic.supervisor import REQUEUE, Supervisor, SupervisorHooks, SupervisorLimits, die_with_parent
+from moe_ckpt.elastic.supervisor import (
+    REQUEUE,
+    Supervisor,
+    SupervisorHooks,
+    SupervisorLimits,
+    die_with_parent,
+    start_beside,
+)
 from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import is_alive
 from moe_ckpt.types import Phase
@@ -578,3 +585,17 @@ def test_a_worker_that_cannot_be_ended_keeps_no_supervisor(supervised, is_told: 
     assert rank.has_no_successor
     assert (rank.folder / "saved").exists()
     assert ("hung: no heartbeat" in rank.said()) == ("it has not ended in 1 seconds" in rank.said()) == (not is_told)
+
+
+def fork_as_a_signal_comes(connection: Connection) -> None:
+    said: list[str] = []
+    signal.signal(signal.SIGTERM, lambda *_: said.append("handled"))
+    os.register_at_fork(
+        before=lambda: os.kill(os.getpid(), signal.SIGTERM), after_in_parent=lambda: said.append("forked")
+    )
+    os.waitpid(start_beside(lambda: 0), 0)
+    connection.send(said)
+
+
+def test_a_signal_is_handled_after_a_fork_and_not_within_it(start: Callable[..., Child]) -> None:
+    assert start(fork_as_a_signal_comes).hear() == ["forked", "handled"]
