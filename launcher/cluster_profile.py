@@ -100,7 +100,7 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
         means["rerun_ratio"] = cluster.rerun_ratio
     if stalls:
         means["take_s"] = max(0.0, statistics.fmean(stalls))
-        means["interference"] = 0.0  # in take_s: what overlaps cannot be told from what does not
+        means["interference"] = 0.0  # a part of take_s: runs do not separate the two
     costs = [each for run in runs for each in _costs_of(run, cluster)]
     saved = [event for event in events_of(ranks, CheckpointSaved) if event.seconds > 0]
     if saved:  # a disk's speed is no constant: the same checkpoint has taken 2.7 s and 6.5 s within an hour

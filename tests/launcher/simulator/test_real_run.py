@@ -334,7 +334,7 @@ def test_a_cap_is_none_of_the_machines_rates() -> None:
 
 
 def test_waits_for_copies_are_none_of_what_any_snapshot_takes() -> None:
-    """What follows the end of a copy that training waits for is the update, and what the snapshot took."""
+    """The update and the stall of a snapshot follow the end of a copy that training waits for."""
     run = run_of("gemini", LINKS["training waits for copies"])
     longest_s = max(event.stall_s for event in events_of(run.ranks, IterationCommitted))
     assert longest_s > 10 * MACHINE["take_s"], "training waits"
