@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.ports import held_port
 from tests.waits import WAIT_S
 
 _NO_ETCD = "etcd: got none on this machine, wanted one (Debian: apt-get install etcd-server)"
@@ -22,7 +22,7 @@ class EtcdServer:
         binary = shutil.which("etcd")
         if binary is None:
             pytest.skip(_NO_ETCD)
-        self.port, peers = _free_port(), _free_port()
+        self.port, peers = held_port(stack), held_port(stack)
         client_url, peer_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{peers}"
         self._command = [
             *(binary, "--name=test", f"--data-dir={folder / 'data'}", *options),
@@ -49,8 +49,3 @@ class EtcdServer:
     def _started(self) -> subprocess.Popen[bytes]:
         with self._log.open("a") as log:
             return subprocess.Popen(self._command, stdout=log, stderr=log)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -21,17 +21,17 @@ from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.elastic.torchrun import Launch
 from tests.elastic.etcd_server import EtcdServer
 from tests.launcher.errors import error_of
+from tests.ports import held_port
 from tests.ranks import run_ranks
 
 
 @contextlib.contextmanager
 def port_of(*, listens: bool) -> Iterator[int]:
-    """Give the port of a server that takes connections and never says anything, or of none any more."""
-    with socket.create_server(("127.0.0.1", 0), backlog=8) as server:
-        port = server.getsockname()[1]
+    """Give the port of a server that takes connections and never says anything, or of none."""
+    with ExitStack() as stack:
+        port = held_port(stack)
         if listens:
-            yield port
-    if not listens:
+            stack.enter_context(socket.create_server(("127.0.0.1", port), backlog=8))
         yield port
 
 
@@ -144,10 +144,8 @@ def test_ranks_meet_on_etcd(tmp_path: Path, stack: ExitStack) -> None:
     assert sorted(said for *_, said in found) == ["", "error: it is broken\n"]
 
 
-def signal_hosted_store() -> int:
+def signal_hosted_store(port: int) -> int:
     """Host a store on rank 0, and send its process the signals of a scheduler; then use it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     pids: list[int] = []
     launch = Launch(global_rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=0)
@@ -159,6 +157,6 @@ def signal_hosted_store() -> int:
     return store.add("a", 1)
 
 
-def test_a_hosted_store_serves_after_notice_of_an_end() -> None:
+def test_a_hosted_store_serves_after_notice_of_an_end(stack: ExitStack) -> None:
     """torchrun's signals go to its process as well, while ranks save and report their last iterations."""
-    assert run_ranks(1, signal_hosted_store) == [2]
+    assert run_ranks(1, signal_hosted_store, held_port(stack)) == [2]

@@ -17,6 +17,7 @@ import pytest
 
 from tests.agents_job import AgentsJob
 from tests.elastic.etcd_server import EtcdServer
+from tests.ports import held_port
 from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 
@@ -40,8 +41,7 @@ def start_on_etcd(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
 
 def start_on_c10d(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
     """Start the job's first agent, which hosts torchrun's rendezvous, as its supervisor hosts the job's store."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = held_port(stack)
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
     job = AgentsJob(stack, folder, 2, rendezvous, *overrides)
     job.start_agent()
