@@ -142,6 +142,7 @@ def _attached(
         injector=StateWiper(state),
         counts=lambda: RouterCounts(state, operators.table, soft=ckpt.popularity == "soft"),
         tokens=TokenRate(tokens=tokens, top_k=router_top_k(state)),
+        num_micro_batches=loop.num_micro_batches,
         boundary_log_bytes=num_neighbours * loop.num_micro_batches * sent_bytes,
         step_log_bytes=sum(tensor.nbytes for tensor in small_state(state).values()) + stage.tied_gradient_bytes,
         tied_gradient_bytes=stage.tied_gradient_bytes,

@@ -333,7 +333,7 @@ class Measured:
     slowest rank copies to host memory alone, and to peers alone; whether any rank is still writing to its disk.
     Seconds that a snapshot of no bytes, and one of a rank's whole state, add to training beside waiting for copies
     (None: not known yet), and whether these costs are settled: enough windows have been measured to choose by them.
-    Seconds in which a lost stage replays an iteration (None: no stage was replayed). Seconds from the start of an
+    Seconds in which a lost stage replays an iteration by itself (None: no stage has). Seconds from the start of an
     iteration to its complete gradients, on the fastest rank: a copy to host memory that takes longer makes the update
     wait (0: not known yet). The start of the newest window that all ranks keep (None: a rank keeps none). Whether units
     are missing in the newest partial checkpoint of any rank.

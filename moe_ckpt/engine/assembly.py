@@ -49,6 +49,7 @@ from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.stage_profile import StageProfile
+from moe_ckpt.policies.window_cost import alone_share
 from moe_ckpt.ports import Policy
 from moe_ckpt.replication.final_save import SaveTarget, write_save_target
 from moe_ckpt.replication.local_disk import LocalDisk
@@ -99,6 +100,7 @@ class Attached:
     injector: FaultInjector
     counts: Callable[[], Counts]
     tokens: TokenRate
+    num_micro_batches: int
     boundary_log_bytes: int
     step_log_bytes: int
     tied_gradient_bytes: int
@@ -140,7 +142,7 @@ class InMemoryAssembly:
         num_copies = self._elastic.replicas if self._elastic else 0
         stages = self._gather_profiles()
         self._require_time_for_copies(stages, num_copies)
-        self._policy = _make_policy(self._config, stages, self._place, num_copies)
+        self._policy = _make_policy(self._config, stages, self._attached, num_copies)
         partial = self._policy if isinstance(self._policy, PartialExperts | PopularExperts) else None
         if self._elastic:
             hosts = self._elastic.hosts
@@ -295,11 +297,13 @@ class InMemoryAssembly:
 
 
 def _make_policy(
-    config: InMemoryConfig, stages: Sequence[StageProfile], place: StagePlace, num_copies: int
+    config: InMemoryConfig, stages: Sequence[StageProfile], attached: Attached, num_copies: int
 ) -> InMemoryPolicy:
+    place = attached.place
     match config:
         case MoevementConfig():
-            return SparseWindows(config, stages, place.stage, num_copies)
+            share = alone_share(attached.num_micro_batches, place.num_stages)
+            return SparseWindows(config, stages, place.stage, num_copies, share)
         case GeminiConfig() | CheckfreqConfig():
             return WholeSnapshots(config, stages, place.stage, num_copies)
         case MocConfig():

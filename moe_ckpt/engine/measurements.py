@@ -107,7 +107,7 @@ class Measurements:
             self.copy_rates.append(size_bytes / max(seconds, 1e-9))
 
     def replayed(self, num_iters: int, seconds: float) -> None:
-        """This rank's stage has replayed iterations."""
+        """This rank's stage has replayed iterations by itself."""
         if num_iters:
             self._replayed_s.append(seconds / num_iters)
 

@@ -123,7 +123,8 @@ class StageRecovery:
             return
         fetched_bytes = self._roll_back(mine, target, progress)
         seconds = time.monotonic() - started_s
-        self._meter.replayed(target - mine.starts_from, seconds)
+        if len(mine.stages) == 1:  # several that replay together wait for each other
+            self._meter.replayed(target - mine.starts_from, seconds)
         self._events.append(
             StageRecovered(
                 iteration=target,

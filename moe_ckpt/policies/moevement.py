@@ -37,18 +37,25 @@ _STALE_ITERS = 16
 class SparseWindows:
     """One window after another: a base that holds everything, then sparse ones. `num_copies` others' are kept, too.
 
-    With `window=auto` the window and the pause after it are those that lose the least time. The first windows are
+    A stage is expected to replay an iteration in `alone_share` of its time, until that has been measured. With `window=auto` the window and the pause after it are those that lose the least time. The first windows are
     trials, by which that is measured. Raises ConfigError, with the numbers, if operators or the memory budget do not
     allow the configured window.
     """
 
     def __init__(
-        self, config: MoevementConfig, stages: Sequence[StageProfile], own_stage: int, num_copies: int = 0
+        self,
+        config: MoevementConfig,
+        stages: Sequence[StageProfile],
+        own_stage: int,
+        num_copies: int = 0,
+        alone_share: float = 1.0,
     ) -> None:
         self._config = config
         self._stages = stages
         self._own = stages[own_stage]
         self._own_stage = own_stage
+        # without logs all stages replay together, and wait for each other as in training
+        self._alone_share = alone_share if config.boundary_log else 1.0
         self._table = self._own.table
         self._fixed = schedule.fixed_order(self._table.operators)
         self._sizes = WindowSizes(config, stages, num_copies)
@@ -235,7 +242,8 @@ class SparseWindows:
     def _job_cost(self, measured: Measured) -> JobCost:
         """Return the measured costs; snapshots whose price is unknown cost nothing but waits for copies."""
         empty_s, dense_s = measured.empty_snapshot_s or 0.0, measured.dense_snapshot_s or 0.0
-        replayed_s = measured.iteration_s if measured.replayed_iteration_s is None else measured.replayed_iteration_s
+        replayed_s = measured.replayed_iteration_s
+        replay_share = self._alone_share if replayed_s is None else replayed_s / measured.iteration_s
         return JobCost(
             iteration_s=measured.iteration_s,
             overlap_s=measured.hidden_copy_s,
@@ -243,7 +251,7 @@ class SparseWindows:
             per_byte_s=(dense_s - empty_s) / max(1, self._sizes.dense_bytes),
             host_bytes_per_s=measured.host_bytes_per_s,
             peer_bytes_per_s=measured.peer_bytes_per_s,
-            replay_share=replayed_s / measured.iteration_s,
+            replay_share=replay_share,
             mtbf_s=self._config.mtbf_s,
         )
 

@@ -64,6 +64,14 @@ class WindowTerms:
         return self.snapshot_share + self.replay_share
 
 
+def alone_share(num_micro_batches: int, num_stages: int) -> float:
+    """Return the time in which one of several stages replays an iteration by itself, as a share of an iteration.
+
+    A replay from logs has no bubbles: M / (M + S - 1). MoEvement, Appendix C. Two stages and two micro-batches: 2/3.
+    """
+    return num_micro_batches / (num_micro_batches + num_stages - 1)
+
+
 def window_terms(size: WindowSize, job: JobCost, pause_iters: int) -> WindowTerms:
     """Return the costs of windows of one size with pauses of this many iterations.
 

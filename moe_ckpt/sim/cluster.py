@@ -203,7 +203,8 @@ class _Run:
         assert path is not None
         if path.estimate:
             for rollback in path.estimate.plan.rollbacks:
-                self._history.replayed(self._setup.pace, rollback.starts_from, path.iteration)
+                if len(rollback.stages) == 1:
+                    self._history.replayed(self._setup.pace, rollback.starts_from, path.iteration)
         restarts = self._saving.recovery is Recovery.RESTART or path.source == _BEGINNING
         if restarts or len(attempt.losses.dead) == self._setup.job.layout.world_size:
             self._history, self._completed = MeasurementHistory(), 0  # no process lives on

@@ -34,8 +34,8 @@ class GenerationStart:
 
     `recent`: the lengths of the iterations that were measured last, oldest first; `coming`: those of the next ones, as
     far as they are given, and 1 after that. The first `warm_up_iters` of them are not measured. `num_costs`: the
-    windows, or whole snapshots, with a measured cost. `replay_length`: that of a replayed iteration; None before the
-    first one. The newest kept window began `kept_age_iters` before, and has `kept_slots`: None without one.
+    windows, or whole snapshots, with a measured cost. `replay_length`: that of an iteration that a stage has replayed
+    by itself; None before the first one. The newest kept window began `kept_age_iters` before, and has `kept_slots`: None without one.
     """
 
     recent: tuple[float, ...] = ()
@@ -116,7 +116,7 @@ class MeasurementHistory:
         self._num_costs = costs_after(self._num_costs, num_begun, takes_base=takes_base)
 
     def replayed(self, pace: Pace, done: int, reached: int) -> None:
-        """A stage has replayed the iterations `done` + 1 to `reached`."""
+        """A stage has replayed the iterations `done` + 1 to `reached` by itself."""
         if done < reached:
             self._replays.append(pace.between(done, reached) / (reached - done))
 

@@ -34,6 +34,7 @@ from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.partial import MoeStage
 from moe_ckpt.policies.stage_profile import StageProfile
+from moe_ckpt.policies.window_cost import alone_share
 from moe_ckpt.policies.window_schedule import fixed_order
 from moe_ckpt.sim.costs import GRADIENT_BYTES, CopyRates, stall_s, step_s
 from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, JOB, ClusterConfig
@@ -225,7 +226,8 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     link = _Link(setup, rates.kept(replicas), rates.burst_s(setup.cluster.copy_bytes_per_s))
     host = _Link(setup, rates.kept(0))
     measured = _measured_windows(setup, link, host, rates.to_peers(replicas))
-    make = partial(SparseWindows, config, link.profiles, link.own, replicas)
+    share = alone_share(setup.job.num_micro_batches, setup.job.layout.pp)
+    make = partial(SparseWindows, config, link.profiles, link.own, replicas, share)
     table = link.profiles[link.own].table
     full_bytes, compute_bytes = table.full_bytes, table.compute_bytes
 

@@ -657,6 +657,7 @@ class ThreadJob:
             injector=model,
             counts=lambda: TokenCounts(model),
             tokens=TokenRate(tokens=MICRO_BATCHES * TOKENS * self.shape.dp, top_k=1),
+            num_micro_batches=MICRO_BATCHES,
             boundary_log_bytes=neighbours * MICRO_BATCHES * BOUNDARY_BYTES,
             step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),
             tied_gradient_bytes=tied.master.nbytes if tied else 0,

@@ -114,6 +114,13 @@ def replayed(job: ThreadJob) -> dict[int, int]:
     return {rank: iters for rank, iters in of_each.items() if iters}
 
 
+def measured_replay_s(job: ThreadJob, rank: int) -> float | None:
+    """Return the seconds in which this rank's stage has replayed an iteration by itself."""
+    sparse = job.sessions[rank].sparse
+    assert sparse is not None
+    return sparse.tier._meter.replayed_iteration_s()
+
+
 def made(folder: Path, *faults: Fault, shape: Shape = PIPE, iterations: int = 8, **settings: Any) -> ThreadJob:
     """Return a job with windows of two slots if no others are set."""
     return ThreadJob(
@@ -139,7 +146,10 @@ def test_only_stages_of_dead_ranks_replay(
     job = exact(made(tmp_path, fault, shape=shape, window=3, boundary_log=boundary_log))
     assert replayed(job) == dict.fromkeys(replaying, back_to - 1), "from the window of iterations 1 to 3"
     assert [event.iteration for event in rejoined(job)] == [back_to] * shape.world_size
-    assert {rank for rank in job.ranks if job.events(StageRecovered, rank)} == replaying
+    recovered = {rank: job.events(StageRecovered, rank) for rank in job.ranks}
+    assert {rank for rank in job.ranks if recovered[rank]} == replaying
+    alone = {rank for rank in replaying if recovered[rank][0].first_stage == recovered[rank][0].last_stage}
+    assert {rank for rank in job.ranks if measured_replay_s(job, rank)} == alone, "others wait for each other"
 
 
 @pytest.mark.parametrize(

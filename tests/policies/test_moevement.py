@@ -300,6 +300,24 @@ def test_no_longer_window_is_tried_where_faults_are_frequent() -> None:
 
 
 @pytest.mark.parametrize(
+    ("boundary_log", "replayed_s", "share"),
+    [
+        pytest.param(True, None, 0.5, id="by itself, as expected"),
+        pytest.param(True, 0.6, 0.3, id="by itself, as measured"),
+        pytest.param(False, None, 1.0, id="with all others"),
+    ],
+)
+def test_a_replay_takes_what_is_expected_until_it_is_measured(
+    boundary_log: bool, replayed_s: float | None, share: float
+) -> None:
+    policy = SparseWindows(moevement(boundary_log=boundary_log, mtbf_s=400.0), [equal(6)], 0, alone_share=0.5)
+    policy.plan(0, nothing_yet)
+    choice = cheapest(policy, 6, costs_s=(0.01, 0.01), replayed_iteration_s=replayed_s)
+    replayed_iters = 1.5 * choice.num_slots + choice.pause_iters / 2
+    assert choice.replay_share == pytest.approx(replayed_iters * share * 2.0 / 400.0)
+
+
+@pytest.mark.parametrize(
     ("mtbf_s", "wanted"),
     [
         pytest.param(3600.0, [(1, 14), (4, 55), (1, 14)], id="the shortest pauses with which trials take 3 %"),

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.policies.window_cost import JobCost, WindowSize, cheapest_window, shortest_pause, window_terms
+from moe_ckpt.policies.window_cost import (
+    JobCost,
+    WindowSize,
+    alone_share,
+    cheapest_window,
+    shortest_pause,
+    window_terms,
+)
 
 JOB = JobCost(
     iteration_s=1.0,
@@ -47,6 +54,11 @@ def test_terms(window: WindowSize, job: JobCost, pause_iters: int, snapshot_shar
     terms = window_terms(window, job, pause_iters)
     assert (terms.snapshot_share, terms.replay_share) == pytest.approx((snapshot_share, replay_share))
     assert terms.lost_share == terms.snapshot_share + terms.replay_share
+
+
+@pytest.mark.parametrize(("num_micro_batches", "num_stages", "share"), [(2, 2, 2 / 3), (32, 8, 32 / 39), (4, 1, 1.0)])
+def test_a_stage_by_itself_has_no_bubbles(num_micro_batches: int, num_stages: int, share: float) -> None:
+    assert alone_share(num_micro_batches, num_stages) == share
 
 
 @given(

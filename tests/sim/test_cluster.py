@@ -206,6 +206,12 @@ def test_the_last_iterations_are_measured_and_those_that_run_again() -> None:
     assert third.replay_length > statistics.fmean(lengths[7:12])
 
 
+@pytest.mark.parametrize(("dead", "replay_length"), [((4,), 1.0), ((4, 6), None)], ids=["alone", "with a neighbour"])
+def test_only_the_replay_of_a_stage_by_itself_is_measured(dead: tuple[int, ...], replay_length: float | None) -> None:
+    *_, last = starts(SETUP, [at(95.0, rank=rank) for rank in dead])
+    assert last.replay_length == replay_length
+
+
 def test_the_first_snapshot_after_a_rollback_has_a_cost_like_others() -> None:
     """Snapshots begin after 0, 4, 8 and 12 iterations; after a fault in iteration 14 after 16, 20 and 24."""
     kills = [Kill(rank=0, iteration=14), Kill(rank=0, iteration=26)]
