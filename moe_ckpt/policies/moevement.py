@@ -37,9 +37,10 @@ _STALE_ITERS = 16
 class SparseWindows:
     """One window after another: a base that holds everything, then sparse ones. `num_copies` others' are kept, too.
 
-    A stage is expected to replay an iteration in `alone_share` of its time, until that has been measured. With `window=auto` the window and the pause after it are those that lose the least time. The first windows are
-    trials, by which that is measured. Raises ConfigError, with the numbers, if operators or the memory budget do not
-    allow the configured window.
+    A stage is expected to replay an iteration in `alone_share` of its time, until that has been measured. With
+    `window=auto` the window and the pause after it are those that lose the least time. The first windows are trials, by
+    which that is measured. Raises ConfigError, with the numbers, if operators or the memory budget do not allow the
+    configured window.
     """
 
     def __init__(

@@ -35,7 +35,8 @@ class GenerationStart:
     `recent`: the lengths of the iterations that were measured last, oldest first; `coming`: those of the next ones, as
     far as they are given, and 1 after that. The first `warm_up_iters` of them are not measured. `num_costs`: the
     windows, or whole snapshots, with a measured cost. `replay_length`: that of an iteration that a stage has replayed
-    by itself; None before the first one. The newest kept window began `kept_age_iters` before, and has `kept_slots`: None without one.
+    by itself; None before the first one. The newest kept window began `kept_age_iters` before, and has `kept_slots`:
+    None without one.
     """
 
     recent: tuple[float, ...] = ()
