@@ -89,8 +89,8 @@ class Communicator(Protocol):
 class Attached:
     """One rank's training, as an adapter presents it to the engine.
 
-    Byte counts are those of this rank's logs in one iteration. `counts` is called once the operator table of the whole
-    stage is known; `notes` go to the log at the start.
+    Byte counts are those of this rank's logs in one iteration, which has at most `num_micro_batches`. `counts` is
+    called once the operator table of the whole stage is known; `notes` go to the log at the start.
     """
 
     place: StagePlace
