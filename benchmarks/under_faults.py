@@ -1,11 +1,12 @@
 """Effective training time under faults: policies under the same random kills, at several MTBFs, in interleaved order.
 
-    python benchmarks/under_faults.py [--regime capped] [--policy moevement ...] [--mtbf-s 20 60] [--runs 5]
+    python benchmarks/under_faults.py [--regime capped] [--policy moevement ...] [--mtbf-s 20 60] [--runs 8 5]
                                       [--seconds 100] [--cap-bytes-per-s 28e6]
                                       [-o outputs/under_faults] [--write benchmarks/README.md] [OVERRIDES]
 
 Unless changed: `model=small`, 4 ranks. A run is measured for `--seconds` from the end of its first iteration. Random
-workers are killed at exponential times; run n of every policy has the same seed. ETTR is the share of that time which
+workers are killed at exponential times; run n of every policy has the same seed. `--runs` has a number for all MTBFs or
+one for each: of long ones more runs are needed for as many faults. ETTR is the share of that time which
 plain training (`ckpt=none`, no supervisor, no faults) needs for the very iterations that are new in it: how long an
 iteration takes depends on how a router spreads its tokens, and early ones may take half as long as later ones. Plain
 training runs in each round, at each MTBF, among the others.
@@ -32,7 +33,7 @@ import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -165,12 +166,15 @@ def plain_training(outcome: Outcome) -> PlainTraining:
     return PlainTraining(iteration_s=mean_s, pace=Pace([1.0, *(each / mean_s for each in seconds)]))
 
 
-def plan_cells(policies: Sequence[str], mtbfs_s: Sequence[float], runs: int) -> Iterator[Cell]:
-    """Yield all runs, round by round; plain training is one of the policies, and each round begins with another."""
+def plan_cells(policies: Sequence[str], runs: Mapping[float, int]) -> Iterator[Cell]:
+    """Yield all runs, round by round, of which `runs` has the number for each MTBF (s).
+
+    Plain training is one of the policies, and each round begins with another.
+    """
     order = [PLAIN, *policies]
-    for number in range(runs):
+    for number in range(max(runs.values())):
         first = number % len(order)
-        for mtbf_s in mtbfs_s:
+        for mtbf_s in (mtbf_s for mtbf_s, count in runs.items() if number < count):
             for policy in [*order[first:], *order[:first]]:
                 yield Cell(policy=policy, mtbf_s=mtbf_s, number=number)
 
@@ -418,14 +422,15 @@ def _mean_ettr(study: Study, policy: str, mtbf_s: float) -> float:
 
 def notes(study: Study, regime: str, cap_bytes_per_s: float | None, folder: Path) -> Iterator[str]:
     """Yield the conditions of the runs."""
-    numbers = {cell.policy: cell.number + 1 for cell in study.runs}
+    counts = {cell.mtbf_s: cell.number + 1 for cell in study.runs}
     seconds = next(iter(study.measured.values())).seconds
     commits = sorted({json.loads(path.read_text())["commit"] for path in folder.glob("*.json")})
     run = folder / next(iter(study.runs)).name
     cap = "" if cap_bytes_per_s is None else f", copies at most {cap_bytes_per_s / 1e6:g} MB/s a link"
     text = (
-        f"Regime `{regime}`{cap}: {min(numbers.values())} runs of {seconds:g} s each, a plain iteration takes "
-        f"{study.plain_s:.3f} s. {hardware()}; {packages(run)}; commit {', '.join(commits)}."
+        f"Regime `{regime}`{cap}: {', '.join(str(count) for count in counts.values())} runs of {seconds:g} s each at "
+        f"MTBFs of {', '.join(f'{mtbf_s:g}' for mtbf_s in counts)} s, a plain iteration takes {study.plain_s:.3f} s. "
+        f"{hardware()}; {packages(run)}; commit {', '.join(commits)}."
     )
     yield from textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
@@ -435,18 +440,23 @@ def main() -> int:
     parser.add_argument("--regime", choices=("plain", "capped"), default="capped")
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--mtbf-s", nargs="+", type=float, default=[20.0, 60.0, 180.0])
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", nargs="+", type=int, default=[5])
     parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--cap-bytes-per-s", type=float, default=28e6, help="of each rank and link, in `capped`")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "outputs" / "under_faults")
     parser.add_argument("--write", type=Path, help="page with marks around the table; the figure is put beside it")
     options, overrides = parser.parse_known_args()
+    if len(options.runs) == 1:
+        options.runs *= len(options.mtbf_s)
+    if len(options.runs) != len(options.mtbf_s):
+        parser.error(f"--runs: got {len(options.runs)} numbers, wanted one, or one for each --mtbf-s")
+    runs_at = dict(zip(options.mtbf_s, options.runs, strict=True))
     folder = options.output.resolve() / options.regime
     cap_bytes_per_s = options.cap_bytes_per_s if options.regime == "capped" else None
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
     runs: dict[Cell, RealRun] = {}
     measured: dict[Cell, Outcome] = {}
-    for cell in plan_cells(options.policy, options.mtbf_s, options.runs):
+    for cell in plan_cells(options.policy, runs_at):
         common = [*default_model(overrides), *overrides]
         words = arguments_of(cell, cap_bytes_per_s=cap_bytes_per_s, seconds=options.seconds, common=common)
         done = carry_out(cell, folder, words, options.seconds)

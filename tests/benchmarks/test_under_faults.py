@@ -40,12 +40,12 @@ def words(cell: Cell, cap_bytes_per_s: float | None = 28e6) -> list[str]:
 
 
 def test_each_round_runs_plain_training_and_begins_with_another_policy() -> None:
-    cells = plan_cells(["a", "b"], [20.0, 60.0], 2)
+    rounds = [(PLAIN, "a", "b"), ("a", "b", PLAIN), ("b", PLAIN, "a")]
+    cells = plan_cells(["a", "b"], {20.0: 2, 60.0: 3})
     assert [(cell.policy, cell.mtbf_s, cell.number) for cell in cells] == [
         (policy, mtbf_s, number)
-        for number, policies in enumerate([(PLAIN, "a", "b"), ("a", "b", PLAIN)])
-        for mtbf_s in (20.0, 60.0)
-        for policy in policies
+        for mtbf_s, number in [(20.0, 0), (60.0, 0), (20.0, 1), (60.0, 1), (60.0, 2)]
+        for policy in rounds[number]
     ]
 
 
