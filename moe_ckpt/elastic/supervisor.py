@@ -211,12 +211,13 @@ class Supervisor:
         sys.stdout.flush()  # the child has a copy of the buffer, and would write the text once more
         sys.stderr.flush()
         supervisor_pid = os.getpid()
-        with signals_held():  # a handler must find the pid of the new worker
-            self._pid = os.fork()
-            if self._pid == 0:
-                for number in _STOPPING:
-                    # while they are held: `_stop` would end the worker with a status, as an error of the program does
-                    signal.signal(number, self._user_handler if number == signal.SIGUSR1 else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # a handler must find the pid of the new worker
+        self._pid = os.fork()
+        if self._pid == 0:
+            for number in _STOPPING:
+                # while they are blocked: `_stop` would end the worker with a status, as an error of the program does
+                signal.signal(number, self._user_handler if number == signal.SIGUSR1 else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
         if self._pid == 0:
             die_with_parent(signal.SIGKILL, parent=supervisor_pid)
             run_and_exit(lambda: self._worker(self._incarnation))
