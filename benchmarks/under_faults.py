@@ -6,10 +6,11 @@
 
 Unless changed: `model=small`, 4 ranks. A run is measured for `--seconds` from the end of its first iteration. Random
 workers are killed at exponential times; run n of every policy has the same seed. `--runs` has a number for all MTBFs or
-one for each: of long ones more runs are needed for as many faults. ETTR is the share of that time which
-plain training (`ckpt=none`, no supervisor, no faults) needs for the very iterations that are new in it: how long an
-iteration takes depends on how a router spreads its tokens, and early ones may take half as long as later ones. Plain
-training runs in each round, at each MTBF, among the others.
+one for each: long ones need more runs for as many faults.
+
+ETTR is the share of that time which plain training (`ckpt=none`, no supervisor, no faults) needs for the very
+iterations that are new in it: how long an iteration takes depends on how a router spreads its tokens, and early ones
+may take half as long as later ones. Plain training runs in each round, at each MTBF, among the others.
 
 In the regime `plain` copies are as fast as the machine; in `capped` each rank copies at most `--cap-bytes-per-s` to
 host memory, to peers and to disk. The cap should make a copy of a rank's whole state (87 MB with `small`) take four to
@@ -174,7 +175,7 @@ def plan_cells(policies: Sequence[str], runs: Mapping[float, int]) -> Iterator[C
     order = [PLAIN, *policies]
     for number in range(max(runs.values())):
         first = number % len(order)
-        for mtbf_s in (mtbf_s for mtbf_s, count in runs.items() if number < count):
+        for mtbf_s in [each for each, count in runs.items() if number < count]:
             for policy in [*order[first:], *order[:first]]:
                 yield Cell(policy=policy, mtbf_s=mtbf_s, number=number)
 
@@ -446,17 +447,15 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "outputs" / "under_faults")
     parser.add_argument("--write", type=Path, help="page with marks around the table; the figure is put beside it")
     options, overrides = parser.parse_known_args()
-    if len(options.runs) == 1:
-        options.runs *= len(options.mtbf_s)
-    if len(options.runs) != len(options.mtbf_s):
-        parser.error(f"--runs: got {len(options.runs)} numbers, wanted one, or one for each --mtbf-s")
-    runs_at = dict(zip(options.mtbf_s, options.runs, strict=True))
+    counts = options.runs if len(options.runs) > 1 else options.runs * len(options.mtbf_s)
+    if len(counts) != len(options.mtbf_s):
+        parser.error(f"--runs: got {len(counts)} numbers, wanted one, or one for each --mtbf-s")
     folder = options.output.resolve() / options.regime
     cap_bytes_per_s = options.cap_bytes_per_s if options.regime == "capped" else None
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
     runs: dict[Cell, RealRun] = {}
     measured: dict[Cell, Outcome] = {}
-    for cell in plan_cells(options.policy, runs_at):
+    for cell in plan_cells(options.policy, dict(zip(options.mtbf_s, counts, strict=True))):
         common = [*default_model(overrides), *overrides]
         words = arguments_of(cell, cap_bytes_per_s=cap_bytes_per_s, seconds=options.seconds, common=common)
         done = carry_out(cell, folder, words, options.seconds)
