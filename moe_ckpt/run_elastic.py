@@ -367,12 +367,19 @@ def _open_store(part: str, runtime: RuntimeConfig, *, own_connection: bool = Fal
 
 
 def require_forkable() -> None:
-    """Raise ConfigError if an import has started CUDA: workers that a supervisor forks could not use it."""
+    """Check that forked workers can use the GPUs of this machine, if there are any.
+
+    Raises:
+        ConfigError: There is a GPU, and an import has started CUDA in this process.
+    """
+    # Without a GPU, a CUDA build of torch marks forks as soon as it looks for one, and
+    # workers lose nothing. Asked second: where NVML is missing, asking starts CUDA.
+    usable = _forks_can_use_cuda() or not torch.cuda.is_available()
     wanted = (
         "false: an import has started CUDA, which a forked worker cannot use (set PYTORCH_NVML_BASED_CUDA_CHECK=1 "
         "before imports look for a device; Transformer Engine starts it where flash-attn is installed: uninstall that)"
     )
-    require(_forks_can_use_cuda(), "runtime.guard", True, wanted)
+    require(usable, "runtime.guard", True, wanted)
 
 
 def _forks_can_use_cuda() -> bool:

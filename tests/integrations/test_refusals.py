@@ -21,7 +21,7 @@ from moe_ckpt.integrations import megatron_lm_seams as seams
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_lm_options import EXACT, REFUSALS, Refusal, option_table, require_supported
 from moe_ckpt.integrations.other_loops import BRIDGE, LOOPS, refuse_other_loops
-from moe_ckpt.run_elastic import run_elastic
+from moe_ckpt.run_elastic import require_forkable, run_elastic
 from scripts.fetch_megatron_lm import FOLDER
 from tests.scenarios import ROOT
 
@@ -219,5 +219,18 @@ def test_without_megatron_the_error_names_it(options: list[str], monkeypatch: py
 
 def test_an_import_that_has_started_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as forked processes see it
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"runtime\.guard: got True, wanted false: an import has started CUDA"):
         run_elastic(cast("Any", None), cast("Any", None), lambda worker: 0)
+
+
+def test_without_a_gpu_a_look_for_one_is_no_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as a CUDA build sees it that found no device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    require_forkable()
+
+
+def test_the_question_for_a_gpu_does_not_start_cuda_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked, which may start CUDA before a fork"))
+    require_forkable()
