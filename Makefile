@@ -1,4 +1,5 @@
-# make demo   train on 4 local ranks, kill two of them, show that nothing was lost           (under 5 minutes)
+# make demo   train on 4 local ranks, kill two of them, show that nothing was lost
+#             (about 4 minutes on two cores, the first time, and 3 GB of downloads; two minutes later on)
 # make test   ruff, pyright, import-linter, pytest: what CI runs                             (about 11 minutes)
 # make test-all  the same with all variants and all examples of properties
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
@@ -10,9 +11,15 @@
 # make partial  evaluation loss of lossless and partial checkpoints under four faults, into docs/partial.md
 # make profile  this machine's constants for the simulator, as cluster=measured (a minute of training on 4 local ranks)
 # All make .venv on the first call and install nothing on the next.
+#
+# make demo TORCH_BUILD=cpu   makes .venv with a build of torch from PyTorch's own index: without CUDA, and much
+#             smaller (or with another CUDA: cu126). Else torch is the build that pip's index has.
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
+TORCH_BUILD ?=
+TORCH_INDEX := https://download.pytorch.org/whl/$(TORCH_BUILD)
+TORCH_WANTED := $(TORCH)$(TORCH_BUILD:%=+%)
 PIP := .venv/bin/pip -qq --disable-pip-version-check
 
 .PHONY: demo test test-all mutants check types imports house chaos endurance bench partial profile venv dev clean
@@ -69,14 +76,22 @@ house:
 	@.venv/bin/python scripts/house.py --check
 
 venv: .venv/installed
-dev: .venv/installed-dev
+ifneq ($(filter-out file,$(origin TORCH) $(origin TORCH_BUILD)),)
+	@made=$$(cat .venv/installed); test "$$made" = "$(TORCH_WANTED)" || { echo >&2 \
+		"TORCH, TORCH_BUILD: got $(TORCH_WANTED), wanted $$made, of which .venv was made: make clean first"; exit 1; }
+endif
+dev: venv .venv/installed-dev
 
-# torch first and by exact version: where there is no GPU, pip then takes a CPU build and no CUDA packages
+# torch first: from its own index, if that was asked for, and by exact version from pip's unless it is there then
 .venv/installed: pyproject.toml
 	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+ifneq ($(TORCH_BUILD),)
+	@$(PIP) install --index-url $(TORCH_INDEX) --retries 1 torch==$(TORCH_WANTED) 2> .venv/torch.log || echo >&2 \
+		"TORCH_BUILD: torch $(TORCH_WANTED) was not to be had (.venv/torch.log): taking the build of pip's index"
+endif
 	@$(PIP) install torch==$(TORCH)
 	@$(PIP) install -e .[launcher]
-	@touch $@
+	@echo $(TORCH_WANTED) > $@
 
 .venv/installed-dev: .venv/installed
 	@$(PIP) install -e .[dev]

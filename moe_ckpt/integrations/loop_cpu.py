@@ -22,6 +22,7 @@ def enable(starting: Any, compiling: Any) -> bool:
         return False
     starting.initialize_megatron = functools.partial(starting.initialize_megatron, allow_no_cuda=True)
     torch.cuda.device_count = lambda: 1  # these loops form groups only where they count a device
+    torch.cuda.is_available = lambda: False  # a CUDA build answers this by the count of devices
     torch.cuda.set_device = lambda device: None  # noqa: ARG005 - torch's name
     compiling.compile_helpers = lambda: None  # a wheel has them compiled, and no Makefile
     return True

@@ -1,0 +1,39 @@
+"""The stand-ins of loops' own start, with the builds of torch that users have."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_ckpt.integrations import loop_cpu
+from moe_ckpt.megatron import cpu_stand_in
+from tests.elastic.processes import Child
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+
+
+def test_a_counted_device_is_no_gpu_for_a_cuda_build(stack: ExitStack) -> None:
+    # a process of its own: the stand-ins change torch until its end
+    assert Child(stack, _enable_in_a_cuda_build).hear() == {
+        "on_cpu": True,
+        "devices": 1,
+        "available": False,
+        "again": True,
+    }
+
+
+def _enable_in_a_cuda_build(connection: Connection) -> None:
+    on_cpu = loop_cpu.enable(SimpleNamespace(initialize_megatron=print), SimpleNamespace())
+    torch.cuda._is_compiled = lambda: True  # type: ignore[method-assign] # in a CPU build, too
+    connection.send(
+        {
+            "on_cpu": on_cpu,
+            "devices": torch.cuda.device_count(),
+            "available": torch.cuda.is_available(),
+            "again": cpu_stand_in.enable(),
+        }
+    )
