@@ -1,5 +1,5 @@
 # make demo   train on 4 local ranks, kill two of them, show that nothing was lost
-#             (about 4 minutes on two cores, the first time, and 3 GB of downloads; two minutes later on)
+#             (the first time 4 minutes on two cores, and 2.7 GB of downloads, most of it torch's CUDA)
 # make test   ruff, pyright, import-linter, pytest: what CI runs                             (about 11 minutes)
 # make test-all  the same with all variants and all examples of properties
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
