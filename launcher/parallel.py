@@ -19,19 +19,20 @@ from moe_ckpt.megatron.determinism import make_deterministic
 from moe_ckpt.types import ParallelLayout
 
 
-def choose_device(launch: Launch, *, deterministic: bool, backend: str = AUTO) -> bool:
+def choose_device(launch: Launch, *, deterministic: bool, backend: str = AUTO, share_gpus: bool = False) -> bool:
     """Choose this process's device, a GPU where there is CUDA; return whether it is one.
 
-    Raises ConfigError where `runtime.backend` does not fit the devices.
+    Raises ConfigError where `runtime.backend` or `runtime.share_gpus` does not fit the devices.
     """
     if cpu_stand_in.enable():
         # a share that no load changes: sums depend on the number of threads
         num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+        backend_kind(backend, on_gpu=False, share_gpus=share_gpus)
         return False
     if deterministic:
         make_deterministic()
-    use_gpu(launch.local_rank, backend)
+    use_gpu(launch, backend, share_gpus=share_gpus)
     return True
 
 

@@ -63,8 +63,9 @@ def run(
     """
     launch = read_launch()
     layout = _fit(settings, launch)
-    backend = settings.runtime.backend
-    on_gpu = choose_device(launch, deterministic=settings.train.deterministic, backend=backend)
+    backend, share_gpus = settings.runtime.backend, settings.runtime.share_gpus
+    deterministic = settings.train.deterministic
+    on_gpu = choose_device(launch, deterministic=deterministic, backend=backend, share_gpus=share_gpus)
     join_job(launch, on_gpu=on_gpu, store=store, backend=backend)
     folder = open_run_folder(settings.folder, launch)
     form_groups(layout, settings.train.seed)
@@ -92,8 +93,9 @@ def run_supervised(
     started_s, launch = time.monotonic(), worker.launch
     layout = _fit(settings, launch)
     check_supervised(layout, settings.model, settings.train)
-    backend = settings.runtime.backend
-    on_gpu = choose_device(launch, deterministic=settings.train.deterministic, backend=backend)
+    backend, share_gpus = settings.runtime.backend, settings.runtime.share_gpus
+    deterministic = settings.train.deterministic
+    on_gpu = choose_device(launch, deterministic=deterministic, backend=backend, share_gpus=share_gpus)
     worker.join_world(open_backend(on_gpu=on_gpu, kind=backend))
     memory, join_s = worker.place.memory, settings.runtime.join_s
     folder = find_run_folder(settings.folder, launch, memory, join_s, worker.page.waits)

@@ -477,6 +477,7 @@ class RuntimeConfig:
 
     guard: bool | str
     backend: str
+    share_gpus: bool
     heartbeat_s: float
     progress_s: float
     form_s: float

@@ -96,10 +96,11 @@ def train_elastic(
 
     def work(worker: Worker) -> int:
         on_gpu = not cpu_stand_in.enable()
+        kind, share_gpus = config.runtime.backend, config.runtime.share_gpus
         if on_gpu:
             make_deterministic()
-            use_gpu(worker.launch.local_rank, config.runtime.backend)
-        worker.join_world(open_backend(on_gpu=on_gpu, kind=config.runtime.backend))
+            use_gpu(worker.launch, kind, share_gpus=share_gpus)
+        worker.join_world(open_backend(on_gpu=on_gpu, kind=kind, share_gpus=share_gpus))
         run = RunFolderConfig(dir=config.run_dir, name=config.model, configuration=repr(config))
         folder = find_run_folder(run, worker.launch, worker.place.memory, config.runtime.join_s, worker.page.waits)
         worker.announce(folder.path)

@@ -98,11 +98,11 @@ def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
 
     try:
         on_gpu = not loop.use_cpu()
-        kind = settings.runtime.backend
+        kind, share_gpus = settings.runtime.backend, settings.runtime.share_gpus
         if on_gpu:
             make_deterministic()
-            use_gpu(worker.launch.local_rank, kind)
-        worker.join_world(open_backend(on_gpu=on_gpu, kind=kind))
+            use_gpu(worker.launch, kind, share_gpus=share_gpus)
+        worker.join_world(open_backend(on_gpu=on_gpu, kind=kind, share_gpus=share_gpus))
         memory, join_s = worker.place.memory, settings.runtime.join_s
         folder = find_run_folder(settings.folder, worker.launch, memory, join_s, worker.page.waits)
         worker.announce(folder.path)

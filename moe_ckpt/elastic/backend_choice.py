@@ -1,6 +1,10 @@
-"""The backend that moves bytes between ranks, and the GPU of a rank: `runtime.backend`."""
+"""The backend that moves bytes between ranks, and the GPU of a rank: `runtime.backend`, `runtime.share_gpus`."""
 
 from __future__ import annotations
+
+import os
+import socket
+import sys
 
 import torch
 
@@ -8,43 +12,102 @@ from moe_ckpt.config import AUTO, BACKENDS, require, require_choice
 from moe_ckpt.elastic.backends import Backend, GlooBackend
 from moe_ckpt.elastic.nccl_backend import NcclBackend
 from moe_ckpt.elastic.staged import staged_backend
+from moe_ckpt.elastic.torchrun import Launch
 
 _, NCCL, GLOO, STAGED = BACKENDS
 
 
-def backend_kind(wanted: str, *, on_gpu: bool) -> str:
-    """Return what `runtime.backend` means with these devices: nccl, gloo or staged.
+def backend_kind(wanted: str, *, on_gpu: bool, share_gpus: bool = False) -> str:
+    """Return what `runtime.backend` means with these devices.
 
-    Raises ConfigError for a backend that cannot carry all of a training's tensors there.
+    Args:
+        wanted: `runtime.backend`.
+        on_gpu: Whether ranks train on GPUs.
+        share_gpus: `runtime.share_gpus`.
+
+    Returns:
+        `nccl`, `gloo` or `staged`.
+
+    Raises:
+        ConfigError: The backend cannot carry all of a training's tensors there, or needs
+            no permission to share GPUs.
     """
-    if wanted == AUTO:
-        return NCCL if on_gpu else GLOO
+    kind = (NCCL if on_gpu else GLOO) if wanted == AUTO else wanted
     others = (NCCL, STAGED) if on_gpu else (GLOO, STAGED)  # gloo neither sends nor scatters tensors of a GPU
     place = "on a GPU" if on_gpu else "without a GPU"
-    require(wanted in others, "runtime.backend", wanted, f"{AUTO}, {others[0]} or {others[1]} {place}")
-    return wanted
+    require(kind in others, "runtime.backend", kind, f"{AUTO}, {others[0]} or {others[1]} {place}")
+    wanted_share = f"false with runtime.backend={kind}: it is NCCL that refuses to share a GPU"
+    require(kind == NCCL or not share_gpus, "runtime.share_gpus", share_gpus, wanted_share)
+    return kind
 
 
-def gpu_index(local_rank: int, num_gpus: int, kind: str) -> int:
-    """Return the GPU of a rank. With `staged`, ranks share GPUs in turn; raises ConfigError if they cannot."""
+def gpu_index(local_rank: int, num_gpus: int, kind: str, *, share_gpus: bool = False) -> int:
+    """Return the GPU of a rank; ranks that may share GPUs take them in turn.
+
+    Raises:
+        ConfigError: There is no GPU for the rank, and it may share none.
+    """
     wanted = (
-        f"staged for {local_rank + 1} or more ranks on {num_gpus} GPUs: NCCL refuses to share one, and each process "
-        "needs to see all GPUs of its node"
+        f"staged for {local_rank + 1} or more ranks on {num_gpus} GPUs, or runtime.share_gpus=true for a test: NCCL "
+        "refuses to share one, and each process needs to see all GPUs of its node"
     )
-    require(kind == STAGED or local_rank < num_gpus, "runtime.backend", kind, wanted)
+    require(kind == STAGED or share_gpus or local_rank < num_gpus, "runtime.backend", kind, wanted)
     return local_rank % num_gpus
 
 
-def use_gpu(local_rank: int, wanted: str) -> None:
-    """Make a rank's GPU the current device. Raises ConfigError where `runtime.backend` does not fit the devices."""
-    kind = backend_kind(wanted, on_gpu=True)
-    torch.cuda.set_device(torch.device("cuda", gpu_index(local_rank, torch.cuda.device_count(), kind)))
+def use_gpu(launch: Launch, wanted: str, *, share_gpus: bool = False) -> None:
+    """Make a rank's GPU the current device, before its first process group.
+
+    Args:
+        launch: The rank's place in the job.
+        wanted: `runtime.backend`.
+        share_gpus: `runtime.share_gpus`: set NCCL's environment so that ranks share a GPU.
+
+    Raises:
+        ConfigError: `runtime.backend` or `runtime.share_gpus` does not fit the devices.
+    """
+    kind, num_gpus = backend_kind(wanted, on_gpu=True, share_gpus=share_gpus), torch.cuda.device_count()
+    torch.cuda.set_device(torch.device("cuda", gpu_index(launch.local_rank, num_gpus, kind, share_gpus=share_gpus)))
+    if not share_gpus:
+        return
+    is_one_node = launch.local_world_size == launch.world_size
+    require(is_one_node, "runtime.share_gpus", share_gpus, "false on several nodes: ranks meet on the loopback")
+    os.environ.update(environment_of_shared_gpus(f"{socket.gethostname()}-{launch.local_rank}"))
+    if launch.local_rank == 0:
+        said = f"{launch.world_size} ranks on {num_gpus} GPUs, through NCCL's sockets: slow, for tests alone"
+        print(f"runtime.share_gpus: {said}", file=sys.stderr, flush=True)
 
 
-def open_backend(*, on_gpu: bool, kind: str = AUTO) -> Backend:
-    """Return the backend that moves bytes between ranks; call once the device is chosen. Raises ConfigError."""
+def environment_of_shared_gpus(host_id: str) -> dict[str, str]:
+    """Return NCCL's settings for ranks that share a GPU.
+
+    NCCL refuses two ranks of one host on one GPU, so that each rank is a host of its own
+    here, and ranks meet on the loopback (NCCL 2.27 to 2.29, `init.cc` and `utils.cc`).
+
+    Args:
+        host_id: A name for each rank, different from all others of the job.
+    """
+    return {
+        "NCCL_HOSTID": host_id,
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MNNVL_ENABLE": "0",  # else several hosts are asked for a common NVLink fabric
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_CUMEM_HOST_ENABLE": "0",  # needs NUMA nodes, which virtual machines may not show
+        "NCCL_PROTO": "Simple",  # each step of LL waits for a turn of the other ranks' kernels
+        "NCCL_MAX_CTAS": "2",  # ranks take turns anyway; each channel costs buffers and sockets
+    }
+
+
+def open_backend(*, on_gpu: bool, kind: str = AUTO, share_gpus: bool = False) -> Backend:
+    """Return the backend that moves bytes between ranks; call once the device is chosen.
+
+    Raises:
+        ConfigError: The backend does not fit the devices.
+    """
     require_choice("runtime.backend", kind, BACKENDS)
-    match backend_kind(kind, on_gpu=on_gpu):
+    match backend_kind(kind, on_gpu=on_gpu, share_gpus=share_gpus):
         case "nccl":
             return NcclBackend()
         case "staged":

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -167,21 +167,45 @@ def _one_format(scale: Scale, name: str) -> str | None:
     return None
 
 
-def _ranks4(scale: Scale, backend: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Ranks4:
+    """Four ranks, and how they communicate."""
+
+    name: str
+    backend: str = "auto"
+    """`runtime.backend`; without a GPU, auto is gloo."""
+    share_gpus: bool = False
+    """Whether NCCL takes the ranks for those of different hosts, so that one GPU is enough."""
+    tp: int = 1
+    """Tensor parallelism, with sequence parallelism in MoE layers; else EP=2 and DP=2."""
+
+    def settings(self, scale: Scale) -> tuple[str, ...]:
+        found = [f"runtime.backend={self.backend}"]
+        if self.share_gpus and scale.on_gpu:
+            found.append("runtime.share_gpus=true")
+        if self.tp > 1:
+            found += ["parallel.pp=2", f"parallel.tp={self.tp}"]
+            if not scale.on_gpu:
+                found.append("model.num_experts=0")  # Megatron's MoE layers with TP need Transformer Engine
+        return tuple(found)
+
+
+def _ranks4(scale: Scale, ranks: Ranks4) -> str:
     """Train with PP=2, EP=2 and DP=2 under three policies."""
-    plain = _reference(scale, 4, backend)
+    plain = _reference(scale, 4, ranks.name, *ranks.settings(scale))
     for policy in ("moevement", "gemini"):
-        found = _train(scale, f"{backend}4-{policy}", 4, f"+ckpt={policy}", f"runtime.backend={backend}")
+        found = _train(scale, f"{ranks.name}-{policy}", 4, f"+ckpt={policy}", *ranks.settings(scale))
         assert found["digest_per_rank"] == plain["digest_per_rank"], f"{policy}: another state than without checkpoints"
-    return f"none, moevement, gemini: digest {plain['digest'][:8]} on 4 ranks, runtime.backend={backend}"
+    return f"none, moevement, gemini: digest {plain['digest'][:8]} on 4 ranks, {' '.join(ranks.settings(scale))}"
 
 
-def _ranks4kill(scale: Scale, backend: str) -> str:
-    plain = _reference(scale, 4, backend)
+def _ranks4kill(scale: Scale, ranks: Ranks4) -> str:
+    settings = ranks.settings(scale)
+    plain = _reference(scale, 4, ranks.name, *settings)
     points = [(2, "backward", "KILL"), (1, "reduce", "KILL"), (3, "step", "KILL"), (0, "forward", "STOP")]
-    settings = ("+ckpt=moevement", "ckpt.window=2", f"runtime.backend={backend}", *_kills(points))
-    killed = _train(scale, f"{backend}4-killed", 4, *settings)
-    return _as_before(killed, plain, len(points), scale.out / f"{backend}4-killed")
+    name = f"{ranks.name}-killed"
+    killed = _train(scale, name, 4, "+ckpt=moevement", "ckpt.window=2", *settings, *_kills(points))
+    return _as_before(killed, plain, len(points), scale.out / name)
 
 
 def _fp8cast(scale: Scale) -> str:
@@ -208,6 +232,10 @@ def _perf(scale: Scale) -> str:
     return "; ".join(found)
 
 
+_STAGED = Ranks4(name="staged4", backend="staged")
+_ONE_GPU = Ranks4(name="onegpu4", share_gpus=True)
+_NCCL = Ranks4(name="nccl4")
+
 STAGES = {
     "facts": Stage(run=_facts, limit_s=120, proves="workers can be forked; rates of copies and hashes", is_alone=True),
     "unit": Stage(run=_unit, limit_s=400, proves="A1, NCCL's interface, no leak over 50 groups", is_alone=True),
@@ -216,19 +244,36 @@ STAGES = {
     "kill": Stage(run=_kill, limit_s=400, proves="a fork after CUDA, memory given back, adoption"),
     "formats": Stage(run=_formats, limit_s=600, proves="exact replay in number formats of Transformer Engine"),
     "ranks4": Stage(
-        run=partial(_ranks4, backend="staged"), limit_s=600, proves="PP, EP and DP with 4 ranks on one device"
+        run=partial(_ranks4, ranks=_STAGED), limit_s=600, proves="PP, EP and DP with 4 ranks on one device"
     ),
     "ranks4kill": Stage(
-        run=partial(_ranks4kill, backend="staged"),
+        run=partial(_ranks4kill, ranks=_STAGED),
         limit_s=600,
         proves="recovery beside survivors that hold the device (A4)",
     ),
-    # without a GPU, auto is gloo
-    "nccl4": Stage(
-        run=partial(_ranks4, backend="auto"), limit_s=600, proves="NCCL between 4 ranks (N2, N3)", num_gpus=4
+    "ranks4tp": Stage(
+        run=partial(_ranks4kill, ranks=replace(_STAGED, name="staged4tp", tp=2)),
+        limit_s=600,
+        proves="recovery with TP and sequence parallelism",
     ),
+    "onegpu4": Stage(
+        run=partial(_ranks4, ranks=_ONE_GPU), limit_s=600, proves="NCCL between 4 ranks that share a GPU", is_alone=True
+    ),
+    "onegpu4kill": Stage(
+        run=partial(_ranks4kill, ranks=_ONE_GPU),
+        limit_s=600,
+        proves="NCCL's abort, and groups formed anew, by ranks that share a GPU",
+        is_alone=True,
+    ),
+    "onegpu4tp": Stage(
+        run=partial(_ranks4kill, ranks=replace(_ONE_GPU, name="onegpu4tp", tp=2)),
+        limit_s=600,
+        proves="the same with TP and sequence parallelism",
+        is_alone=True,
+    ),
+    "nccl4": Stage(run=partial(_ranks4, ranks=_NCCL), limit_s=600, proves="NCCL between 4 ranks (N2, N3)", num_gpus=4),
     "nccl4kill": Stage(
-        run=partial(_ranks4kill, backend="auto"),
+        run=partial(_ranks4kill, ranks=_NCCL),
         limit_s=600,
         proves="NCCL's abort, and groups formed anew (N1 to N12)",
         num_gpus=4,
@@ -238,14 +283,14 @@ STAGES = {
 }
 
 
-def _reference(scale: Scale, num_ranks: int, backend: str = "auto") -> dict[str, Any]:
-    """Return the result of a run without checkpoints, which is made once."""
-    name = f"plain-{num_ranks}-{backend}"
+def _reference(scale: Scale, num_ranks: int, kind: str = "alone", *settings: str) -> dict[str, Any]:
+    """Return the result of a run without checkpoints, which is made once for each kind of ranks."""
+    name = f"plain-{kind}"
     path = scale.out / name / "result.json"
     with _alone(scale.out / f"{name}.lock"):
         if path.exists() and _described_by(scale, name) == (scale.out / f"{name}.command").read_text():
             return json.loads(path.read_text())
-        return _train(scale, name, num_ranks, "+ckpt=none", f"runtime.backend={backend}")
+        return _train(scale, name, num_ranks, "+ckpt=none", *settings)
 
 
 @contextmanager

@@ -1,0 +1,165 @@
+#!/usr/bin/env bash
+# Everything that one machine with one GPU can show in nine minutes, cheapest failures first.
+# In the root of the checkout, with the folder .gpu that scripts/gpu/pack.sh has made:
+#
+#     OUT=FOLDER bash scripts/gpu/device_call.sh [STEP...]
+#     CPU=1 OUT=FOLDER bash scripts/gpu/device_call.sh       rehearse it without a GPU, and without .gpu
+#
+# STEP: some of those in `known`, below; those of a first call, or of a rehearsal, where none is
+# named. Each has a limit of its own, says one line into $OUT/summary.txt and stops no other. TOTAL
+# seconds are the limit of all. No network is used. Logs and events come back in $OUT.
+set -u
+begun=$SECONDS
+total=${TOTAL:-540}
+site=${SITE:-/tmp/moe-ckpt-site}
+work=$(mktemp -d)
+on_cpu=${CPU:+--cpu}
+python=${PYTHON:-$([ -n "$on_cpu" ] && ls .venv/bin/python 2> /dev/null || command -v python3)}
+mkdir -p "$OUT" "$work/logs"
+export PYTHONUNBUFFERED=1 PYTORCH_NVML_BASED_CUDA_CHECK=1 OMP_NUM_THREADS=1 PYTHONPATH="$site:$PWD"
+
+say() { echo "[$((SECONDS - begun)) s] $*" | tee -a "$OUT/summary.txt"; }
+left() { echo $((total - SECONDS + begun)); }
+pack_logs() { tar -C "$work" -czf "$OUT/logs.tar.gz" logs; }
+
+# step NAME LIMIT LINES COMMAND...: say the last LINES of what it prints. Not begun with less than half its limit left.
+step() {
+    local name=$1 limit=$2 lines=$3 status said
+    shift 3
+    if [ "$(left)" -lt $((limit / 2)) ]; then
+        say "$name: not begun, $(left) s are left"
+        return 1
+    fi
+    [ "$(left)" -lt "$limit" ] && limit=$(left)
+    timeout -k 5 "$limit" "$@" > "$work/logs/$name.log" 2>&1
+    status=$?
+    said=$(grep -v '^$' "$work/logs/$name.log" | tail -n "$lines" | cut -c1-900)
+    say "$name: status $status: $said"
+    pack_logs
+    return $status
+}
+
+accept() { step "$1" "$2" 1 "$python" scripts/gpu_acceptance.py ${on_cpu:---small} --out "$work/acceptance" "$1"; }
+
+# the packages that the machine lacks; libraries with machine code of its GPU alone
+unpack() {
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .gpu/whl/*.whl ||
+        say "unpack: pip failed"
+    "$python" - "$site" "$work/libnccl.so.2" << 'PYTHON' || say "unpack: Transformer Engine or NCCL failed"
+import lzma, shutil, sys, tarfile  # the machine may lack xz
+with tarfile.open(".gpu/transformer_engine.tar.xz") as archive:
+    archive.extractall(sys.argv[1], filter="fully_trusted")
+with lzma.open(".gpu/libnccl.so.2.xz") as source, open(sys.argv[2], "wb") as target:
+    shutil.copyfileobj(source, target)
+PYTHON
+    nvidia-smi --query-gpu=name,driver_version,memory.total,compute_mode --format=csv,noheader | tee -a "$OUT/summary.txt"
+}
+
+# Transformer Engine's extension of torch has no wheel: built beside the steps that wait for turns of the GPU
+build_te() {
+    local nvidia includes source
+    nvidia=$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])')
+    includes=$(ls -d "$nvidia"/*/include | paste -sd:)
+    source=$(ls .gpu/transformer_engine_torch-*.whl .gpu/transformer_engine_torch-*.tar.gz 2> /dev/null | head -1)
+    export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=8 CPLUS_INCLUDE_PATH=$includes
+    nice -n 19 "$python" -m pip wheel -q --no-deps --no-index --no-build-isolation -w "$work/te" "$source" &&
+        "$python" -m pip install -q --no-index --no-deps --upgrade --target "$site" "$work"/te/*.whl &&
+        cp "$work"/te/*.whl "$OUT/"
+}
+
+facts() { accept facts 60; }
+probe() { step probe 100 14 "$python" scripts/gpu/nccl_probe.py $on_cpu; }
+probe_same_host() {
+    [ -e "$work/libnccl.so.2" ] || return
+    step probe_same_host 70 14 env LD_PRELOAD="$work/libnccl.so.2" "$python" scripts/gpu/nccl_probe.py --same-host
+}
+ranks4() { accept "${prefix}4" 130; }
+ranks4kill() { accept "${prefix}4kill" 130; }
+ranks4tp() { accept "${prefix}4tp" 130; }
+register() { step register 45 13 "$python" scripts/gpu/register_probe.py $on_cpu --gib "$([ -n "$on_cpu" ] && echo 0.1 || echo 2)"; }
+
+# price NAME LIMIT ARGUMENTS...: a model that keeps the GPU busy, alone on the machine
+price() {
+    local name=$1 limit=$2 model
+    shift 2
+    if [ -n "$on_cpu" ]; then
+        model=(--cpu --rounds 2 --block-s 4 --warm-s 2 model=tiny train.sequence_length=16 train.micro_batch_size=2
+            train.global_batch_size=4)
+    else
+        model=(--rounds 9 --block-s 5 --warm-s 25 model=gpu_small model.moe_grouped_gemm=true train.sequence_length=2048
+            train.micro_batch_size=8 train.global_batch_size=32 train.lr=3.0e-4 train.min_lr=3.0e-5)
+    fi
+    step "$name" "$limit" 3 "$python" scripts/gpu/price.py --out "$work/$name" --limit-s $((limit - 20)) "$@" "${model[@]}"
+}
+price_moevement() { price price_moevement 220 --policy moevement,ckpt.window=4 --policy moevement; }
+price_others() { price price_others 220 --policy gemini --policy none; }
+# stages alone: sums of gradients through sockets would be all that is measured
+share=$([ -n "$on_cpu" ] || echo runtime.share_gpus=true)
+price_copies() { price price_copies 170 --ranks 2 --policy moevement,ckpt.window=4,parallel.ranks_per_node=1 parallel.pp=2 $share; }
+price_ranks4() { price price_ranks4 170 --ranks 4 --policy moevement,ckpt.window=4 parallel.pp=4 $share; }
+
+# correctness alone: rows that may disturb each other
+formats() { step formats 110 2 "$python" scripts/gpu_acceptance.py --small --at-once 2 --out "$work/acceptance" formats fp8cast; }
+attached() {
+    export NCCL_ALGO=Ring NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 CUDA_DEVICE_MAX_CONNECTIONS=1
+    mkdir -p "$work/megatron_lm"
+    "$python" -m zipfile -e .gpu/lm/*.whl "$work/megatron_lm"
+    step attached 100 3 env PYTHONPATH="$work/megatron_lm:$PYTHONPATH" "$python" -m launcher.check -- \
+        "$python" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=1 \
+        -m moe_ckpt.run --ckpt moevement --set window=2 -- examples/megatron_lm.py \
+        --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 \
+        --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm \
+        --disable-bias-linear --use-distributed-optimizer --micro-batch-size 2 --global-batch-size 8 \
+        --train-iters 12 --eval-interval 100 --eval-iters 1 --log-interval 1 --lr 1e-3 --min-lr 1e-4 \
+        --lr-warmup-iters 2 --lr-decay-style cosine --mock-data --tokenizer-type NullTokenizer --vocab-size 255 \
+        --split 90,10,0 --num-workers 0 --transformer-impl transformer_engine --bf16 --deterministic-mode \
+        --attention-backend fused
+}
+
+known="facts probe probe_same_host ranks4 ranks4kill ranks4tp register"
+known="$known price_moevement price_others price_copies price_ranks4 formats attached"
+# the first call, and a rehearsal of all that needs no CUDA; a second call names its steps
+if [ $# -gt 0 ]; then
+    steps=$*
+elif [ -n "$on_cpu" ]; then
+    steps="facts probe ranks4 ranks4kill ranks4tp register price_moevement price_others price_copies price_ranks4"
+else
+    steps="facts probe probe_same_host ranks4 ranks4kill ranks4tp register price_moevement formats attached"
+fi
+prefix=onegpu
+if [ -z "$on_cpu" ]; then
+    unpack
+    build_te > "$work/logs/build_te.log" 2>&1 &
+    build=$!
+fi
+for name in $steps; do
+    if [[ " $known " != *" $name "* ]]; then
+        say "$name: got no such step, wanted some of: $known"
+        continue
+    fi
+    case $name in
+        price_* | formats | attached)
+            # the build must have ended: prices are measured alone, and these steps use what it makes
+            if [ -n "${build:-}" ]; then
+                timeout 40 tail --pid="$build" -f /dev/null || kill "$build"
+                wait "$build" && say "Transformer Engine is built" || say "Transformer Engine is not built: see build_te.log"
+                unset build
+            fi
+            ;;
+    esac
+    if [ "$name" = formats ] && [[ " $steps " == *" attached "* ]]; then
+        attached &
+        beside=$!
+    fi
+    [ "$name" = attached ] && [ -n "${beside:-}" ] && continue
+    "$name"
+    status=$?
+    # where NCCL refuses, four ranks share the GPU through host memory
+    [ "$name" = probe ] && [ $status -ne 0 ] && prefix=ranks
+done
+[ -n "${beside:-}" ] && wait "$beside"
+runs=$(cd "$work" && ls -d acceptance price_* 2> /dev/null)
+tar -C "$work" -czf "$OUT/runs.tar.gz" --exclude='*.safetensors' --exclude=checkpoints $runs 2> /dev/null
+pack_logs
+rm -rf "$work"
+cat "$OUT/summary.txt"

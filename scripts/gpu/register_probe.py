@@ -1,0 +1,242 @@
+"""The price of registering host memory with CUDA, and how long it keeps kernels from being launched (A16).
+
+    python scripts/gpu/register_probe.py [--gib 2] [--cpu]
+
+A line of JSON for each kind of pages and each size of a call: seconds a GiB to touch and to
+register, and the longest gap between launches of a tiny kernel by another thread. The last line
+has the gaps of another process, on the same clock. --cpu: mlock in place of cudaHostRegister,
+and a clock in place of the kernel, to rehearse the flow.
+
+It changes settings of huge pages where it may, and sets them back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_MFD_HUGETLB = 0x0004
+_HUGE_BYTES = 2 << 20
+_SHMEM_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+_CALLS_BYTES = (256 << 20, 64 << 20, 16 << 20)
+_TOUCHING_THREADS = 8
+_PAUSE_S = 0.0002  # between launches
+_LONG_GAP_S = 0.02
+_NEIGHBOUR_LIMIT_S = 120.0
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """How this probe registers memory and launches work."""
+
+    register: Callable[[int, int], int]
+    """Register memory at an address, of so many bytes; return a status, 0 if that worked."""
+    unregister: Callable[[int, int], int]
+    """Undo `register`."""
+    launch: Callable[[], object]
+    """Launch a tiny kernel."""
+
+
+def open_device(*, on_gpu: bool) -> Device:
+    """Start CUDA in this process, or take stand-ins."""
+    if not on_gpu:
+        size = ctypes.c_size_t
+        return Device(
+            register=lambda at, nbytes: libc.mlock(ctypes.c_void_p(at), size(nbytes)),
+            unregister=lambda at, nbytes: libc.munlock(ctypes.c_void_p(at), size(nbytes)),
+            launch=time.monotonic,
+        )
+    import torch  # noqa: PLC0415 - the neighbour forks before
+
+    one = torch.ones(1, device="cuda")
+    torch.cuda.synchronize()
+    cuda: Any = torch.cuda.cudart()
+    return Device(
+        register=lambda at, nbytes: int(cuda.cudaHostRegister(at, nbytes, 0)),
+        unregister=lambda at, _nbytes: int(cuda.cudaHostUnregister(at)),
+        launch=lambda: one.add_(0),
+    )
+
+
+class LongestGap:
+    """The longest time between two launches of a thread, until `end`."""
+
+    def __init__(self, launch: Callable[[], object]) -> None:
+        self._launch = launch
+        self._longest_s = 0.0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> float:
+        """Return the seconds of the longest gap."""
+        self._is_over.set()
+        self._thread.join()
+        return self._longest_s
+
+    def _run(self) -> None:
+        last_s = time.monotonic()
+        while not self._is_over.wait(_PAUSE_S):
+            self._launch()
+            now_s = time.monotonic()
+            self._longest_s = max(self._longest_s, now_s - last_s)
+            last_s = now_s
+
+
+def start_neighbour(*, on_gpu: bool) -> tuple[int, int]:
+    """Start a process that launches work all the time.
+
+    Returns:
+        Its pid, and the end of a pipe with a line for each long gap: when it ended, its seconds.
+    """
+    gaps, said = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(said)
+        return pid, gaps
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    try:
+        _launch_and_say_gaps(open_device(on_gpu=on_gpu).launch, said)
+    finally:
+        os._exit(0)
+
+
+def _launch_and_say_gaps(launch: Callable[[], object], said: int) -> None:
+    launch()
+    begun_s = last_s = time.monotonic()
+    while last_s - begun_s < _NEIGHBOUR_LIMIT_S:
+        launch()
+        now_s = time.monotonic()
+        if now_s - last_s > _LONG_GAP_S:
+            os.write(said, f"{now_s:.3f} {now_s - last_s:.3f}\n".encode())
+        last_s = now_s
+        time.sleep(_PAUSE_S)
+
+
+@contextlib.contextmanager
+def pages_of(kind: str, nbytes: int) -> Iterator[None]:
+    """Let a kind of pages be had, where this process may; as before when left."""
+    path, value = {
+        "thp": (_SHMEM_PAGES, "advise"),
+        "hugetlb": (_HUGE_PAGES, str(nbytes // _HUGE_BYTES + 4)),
+    }.get(kind, (None, ""))
+    if path is None or not os.access(path, os.W_OK):
+        yield
+        return
+    before = path.read_text()
+    chosen = before.partition("[")[2].partition("]")[0] or before  # of several choices, that in brackets
+    path.write_text(value)
+    try:
+        yield
+    finally:
+        path.write_text(chosen)
+
+
+@contextlib.contextmanager
+def shared_memory(nbytes: int, kind: str) -> Iterator[int]:
+    """Yield the address of shared memory of a kind of pages. Raises OSError if there is none."""
+    if kind == "hugetlb":
+        fd = os.memfd_create("register-probe", _MFD_HUGETLB)
+    else:
+        path = f"/dev/shm/register-probe-{os.getpid()}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.unlink(path)
+    try:
+        os.ftruncate(fd, nbytes)
+        memory = mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+    held = ctypes.c_char.from_buffer(memory)
+    address = ctypes.addressof(held)
+    if kind == "thp":
+        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
+    try:
+        yield address
+    finally:
+        del held
+        memory.close()
+
+
+def touch(address: int, nbytes: int) -> float:
+    """Return the seconds in which several threads make all pages."""
+    share = nbytes // _TOUCHING_THREADS
+
+    def make(number: int) -> int:
+        at = ctypes.c_void_p(address + number * share)
+        return libc.madvise(at, ctypes.c_size_t(share), _MADV_POPULATE_WRITE)
+
+    begun_s = time.monotonic()
+    with ThreadPoolExecutor(_TOUCHING_THREADS) as threads:
+        list(threads.map(make, range(_TOUCHING_THREADS)))
+    return time.monotonic() - begun_s
+
+
+def measure(device: Device, kind: str, nbytes: int, call_bytes: int) -> dict[str, Any]:
+    """Return what it costs to register memory, in calls of so many bytes."""
+    with shared_memory(nbytes, kind) as address:
+        touched_s = touch(address, nbytes)
+        calls = [(address + at, min(call_bytes, nbytes - at)) for at in range(0, nbytes, call_bytes)]
+        gap = LongestGap(device.launch)
+        begun_s, status = time.monotonic(), 0
+        for at, size in calls:
+            status |= device.register(at, size)
+        ended_s = time.monotonic()
+        longest_s = gap.end()
+        for at, size in calls:
+            device.unregister(at, size)
+    gib = nbytes / 2**30
+    return {
+        "pages": kind,
+        "call_mib": call_bytes >> 20,
+        "touch_s_per_gib": round(touched_s / gib, 3),
+        "register_s_per_gib": round((ended_s - begun_s) / gib, 3),
+        "longest_gap_ms": round(1e3 * longest_s, 1),
+        "status": status,
+        "from_s": round(begun_s, 3),
+        "to_s": round(ended_s, 3),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2.0, help="memory to register at a time")
+    parser.add_argument("--cpu", action="store_true", help="without a GPU")
+    options = parser.parse_args(arguments)
+    whole = _HUGE_BYTES * _TOUCHING_THREADS  # each thread touches whole pages
+    nbytes = int(options.gib * 2**30) // whole * whole
+    pid, gaps = start_neighbour(on_gpu=not options.cpu)  # before CUDA starts here
+    device = open_device(on_gpu=not options.cpu)
+    for kind in ("4 KiB", "thp", "hugetlb"):
+        try:
+            with pages_of(kind, nbytes):
+                for call_bytes in (nbytes, *_CALLS_BYTES):
+                    print(json.dumps(measure(device, kind, nbytes, call_bytes)), flush=True)
+        except (OSError, ValueError) as error:
+            print(json.dumps({"pages": kind, "error": str(error)}), flush=True)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with open(gaps) as said:
+        found = [tuple(map(float, line.split())) for line in said]
+    print(json.dumps({"neighbour's gaps over 20 ms, to_s and seconds": found[:200], "number": len(found)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
