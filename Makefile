@@ -77,7 +77,7 @@ house:
 
 venv: .venv/installed
 ifneq ($(filter-out file,$(origin TORCH) $(origin TORCH_BUILD)),)
-	@made=$$(cat .venv/installed); test "$$made" = "$(TORCH_WANTED)" || { echo >&2 \
+	@made=$$(cat .venv/installed); test -z "$$made" -o "$$made" = "$(TORCH_WANTED)" || { echo >&2 \
 		"TORCH, TORCH_BUILD: got $(TORCH_WANTED), wanted $$made, of which .venv was made: make clean first"; exit 1; }
 endif
 dev: venv .venv/installed-dev
