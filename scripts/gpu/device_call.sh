@@ -12,6 +12,7 @@ set -u
 begun=$SECONDS
 total=${TOTAL:-540}
 site=${SITE:-/tmp/moe-ckpt-site}
+te_site=$site-te
 work=$(mktemp -d)
 on_cpu=${CPU:+--cpu}
 python=${PYTHON:-$([ -n "$on_cpu" ] && ls .venv/bin/python 2> /dev/null || command -v python3)}
@@ -22,7 +23,7 @@ say() { echo "[$((SECONDS - begun)) s] $*" | tee -a "$OUT/summary.txt"; }
 left() { echo $((total - SECONDS + begun)); }
 pack_logs() { tar -C "$work" -czf "$OUT/logs.tar.gz" logs; }
 
-# step NAME LIMIT LINES COMMAND...: say the last LINES of what it prints. Not begun with less than half its limit left.
+# step NAME LIMIT LINES COMMAND...: run a command and say its last LINES. Not begun with less than half of LIMIT left.
 step() {
     local name=$1 limit=$2 lines=$3 status said
     shift 3
@@ -41,11 +42,13 @@ step() {
 
 accept() { step "$1" "$2" 1 "$python" scripts/gpu_acceptance.py ${on_cpu:---small} --out "$work/acceptance" "$1"; }
 
-# the packages that the machine lacks; libraries with machine code of its GPU alone
+# the packages that the machine lacks; libraries with machine code of its GPU alone. Transformer Engine is found by no
+# step before its extension of torch is built: half of it would be taken for the whole
 unpack() {
-    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .gpu/whl/*.whl ||
-        say "unpack: pip failed"
-    "$python" - "$site" "$work/libnccl.so.2" << 'PYTHON' || say "unpack: Transformer Engine or NCCL failed"
+    local pip=("$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade)
+    "${pip[@]}" --target "$site" .gpu/whl/*.whl || say "unpack: pip failed"
+    "${pip[@]}" --target "$te_site" .gpu/te/*.whl || say "unpack: pip failed for Transformer Engine"
+    "$python" - "$te_site" "$work/libnccl.so.2" << 'PYTHON' || say "unpack: Transformer Engine or NCCL failed"
 import lzma, shutil, sys, tarfile  # the machine may lack xz
 with tarfile.open(".gpu/transformer_engine.tar.xz") as archive:
     archive.extractall(sys.argv[1], filter="fully_trusted")
@@ -55,22 +58,36 @@ PYTHON
     nvidia-smi --query-gpu=name,driver_version,memory.total,compute_mode --format=csv,noheader | tee -a "$OUT/summary.txt"
 }
 
-# Transformer Engine's extension of torch has no wheel: built beside the steps that wait for turns of the GPU
+# the extension has no wheel: built beside the steps that wait for turns of the GPU
 build_te() {
     local nvidia includes source
     nvidia=$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])')
     includes=$(ls -d "$nvidia"/*/include | paste -sd:)
     source=$(ls .gpu/transformer_engine_torch-*.whl .gpu/transformer_engine_torch-*.tar.gz 2> /dev/null | head -1)
     export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=8 CPLUS_INCLUDE_PATH=$includes
+    export PYTHONPATH=$te_site:$PYTHONPATH
     nice -n 19 "$python" -m pip wheel -q --no-deps --no-index --no-build-isolation -w "$work/te" "$source" &&
-        "$python" -m pip install -q --no-index --no-deps --upgrade --target "$site" "$work"/te/*.whl &&
+        "$python" -m pip install -q --no-index --no-deps --upgrade --target "$te_site" "$work"/te/*.whl &&
         cp "$work"/te/*.whl "$OUT/"
+}
+
+# before the steps that use Transformer Engine, and those that are to be alone on the machine
+await_te() {
+    [ -n "${build:-}" ] || return 0
+    timeout 60 tail --pid="$build" -f /dev/null || kill "$build"
+    if wait "$build"; then
+        export PYTHONPATH=$te_site:$PYTHONPATH
+        say "Transformer Engine is built"
+    else
+        say "Transformer Engine is not built: $(tail -n 2 "$work/logs/build_te.log" | cut -c1-300)"
+    fi
+    unset build
 }
 
 facts() { accept facts 60; }
 probe() { step probe 100 14 "$python" scripts/gpu/nccl_probe.py $on_cpu; }
 probe_same_host() {
-    [ -e "$work/libnccl.so.2" ] || return
+    [ -e "$work/libnccl.so.2" ] || { say "probe_same_host: not begun without an NCCL in .gpu" && return 1; }
     step probe_same_host 70 14 env LD_PRELOAD="$work/libnccl.so.2" "$python" scripts/gpu/nccl_probe.py --same-host
 }
 ranks4() { accept "${prefix}4" 130; }
@@ -91,7 +108,7 @@ price() {
     fi
     step "$name" "$limit" 3 "$python" scripts/gpu/price.py --out "$work/$name" --limit-s $((limit - 20)) "$@" "${model[@]}"
 }
-price_moevement() { price price_moevement 220 --policy moevement,ckpt.window=4 --policy moevement; }
+price_moevement() { price price_moevement 190 --policy moevement,ckpt.window=4 --policy moevement; }
 price_others() { price price_others 220 --policy gemini --policy none; }
 # stages alone: sums of gradients through sockets would be all that is measured
 share=$([ -n "$on_cpu" ] || echo runtime.share_gpus=true)
@@ -124,7 +141,7 @@ if [ $# -gt 0 ]; then
 elif [ -n "$on_cpu" ]; then
     steps="facts probe ranks4 ranks4kill ranks4tp register price_moevement price_others price_copies price_ranks4"
 else
-    steps="facts probe probe_same_host ranks4 ranks4kill ranks4tp register price_moevement formats attached"
+    steps="facts probe probe_same_host ranks4 ranks4kill register ranks4tp price_moevement formats attached"
 fi
 prefix=onegpu
 if [ -z "$on_cpu" ]; then
@@ -138,14 +155,7 @@ for name in $steps; do
         continue
     fi
     case $name in
-        price_* | formats | attached)
-            # the build must have ended: prices are measured alone, and these steps use what it makes
-            if [ -n "${build:-}" ]; then
-                timeout 40 tail --pid="$build" -f /dev/null || kill "$build"
-                wait "$build" && say "Transformer Engine is built" || say "Transformer Engine is not built: see build_te.log"
-                unset build
-            fi
-            ;;
+        ranks4tp | price_* | formats | attached) await_te ;;
     esac
     if [ "$name" = formats ] && [[ " $steps " == *" attached "* ]]; then
         attached &

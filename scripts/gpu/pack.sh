@@ -12,7 +12,7 @@ nccl=2.30.7      # for NCCL_MULTI_RANK_GPU_ENABLE; jobs use torch's own
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 rm -rf .gpu
-mkdir -p .gpu/whl .gpu/lm
+mkdir -p .gpu/whl .gpu/te .gpu/lm
 
 wheel() { # wheel FOLDER REQUIREMENT...
     local folder=$1 platforms=()
@@ -25,8 +25,9 @@ wheel() { # wheel FOLDER REQUIREMENT...
 }
 thin() { "$python" scripts/gpu/thin_fatbin.py "$1" "$2" "${architecture#sm_}"; }
 
-wheel .gpu/whl hydra-core==1.3.8 omegaconf==2.3.1 msgspec xxhash "transformer-engine==$te" megatron-core==0.16.1 \
+wheel .gpu/whl hydra-core==1.3.8 omegaconf==2.3.1 msgspec xxhash megatron-core==0.16.1 \
     pydantic annotated-types typing-inspection
+wheel .gpu/te "transformer-engine==$te"
 core=$(unzip -p .gpu/whl/pydantic-[0-9]*.whl '*/METADATA' | sed -n 's/^Requires-Dist: \(pydantic-core==[0-9.]*\).*/\1/p')
 wheel .gpu/whl "$core"
 "$python" -m pip wheel -q --no-deps -w .gpu/whl antlr4-python3-runtime==4.9.3  # a source release only

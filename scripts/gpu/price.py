@@ -14,9 +14,11 @@ those without checkpoints, over rounds of blocks, with its 95 % interval; stalls
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
@@ -37,6 +39,7 @@ from moe_ckpt.run_folder import read_run_folder  # noqa: E402
 
 _FIRST_COMMITS = 3
 _POLL_S = 0.2
+_END_S = 3.0  # less than `timeout -k 5` leaves
 _NO_END = 1_000_000
 # a stopped job sends no heartbeat and commits nothing, and neither is a fault
 _PATIENT = {"heartbeat_s": 600, "progress_s": 1200, "operation_s": 2400, "join_s": 3600, "stop_save_s": 0}
@@ -55,7 +58,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """What a policy costs beside the same training without checkpoints."""
+    """The price of a policy beside the same training without checkpoints."""
 
     policy: str
     """`ckpt` and its settings, as given."""
@@ -143,10 +146,23 @@ class Job:
         return iteration_s_of(commits, self.blocks)
 
     def end(self) -> None:
-        """Kill all processes of the job; those that clean up after it end by themselves."""
+        """Kill the job and wait until its processes have given memory back."""
         self.go_on()
-        self._agent.kill()  # supervisors end with their agent, and give memory back
-        self._agent.wait()
+        with contextlib.ExitStack() as stack:
+            poll, alive = select.poll(), set[int]()
+            for pid in _descendants(self._agent.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    fd = os.pidfd_open(pid)
+                    stack.callback(os.close, fd)
+                    poll.register(fd, select.POLLIN)
+                    alive.add(fd)
+            self._agent.kill()  # all other processes end with their agent
+            self._agent.wait()
+            end_s = time.monotonic() + _END_S
+            while alive and time.monotonic() < end_s:
+                for fd, _ in poll.poll(1000 * _END_S):
+                    poll.unregister(fd)
+                    alive.remove(fd)
 
     def _signal(self, number: int) -> None:
         # not to the agent: it hosts the store, whose silence is a fault
