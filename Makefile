@@ -20,6 +20,7 @@ TORCH ?= 2.13.0
 TORCH_BUILD ?=
 TORCH_INDEX := https://download.pytorch.org/whl/$(TORCH_BUILD)
 TORCH_WANTED := $(TORCH)$(TORCH_BUILD:%=+%)
+TORCH_IS_ASKED := $(filter-out file,$(origin TORCH) $(origin TORCH_BUILD))
 PIP := .venv/bin/pip -qq --disable-pip-version-check
 
 .PHONY: demo test test-all mutants check types imports house chaos endurance bench partial profile venv dev clean
@@ -76,7 +77,7 @@ house:
 	@.venv/bin/python scripts/house.py --check
 
 venv: .venv/installed
-ifneq ($(filter-out file,$(origin TORCH) $(origin TORCH_BUILD)),)
+ifneq ($(TORCH_IS_ASKED),)
 	@made=$$(cat .venv/installed); test -z "$$made" -o "$$made" = "$(TORCH_WANTED)" || { echo >&2 \
 		"TORCH, TORCH_BUILD: got $(TORCH_WANTED), wanted $$made, of which .venv was made: make clean first"; exit 1; }
 endif
@@ -91,7 +92,11 @@ ifneq ($(TORCH_BUILD),)
 endif
 	@$(PIP) install torch==$(TORCH)
 	@$(PIP) install -e .[launcher]
+ifneq ($(TORCH_IS_ASKED),)
 	@echo $(TORCH_WANTED) > $@
+else
+	@test -s $@ && touch $@ || echo $(TORCH_WANTED) > $@
+endif
 
 .venv/installed-dev: .venv/installed
 	@$(PIP) install -e .[dev]

@@ -102,7 +102,7 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
         *([] if scale.out.name == "full" else [f"--{scale.out.name}"]),
     ]
     with log.open("w") as said:
-        with _starting:  # never let go by `_end_with_stages`: no stage begins after it
+        with _starting:  # `_end_with_stages` keeps this lock, so that no stage begins after it
             process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
             _running.add(process)
         try:
@@ -123,6 +123,8 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
 
 def _end_with_stages(*_: object) -> None:
     """End this process with all stages: jobs of theirs must not outlive it. The main thread starts and awaits none."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # a second one would wait for this one
+        signal.signal(number, signal.SIG_IGN)
     _starting.acquire()
     for process in list(_running):
         _kill(process)

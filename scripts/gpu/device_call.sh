@@ -5,16 +5,16 @@
 #     OUT=FOLDER bash scripts/gpu/device_call.sh [STEP...]
 #     CPU=1 OUT=FOLDER bash scripts/gpu/device_call.sh       rehearse it without a GPU, and without .gpu
 #
-# STEP: some of those in `known`, below; those of a first call, or of a rehearsal, where none is
-# named. Each has a limit of its own, says one line into $OUT/summary.txt and stops no other. TOTAL
-# seconds are the limit of all. No network is used. Logs and events come back in $OUT.
+# Without a STEP: those of a first call, or with CPU=1 all that need no CUDA. Each step has a limit of
+# its own, says its result in $OUT/summary.txt and stops no other. TOTAL seconds are the limit of all.
+# No network is used. Logs, events and a built wheel come back in $OUT.
 set -u
 begun=$SECONDS
 total=${TOTAL:-540}
 site=${SITE:-/tmp/moe-ckpt-site}
 te_site=$site-te
 work=$(mktemp -d)
-on_cpu=${CPU:+--cpu}
+on_cpu=$([ "${CPU:-0}" = 1 ] && echo --cpu)
 python=${PYTHON:-$([ -n "$on_cpu" ] && ls .venv/bin/python 2> /dev/null || command -v python3)}
 mkdir -p "$OUT" "$work/logs"
 export PYTHONUNBUFFERED=1 PYTORCH_NVML_BASED_CUDA_CHECK=1 OMP_NUM_THREADS=1 PYTHONPATH="$site:$PWD"
@@ -24,6 +24,7 @@ left() { echo $((total - SECONDS + begun)); }
 pack_logs() { tar -C "$work" -czf "$OUT/logs.tar.gz" logs; }
 
 # step NAME LIMIT LINES COMMAND...: run a command and say its last LINES. Not begun with less than half of LIMIT left.
+# @LIMIT@ in COMMAND becomes the seconds in which it has to end by itself.
 step() {
     local name=$1 limit=$2 lines=$3 status said
     shift 3
@@ -32,7 +33,8 @@ step() {
         return 1
     fi
     [ "$(left)" -lt "$limit" ] && limit=$(left)
-    timeout -k 5 "$limit" "$@" > "$work/logs/$name.log" 2>&1
+    # by SIGINT, once: Python unwinds, and ends jobs that have sessions of their own
+    timeout --foreground -s INT -k 5 "$limit" "${@//@LIMIT@/$((limit - 20))}" > "$work/logs/$name.log" 2>&1
     status=$?
     said=$(grep -v '^$' "$work/logs/$name.log" | tail -n "$lines" | cut -c1-900)
     say "$name: status $status: $said"
@@ -40,7 +42,12 @@ step() {
     return $status
 }
 
-accept() { step "$1" "$2" 1 "$python" scripts/gpu_acceptance.py ${on_cpu:---small} --out "$work/acceptance" "$1"; }
+# accept NAME LIMIT STAGE...: stages of the acceptance, one after another
+accept() {
+    local name=$1 limit=$2
+    shift 2
+    step "$name" "$limit" 2 "$python" scripts/gpu_acceptance.py ${on_cpu:---small} --out "$work/acceptance" "$@"
+}
 
 # the packages that the machine lacks; libraries with machine code of its GPU alone. Transformer Engine is found by no
 # step before its extension of torch is built: half of it would be taken for the whole
@@ -71,28 +78,31 @@ build_te() {
         cp "$work"/te/*.whl "$OUT/"
 }
 
-# before the steps that use Transformer Engine, and those that are to be alone on the machine
-await_te() {
-    [ -n "${build:-}" ] || return 0
-    timeout 60 tail --pid="$build" -f /dev/null || kill "$build"
-    if wait "$build"; then
-        export PYTHONPATH=$te_site:$PYTHONPATH
-        say "Transformer Engine is built"
-    else
-        say "Transformer Engine is not built: $(tail -n 2 "$work/logs/build_te.log" | cut -c1-300)"
+# before steps that use Transformer Engine, or are to be alone on the machine; fails without it, but for a rehearsal
+has_te() {
+    [ -n "$on_cpu" ] && return
+    if [ -n "$build" ]; then
+        timeout $(($(left) > 160 ? $(left) - 120 : 40)) tail --pid="$build" -f /dev/null || kill -- "-$build"
+        if wait "$build"; then
+            export PYTHONPATH=$te_site:$PYTHONPATH
+            te_is_built=1
+            say "Transformer Engine is built"
+        else
+            say "Transformer Engine is not built: $(tail -n 2 "$work/logs/build_te.log" | cut -c1-300)"
+        fi
+        build=
     fi
-    unset build
+    [ -n "$te_is_built" ]
 }
 
-facts() { accept facts 60; }
+facts() { accept facts 60 facts; }
 probe() { step probe 100 14 "$python" scripts/gpu/nccl_probe.py $on_cpu; }
 probe_same_host() {
     [ -e "$work/libnccl.so.2" ] || { say "probe_same_host: not begun without an NCCL in .gpu" && return 1; }
-    step probe_same_host 70 14 env LD_PRELOAD="$work/libnccl.so.2" "$python" scripts/gpu/nccl_probe.py --same-host
+    step probe_same_host 100 14 env LD_PRELOAD="$work/libnccl.so.2" "$python" scripts/gpu/nccl_probe.py --same-host
 }
-ranks4() { accept "${prefix}4" 130; }
-ranks4kill() { accept "${prefix}4kill" 130; }
-ranks4tp() { accept "${prefix}4tp" 130; }
+ranks4() { accept ranks4 240 "${prefix}4" "${prefix}4kill"; }
+ranks4tp() { accept ranks4tp 130 "${prefix}4tp"; }
 register() { step register 45 13 "$python" scripts/gpu/register_probe.py $on_cpu --gib "$([ -n "$on_cpu" ] && echo 0.1 || echo 2)"; }
 
 # price NAME LIMIT ARGUMENTS...: a model that keeps the GPU busy, alone on the machine
@@ -106,17 +116,17 @@ price() {
         model=(--rounds 9 --block-s 5 --warm-s 25 model=gpu_small model.moe_grouped_gemm=true train.sequence_length=2048
             train.micro_batch_size=8 train.global_batch_size=32 train.lr=3.0e-4 train.min_lr=3.0e-5)
     fi
-    step "$name" "$limit" 3 "$python" scripts/gpu/price.py --out "$work/$name" --limit-s $((limit - 20)) "$@" "${model[@]}"
+    step "$name" "$limit" 3 "$python" scripts/gpu/price.py --out "$work/$name" --limit-s @LIMIT@ "$@" "${model[@]}"
 }
 price_moevement() { price price_moevement 190 --policy moevement,ckpt.window=4 --policy moevement; }
 price_others() { price price_others 220 --policy gemini --policy none; }
-# stages alone: sums of gradients through sockets would be all that is measured
-share=$([ -n "$on_cpu" ] || echo runtime.share_gpus=true)
-price_copies() { price price_copies 170 --ranks 2 --policy moevement,ckpt.window=4,parallel.ranks_per_node=1 parallel.pp=2 $share; }
-price_ranks4() { price price_ranks4 170 --ranks 4 --policy moevement,ckpt.window=4 parallel.pp=4 $share; }
+# pipelines through host memory: a stopped rank's NCCL kernels would poll, and take turns from the job that is measured
+price_copies() {
+    price price_copies 170 --ranks 2 --policy moevement,ckpt.window=4,parallel.ranks_per_node=1 parallel.pp=2 runtime.backend=staged
+}
+price_ranks4() { price price_ranks4 170 --ranks 4 --policy moevement,ckpt.window=4 parallel.pp=4 runtime.backend=staged; }
 
-# correctness alone: rows that may disturb each other
-formats() { step formats 110 2 "$python" scripts/gpu_acceptance.py --small --at-once 2 --out "$work/acceptance" formats fp8cast; }
+formats() { accept formats 110 formats fp8cast --at-once 2; }
 attached() {
     export NCCL_ALGO=Ring NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 CUDA_DEVICE_MAX_CONNECTIONS=1
     mkdir -p "$work/megatron_lm"
@@ -133,21 +143,29 @@ attached() {
         --attention-backend fused
 }
 
-known="facts probe probe_same_host ranks4 ranks4kill ranks4tp register"
-known="$known price_moevement price_others price_copies price_ranks4 formats attached"
-# the first call, and a rehearsal of all that needs no CUDA; a second call names its steps
+# correctness alone: steps that may disturb each other. Bash lets only the one in front be ended by SIGINT
+exact() {
+    formats &
+    attached
+    wait $!
+}
+
+known="facts probe probe_same_host ranks4 register ranks4tp price_moevement price_others price_copies price_ranks4"
+known="$known formats attached exact"
 if [ $# -gt 0 ]; then
     steps=$*
 elif [ -n "$on_cpu" ]; then
-    steps="facts probe ranks4 ranks4kill ranks4tp register price_moevement price_others price_copies price_ranks4"
+    steps="facts probe ranks4 register ranks4tp price_moevement price_others price_copies price_ranks4"
 else
-    steps="facts probe probe_same_host ranks4 ranks4kill register ranks4tp price_moevement formats attached"
+    steps="facts probe probe_same_host ranks4 register ranks4tp price_moevement exact"
 fi
-prefix=onegpu
+prefix=onegpu build='' te_is_built=''
 if [ -z "$on_cpu" ]; then
     unpack
+    set -m  # the build is a process group, which can be ended
     build_te > "$work/logs/build_te.log" 2>&1 &
     build=$!
+    set +m
 fi
 for name in $steps; do
     if [[ " $known " != *" $name "* ]]; then
@@ -155,19 +173,16 @@ for name in $steps; do
         continue
     fi
     case $name in
-        ranks4tp | price_* | formats | attached) await_te ;;
+        ranks4tp | price_* | formats | attached | exact)
+            has_te || { say "$name: not begun without Transformer Engine" && continue; }
+            ;;
     esac
-    if [ "$name" = formats ] && [[ " $steps " == *" attached "* ]]; then
-        attached &
-        beside=$!
-    fi
-    [ "$name" = attached ] && [ -n "${beside:-}" ] && continue
     "$name"
     status=$?
     # where NCCL refuses, four ranks share the GPU through host memory
     [ "$name" = probe ] && [ $status -ne 0 ] && prefix=ranks
 done
-[ -n "${beside:-}" ] && wait "$beside"
+[ -n "$build" ] && kill -- "-$build"
 runs=$(cd "$work" && ls -d acceptance price_* 2> /dev/null)
 tar -C "$work" -czf "$OUT/runs.tar.gz" --exclude='*.safetensors' --exclude=checkpoints $runs 2> /dev/null
 pack_logs

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _INDEX = "https://pypi.org/simple"
+_LIMIT_S = 60.0
 _JSON = "application/vnd.pypi.simple.v1+json"  # PEP 691
 
 
@@ -53,7 +54,7 @@ def fetch_source(name: str, version: str, folder: Path, index: str = _INDEX) -> 
 
 def _read(url: str, accept: str = "*/*") -> bytes:
     request = urllib.request.Request(url, headers={"Accept": accept})
-    with urllib.request.urlopen(request) as answer:
+    with urllib.request.urlopen(request, timeout=_LIMIT_S) as answer:
         return answer.read()
 
 

@@ -46,8 +46,8 @@ from moe_ckpt.elastic.backend_choice import environment_of_shared_gpus
 
 _ABORT, _REVOKE, _NOTHING = "abort", "revoke", "nothing"
 _GENERATIONS = (_ABORT, _REVOKE, _NOTHING)
-_RANKS_LIMIT_S = 40.0
-_LAUNCH_LIMIT_S = 20.0
+_RANKS_LIMIT_S = 25.0
+_LAUNCH_LIMIT_S = 15.0
 _OPERATION_S = 60.0
 _MEASURED = 7
 _SETTLE_S = 1.5  # until a killed peer is gone, and the collective that it misses is under way
@@ -142,10 +142,13 @@ def be_rank(probe: Probe, rank: int, store_path: str, generation: int) -> None:
     small = torch.ones(_SMALL, device=probe.device)
     _synchronize()
     context_s = time.monotonic() - begun_s
+    met = dist.PrefixStore(f"{generation}-met", dist.FileStore(store_path, probe.num_ranks))
+    _meet(met, "started", rank, probe.num_ranks)  # contexts of others are no memory of communicators
     free_bytes = torch.cuda.mem_get_info()[0] if probe.on_gpu else 0
     begun_s = time.monotonic()
     first, *others = (form(probe, rank, probe.num_ranks, store_path, f"{generation}-{n}") for n in range(3))
     formed_s = time.monotonic() - begun_s
+    _meet(met, "formed", rank, probe.num_ranks)
     if rank == 0:
         taken_bytes = free_bytes - torch.cuda.mem_get_info()[0] if probe.on_gpu else 0
         say(
@@ -165,12 +168,16 @@ def be_rank(probe: Probe, rank: int, store_path: str, generation: int) -> None:
     assert is_right, f"a sum over ranks: got {total[0].item()}"
     if end_by == _NOTHING:
         return
-    met = dist.PrefixStore(f"{generation}-measured", dist.FileStore(store_path, probe.num_ranks))
-    met.set(str(rank), "")
+    _meet(met, "measured", rank, probe.num_ranks)  # a sum that is complete here may not be so on others
     if rank == probe.num_ranks - 1:
-        met.wait([str(other) for other in range(rank)])  # a sum that is complete here may not be so on others
         os.kill(os.getpid(), signal.SIGKILL)
     _survive(probe, rank, first, others, large, end_by)
+
+
+def _meet(store: dist.Store, point: str, rank: int, num_ranks: int) -> None:
+    """Return once all ranks are at this point."""
+    store.set(f"{point}/{rank}", "")
+    store.wait([f"{point}/{other}" for other in range(num_ranks)])
 
 
 def _measure(probe: Probe, rank: int, first: Group, small: torch.Tensor, large: torch.Tensor) -> dict[str, float]:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Prepare, on a machine with pip, the folder .gpu for a machine with one GPU and no network, which
 # has Python 3.12 and torch 2.11 with CUDA 13: wheels that it lacks, and libraries with machine code
-# of its GPU alone. Run in the root of the checkout; needs xz and binutils. Half a minute and the download; 50 MB.
+# of its GPU alone (sm_90: H100, H200). Run in the root of the checkout; needs unzip, xz and binutils. Half a minute and the download; 50 MB.
 #
 #     bash scripts/gpu/pack.sh [sm_90]
-set -eu
+set -euo pipefail
 architecture=${1:-sm_90}
 python=${PYTHON:-python3}
 te=2.11.0        # its kernels; the torch extension of the same release is built on the machine

@@ -145,24 +145,13 @@ class Job:
         commits = [each.t_s + origin for each in self.events() if isinstance(each.event, IterationCommitted)]
         return iteration_s_of(commits, self.blocks)
 
-    def end(self) -> None:
-        """Kill the job and wait until its processes have given memory back."""
+    def kill(self) -> list[int]:
+        """Kill the agent, with which all processes of the job end; return their pids."""
         self.go_on()
-        with contextlib.ExitStack() as stack:
-            poll, alive = select.poll(), set[int]()
-            for pid in _descendants(self._agent.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    fd = os.pidfd_open(pid)
-                    stack.callback(os.close, fd)
-                    poll.register(fd, select.POLLIN)
-                    alive.add(fd)
-            self._agent.kill()  # all other processes end with their agent
-            self._agent.wait()
-            end_s = time.monotonic() + _END_S
-            while alive and time.monotonic() < end_s:
-                for fd, _ in poll.poll(1000 * _END_S):
-                    poll.unregister(fd)
-                    alive.remove(fd)
+        pids = list(_descendants(self._agent.pid))
+        self._agent.kill()
+        self._agent.wait()
+        return pids
 
     def _signal(self, number: int) -> None:
         # not to the agent: it hosts the store, whose silence is a fault
@@ -216,6 +205,17 @@ def measure(jobs: Sequence[Job], *, num_rounds: int, block_s: float, warm_s: flo
         shift = number % len(jobs)
         for job in (*jobs[shift:], *jobs[:shift]):
             job.train_alone(number, block_s)
+
+
+def end(jobs: Sequence[Job]) -> None:
+    """Kill jobs, and wait until their processes have given memory back, for some seconds at most."""
+    pids = [pid for job in jobs for pid in job.kill()]
+    end_s = time.monotonic() + _END_S
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            select.select([fd], [], [], max(0.0, end_s - time.monotonic()))
+            os.close(fd)
 
 
 def price_of(job: Job, beside: Job) -> Price:
@@ -278,7 +278,11 @@ def main(arguments: Sequence[str]) -> int:
         given = [f"+ckpt={policy}", *patient, *overrides, *settings]
         jobs.append(Job(name, folder, options.ranks, given, on_gpu=not options.cpu))
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("the time is over"))  # the end of `timeout`: jobs end, too
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit("SIGTERM: jobs end, too")
+
+    signal.signal(signal.SIGTERM, leave)
     try:
         start("none", "none")
         for given in options.policy:
@@ -287,11 +291,15 @@ def main(arguments: Sequence[str]) -> int:
         limits: dict[str, Any] = {"block_s": options.block_s, "warm_s": options.warm_s, "limit_s": options.limit_s}
         measure(jobs, num_rounds=options.rounds, **limits)
     finally:
-        for job in jobs:
-            job.end()
+        end(jobs)
+    status = 0
     for job in jobs[1:]:
-        print(json.dumps(asdict(price_of(job, jobs[0]))), flush=True)
-    return 0
+        try:
+            print(json.dumps(asdict(price_of(job, jobs[0]))), flush=True)
+        except ValueError as error:
+            print(f"error: {error}", flush=True)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

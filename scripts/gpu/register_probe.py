@@ -104,7 +104,8 @@ def start_neighbour(*, on_gpu: bool) -> tuple[int, int]:
     """Start a process that launches work all the time.
 
     Returns:
-        Its pid, and the end of a pipe with a line for each long gap: when it ended, its seconds.
+        Its pid, and the end of a pipe with a line once it launches, and for each long gap:
+        when it ended, and its seconds.
     """
     gaps, said = os.pipe()
     pid = os.fork()
@@ -114,12 +115,15 @@ def start_neighbour(*, on_gpu: bool) -> tuple[int, int]:
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     try:
         _launch_and_say_gaps(open_device(on_gpu=on_gpu).launch, said)
+    except Exception as error:  # the top of a process
+        print(f"neighbour: {error!r}", file=sys.stderr, flush=True)
     finally:
-        os._exit(0)
+        os._exit(1)
 
 
 def _launch_and_say_gaps(launch: Callable[[], object], said: int) -> None:
     launch()
+    os.write(said, b"started\n")
     begun_s = last_s = time.monotonic()
     while last_s - begun_s < _NEIGHBOUR_LIMIT_S:
         launch()
@@ -175,7 +179,7 @@ def shared_memory(nbytes: int, kind: str) -> Iterator[int]:
 
 
 def touch(address: int, nbytes: int) -> float:
-    """Return the seconds in which several threads make all pages."""
+    """Return the seconds in which several threads make all pages. Raises OSError if they cannot be made."""
     share = nbytes // _TOUCHING_THREADS
 
     def make(number: int) -> int:
@@ -184,7 +188,9 @@ def touch(address: int, nbytes: int) -> float:
 
     begun_s = time.monotonic()
     with ThreadPoolExecutor(_TOUCHING_THREADS) as threads:
-        list(threads.map(make, range(_TOUCHING_THREADS)))
+        statuses = list(threads.map(make, range(_TOUCHING_THREADS)))
+    if any(statuses):
+        raise OSError(f"madvise(MADV_POPULATE_WRITE): got statuses {statuses}, wanted 0")
     return time.monotonic() - begun_s
 
 
@@ -223,19 +229,24 @@ def main(arguments: Sequence[str]) -> int:
     nbytes = int(options.gib * 2**30) // whole * whole
     pid, gaps = start_neighbour(on_gpu=not options.cpu)  # before CUDA starts here
     device = open_device(on_gpu=not options.cpu)
-    for kind in ("4 KiB", "thp", "hugetlb"):
-        try:
-            with pages_of(kind, nbytes):
-                for call_bytes in (nbytes, *_CALLS_BYTES):
-                    print(json.dumps(measure(device, kind, nbytes, call_bytes)), flush=True)
-        except (OSError, ValueError) as error:
-            print(json.dumps({"pages": kind, "error": str(error)}), flush=True)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    with open(gaps) as said:
-        found = [tuple(map(float, line.split())) for line in said]
-    print(json.dumps({"neighbour's gaps over 20 ms, to_s and seconds": found[:200], "number": len(found)}))
-    return 0
+    num_registered = 0
+    with open(gaps) as neighbour:
+        if not neighbour.readline():
+            return 1  # it has said why
+        for kind in ("4 KiB", "thp", "hugetlb"):
+            try:
+                with pages_of(kind, nbytes):
+                    for call_bytes in (nbytes, *_CALLS_BYTES):
+                        found = measure(device, kind, nbytes, call_bytes)
+                        num_registered += found["status"] == 0
+                        print(json.dumps(found), flush=True)
+            except (OSError, ValueError) as error:
+                print(json.dumps({"pages": kind, "error": str(error)}), flush=True)
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        long = [tuple(map(float, line.split())) for line in neighbour]
+    print(json.dumps({"neighbour's gaps over 20 ms, to_s and seconds": long[:200], "number": len(long)}))
+    return 0 if num_registered and os.waitstatus_to_exitcode(status) == -signal.SIGKILL else 1
 
 
 if __name__ == "__main__":

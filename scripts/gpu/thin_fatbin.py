@@ -68,10 +68,23 @@ def _entries_of_one(data: bytes | mmap.mmap, at: int) -> Iterator[Entry]:
 
 
 def thin(path: Path, architectures: Sequence[int]) -> int:
-    """Zero all code in a file but machine code of these architectures; return the number of bytes."""
+    """Zero all code in a file but machine code of these architectures.
+
+    Returns:
+        The number of bytes that are zero now.
+
+    Raises:
+        ValueError: The file has no machine code of these architectures.
+    """
     zeroed_bytes = 0
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
-        for entry in list(entries_of(data)):
+        entries = list(entries_of(data))
+        found = {entry.architecture for entry in entries if entry.kind != _PTX}
+        if not found & set(architectures):
+            raise ValueError(
+                f"architectures: got {list(architectures)}, wanted some of {sorted(found)}, as {path.name} has"
+            )
+        for entry in entries:
             if entry.kind != _PTX and entry.architecture in architectures:
                 continue
             data[entry.offset : entry.offset + entry.size_bytes] = bytes(entry.size_bytes)
