@@ -38,6 +38,7 @@ from moe_ckpt.linux import children_of  # noqa: E402
 from moe_ckpt.run_folder import read_run_folder  # noqa: E402
 
 _FIRST_COMMITS = 3
+_FEWEST_COMMITS = 3  # between them lie two whole iterations
 _POLL_S = 0.2
 _END_S = 3.0  # less than `timeout -k 5` leaves
 _NO_END = 1_000_000
@@ -131,11 +132,20 @@ class Job:
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def train_alone(self, round_number: int, block_s: float) -> None:
-        """Train for a block; the job is stopped before and afterwards."""
-        self.go_on()
+    def train_alone(self, round_number: int, block_s: float, until_s: float) -> None:
+        """Train for a block, in which some iterations are committed; the job is stopped before and afterwards.
+
+        Args:
+            round_number: Number of the round.
+            block_s: Seconds of the block, or more where iterations take longer.
+            until_s: Monotonic time at which the block ends in any case.
+        """
+        wanted = self.num_commits() + _FEWEST_COMMITS
         from_unix_s = time.time()
+        self.go_on()
         time.sleep(block_s)
+        while self.num_commits() < wanted and not self.has_ended and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
         self.blocks.append(Block(round_number=round_number, from_unix_s=from_unix_s, to_unix_s=time.time()))
         self.stop()
 
@@ -204,7 +214,7 @@ def measure(jobs: Sequence[Job], *, num_rounds: int, block_s: float, warm_s: flo
             break
         shift = number % len(jobs)
         for job in (*jobs[shift:], *jobs[:shift]):
-            job.train_alone(number, block_s)
+            job.train_alone(number, block_s, begun_s + limit_s)
 
 
 def end(jobs: Sequence[Job]) -> None:
