@@ -39,6 +39,11 @@ def children_of(pid: int) -> list[int]:
     return [each for each in pids if (fields := _stat(Path(f"/proc/{each}/stat"))) and int(fields[_PARENT]) == pid]
 
 
+def descendants_of(pid: int) -> list[int]:
+    """Return the pids of all processes below a process, parents before children."""
+    return [each for child in children_of(pid) for each in (child, *descendants_of(child))]
+
+
 def thread_states(pid: int) -> str:
     """Return a letter, as in /proc/PID/stat, for each thread of a process; empty for one that has ended."""
     try:

@@ -20,7 +20,7 @@ from typing import Any
 
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 from moe_ckpt.events import IterationCommitted, read_events
-from moe_ckpt.linux import children_of, parent_of
+from moe_ckpt.linux import descendants_of, parent_of
 from tests.scenarios import ROOT
 from tests.training import fast
 
@@ -131,4 +131,4 @@ class AgentsJob:
 
 
 def _with_descendants(pid: int) -> list[int]:
-    return [pid, *(each for child in children_of(pid) for each in _with_descendants(child))]
+    return [pid, *descendants_of(pid)]

@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+from moe_ckpt.agent import die_with_parent
 from moe_ckpt.elastic.backend_choice import environment_of_shared_gpus
 
 _ABORT, _REVOKE, _NOTHING = "abort", "revoke", "nothing"
@@ -270,10 +271,11 @@ def _synchronize() -> None:
 
 def fork(target: Callable[..., None], *arguments: Any) -> int:
     """Return the pid of a process that runs this and ends with its parent."""
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    die_with_parent(signal.SIGKILL, parent=parent)
     status = 1
     try:
         target(*arguments)

@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.overhead import QUIET, Ratio, ratio  # noqa: E402
 from moe_ckpt.events import IterationCommitted, LoggedEvent, SnapshotTaken, WindowReplicated, read_events  # noqa: E402
-from moe_ckpt.linux import children_of  # noqa: E402
+from moe_ckpt.linux import descendants_of  # noqa: E402
 from moe_ckpt.run_folder import read_run_folder  # noqa: E402
 
 _FIRST_COMMITS = 3
@@ -158,14 +158,14 @@ class Job:
     def kill(self) -> list[int]:
         """Kill the agent, with which all processes of the job end; return their pids."""
         self.go_on()
-        pids = list(_descendants(self._agent.pid))
+        pids = descendants_of(self._agent.pid)
         self._agent.kill()
         self._agent.wait()
         return pids
 
     def _signal(self, number: int) -> None:
-        # not to the agent: it hosts the store, whose silence is a fault
-        for pid in _descendants(self._agent.pid):
+        # not to the agent, which hosts the store: a silent store is a fault
+        for pid in descendants_of(self._agent.pid):
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
@@ -259,13 +259,6 @@ def price_of(job: Job, beside: Job) -> Price:
 
 def _of(events: Sequence[LoggedEvent], kind: type[Kind]) -> list[Kind]:
     return [each.event for each in events if isinstance(each.event, kind)]
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    """Yield the pids of all processes below this one, parents before children."""
-    for child in children_of(pid):
-        yield child
-        yield from _descendants(child)
 
 
 def main(arguments: Sequence[str]) -> int:

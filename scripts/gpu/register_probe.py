@@ -28,6 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from moe_ckpt.agent import die_with_parent
+
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _MFD_HUGETLB = 0x0004
 _HUGE_BYTES = 2 << 20
@@ -108,11 +112,12 @@ def start_neighbour(*, on_gpu: bool) -> tuple[int, int]:
         when it ended, and its seconds.
     """
     gaps, said = os.pipe()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         os.close(said)
         return pid, gaps
-    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    die_with_parent(signal.SIGKILL, parent=parent)
     try:
         _launch_and_say_gaps(open_device(on_gpu=on_gpu).launch, said)
     except Exception as error:  # the top of a process
