@@ -14,8 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launcher.config import compose_settings
-from launcher.entry import elastic_config
-from launcher.run import run_supervised
+from launcher.run import run_in
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.run_elastic import Worker, run_elastic
@@ -49,10 +48,10 @@ def main() -> int:
     settings = compose_settings(sys.argv[1:])
 
     def train(worker: Worker) -> int:
-        run_supervised(settings, worker, around_hooks=_without)
+        run_in(worker, settings, around_hooks=_without)
         return 0
 
-    return run_elastic(elastic_config(settings), read_launch(), train)
+    return run_elastic(settings.job, read_launch(), train)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from moe_ckpt.config import (
     require_switch,
 )
 from moe_ckpt.errors import ConfigError, exit_status
+from moe_ckpt.job_config import JobConfig
 from moe_ckpt.state_format import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -303,9 +304,18 @@ class Settings:
     composed_yaml: str
 
     @property
-    def folder(self) -> RunFolderConfig:
-        """The run folder, as plain values."""
-        return RunFolderConfig(dir=self.run.dir, name=self.run.name, configuration=self.composed_yaml)
+    def job(self) -> JobConfig:
+        """The settings that every training loop has."""
+        return JobConfig(
+            ckpt=self.ckpt,
+            runtime=self.runtime,
+            folder=RunFolderConfig(dir=self.run.dir, name=self.run.name, configuration=self.composed_yaml),
+            ranks_per_node=self.parallel.ranks_per_node,
+            checks=self.run,
+            losses=self.fault.losses,
+            deterministic=self.train.deterministic,
+            check_determinism=self.train.check_determinism,
+        )
 
 
 def compose_settings(arguments: Sequence[str]) -> Settings:

@@ -1,172 +1,263 @@
-"""One training iteration after another, through Megatron's own schedules.
+"""The launcher's training loop: an adapter over `moe_ckpt.loop`, with Megatron's own schedules.
 
-`MegatronLoop.run_iteration` is the story of an iteration; everything else here is what it needs. The loop knows the
-hooks of `moe_ckpt.ports.TrainingHooks` and nothing else of checkpointing.
+Owns: passes over the launcher's batches, evaluation when due, and the display. Must not: know how a fault is recovered
+from.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
 
+from launcher.config import AUTO, Settings
 from launcher.data import Batches
-from moe_ckpt.events import IterationCommitted
-from moe_ckpt.megatron.pipeline import StageCommunicator
+from launcher.progress import Display, Scalars, open_display
+from moe_ckpt.attach import TrainingLoop
+from moe_ckpt.collectives import TorchRanks, broadcast_result
+from moe_ckpt.config import require
+from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed
+from moe_ckpt.engine.session import Session
+from moe_ckpt.errors import DataError
+from moe_ckpt.events import Evaluated, IterationCommitted, read_events
+from moe_ckpt.loop import JoinedWorker, Losses, Training, TrainingIteration
 from moe_ckpt.megatron.state import TrainingState
-from moe_ckpt.megatron.step import (
-    advance_schedule,
-    apply_update,
-    clear_gradients,
-    describe_step,
-    finish_gradients,
-    gather_parameters,
-    mean_over_job,
-)
-from moe_ckpt.ports import TrainingHooks
-from moe_ckpt.types import Phase, ReadyGradients
+from moe_ckpt.megatron.step import mean_over_job
+from moe_ckpt.types import ParallelLayout
 
-T = TypeVar("T")
-PhaseListener = Callable[[Phase], None]
+_NEVER = "never"
+_NOT_YET = -1
 
 
-class StageRunner:
-    """Runs batches through one rank's stage, by Megatron's own schedule. Collective over all ranks."""
+class StagePasses:
+    """Passes over batches through one rank's stage. All methods are collective over all ranks."""
 
-    def __init__(self, state: TrainingState, batches: Batches, on_phase: PhaseListener = lambda _: None) -> None:
-        self.state = state
-        self.batches = batches
-        self.on_phase = on_phase
-        self._groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.communicator = StageCommunicator(self._groups.pp, cast("Any", state.model[0]).config)
-        self._schedule = get_forward_backward_func()
+    def __init__(self, iteration: TrainingIteration, batches: Batches) -> None:
+        """Prepare the passes of one rank.
 
-    def train_on(self, iteration: int) -> list[torch.Tensor]:
-        """Leave the reduced gradients of the iteration's batch; return the micro-batches' losses on the last stage."""
-        return self._forward_backward(lambda micro_batch: self.batches.training(iteration, micro_batch))
-
-    def train_on_one_micro_batch(self) -> None:
-        """Leave the reduced gradients of the first micro-batch of all."""
-        self._forward_backward(lambda micro_batch: self.batches.training(1, micro_batch), num_micro_batches=1)
-
-    def evaluate_on(self, batch: int) -> list[torch.Tensor]:
-        """Return the losses of held-out global batch `batch` on the last stage."""
-        draw = lambda micro_batch: self.batches.evaluation(batch, micro_batch)  # noqa: E731
-        return self._forward_backward(draw, forward_only=True)
-
-    def _forward_backward(
-        self, draw: Callable[[int], torch.Tensor], *, forward_only: bool = False, num_micro_batches: int | None = None
-    ) -> list[torch.Tensor]:
-        """Run Megatron's schedule over all micro-batches; return their losses on the last stage, else nothing."""
-        # stages in the middle look at no tokens
-        on_edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-        device, count = torch.cuda.current_device(), self.batches.num_micro_batches
-        outputs = self._schedule(
-            forward_step_func=self._forward_step,
-            data_iterator=(draw(number).to(device) if on_edge else None for number in range(count)),
-            model=self.state.model if len(self.state.model) > 1 else self.state.model[0],
-            num_microbatches=num_micro_batches or count,
-            seq_length=self.batches.train.sequence_length,
-            micro_batch_size=self.batches.train.micro_batch_size,
-            forward_only=forward_only,
-            p2p_communicator=self.communicator,
-            pg_collection=self._groups,
-        )
-        return [output["loss"] for output in outputs]
-
-    def _forward_step(self, micro_batches: Iterator[torch.Tensor | None], model: torch.nn.Module) -> tuple[Any, Any]:
-        self.on_phase(Phase.FORWARD)
-        output = _forward(next(micro_batches), model)
-        if output.requires_grad:
-            # Megatron's schedules call no function of a loop as backward begins
-            output.register_hook(lambda _: self.on_phase(Phase.BACKWARD))
-        return output, _mean_loss
-
-
-class MegatronLoop:
-    """Runs iterations of one rank's stage. All methods are collective over all ranks.
-
-    `prepared` is the iteration whose gradients were last complete, as it is once it is committed: where others are lost
-    between the two, it may be a recovery that commits it.
-    """
-
-    def __init__(self, runner: StageRunner, hooks: TrainingHooks) -> None:
-        self._runner = runner
-        self.state = runner.state
-        self._hooks = hooks
-        self._stall_s = 0.0
-        self.prepared: IterationCommitted | None = None
-
-    def run_iteration(self, iteration: int) -> IterationCommitted:
-        """Train on the batch of `iteration`, which counts from 1, and commit the step.
-
-        Raises RolledBackError on all ranks where that cannot be.
+        Args:
+            iteration: Runs Megatron's schedules.
+            batches: This rank's micro-batches.
         """
-        started_s, before = time.monotonic(), self._runner.communicator.observed
-        self._stall_s = 0.0
-        gradients = self._compute_gradients(iteration)
-        apply_update(self.state, gradients)
-        # before `update_applied`, after which a recovery repeats only the gather
-        advance_schedule(self.state, gradients)
-        self._timed(lambda: self._hooks.update_applied(iteration))
-        # a rank that is cut off in here repeats it after the recovery: its own update is whole already
-        gather_parameters(self.state)
-        self._timed(lambda: self._hooks.step_committed(iteration))
+        self.batches = batches
+        self._iteration = iteration
+        self._forward_step = iteration.marking_phases(_forward_step)
 
-        assert self.prepared is not None, iteration
-        observed = self._runner.communicator.observed
-        return replace(
-            self.prepared,
-            seconds=time.monotonic() - started_s,
-            stall_s=self._stall_s + observed.logging_s - before.logging_s,
-            sent_activation_bytes=observed.activation_bytes - before.activation_bytes,
-            sent_gradient_bytes=observed.gradient_bytes - before.gradient_bytes,
-        )
+    @property
+    def state(self) -> TrainingState:
+        """The training state of the stage."""
+        return self._iteration.state
 
-    def _compute_gradients(self, iteration: int) -> ReadyGradients:
-        """Return the reduced gradients once all ranks have them; starts over when a state was rebuilt."""
-        while True:
-            self._timed(lambda: self._hooks.iteration_started(iteration))
-            # cleared in each attempt: gradients of one that a rebuilt state has undone would be added to
-            clear_gradients(self.state)
-            losses = self._runner.train_on(iteration)
-            self._runner.on_phase(Phase.REDUCE)
-            gradients = finish_gradients(self.state)
-            loss = mean_over_job([{"loss": loss} for loss in losses])
-            self._timed(lambda loss=loss: self._hooks.loss_known(iteration, loss))
-            self.prepared = describe_step(self.state, iteration, loss, gradients)
-            # the last moment to back out: gradients are complete on all ranks, and no parameter has changed on any
-            if self._timed(lambda gradients=gradients: self._hooks.gradients_ready(iteration, gradients)):
-                return gradients
+    def train_on(self, iteration: int) -> Losses:
+        """Leave the reduced gradients of an iteration's batch; return the loss reports."""
+        return self._run(lambda number: self.batches.training(iteration, number))
+
+    def train_on_one_micro_batch(self) -> Losses:
+        """Leave the reduced gradients of the first micro-batch of all."""
+        return self._run(lambda number: self.batches.training(1, number), num_micro_batches=1)
 
     @torch.no_grad()  # with gradients, Megatron's routers would count these tokens for the next update of their biases
     def evaluate(self, num_batches: int) -> float:
-        """Return the mean cross-entropy, nats per token, over the held-out batches.
+        """Return the mean cross-entropy, in nats per token, over held-out batches.
 
-        Changes no state but the largest values that FP8 layers note; the next iteration drops these.
+        Evaluation changes no state but the largest values that FP8 layers note, which the next iteration drops.
         """
-        losses: list[torch.Tensor] = []
+        losses: list[dict[str, torch.Tensor]] = []
         for chunk in self.state.model:
             chunk.eval()
         try:
             for batch in range(num_batches):
-                losses += self._runner.evaluate_on(batch)
+                draw = lambda number, batch=batch: self.batches.evaluation(batch, number)  # noqa: E731
+                losses += self._run(draw, forward_only=True)
         finally:
             for chunk in self.state.model:
                 chunk.train()
-        return mean_over_job([{"loss": loss} for loss in losses])
+        return mean_over_job(losses)
 
-    def _timed(self, hook: Callable[[], T]) -> T:
-        started_s = time.monotonic()
-        outcome = hook()
-        self._stall_s += time.monotonic() - started_s
-        return outcome
+    def _run(
+        self, draw: Callable[[int], torch.Tensor], *, forward_only: bool = False, num_micro_batches: int | None = None
+    ) -> Losses:
+        # stages in the middle look at no tokens
+        on_edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+        device, count = torch.cuda.current_device(), self.batches.num_micro_batches
+        model = self.state.model
+        return self._iteration.run_schedule(
+            forward_step_func=self._forward_step,
+            data_iterator=(draw(number).to(device) if on_edge else None for number in range(count)),
+            model=model if len(model) > 1 else model[0],
+            num_microbatches=num_micro_batches or count,
+            seq_length=self.batches.train.sequence_length,
+            micro_batch_size=self.batches.train.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+
+class LauncherLoop:
+    """One rank's loop; implements `moe_ckpt.loop.LoopAdapter`. All methods are collective over all ranks."""
+
+    session: Session
+
+    def __init__(self, settings: Settings, joined: JoinedWorker[Any], state: TrainingState, batches: Batches) -> None:
+        """Prepare the loop of one rank.
+
+        Args:
+            settings: The settings of the run.
+            joined: This worker.
+            state: The training state of this rank's stage.
+            batches: This rank's micro-batches.
+        """
+        self._settings = settings
+        self._joined = joined
+        self._iteration = TrainingIteration(state, joined.worker.enter_phase)
+        self._passes = StagePasses(self._iteration, batches)
+        self._display: Display | None = None
+        self._scalars: Scalars | None = None
+        self._is_open = False
+        self._evaluated = _last_evaluation(joined.folder.events(joined.worker.launch.global_rank))
+
+    def training(self, layout: ParallelLayout, model: str) -> Training:
+        """Return this loop as `moe_ckpt.loop.train` takes it.
+
+        Args:
+            layout: The degrees of parallelism.
+            model: A hash of everything that shapes the saved state.
+        """
+        train = self._settings.train
+        return Training(
+            loop=self,
+            iteration=self._iteration,
+            replay=TrainingLoop(
+                communicator=self._iteration.communicator,
+                forward_backward=self._passes.train_on,
+                num_micro_batches=self._passes.batches.num_micro_batches,
+                micro_batch_size=train.micro_batch_size,
+                sequence_length=train.sequence_length,
+            ),
+            model=model,
+            layout=layout,
+            last_iteration=train.iterations,
+            check_pass=lambda _: self._passes.train_on_one_micro_batch(),
+            check_setting="train.check_determinism",
+        )
+
+    def start(self) -> int:
+        """Load the state that `train.resume` names; a checkpoint of this run is newer.
+
+        `never` is about the states before the job: later starts go on from the states that the job has saved itself.
+
+        Raises:
+            ConfigError: The run folder has a state where there must be none, or none where `train.resume` names one.
+        """
+        wanted, last = self._settings.train.resume, self._settings.train.iterations
+        if wanted == _NEVER and self._joined.worker.is_first_start:
+            saved = broadcast_result(
+                TorchRanks(), CheckpointFolder(self._joined.folder.checkpoints).committed, DataError
+            )
+            newest = saved[0].directory if saved else None
+            require(not saved, "train.resume", wanted, f"auto, or a new run.dir: this one holds {newest}")
+            limit = "auto, or a new run.dir: there are snapshots of this run on disk"
+            require(not self.session.has_snapshots_on_disk(), "train.resume", wanted, limit)
+            return 0
+        done = self.session.resume(None)
+        if done == 0 and wanted not in (AUTO, _NEVER):
+            done = self.session.resume(broadcast_result(TorchRanks(), lambda: _checkpoint_at(Path(wanted)), DataError))
+        require(done <= last, "train.iterations", last, f"at least {done}, done")
+        return done
+
+    def run_from(self, done: int, notes: Sequence[str]) -> None:
+        """Train from the state after `done` iterations to the last iteration; evaluate when due."""
+        if not self._is_open:
+            self._open(done)
+        for note in notes:
+            self._print(note)
+        self._evaluate_where_due(done)
+        for number in range(done + 1, self._settings.train.iterations + 1):
+            self._iteration.run(number, self._passes.train_on)
+            if self._is_due(number):
+                self._evaluate(number)
+
+    def committed(self, event: IterationCommitted) -> None:
+        """Show an iteration that all ranks have finished."""
+        train = self._settings.train
+        num_tokens = train.global_batch_size * train.sequence_length
+        tokens_per_s = num_tokens / event.seconds if event.seconds else 0.0
+        if self._display:
+            self._display.iteration(event, tokens_per_s)
+        if self._scalars:
+            self._scalars.iteration(event, tokens_per_s)
+
+    def result(self) -> dict[str, object]:
+        """Return the last evaluation's loss, for result.json."""
+        return {"eval_loss": self._evaluated.loss if self._evaluated else float("nan")}
+
+    def close(self) -> None:
+        """Leave the terminal as it should be, and close open files."""
+        if self._display:
+            self._display.close()
+        if self._scalars:
+            self._scalars.close()
+
+    def _open(self, done: int) -> None:
+        run, train, folder = self._settings.run, self._settings.train, self._joined.folder
+        rank = self._joined.worker.launch.global_rank
+        self._is_open = True
+        self._display = open_display(run, global_rank=rank, total=train.iterations, done=done)
+        self._scalars = Scalars(folder.path / "tensorboard", done + 1) if run.tensorboard and rank == 0 else None
+        if self._joined.worker.is_supervised and self._joined.incarnation:
+            return  # an earlier process of this rank has printed the lines below
+        self._print(f"run folder {folder.path}")
+        policy, name = self._settings.ckpt.policy, self._settings.model.name
+        self._print(f"model {name}, ckpt={policy}, {dist.get_world_size()} processes")
+        if done:
+            self._print(f"resumed after iteration {done}")
+
+    def _print(self, text: str) -> None:
+        if self._display:
+            self._display.note(text)
+
+    def _evaluate_where_due(self, done: int) -> None:
+        """Make up for the evaluation of an iteration that a fault, or an earlier incarnation, has left out."""
+        latest = self._evaluated.iteration if self._evaluated else _NOT_YET
+        everywhere = torch.tensor([latest], device=torch.cuda.current_device())
+        # an evaluation is collective: ranks that have its result take part for one that died before it was logged
+        TorchRanks().reduce(everywhere, "min")
+        if self._is_due(done) and int(everywhere) < done:
+            self._evaluate(done)
+
+    def _is_due(self, iteration: int) -> bool:
+        every, last = self._settings.train.eval_every_iters, self._settings.train.iterations
+        return iteration in (0, last) or (every > 0 and iteration % every == 0)
+
+    def _evaluate(self, iteration: int) -> None:
+        loss = self._passes.evaluate(self._settings.train.eval_batches)
+        self._evaluated = Evaluated(iteration=iteration, loss=loss)
+        self._joined.events.append(self._evaluated)
+        self._print(f"iteration {iteration:>6}: evaluation loss {loss:.4f}")
+        if self._scalars:
+            self._scalars.evaluated(iteration, loss)
+
+
+def _last_evaluation(events: Path) -> Evaluated | None:
+    found = [each.event for each in read_events(events, only=("Evaluated",))]
+    return found[-1] if found and isinstance(found[-1], Evaluated) else None
+
+
+def _checkpoint_at(path: Path) -> Path:
+    """Return the checkpoint directory that a path means: itself, or the newest in a run folder."""
+    if is_committed(path):
+        return path
+    candidates = CheckpointFolder(path / "checkpoints").committed() or CheckpointFolder(path).committed()
+    wanted = "auto, never, a committed checkpoint or a run folder that has one"
+    require(bool(candidates), "train.resume", str(path), wanted)
+    return Path(candidates[0].directory)
+
+
+def _forward_step(micro_batches: Iterator[torch.Tensor | None], model: torch.nn.Module) -> tuple[Any, Any]:
+    return _forward(next(micro_batches), model), _mean_loss
 
 
 def _forward(tokens: torch.Tensor | None, model: torch.nn.Module) -> torch.Tensor:

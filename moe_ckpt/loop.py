@@ -1,41 +1,64 @@
-"""A training loop over Megatron-Core that outlives the death of its processes, of which a program names the parts.
+"""One training iteration, and one worker's life, for every training loop.
 
-    sys.exit(train_elastic(config, build, forward_step, batches))      in the process that torchrun starts
+The launcher, loops of one's own (`moe_ckpt.own_loop`) and the loops of Megatron-LM,
+Megatron-Bridge and ms-swift (`moe_ckpt.integrations`) are adapters over this module.
 
-Owns: one iteration with all hooks, in `OwnLoop.train_on`, and the way of a worker from its fork to its end. A loop that
-needs more copies these two and calls the same functions. Must not: know models, data or a launcher.
+An iteration (`TrainingIteration`), on every rank:
 
-    iteration_started -> forward, backward -> loss_known -> gradients_ready -> update -> update_applied -> gather
+    begin         hook iteration_started
+    the loop      clears gradients; runs forward and backward; reduces gradients
+    finish_pass   norm and loss; hooks loss_known and gradients_ready: here all ranks
+                  agree on the step, and no rank has changed a parameter
+    step          clip, Adam, schedule; hook update_applied; gather weights
+    commit        hook step_committed; event IterationCommitted
+
+A worker (`run_worker`), the first of its rank or a replacement, from its fork:
+
+    join_run      device; a world in which no other rank is yet; run folder; events
+    build         the loop's part: groups, model, optimizer, without any other rank
+    train         attach: the session adopts the host memory of the worker before.
+                  Then, in each generation (`engine.worker_loop`): all ranks meet;
+                  `Session` brings them to one state from memory, or `start` loads
+                  one; iterations from that state on, until the last one or until
+                  ranks are lost
+    retire        result.json and RunFinished are written; the worker ends
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-# before torch looks for a device: supervisors fork, and a look that starts CUDA would leave their workers none
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_ckpt.attach import TrainingLoop, attach
-from moe_ckpt.collectives import TorchRanks
-from moe_ckpt.config import AUTO, CkptConfig, RunFolderConfig, RuntimeConfig, is_on, require, require_switch
-from moe_ckpt.elastic.backend_choice import open_backend, use_gpu
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.collectives import TorchRanks, gather_results
+from moe_ckpt.config import is_on
+from moe_ckpt.elastic.backend_choice import backend_kind, use_gpu
+from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.elastic.job_store import say_once
+from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.engine.session import Session
-from moe_ckpt.errors import ConfigError, RolledBackError
-from moe_ckpt.events import EventLog
+from moe_ckpt.engine.worker_loop import TrainingRun
+from moe_ckpt.errors import ConfigError, MoeCkptError, RolledBackError
+from moe_ckpt.events import (
+    EventLog,
+    IterationCommitted,
+    ModelBuilt,
+    RunFinished,
+    WorkerStarted,
+    read_events,
+)
+from moe_ckpt.job_config import JobConfig
 from moe_ckpt.megatron import cpu_stand_in
-from moe_ckpt.megatron.checks import job_digest
+from moe_ckpt.megatron.checks import StateChecks, job_digest
 from moe_ckpt.megatron.determinism import make_deterministic, require_repeatable
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.pipeline import StageCommunicator
@@ -44,181 +67,615 @@ from moe_ckpt.megatron.step import (
     advance_schedule,
     apply_update,
     clear_gradients,
+    describe_step,
     finish_gradients,
     gather_parameters,
     mean_over_job,
 )
-from moe_ckpt.run_elastic import ElasticConfig, Worker, run_elastic
-from moe_ckpt.run_folder import RunFolder, find_run_folder
-from moe_ckpt.types import ParallelLayout, RunIdentity
+from moe_ckpt.plain_worker import PlainWorker
+from moe_ckpt.ports import TrainingHooks
+from moe_ckpt.run_elastic import RankPlace, run_elastic
+from moe_ckpt.run_folder import RunFolder, require_lasting
+from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
+
+T = TypeVar("T")
+
+Losses = Sequence[dict[str, torch.Tensor]]
+"""Loss reports of an iteration's micro-batches, as Megatron's schedules return them:
+on the last stage one report for each micro-batch, on all others none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoopConfig:
-    """A loop's settings. An iteration has `num_micro_batches` of `micro_batch_size` sequences of `sequence_length`.
+class TrainingIteration:
+    """One rank's training iteration. All methods are collective over all ranks.
 
-    `model` names the model: checkpoints of another one are refused. `check_determinism`: run the first iteration's
-    batch twice at the start and compare gradients; auto: on a GPU.
+    A loop that owns its iteration calls `run`. A loop that does not calls `begin`,
+    `finish_pass`, `step` and `commit` at these points of its own iteration.
+
+    Attributes:
+        hooks: The session. `train` sets the hooks before the first iteration.
+        on_commit: Receives the event of each iteration that all ranks have finished.
+        communicator: Carries the tensors between stages; logs and replays them.
+        schedule_options: The arguments with which Megatron's schedules use the
+            communicator.
+        gradients: The gradients that `finish_pass` has accepted and `step` has not
+            taken; None in between.
+        prepared: The event of the newest iteration with complete gradients. If ranks
+            are lost then, a recovery may be what commits this iteration.
     """
 
-    ckpt: CkptConfig
-    runtime: RuntimeConfig
-    layout: ParallelLayout
-    num_iterations: int
-    num_micro_batches: int
-    micro_batch_size: int
-    sequence_length: int
-    model: str
-    run_dir: str | None = None
-    check_determinism: bool | str = AUTO
-
-    def __post_init__(self) -> None:
-        require_switch("check_determinism", self.check_determinism)
-
-
-def train_elastic(
-    config: LoopConfig,
-    build: Callable[[], TrainingState],
-    forward_step: Callable[[Iterator[Any], torch.nn.Module], Any],
-    batches: Callable[[int], Iterator[Any]],
-    after_iteration: Callable[[int, float], None] = lambda _iteration, _loss: None,
-) -> int:
-    """Be one rank of a job until all ranks have finished; return the exit status.
-
-    `build` makes groups, model and optimizer in each worker, without other ranks. `forward_step` is that of Megatron's
-    schedules. `batches(iteration)` yields this rank's micro-batches and depends on the iteration alone: a replay reads
-    it again. `after_iteration` receives the number and the loss of each iteration that all ranks have finished. Raises
-    ConfigError for settings that cannot work.
-    """
-    if config.ckpt.in_memory is None:
-        raise ConfigError(f"ckpt.policy: got {config.ckpt.policy!r}, wanted one with snapshots in memory")
-    elastic = ElasticConfig(ckpt=config.ckpt.in_memory, runtime=config.runtime)
-
-    def work(worker: Worker) -> int:
-        on_gpu = not cpu_stand_in.enable()
-        kind, share_gpus = config.runtime.backend, config.runtime.share_gpus
-        if on_gpu:
-            make_deterministic()
-            use_gpu(worker.launch, kind, share_gpus=share_gpus)
-        worker.join_world(open_backend(on_gpu=on_gpu, kind=kind, share_gpus=share_gpus))
-        run = RunFolderConfig(dir=config.run_dir, name=config.model, configuration=repr(config))
-        folder = find_run_folder(run, worker.launch, worker.place.memory, config.runtime.join_s, worker.page.waits)
-        worker.announce(folder.path)
-        _train(OwnLoop(config, build(), forward_step, batches, after_iteration), worker, folder)
-        worker.retire(folder.path)
-        return 0
-
-    return run_elastic(elastic, read_launch(sys.argv[0]), work)
-
-
-class OwnLoop:
-    """One rank's iterations; implements `worker_loop.TrainingRun`. All methods are collective over all ranks."""
-
-    session: Session
+    hooks: TrainingHooks
 
     def __init__(
         self,
-        config: LoopConfig,
         state: TrainingState,
-        forward_step: Callable[..., Any],
-        batches: Callable[[int], Iterator[Any]],
-        after_iteration: Callable[[int, float], None],
+        enter_phase: Callable[[Phase], None] = lambda _: None,
     ) -> None:
-        require(len(state.model) == 1, "build: chunks of the model", len(state.model), "1: no virtual stages")
-        self.config, self.state = config, state
-        self._forward_step, self._batches, self._after_iteration = forward_step, batches, after_iteration
-        model_config: Any = state.model[0].config
-        # Megatron's schedules scale losses and reduce gradients through these, if they are set
-        model_config.grad_scale_func = model_config.grad_scale_func or state.optimizer.scale_loss
-        model_config.finalize_model_grads_func = model_config.finalize_model_grads_func or finalize_model_grads
-        self._groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.communicator = StageCommunicator(self._groups.pp, model_config)
+        """Prepare the iterations of a built model.
 
-    def run(self, done: int, notes: Sequence[str]) -> None:
-        """Train from the state after `done` iterations to the last iteration; it is called again after each fault."""
-        if dist.get_rank() == 0:
-            print(*notes, sep="\n", flush=True)
-        while done < self.config.num_iterations:
-            try:
-                loss = self.train_on(done + 1)
-            except RolledBackError as back:  # all ranks are at an earlier state
-                done = back.iteration
-            else:
-                done += 1
-                self._after_iteration(done, loss)
+        Args:
+            state: The training state of this rank's stage.
+            enter_phase: Marks a phase of the iteration on the rank's status page.
+        """
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.state = state
+        self.communicator = StageCommunicator(groups.pp, state.model[0].config)
+        # both: schedules refuse a communicator without groups
+        self.schedule_options: dict[str, Any] = {
+            "p2p_communicator": self.communicator,
+            "pg_collection": groups,
+        }
+        self.on_commit: Callable[[IterationCommitted], None] = lambda _: None
+        self.gradients: ReadyGradients | None = None
+        self.prepared: IterationCommitted | None = None
+        self.number = 0
+        self._enter_phase = enter_phase
+        self._started_s = self._stall_s = 0.0
+        self._observed_before = self.communicator.observed
 
-    def train_on(self, iteration: int) -> float:
-        """Train one iteration; return its loss. Raises RolledBackError on all ranks if they went back."""
+    def run(self, number: int, forward_backward: Callable[[int], Losses]) -> IterationCommitted:
+        """Train one iteration.
+
+        Args:
+            number: The iteration, counted from 1.
+            forward_backward: Runs forward and backward of an iteration's batch, leaves
+                the reduced gradients, and returns the loss reports.
+
+        Returns:
+            The event of the iteration.
+
+        Raises:
+            RolledBackError: All ranks are at an earlier state.
+        """
+        is_repeated = False
         while True:
-            self.session.iteration_started(iteration)
-            # in each attempt: the gradients of an iteration that was undone would be added to
+            self.begin(number, is_repeated=is_repeated)
+            # in each attempt: gradients of an undone attempt would be added to
             clear_gradients(self.state)
-            losses = self.forward_backward(iteration)
-            gradients = finish_gradients(self.state)  # unscaled, with their norm
-            loss = mean_over_job(losses)
-            self.session.loss_known(iteration, loss)
-            # a step is committed on all ranks or on none: here gradients are complete, and no parameter has changed
-            if self.session.gradients_ready(iteration, gradients):
-                break  # else state was lost and rebuilt: the iteration starts over
+            losses = forward_backward(number)
+            if self.finish_pass(losses):
+                break
+            is_repeated = True
+        self.step()
+        return self.commit()
+
+    def begin(self, number: int, *, is_repeated: bool = False) -> None:
+        """Begin an iteration, before its gradients are cleared.
+
+        Args:
+            number: The iteration, counted from 1.
+            is_repeated: Whether the iteration starts over, because lost state was
+                rebuilt; the first attempt then counts as part of the iteration's time.
+        """
+        if not is_repeated:
+            self._started_s, self._stall_s = time.monotonic(), 0.0
+            self._observed_before = self.communicator.observed
+        self.number = number
+        self.gradients = None  # of an iteration that was cut off
+        self._timed(lambda: self.hooks.iteration_started(number))
+
+    def finish_pass(self, losses: Losses) -> bool:
+        """Measure the reduced gradients, and let all ranks agree on the step.
+
+        Args:
+            losses: The loss reports of this rank's micro-batches.
+
+        Returns:
+            Whether the loop may step. If not, lost state was rebuilt: the state is
+            that at the beginning of the iteration, which starts over.
+
+        Raises:
+            RolledBackError: All ranks are at an earlier state.
+        """
+        self._enter_phase(Phase.REDUCE)
+        gradients = finish_gradients(self.state)
+        loss = mean_over_job(losses)
+        # before the vote: after a load that led to this loss, all ranks go back, and no
+        # rank may take the step
+        self._timed(lambda: self.hooks.loss_known(self.number, loss))
+        # before the vote: a rank that is cut off after the vote takes the step in the
+        # next generation, and logs the iteration then
+        self.prepared = describe_step(self.state, self.number, loss, gradients)
+        if not self._timed(lambda: self.hooks.gradients_ready(self.number, gradients)):
+            return False
+        self.gradients = gradients
+        return True
+
+    def step(self) -> ReadyGradients:
+        """Take the optimizer's step with the gradients of `finish_pass`; return them."""
+        gradients, self.gradients = self.gradients, None
+        assert gradients is not None, "finish_pass comes first"
         apply_update(self.state, gradients)
-        # before `update_applied`, after which a recovery repeats only the gather
+        # before `update_applied`, after which a recovery repeats the gather alone
         advance_schedule(self.state, gradients)
-        self.session.update_applied(iteration)
-        gather_parameters(self.state)  # with a sharded optimizer, weights that other ranks have updated
-        self.session.step_committed(iteration)
-        return loss
+        self._timed(lambda: self.hooks.update_applied(self.number))
+        # a rank that is cut off in the gather repeats it after the recovery: the rank's
+        # own update is whole by then
+        gather_parameters(self.state)
+        return gradients
 
-    def forward_backward(self, iteration: int) -> Any:
-        """Leave the gradients of an iteration's batch; return the reports of losses, on the last stage."""
-        return get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=self._batches(iteration),
-            model=self.state.model[0],
-            num_microbatches=self.config.num_micro_batches,
-            seq_length=self.config.sequence_length,
-            micro_batch_size=self.config.micro_batch_size,
-            forward_only=False,
-            p2p_communicator=self.communicator,  # logs the transfers between stages, and stands in for them in a replay
-            pg_collection=self._groups,
+    def commit(self) -> IterationCommitted:
+        """Finish the iteration: parameters and schedule are those after the step.
+
+        Returns:
+            The event of the iteration, with its time and the bytes sent.
+        """
+        self._timed(lambda: self.hooks.step_committed(self.number))
+        assert self.prepared is not None, self.number
+        before, after = self._observed_before, self.communicator.observed
+        committed = replace(
+            self.prepared,
+            seconds=time.monotonic() - self._started_s,
+            stall_s=self._stall_s + after.logging_s - before.logging_s,
+            sent_activation_bytes=after.activation_bytes - before.activation_bytes,
+            sent_gradient_bytes=after.gradient_bytes - before.gradient_bytes,
         )
+        self.on_commit(committed)
+        return committed
+
+    def run_schedule(self, **options: Any) -> Losses:
+        """Run Megatron's schedule over micro-batches, with this rank's communicator.
+
+        Args:
+            options: The arguments of the schedule.
+        """
+        return get_forward_backward_func()(**options, **self.schedule_options)
+
+    def marking_phases(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward step that marks where forward and backward begin."""
+
+        @functools.wraps(forward_step)
+        def marked(*arguments: Any, **options: Any) -> Any:
+            self._enter_phase(Phase.FORWARD)
+            output, loss = forward_step(*arguments, **options)
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                # schedules call no function of a loop as backward begins
+                output.register_hook(lambda _: self._enter_phase(Phase.BACKWARD))
+            return output, loss
+
+        return marked
+
+    def _timed(self, hook: Callable[[], T]) -> T:
+        started_s = time.monotonic()
+        outcome = hook()
+        self._stall_s += time.monotonic() - started_s
+        return outcome
 
 
-def _train(loop: OwnLoop, worker: Worker, folder: RunFolder) -> None:
-    """Attach a loop, and train with all other ranks until all have finished."""
-    config, state, rank = loop.config, loop.state, worker.launch.global_rank
-    events = EventLog(folder.events(rank), global_rank=rank, clock_origin_unix_s=folder.clock_origin_unix_s)
-    loop.session = attach(
-        ckpt=config.ckpt,
-        identity=RunIdentity(run_id=folder.run_id, model=config.model, layout=config.layout),
-        folder=folder.checkpoints,
-        state=state,
-        loop=TrainingLoop(
-            communicator=loop.communicator,
-            forward_backward=loop.forward_backward,
-            num_micro_batches=config.num_micro_batches,
-            micro_batch_size=config.micro_batch_size,
-            sequence_length=config.sequence_length,
-        ),
+class LoopAdapter(Protocol):
+    """A training loop, as `train` drives it. All methods are collective over all ranks."""
+
+    session: Session
+    """The session of this worker, which `train` sets first."""
+
+    def start(self) -> int:
+        """Load the state that a run without state in memory begins with.
+
+        A start may be called again, after a fault before the first iteration.
+
+        Returns:
+            The iteration of the state; 0: the built model is the state.
+        """
+        ...
+
+    def run_from(self, done: int, notes: Sequence[str]) -> None:
+        """Train from the state after `done` iterations to the last iteration.
+
+        Called again after each rollback and in each generation; `notes` are lines for
+        the log.
+
+        Raises:
+            RolledBackError: All ranks are at an earlier state.
+        """
+        ...
+
+    def committed(self, event: IterationCommitted) -> None:
+        """All ranks have finished an iteration."""
+        ...
+
+    def result(self) -> dict[str, object]:
+        """Return the loop's own entries of result.json."""
+        ...
+
+    def close(self) -> None:
+        """Training is done: close everything that belongs to the iterations."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Training:
+    """One rank's built training, which `train` attaches to and runs."""
+
+    loop: LoopAdapter
+    """The loop's part of the worker's life."""
+
+    iteration: TrainingIteration
+    """The iterations of this rank."""
+
+    replay: TrainingLoop
+    """The passes that a replay runs."""
+
+    model: str
+    """The model, and everything else that shapes the saved state: other states are
+    refused."""
+
+    layout: ParallelLayout
+    """The degrees of parallelism."""
+
+    last_iteration: int
+    """The iteration after which the run is finished."""
+
+    check_pass: Callable[[int], object] | None = None
+    """The pass that the check of determinism repeats, given the first iteration; None:
+    the pass of a replay."""
+
+    check_setting: str = "check_determinism"
+    """The setting's name, for an error of that check."""
+
+
+class WorkerProcess(Protocol):
+    """A process that trains one rank: supervised (`Worker`) or not (`PlainWorker`)."""
+
+    job: JobConfig
+    is_supervised: bool
+
+    @property
+    def launch(self) -> Launch:
+        """This rank's place in the job."""
+        ...
+
+    @property
+    def is_first_start(self) -> bool:
+        """Whether no process of this job has trained before the current generation."""
+        ...
+
+    def join_world(self, *, on_gpu: bool) -> None:
+        """Make `torch.distributed` usable: with all ranks, or alone if supervised."""
+        ...
+
+    def open_folder(self) -> RunFolder:
+        """Return the run folder, the same on all ranks."""
+        ...
+
+    def context(self, layout: ParallelLayout) -> ElasticContext | None:
+        """Return the means to survive the loss of ranks, if there are any."""
+        ...
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Show where in an iteration this rank is."""
+        ...
+
+    def run(
+        self,
+        session: Session,
+        training: TrainingRun,
+        events: EventLog,
+        *,
+        start: Callable[[], int],
+        finish: Callable[[int], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """Train to the end; return the result of `finish(deaths)`."""
+        ...
+
+    def retire(self, folder: RunFolder) -> None:
+        """Training is done, and this process is about to end."""
+        ...
+
+
+W = TypeVar("W", bound=WorkerProcess)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class JoinedWorker(Generic[W]):
+    """A worker that has joined its run, and has no model yet."""
+
+    worker: W
+    """The process."""
+
+    folder: RunFolder
+    """The run folder."""
+
+    events: EventLog
+    """The event file of this rank, open."""
+
+    incarnation: int
+    """The processes that this rank had in this run before this one."""
+
+    num_faults: int
+    """The processes among these that did not finish the run."""
+
+    began_s: float
+    """When the worker began, on the monotonic clock."""
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this is global rank 0, which prints and writes for all."""
+        return self.worker.launch.global_rank == 0
+
+    def retire(self) -> None:
+        """Training is done, and this process is about to end."""
+        self.worker.retire(self.folder)
+
+
+def start_rank(
+    job: JobConfig,
+    launch: Launch,
+    work: Callable[[WorkerProcess], object],
+    *,
+    beside: Callable[[RankPlace], None] = lambda _: None,
+) -> int:
+    """Be one rank of a job: supervise the rank's workers, or train in this process.
+
+    Args:
+        job: The settings. `runtime.guard` and the policy choose between the two.
+        launch: This rank's place in the job.
+        work: Trains, in each worker.
+        beside: May start processes that live as long as the supervisor at most.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: Settings that cannot work.
+    """
+    if not job.is_supervised:
+        work(PlainWorker(job, launch))
+        return 0
+    require_lasting(job.folder)
+
+    def work_in_fork(worker: WorkerProcess) -> int:
+        try:
+            work(worker)
+        except MoeCkptError as error:
+            say_once(str(error))
+            return 1
+        return 0
+
+    return run_elastic(job, launch, work_in_fork, beside=beside)
+
+
+def run_worker(
+    worker: WorkerProcess,
+    build: Callable[[JoinedWorker[Any]], Training],
+    *,
+    use_cpu: Callable[[], bool] = cpu_stand_in.enable,
+    around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks,
+) -> dict[str, Any]:
+    """Be one worker, from its start to the end of the run.
+
+    Args:
+        worker: This process.
+        build: Returns the loop's part, without other ranks where it is supervised.
+        use_cpu: Makes Megatron-Core run without a GPU if there is none; returns
+            whether there is none.
+        around_hooks: May wrap the hooks that the iteration calls.
+
+    Returns:
+        The contents of result.json.
+
+    Raises:
+        MoeCkptError: An error that a user can mend, on all ranks.
+    """
+    joined = join_run(worker, use_cpu=use_cpu)
+    result = train(joined, build(joined), around_hooks=around_hooks)
+    joined.retire()
+    return result
+
+
+def join_run(worker: W, *, use_cpu: Callable[[], bool] = cpu_stand_in.enable) -> JoinedWorker[W]:
+    """Choose the device, join the world and the run folder, and open the event file.
+
+    A supervised worker does so without waiting for other ranks.
+
+    Args:
+        worker: This process.
+        use_cpu: As in `run_worker`.
+
+    Raises:
+        ConfigError: `runtime.backend`, `runtime.share_gpus` or `run.dir` cannot work.
+    """
+    began_s = time.monotonic()
+    worker.join_world(on_gpu=choose_device(worker.job, worker.launch, use_cpu))
+    folder = worker.open_folder()
+    path = folder.events(worker.launch.global_rank)
+    lives = ("WorkerStarted", "RunFinished")
+    logged = list(read_events(path, only=lives)) if path.exists() else []
+    num_finished = sum(isinstance(each.event, RunFinished) for each in logged)
+    incarnation = len(logged) - num_finished
+    events = _open_events(folder, worker.launch)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    events.append(
+        WorkerStarted(
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            incarnation=incarnation,
+            device=device,
+        )
+    )
+    return JoinedWorker(
+        worker=worker,
+        folder=folder,
         events=events,
-        last_iteration=config.num_iterations,
-        elastic=worker.context(config.layout),
+        incarnation=incarnation,
+        # a start after a finished run, with more iterations, has survived no fault
+        num_faults=incarnation - num_finished,
+        began_s=began_s,
     )
 
-    def start() -> int:
-        synchronize_fresh(state)  # ranks have built their models alone
-        done = loop.session.resume(None)
-        if is_on(config.check_determinism, by_default=torch.cuda.is_available()):
-            run_pass = functools.partial(loop.forward_backward, done + 1)
-            require_repeatable(TorchRanks(), state, run_pass, setting="check_determinism")
+
+def choose_device(job: JobConfig, launch: Launch, use_cpu: Callable[[], bool] = cpu_stand_in.enable) -> bool:
+    """Choose this process's device, a GPU where there is CUDA; return whether it is one.
+
+    Raises:
+        ConfigError: `runtime.backend` or `runtime.share_gpus` does not fit the devices.
+    """
+    backend, share_gpus = job.runtime.backend, job.runtime.share_gpus
+    if use_cpu():
+        backend_kind(backend, on_gpu=False, share_gpus=share_gpus)
+        return False
+    if job.deterministic:
+        make_deterministic()
+    use_gpu(launch, backend, share_gpus=share_gpus)
+    return True
+
+
+def train(
+    joined: JoinedWorker[Any],
+    training: Training,
+    *,
+    around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks,
+) -> dict[str, Any]:
+    """Attach a built training, and train with all other ranks until all have finished.
+
+    Args:
+        joined: This worker.
+        training: The loop's part.
+        around_hooks: May wrap the hooks that the iteration calls.
+
+    Returns:
+        The contents of result.json.
+
+    Raises:
+        MoeCkptError: An error that a user can mend, on all ranks.
+    """
+    worker, job, events = joined.worker, joined.worker.job, joined.events
+    session = attach(
+        ckpt=job.ckpt,
+        identity=RunIdentity(run_id=joined.folder.run_id, model=training.model, layout=training.layout),
+        folder=joined.folder.checkpoints,
+        state=training.iteration.state,
+        loop=training.replay,
+        events=events,
+        last_iteration=training.last_iteration,
+        losses=job.losses,
+        elastic=worker.context(training.layout),
+        suspect_iters=job.runtime.suspect_iters,
+        on_divergence=job.runtime.on_divergence,
+    )
+    events.append(ModelBuilt(seconds=time.monotonic() - joined.began_s))
+    run = _Run(joined, training)
+    training.loop.session = session
+    training.iteration.hooks = around_hooks(session)
+    training.iteration.on_commit = run.commit
+    result = worker.run(session, run, events, start=run.start, finish=run.finish)
+    session.finish()
+    training.loop.close()
+    last, digest = training.last_iteration, result["digest"]
+    events.append(RunFinished(iteration=last, digest=digest))
+    events.close()
+    return result
+
+
+class _Run:
+    """One rank's way through the iterations; implements `worker_loop.TrainingRun`."""
+
+    def __init__(self, joined: JoinedWorker[Any], training: Training) -> None:
+        self._joined = joined
+        self._training = training
+        self._loop, self._iteration = training.loop, training.iteration
+        checks = joined.worker.job.checks
+        self._checks = StateChecks(checks, self._iteration.state, joined.events)
+        self._committed: IterationCommitted | None = None
+
+    def start(self) -> int:
+        """Return the iteration that a run without state in memory begins with."""
+        state, job = self._iteration.state, self._joined.worker.job
+        if self._joined.worker.is_supervised:
+            # ranks have built their models alone, each with its own draws and its own
+            # copy of the tied embedding
+            synchronize_fresh(state)
+        done = self._loop.start()
+        on_gpu = torch.cuda.is_available()
+        by_default = job.deterministic and on_gpu
+        if is_on(job.check_determinism, by_default=by_default):
+            check = self._training.check_pass or self._training.replay.forward_backward
+            run_pass = functools.partial(check, done + 1)
+            setting = self._training.check_setting
+            require_repeatable(TorchRanks(), state, run_pass, setting=setting)
         return done
 
-    def finish(faults: int) -> dict[str, Any]:
-        _, digests = job_digest(state)
-        result = {"iteration": config.num_iterations, "faults_survived": faults, "digest_per_rank": digests}
-        if rank == 0:
+    def run(self, done: int, notes: Sequence[str]) -> None:
+        """Train from the state after `done` iterations to the last iteration."""
+        prepared, newest = self._iteration.prepared, self._committed
+        is_known = newest is not None and newest.iteration >= done
+        if prepared and prepared.iteration == done and not is_known:
+            self._note(prepared)  # ranks were lost before this rank could log the event
+        self._begin_checks(done)
+        while True:
+            try:
+                self._loop.run_from(done, notes)
+                return
+            except RolledBackError as back:
+                done = back.iteration
+                notes = [f"iteration {self._iteration.number:>6}: {back}"]
+                self._begin_checks(done)
+
+    def commit(self, committed: IterationCommitted) -> None:
+        """All ranks have finished an iteration."""
+        self._note(committed)
+        self._checks.log_where_due(committed.iteration)
+
+    def finish(self, deaths: int) -> dict[str, Any]:
+        """Write result.json; return its contents. Collective over all ranks."""
+        digest, digests = job_digest(self._iteration.state)
+        folder = self._joined.folder
+        is_supervised = self._joined.worker.is_supervised
+        result = {
+            "iteration": self._training.last_iteration,
+            # None where an earlier incarnation had done all iterations
+            "loss": self._committed.loss if self._committed else None,
+            **self._loop.result(),
+            "wall_s": round(time.time() - folder.clock_origin_unix_s, 3),
+            "faults_survived": deaths if is_supervised else self._joined.num_faults,
+            "digest": digest,
+            "digest_per_rank": digests,
+        }
+        if self._joined.is_first_rank:
             folder.write_result(result)
         return result
 
-    worker.run(loop.session, loop, events, start=start, finish=finish)
-    loop.session.finish()
-    events.close()
+    def _note(self, committed: IterationCommitted) -> None:
+        self._committed = committed
+        self._joined.events.append(committed)
+        self._loop.committed(committed)
+
+    def _begin_checks(self, done: int) -> None:
+        is_replacement = self._joined.worker.is_supervised and self._joined.incarnation > 0
+        self._checks.begin(done, is_replacement=is_replacement)
+
+
+def _open_events(folder: RunFolder, launch: Launch) -> EventLog:
+    """Open this rank's event file.
+
+    Raises:
+        ConfigError: On all ranks of the world, if a file cannot be opened: the other
+            ranks would wait for one that raised alone.
+    """
+    opened: list[EventLog] = []
+    path, origin = folder.events(launch.global_rank), folder.clock_origin_unix_s
+    rank = launch.global_rank
+    gather_results(
+        TorchRanks(),
+        lambda: opened.append(EventLog(path, global_rank=rank, clock_origin_unix_s=origin)),
+        ConfigError,
+    )
+    return opened[0]

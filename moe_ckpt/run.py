@@ -70,45 +70,31 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
             make_deterministic()  # it is compared with attached runs, bit for bit
         loop.observe(settings)
         return run_program(settings.command)
-    ckpt = settings.ckpt.in_memory
-    if ckpt is None:
-        raise ConfigError(
-            "--ckpt: got 'dense', wanted another policy: Megatron-LM's own --save and --load write whole states"
-        )
-    from moe_ckpt.run_elastic import ElasticConfig, run_elastic  # noqa: PLC0415
+    wanted = "another policy: Megatron-LM's own --save and --load write whole states"
+    require(settings.job.ckpt.in_memory is not None, "--ckpt", settings.job.ckpt.policy, wanted)
+    job = settings.job
+    from moe_ckpt.integrations.other_loops import refuse_other_loops  # noqa: PLC0415
+    from moe_ckpt.run_elastic import run_elastic  # noqa: PLC0415
     from moe_ckpt.run_folder import require_lasting  # noqa: PLC0415
 
-    require_lasting(settings.folder)
-    config = ElasticConfig(ckpt=ckpt, runtime=settings.runtime, ranks_per_node=settings.ranks_per_node)
-    from moe_ckpt.integrations.other_loops import refuse_other_loops  # noqa: PLC0415
-
+    require_lasting(job.folder)
     # before the first fork: all workers share these imports
     loop.import_attachment()
     refuse_other_loops(settings.loop)
     for name in imports:  # a worker that finds them imported is there a second earlier
         importlib.import_module(name)
-    return run_elastic(config, launch, lambda worker: _work(settings, loop, worker))
+    return run_elastic(job, launch, lambda worker: _work(settings, loop, worker))
 
 
 def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
     """Be one of a rank's workers."""
-    from moe_ckpt.elastic.backend_choice import open_backend, use_gpu  # noqa: PLC0415
-    from moe_ckpt.megatron.determinism import make_deterministic  # noqa: PLC0415
-    from moe_ckpt.run_folder import find_run_folder  # noqa: PLC0415
+    from moe_ckpt.loop import join_run  # noqa: PLC0415
 
     try:
-        on_gpu = not loop.use_cpu()
-        kind, share_gpus = settings.runtime.backend, settings.runtime.share_gpus
-        if on_gpu:
-            make_deterministic()
-            use_gpu(worker.launch, kind, share_gpus=share_gpus)
-        worker.join_world(open_backend(on_gpu=on_gpu, kind=kind, share_gpus=share_gpus))
-        memory, join_s = worker.place.memory, settings.runtime.join_s
-        folder = find_run_folder(settings.folder, worker.launch, memory, join_s, worker.page.waits)
-        worker.announce(folder.path)
-        attachment = loop.attach(worker, settings, folder)
+        joined = join_run(worker, use_cpu=loop.use_cpu)
+        attachment = loop.attach(joined, settings)
         status = run_program(settings.command)
-        worker.retire(folder.path)
+        joined.retire()
         wanted = f"a program that calls {loop.entry}: nothing was protected"
         require(bool(status) or attachment.has_trained, "SCRIPT", settings.command.name, wanted)
     except MoeCkptError as error:

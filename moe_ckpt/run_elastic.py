@@ -1,14 +1,9 @@
 """A rank that outlives deaths, for any training loop: its supervisor, its replica daemon and its workers.
 
-    sys.exit(run_elastic(config, read_launch(), work))   in the process that torchrun starts, after all slow imports
+    sys.exit(run_elastic(job, read_launch(), work))   in the process that torchrun starts, after all slow imports
 
-    def work(worker: Worker) -> int:                     in each worker; the supervisor forks one after another
-        worker.join_world(open_backend(on_gpu=...))      handles of process groups: each rank builds its model alone
-        ...                                              model, optimizer, TrainingState
-        session = attach(..., elastic=worker.context(layout))
-        worker.run(session, training, events, start=..., finish=...)
-        session.finish()
-        return 0
+    def work(worker: Worker) -> int:                  in each worker; the supervisor forks one after another
+        ...                                           `moe_ckpt.loop` has the worker's life
 
 Owns: where each process of a rank finds the others. Must not: know Hydra, a launcher or a training framework.
 """
@@ -36,7 +31,7 @@ import torch.distributed as dist
 from moe_ckpt.agent import agent_pid
 from moe_ckpt.config import AUTO, FlowcheckConfig, InMemoryConfig, RuntimeConfig, require
 from moe_ckpt.elastic.backend_choice import open_backend
-from moe_ckpt.elastic.backends import Backend, die
+from moe_ckpt.elastic.backends import die
 from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, text_of, write_failure
@@ -57,6 +52,7 @@ from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import ElasticJob, TrainingRun
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.events import EventLog
+from moe_ckpt.job_config import JobConfig
 from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.daemon import DaemonSettings, MirrorSettings, run_daemon
@@ -64,23 +60,13 @@ from moe_ckpt.replication.final_save import save_last, saved_iterations
 from moe_ckpt.replication.messages import Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.replication.tls import open_tls
-from moe_ckpt.types import ParallelLayout
-
-__all__ = ["ElasticConfig", "RankPlace", "Worker", "open_backend", "require_forkable", "run_elastic"]
+from moe_ckpt.run_folder import RunFolder, find_run_folder
+from moe_ckpt.types import ParallelLayout, Phase
 
 _REPORT_S = 10.0  # a new connection to a busy store may take seconds
 _PRINT_S = 1.0
 _CUDA_IS_LOST = 9  # an exit status
 _supervised: list[int] = []  # the rank of this process, which its forked workers find as well
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticConfig:
-    """The settings of a supervised job. `ranks_per_node` ranks fail together; `auto`: as many as torchrun starts."""
-
-    ckpt: InMemoryConfig
-    runtime: RuntimeConfig
-    ranks_per_node: int | str = AUTO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,16 +92,26 @@ class RankPlace:
 
 
 class Worker:
-    """One of the successive processes that train a rank; `incarnation` counts them from 0.
+    """One of the successive processes that train a rank; implements `loop.WorkerProcess`.
 
     All methods: the training thread.
     """
 
-    def __init__(self, config: ElasticConfig, place: RankPlace, incarnation: int) -> None:
+    is_supervised = True
+
+    def __init__(self, job: JobConfig, place: RankPlace, incarnation: int) -> None:
+        """Begin a worker.
+
+        Args:
+            job: The settings.
+            place: The place of the rank.
+            incarnation: The workers of this supervisor before this one.
+        """
+        self.job = job
         self.place = place
         self.incarnation = incarnation
         self.page = StatusPage(place.memory / "page")
-        self._config = config
+        self._ckpt = job.in_memory
         self._membership: Membership | None = None
         start_heartbeat(self.page)
 
@@ -129,14 +125,26 @@ class Worker:
         assert self._membership is not None, "join_world comes first"
         return self._membership
 
-    def join_world(self, backend: Backend) -> None:
+    @property
+    def is_first_start(self) -> bool:
+        """Whether no generation of this job, and no attempt of torchrun, came before this one."""
+        return self.launch.attempt == 0 and self.page.generation == 1
+
+    def join_world(self, *, on_gpu: bool) -> None:
         """Make the world a group that outlives the loss of ranks; no other rank is in it until a generation forms.
 
         Later groups of the backends `elastic` and `elastic_cpu` are such groups, too.
+
+        Args:
+            on_gpu: Whether ranks train on GPUs.
+
+        Raises:
+            ConfigError: `runtime.backend` does not fit the devices.
         """
-        launch, runtime = self.launch, self._config.runtime
+        launch, runtime = self.launch, self.job.runtime
+        backend = open_backend(on_gpu=on_gpu, kind=runtime.backend, share_gpus=runtime.share_gpus)
         timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, abort_s=runtime.abort_s)
-        servers = self._config.ckpt.served
+        servers = self._ckpt.served
         shares = not (servers and servers.mirrors)  # a mirror finds sums among a group's own operations
         groups = ElasticGroups(backend, timeouts, self.page.wait, self.page.wait_on_device, shares=shares)
         groups.register()
@@ -154,9 +162,9 @@ class Worker:
 
     def context(self, layout: ParallelLayout) -> ElasticContext:
         """Return the means to survive the loss of ranks, for `attach`."""
-        place, membership, ckpt = self.place, self.membership, self._config.ckpt
-        copy_s = self._config.runtime.copy_s
-        addresses = CheckedStore(_open_store("daemons", self._config.runtime), self.page.waits)
+        place, membership, ckpt = self.place, self.membership, self._ckpt
+        copy_s = self.job.runtime.copy_s
+        addresses = CheckedStore(_open_store("daemons", self.job.runtime), self.page.waits)
         return ElasticContext(
             member=membership.member,
             sync=membership.sync,
@@ -175,7 +183,7 @@ class Worker:
         )
 
     def _server_hosts(self) -> ServerHosts | None:
-        served, runtime = self._config.ckpt.served, self._config.runtime
+        served, runtime = self._ckpt.served, self.job.runtime
         if served is None or not served.on_hosts:
             return None
         rules = ServerRules(
@@ -187,12 +195,28 @@ class Worker:
         # a connection of its own: another thread may need the shared one while this waits for a server
         return ServerHosts(open_store(PART, own_connection=True), self.place.ticket, rules, self.page.waits)
 
-    def announce(self, run: Path) -> None:
-        """Write this worker's file in the run folder, where the status command and fault injection find it.
+    def enter_phase(self, phase: Phase) -> None:
+        """Show where in an iteration this rank is; a recovery stays a recovery."""
+        self.page.enter_in_iteration(phase)
+
+    def open_folder(self) -> RunFolder:
+        """Return the run folder, in which this worker has a file, for the status command and fault injection.
+
+        Raises:
+            ConfigError: `run.dir` cannot be written, or belongs to another running job.
+        """
+        folder = find_run_folder(
+            self.job.folder, self.launch, self.place.memory, self.job.runtime.join_s, self.page.waits
+        )
+        self._announce(folder.path)
+        return folder
+
+    def _announce(self, run: Path) -> None:
+        """Write this worker's file.
 
         The first rank also writes the address of the store, where checkpoint servers on other machines find the job.
         """
-        served = self._config.ckpt.served
+        served = self._ckpt.served
         if served and served.on_hosts and self.launch.global_rank == 0:
             write_store_address(run)
         write_live(
@@ -210,7 +234,7 @@ class Worker:
 
         An earlier incarnation of these ranks counts. Raises ConfigError, naming runtime.join_s, if that takes longer.
         """
-        launch, runtime = self.launch, self._config.runtime
+        launch, runtime = self.launch, self.job.runtime
         store = CheckedStore(_open_store("turns", runtime), self.page.waits)
         first = launch.global_rank - launch.local_rank
         before = f"{first}" if launch.local_rank else "0" if first else None
@@ -239,44 +263,53 @@ class Worker:
         """
         return ElasticJob(self.membership, session, training, events).run(start, finish)
 
-    def retire(self, run: Path) -> None:
+    def retire(self, folder: RunFolder) -> None:
         """Remove this worker's file from the run folder."""
-        remove_live(run, self.launch.global_rank)
+        remove_live(folder.path, self.launch.global_rank)
 
 
 def run_elastic(
-    config: ElasticConfig,
+    job: JobConfig,
     launch: Launch,
     work: Callable[[Worker], int],
     *,
     beside: Callable[[RankPlace], None] = lambda _: None,
 ) -> int:
-    """Supervise a rank until the job is done or has failed; return the exit status.
+    """Supervise a rank until the job is done or has failed.
 
-    `work` trains in a forked process and returns its exit status; after an exception that is a fault of the hardware,
-    the supervisor replaces the process. `beside` may start processes that live as long as the supervisor at most.
-    Raises ConfigError for settings that cannot work, also for a mirror port that cannot be read.
+    Args:
+        job: The settings.
+        launch: This rank's place in the job.
+        work: Trains in a forked process, and returns its exit status; after an exception
+            that is a fault of the hardware, the supervisor replaces the process.
+        beside: May start processes that live as long as the supervisor at most.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: Settings that cannot work, or a mirror port that cannot be read.
     """
     require_forkable()
+    ckpt, runtime = job.in_memory, job.runtime
     require(not _supervised, "run_elastic", "a second one, inside a worker of the first", "one a process")
     _supervised.append(launch.global_rank)
-    if config.runtime.etcd:
-        use_etcd(config.runtime.etcd)
+    if runtime.etcd:
+        use_etcd(runtime.etcd)
     elif not has_agent_store():
         # torchrun shares none if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set, as spare agents of torch 2.13 need it
         use_hosted_store(launch, start_beside)
     # a scheduler's signal may come while the network to the store is cut
-    store = CheckedStore(_open_store("generations", config.runtime), heeds_signals=True)
-    place = _place(config, launch, store)
-    served = config.ckpt.served
+    store = CheckedStore(_open_store("generations", runtime), heeds_signals=True)
+    place = _place(job, launch, store)
+    served = ckpt.served
     if served and served.on_hosts:
-        _announce_servers(config, served, place)
-    elif mirror := _mirror(config.ckpt):
+        _announce_servers(job, served, place)
+    elif mirror := _mirror(ckpt):
         MirrorPort(mirror.interface).close()  # an error of the user's, before training begins
     beside(place)
     page = StatusPage(place.memory / "page")
     gc.freeze()  # all workers share the imports: no garbage collection is to touch their pages
-    runtime = config.runtime
     limits = SupervisorLimits(
         heartbeat_s=runtime.heartbeat_s,
         progress_s=runtime.progress_s,
@@ -287,7 +320,7 @@ def run_elastic(
         ),
     )
     hooks = SupervisorHooks(
-        start_daemon=(lambda: _start_daemon(config, place)) if place.has_daemon else None,
+        start_daemon=(lambda: _start_daemon(job, place)) if place.has_daemon else None,
         take_failure=lambda: take_failure(place.failure),
         save_last=(lambda: _save_last(place, runtime.stop_save_s)) if runtime.stop_save_s else None,
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
@@ -299,7 +332,7 @@ def run_elastic(
         launch.global_rank,
         page,
         Generations(store),
-        lambda incarnation: _work(work, Worker(config, place, incarnation), runtime),
+        lambda incarnation: _work(work, Worker(job, place, incarnation), runtime),
         limits,
         hooks,
     ).run()
@@ -391,8 +424,8 @@ def _forks_can_use_cuda() -> bool:
     return os.waitstatus_to_exitcode(status) != _CUDA_IS_LOST
 
 
-def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlace:
-    ckpt, ranks_per_node = config.ckpt, _ranks_per_node(config.ranks_per_node, launch)
+def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
+    ckpt, ranks_per_node = job.in_memory, _ranks_per_node(job.ranks_per_node, launch)
     agreed = int(store.compare_set(f"ranks_per_node/{launch.world_size}", "", str(ranks_per_node)))
     wanted = "the same on all nodes, as torchrun was told to start"
     require(agreed == ranks_per_node, "parallel.ranks_per_node", f"{ranks_per_node} and {agreed}", wanted)
@@ -403,7 +436,7 @@ def _place(config: ElasticConfig, launch: Launch, store: dist.Store) -> RankPlac
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
     # all errors of the settings come before the folder: a rank that is killed as it makes one leaves it behind
     tls, host = open_tls(ckpt.tls), own_host(launch, ckpt.network_interface)
-    root = open_memory_root(Path(config.runtime.shared_memory), agent_pid())
+    root = open_memory_root(Path(job.runtime.shared_memory), agent_pid())
     first = launch.global_rank - launch.local_rank
     # ranks of an earlier start of the job may have had other numbers on this node
     take_over(root, range(first, first + launch.local_world_size))
@@ -429,9 +462,9 @@ def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
     return int(wanted)
 
 
-def _announce_servers(config: ElasticConfig, served: FlowcheckConfig, place: RankPlace) -> None:
+def _announce_servers(job: JobConfig, served: FlowcheckConfig, place: RankPlace) -> None:
     """Write the settings that servers on other machines wait for."""
-    runtime, wait_s = config.runtime, served.server_wait_s
+    runtime, wait_s = job.runtime, served.server_wait_s
     wanted = "empty where ckpt.servers=hosts: servers find the job by the store that torchrun keeps"
     require(not runtime.etcd, "runtime.etcd", runtime.etcd, wanted)
     wanted = f"less than runtime.operation_s={runtime.operation_s:g}: other ranks wait meanwhile"
@@ -448,16 +481,17 @@ def _announce_servers(config: ElasticConfig, served: FlowcheckConfig, place: Ran
         open_store(PART).set(SETTINGS, msgspec.json.encode(settings).decode())
 
 
-def _start_daemon(config: ElasticConfig, place: RankPlace) -> int:
+def _start_daemon(job: JobConfig, place: RankPlace) -> int:
     """Return the pid of a replica daemon, which will announce its address; until then the store has none."""
     # peers wait for the new address: nothing answers at that of a dead daemon
     open_store("daemons").delete_key(str(place.launch.global_rank))
     supervisor_pid = os.getpid()
-    return start_beside(lambda: _run_daemon(config, place, supervisor_pid))
+    return start_beside(lambda: _run_daemon(job, place, supervisor_pid))
 
 
-def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) -> int:
-    page, served = StatusPage(place.memory / "page"), config.ckpt.served
+def _run_daemon(job: JobConfig, place: RankPlace, supervisor_pid: int) -> int:
+    ckpt, page = job.in_memory, StatusPage(place.memory / "page")
+    served = ckpt.served
     store = open_store("daemons")
     run_daemon(
         DaemonSettings(
@@ -465,12 +499,12 @@ def _run_daemon(config: ElasticConfig, place: RankPlace, supervisor_pid: int) ->
             global_rank=place.launch.global_rank,
             ticket=place.ticket,
             host=place.host,
-            timeout_s=config.runtime.copy_s,
-            copy_deadline_s=config.runtime.copy_s,
-            caps=config.ckpt.max_bytes_per_s,
-            serves_itself=config.ckpt.served is not None,
-            mirror=None if served and served.on_hosts else _mirror(config.ckpt),
-            most_bytes_per_owner=config.ckpt.memory_budget_bytes,
+            timeout_s=job.runtime.copy_s,
+            copy_deadline_s=job.runtime.copy_s,
+            caps=ckpt.max_bytes_per_s,
+            serves_itself=ckpt.served is not None,
+            mirror=None if served and served.on_hosts else _mirror(ckpt),
+            most_bytes_per_owner=ckpt.memory_budget_bytes,
         ),
         supervisor_pid=supervisor_pid,
         may_send=lambda: not page.communicates,  # the traffic of training goes first

@@ -26,12 +26,12 @@ from moe_ckpt.config import (
     RunFolderConfig,
     RuntimeConfig,
     require,
-    require_auto,
     require_choice,
     require_switch,
 )
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
+from moe_ckpt.job_config import JobConfig
 
 T = TypeVar("T")
 
@@ -64,27 +64,20 @@ class Command:
 class RunSettings:
     """One attached run of a training loop; `is_plain`: without an attachment.
 
-    `losses` of state in living processes are on purpose.
     `keep_batches_bytes` bounds the batches of an iterator without random access that a rank keeps in host memory.
-    `check_determinism`: run the first batch twice at the start and compare gradients; auto: on a GPU.
     """
 
     command: Command
-    ckpt: CkptConfig
-    runtime: RuntimeConfig
-    ranks_per_node: int | str
-    folder: RunFolderConfig
-    checks: CheckConfig
-    losses: tuple[StateLoss, ...] = ()
+    job: JobConfig
     is_plain: bool = False
     loop: str = _DEFAULT_LOOP
     keep_batches_bytes: int = _KEEP_BATCHES_BYTES
-    check_determinism: bool | str = AUTO
 
     def __post_init__(self) -> None:
         require(self.keep_batches_bytes >= 1, "run.keep_batches_bytes", self.keep_batches_bytes, "a number of bytes")
-        require_switch("run.check_determinism", self.check_determinism)
-        require_auto("parallel.ranks_per_node", self.ranks_per_node, 1, "a number")
+        guard = self.job.runtime.guard
+        wanted = "auto or true: --plain runs a script without supervisors"
+        require(self.is_plain or guard is not False, "runtime.guard", guard, wanted)
 
 
 def parse_run(arguments: Sequence[str]) -> RunSettings:
@@ -101,23 +94,25 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
         for key in changes[name]:
             _require_known(f"{name}.{key}", key, known)
     run = changes["run"]
+    checks = {key: _converted(run[key], kind, f"run.{key}") for key, kind in _CHECKS.items() if key in run}
+    require_switch("run.check_determinism", run.get("check_determinism", AUTO))
     configuration = yaml.safe_dump({**changes, "ckpt": ckpt, "runtime": runtime}, sort_keys=False)
+    job = JobConfig(
+        ckpt=section_of(CKPT_CONFIGS[policy], "ckpt", ckpt),
+        runtime=section_of(RuntimeConfig, "runtime", runtime),
+        folder=RunFolderConfig(dir=run.get("dir"), name=policy, configuration=configuration),
+        ranks_per_node=changes["parallel"].get("ranks_per_node", AUTO),
+        checks=replace(NO_CHECKS, **checks),
+        losses=tuple(_converted(run.get("lose", []), list[StateLoss], "run.lose")),
+        check_determinism=run.get("check_determinism", AUTO),
+    )
+    kept_bytes = run.get("keep_batches_bytes", _KEEP_BATCHES_BYTES)
     return RunSettings(
         command=_command(command),
         loop=parsed.loop,
-        ckpt=section_of(CKPT_CONFIGS[policy], "ckpt", ckpt),
-        runtime=section_of(RuntimeConfig, "runtime", runtime),
-        ranks_per_node=changes["parallel"].get("ranks_per_node", AUTO),
-        folder=RunFolderConfig(dir=run.get("dir"), name=policy, configuration=configuration),
-        checks=replace(
-            NO_CHECKS, **{key: _converted(run[key], kind, f"run.{key}") for key, kind in _CHECKS.items() if key in run}
-        ),
-        losses=tuple(_converted(run.get("lose", []), list[StateLoss], "run.lose")),
+        job=job,
         is_plain=parsed.plain or policy == "none",
-        keep_batches_bytes=_converted(
-            run.get("keep_batches_bytes", _KEEP_BATCHES_BYTES), int, "run.keep_batches_bytes"
-        ),
-        check_determinism=run.get("check_determinism", AUTO),
+        keep_batches_bytes=_converted(kept_bytes, int, "run.keep_batches_bytes"),
     )
 
 

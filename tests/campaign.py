@@ -318,7 +318,7 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
     if setup:
         setup()
     skips = {order: order.point.skip for order in orders}
-    enter, vote, resume, train = StatusPage.enter, Session._vote, CopySurvey.resume_copying, entry.run_supervised
+    enter, vote, resume, train = StatusPage.enter, Session._vote, CopySurvey.resume_copying, entry.run_in
 
     def obey(page: StatusPage, due: Sequence[Order]) -> None:
         for order in due:
@@ -347,16 +347,16 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
             copies._elastic.daemon.copy([]).result()  # peers have done what they were asked for
         obey(page, due)
 
-    def obey_and_train(settings: Any, worker: Any) -> Any:
+    def obey_and_train(worker: Any, settings: Any) -> Any:
         building = [order for order in orders if order.point.phase is Phase.BUILD]
         here = (_own_rank(), worker.incarnation)
         obey(worker.page, [order for order in building if (order.point.rank, order.incarnation) == here])
-        return train(settings, worker)
+        return train(worker, settings)
 
     StatusPage.enter = enter_and_obey  # type: ignore[method-assign]
     Session._vote = obey_and_vote  # type: ignore[method-assign]
     CopySurvey.resume_copying = resume_and_obey  # type: ignore[method-assign]
-    entry.run_supervised = obey_and_train
+    entry.run_in = obey_and_train
 
 
 def _hold(page: StatusPage) -> None:

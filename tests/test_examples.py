@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -20,13 +21,15 @@ import torch
 import yaml
 
 from launcher.faults.carry_out import carry_out
-from moe_ckpt import loop
+from launcher.report.__main__ import main as report
+from moe_ckpt import loop, own_loop
 from moe_ckpt.door import attached_command
 from moe_ckpt.elastic.orphans import GRACE_S
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.run_settings import Command, parse_run
 from tests.agent import run_job
 from tests.ranks import CONTEXT
+from tests.references import EVENTS_OF_A_KILLED_RUN, RESULT_KEYS, kinds_of_events
 from tests.scenarios import ROOT
 from tests.waits import START_S
 
@@ -53,7 +56,7 @@ def add_noise() -> None:
         return losses
 
     loop.get_forward_backward_func = lambda: noisy
-    loop.LoopConfig = functools.partial(loop.LoopConfig, check_determinism=True)  # type: ignore[misc]
+    own_loop.LoopConfig = functools.partial(own_loop.LoopConfig, check_determinism=True)  # type: ignore[misc]
 
 
 def ended_of(folder: Path, *kills: Kill, setup: Callable[[], None] | None = None) -> tuple[int | None, str]:
@@ -70,17 +73,36 @@ def ended_of(folder: Path, *kills: Kill, setup: Callable[[], None] | None = None
     return agent.exitcode, "".join(path.read_text() for path in folder.glob("*.log"))
 
 
-def result_of(folder: Path, *kills: Kill) -> dict[str, Any]:
-    status, log = ended_of(folder, *kills)
-    assert status == 0, log
-    return json.loads((folder / "run" / "result.json").read_text())
+def losses_in(log: str) -> dict[str, str]:
+    """Return the printed losses by iteration; an iteration that was printed twice has one loss."""
+    found: dict[str, str] = {}
+    for iteration, loss in re.findall(r"iteration (\d+): loss (\S+)", log):
+        assert found.setdefault(iteration, loss) == loss
+    return found
 
 
-def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(tmp_path: Path) -> None:
-    alone = result_of(tmp_path / "alone")
-    killed = result_of(tmp_path / "killed", Kill(rank=1, iteration=5, phase="forward"))
+def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Processes: the adapter's way from a fork to the end of a run is the subject."""
+    logs, results = [], []
+    for name, kills in (("alone", ()), ("killed", (Kill(rank=1, iteration=5, phase="forward"),))):
+        status, log = ended_of(tmp_path / name, *kills)
+        assert status == 0, log
+        logs.append(losses_in(log))
+        results.append(json.loads((tmp_path / name / "run" / "result.json").read_text()))
+    alone, killed = results
     assert (alone["faults_survived"], killed["faults_survived"]) == (0, 1)
     assert killed["digest_per_rank"] == alone["digest_per_rank"]
+    assert logs[0] == logs[1]
+    assert set(logs[0]) == {str(iteration) for iteration in range(1, 9)}
+    assert killed.keys() == RESULT_KEYS
+    run = tmp_path / "killed" / "run"
+    assert kinds_of_events(run, 2) >= EVENTS_OF_A_KILLED_RUN
+    assert report([str(run), "--format", "md"]) == 0
+    page = capsys.readouterr().out
+    assert "moevement" in page
+    assert "finished" in page
 
 
 def test_a_loop_of_ones_own_ends_where_a_pass_does_not_repeat_itself(tmp_path: Path) -> None:
@@ -112,7 +134,7 @@ def test_the_slurm_script_starts_a_run_that_parses(tmp_path: Path) -> None:
     assert start.index("torchrun") < start.index("--nnodes=4:4")
     settings = parse_run(own)
     assert settings.command == Command(name="pretrain_gpt.py", is_module=False, arguments=("--num-layers", "2"))
-    assert (settings.ranks_per_node, settings.folder.dir) == (8, f"{tmp_path}/outputs/7")
+    assert (settings.job.ranks_per_node, settings.job.folder.dir) == (8, f"{tmp_path}/outputs/7")
 
 
 POD_FIELDS = {  # of the pod specification of Kubernetes' core/v1, those that the example may use
@@ -141,6 +163,6 @@ def test_the_kubernetes_job_has_shared_memory_and_its_options_parse() -> None:
     variables = {variable["name"]: variable["value"] for variable in container["env"]}
     command = attached_command(variables["MOE_CKPT"], ["python", *container["command"][1:], *container["args"]])
     settings = parse_run(command[2:])
-    assert settings.ranks_per_node == int(job["spec"]["nprocPerNode"])
-    assert Path(settings.folder.dir or "").is_relative_to("/runs")
+    assert settings.job.ranks_per_node == int(job["spec"]["nprocPerNode"])
+    assert Path(settings.job.folder.dir or "").is_relative_to("/runs")
     assert workers["replicas"] == job["spec"]["elasticPolicy"]["minReplicas"]

@@ -18,9 +18,9 @@ USAGE = "usage: torchrun --nproc-per-node=N -m moe_ckpt.run [--ckpt POLICY]"
 def test_options_come_before_the_script_and_its_arguments_after() -> None:
     settings = parse_run(["--ckpt", "moevement", "--set", "window=4", "--set", "runtime.join_s=900", *SCRIPT])
     assert settings.command == Command(name="pretrain_gpt.py", is_module=False, arguments=("--num-layers", "2"))
-    assert isinstance(settings.ckpt, MoevementConfig)
-    assert (settings.ckpt.window, settings.runtime.join_s) == (4, 900.0)
-    assert (settings.ckpt.keep_windows, settings.runtime.shared_memory) == (1, "/dev/shm"), "as conf/ has them"
+    assert isinstance(settings.job.ckpt, MoevementConfig)
+    assert (settings.job.ckpt.window, settings.job.runtime.join_s) == (4, 900.0)
+    assert (settings.job.ckpt.keep_windows, settings.job.runtime.shared_memory) == (1, "/dev/shm"), "as conf/ has them"
 
 
 @pytest.mark.parametrize("words", [("--ckpt=none", "train.py", "--set", "y"), ("--", "train.py", "--set", "y")])
@@ -35,7 +35,7 @@ def test_a_module_is_run_by_its_name() -> None:
 
 @pytest.mark.parametrize("policy", CKPT_CONFIGS)
 def test_each_policy_has_the_defaults_of_its_file(policy: str) -> None:
-    assert parse_run(["--ckpt", policy, *SCRIPT]).ckpt.policy == policy
+    assert parse_run(["--ckpt", policy, *SCRIPT]).job.ckpt.policy == policy
 
 
 def test_the_loop_is_megatron_lms_unless_it_is_named() -> None:
@@ -50,11 +50,11 @@ def test_a_file_is_read_first_and_assignments_replace_its_keys(tmp_path: Path) -
     settings = parse_run(
         ["--config", str(path), "--set", "every_iters=3", "--set", "max_bytes_per_s.disk=2e6", *SCRIPT]
     )
-    assert isinstance(settings.ckpt, GeminiConfig)
-    caps = settings.ckpt.max_bytes_per_s
-    assert (settings.ckpt.every_iters, caps.host, caps.peers, caps.disk) == (3, 1e9, None, 2e6)
-    assert settings.folder.dir == "there"
-    assert "every_iters: 3" in settings.folder.configuration
+    assert isinstance(settings.job.ckpt, GeminiConfig)
+    caps = settings.job.ckpt.max_bytes_per_s
+    assert (settings.job.ckpt.every_iters, caps.host, caps.peers, caps.disk) == (3, 1e9, None, 2e6)
+    assert settings.job.folder.dir == "there"
+    assert "every_iters: 3" in settings.job.folder.configuration
 
 
 @pytest.mark.parametrize(

@@ -132,10 +132,14 @@ def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand:
 
 def _attached(start: Sequence[str], words: Sequence[str]) -> AttachedCommand:
     settings = parse_run(words)
+    ckpt = settings.job.ckpt
     options, program = split_arguments(words)
-    require(not settings.is_plain, "COMMAND: policy", settings.ckpt.policy, "one that recovers, and no --plain")
+    require(not settings.is_plain, "COMMAND: policy", ckpt.policy, "one that recovers, and no --plain")
     return AttachedCommand(
-        start=tuple(start), options=tuple(options), program=tuple(program), loses_state=settings.ckpt.recovers_locally
+        start=tuple(start),
+        options=tuple(options),
+        program=tuple(program),
+        loses_state=ckpt.recovers_locally,
     )
 
 

@@ -13,7 +13,6 @@ from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.messages import Address, Ticket
 from moe_ckpt.replication.placement import copy_holders
 from moe_ckpt.snapshot.blobs import held_path
-from moe_ckpt.types import Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,10 +41,6 @@ class ElasticContext:
     at_end: Callable[[Callable[[], None]], None] = lambda _: None
     serves_itself: bool = False
     hosts: ServerHosts | None = None
-
-    def enter_phase(self, phase: Phase) -> None:
-        """The training thread begins a phase. All phases that a recovery repeats count as recovery."""
-        self.page.enter(Phase.RECOVERY if self.page.phase is Phase.RECOVERY else phase)
 
     def use_peers(self) -> None:
         """Let the daemon copy to the holders' daemons, at their present addresses. Raises CheckpointSaveError."""

@@ -174,6 +174,10 @@ class StatusPage:
         if self._words[_Word.ORDER_SIGNAL]:
             self._obey()
 
+    def enter_in_iteration(self, phase: Phase) -> None:
+        """Begin a phase, unless a recovery is repeating it: all phases that a recovery repeats count as recovery."""
+        self.enter(Phase.RECOVERY if self.phase is Phase.RECOVERY else phase)
+
     def order(self, number: signal.Signals, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0) -> None:
         """Let the worker send itself a signal as it enters `phase` of `iteration`, for the (skip + 1)th time."""
         self._words[_Word.ORDER_ITERATION] = iteration

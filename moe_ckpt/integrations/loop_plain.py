@@ -48,7 +48,7 @@ def _observe(
     iteration_of: Callable[..., int],
     settings: RunSettings,
 ) -> None:
-    if not settings.checks.digest_every_iters:
+    if not settings.job.checks.digest_every_iters:
         return
     train, train_step = training.train, stepping.train_step
     plain = _PlainRun(settings)
@@ -81,10 +81,10 @@ class _PlainRun:
     def begin(self, state: TrainingState) -> None:
         """Open the run folder and the log of events: training begins."""
         rank = self._launch.global_rank
-        self._folder = open_run_folder(self._settings.folder, self._launch)
+        self._folder = open_run_folder(self._settings.job.folder, self._launch)
         origin = self._folder.clock_origin_unix_s
         events = EventLog(self._folder.events(rank), global_rank=rank, clock_origin_unix_s=origin)
-        self.checks = StateChecks(self._settings.checks, state, events)
+        self.checks = StateChecks(self._settings.job.checks, state, events)
 
     def finish(self, state: TrainingState) -> None:
         """Write result.json. Collective."""

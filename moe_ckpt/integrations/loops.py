@@ -16,8 +16,8 @@ from moe_ckpt.integrations.megatron_lm_seams import import_training
 from moe_ckpt.integrations.ms_swift_seams import import_swift
 
 if TYPE_CHECKING:
+    from moe_ckpt.loop import JoinedWorker
     from moe_ckpt.run_elastic import Worker
-    from moe_ckpt.run_folder import RunFolder
     from moe_ckpt.run_settings import RunSettings
 
 
@@ -37,9 +37,9 @@ class Loop(ABC):
         """Import all that an attachment needs: workers that are forked later have it."""
         return importlib.import_module(f"moe_ckpt.integrations.{self.module}")
 
-    def attach(self, worker: Worker, settings: RunSettings, folder: RunFolder) -> Any:
+    def attach(self, joined: JoinedWorker[Worker], settings: RunSettings) -> Any:
         """Return an `Attachment` of this worker's process to the loop."""
-        return self.import_attachment().attach(self._modules, worker, settings, folder)
+        return self.import_attachment().attach(self._modules, joined, settings)
 
     @abstractmethod
     def use_cpu(self) -> bool:

@@ -1,12 +1,12 @@
 """Attaches to Megatron-Bridge's unmodified training loop, `megatron.bridge.training.train`, which `pretrain` calls.
 
-    attach(bridge, worker, settings, folder)     in a worker, before the script runs
+    attach(bridge, joined, settings)    in a worker, before the script runs
 
 Owns: the functions that stand in for the loop's (`megatron_bridge_seams` names them), and entering `train` again after
 a recovery. The loop itself stays Megatron-Bridge's: forward and backward of a step, logs, evaluation, callbacks.
 
     train        join, come to one state with all ranks, enter Bridge's `train`; again after each loss of ranks
-    train_step   one iteration, with the hooks of `rank_training`
+    train_step   one iteration, with the hooks of `moe_ckpt.loop`
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import torch
 from megatron.core.utils import get_model_config
 
 from moe_ckpt.config import require
+from moe_ckpt.integrations.attached_loop import IterationShape, reset_loop
 from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
 from moe_ckpt.integrations.megatron_bridge_options import require_supported, shaping_of
 from moe_ckpt.integrations.megatron_lm_data import build_in_turns
-from moe_ckpt.integrations.rank_training import IterationShape, reset_loop
+from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import gather_late_parameters
 from moe_ckpt.run_elastic import Worker
-from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
 
 
-def attach(bridge: Any, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+def attach(bridge: Any, joined: JoinedWorker[Worker], settings: RunSettings) -> Attachment:
     """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
 
     Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
     """
     mark_attached(bridge.train)
     route_groups()
-    attachment = Attachment(worker, settings, folder)
+    attachment = Attachment(joined)
     batches = BridgeBatches(bridge.loaders.build_pretraining_data_loader)
     loop = AttachedBridge(bridge, attachment, batches)  # keeps the functions that are replaced below
     bridge.pretrain.runtime_config_update = _checked(bridge.pretrain.runtime_config_update, settings)
     bridge.setup.create_checkpoint_manager = loop.hold_load(bridge.setup.create_checkpoint_manager)
-    bridge.setup.setup_data_iterators = build_in_turns(bridge.setup.setup_data_iterators, worker.turn)
+    bridge.setup.setup_data_iterators = build_in_turns(bridge.setup.setup_data_iterators, joined.worker.turn)
     bridge.loaders.build_pretraining_data_loader = batches.build_loader
     for module in (bridge.train, bridge.eval):  # each has imported the function under a name of its own
         module.get_forward_backward_func = attachment.observing(module.get_forward_backward_func)
@@ -95,7 +95,7 @@ class AttachedBridge:
         """Stand in for `train_step`."""
         run = functools.partial(self._train_step, forward_step, samples, model)
         number = global_state.train_state.step + 1
-        return self._attachment.rank.train_step(number, lambda stepping, held: run(stepping, held, global_state, *rest))
+        return self._attachment.loop.train_step(number, lambda stepping, held: run(stepping, held, global_state, *rest))
 
     def train(
         self,
@@ -121,7 +121,7 @@ class AttachedBridge:
         )
         schedule = self._schedule_of(pp_size=config.model.pipeline_model_parallel_size, vp_size=None)
         forward_step = self._prepare_forward_step(forward_step, global_state)
-        rank = self._attachment.begin(shape, state, forward_step, schedule, self._batches)
+        loop = self._attachment.begin(shape, state, forward_step, schedule, self._batches)
         gather_in_forward = model_config.param_sync_func
 
         def enter(done: int) -> Any:
@@ -131,7 +131,7 @@ class AttachedBridge:
             reset_loop(global_state.timers, state)
             self._reset(global_state, done)
             samples = self._batches.training_after(done), self._batches.validation_after(done)
-            return self._train(rank.forward_step, model, optimizer, scheduler, *samples, global_state, *rest, **options)
+            return self._train(loop.forward_step, model, optimizer, scheduler, *samples, global_state, *rest, **options)
 
         return self._attachment.train(
             shaping=shaping_of(config),

@@ -1,12 +1,12 @@
 """Attaches to Megatron-LM's unmodified training loop, `megatron.training.training`, which a script's `pretrain` calls.
 
-    attach(training, worker, settings, folder)     in a worker, before the script runs
+    attach(training, joined, settings)    in a worker, before the script runs
 
 Owns: the functions that stand in for the loop's (`megatron_lm_seams` names them), and entering `train` again after a
 recovery. The loop itself stays Megatron-LM's: forward and backward of a step, logs, evaluation, checkpoints.
 
     train        join, come to one state with all ranks, enter Megatron-LM's `train`; again after each loss of ranks
-    train_step   one iteration, with the hooks of `rank_training`
+    train_step   one iteration, with the hooks of `moe_ckpt.loop`
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from moe_ckpt.config import require
+from moe_ckpt.integrations.attached_loop import IterationShape, reset_loop
 from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_lm_data import IterationBatches, build_in_turns
 from moe_ckpt.integrations.megatron_lm_options import LAYER_SHAPE, require_supported
-from moe_ckpt.integrations.rank_training import IterationShape, reset_loop
+from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import gather_late_parameters
 from moe_ckpt.run_elastic import Worker
-from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
 
 _SHAPING = (
@@ -37,7 +37,7 @@ _SHAPING = (
 )
 
 
-def attach(training: Any, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+def attach(training: Any, joined: JoinedWorker[Worker], settings: RunSettings) -> Attachment:
     """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
 
     Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
@@ -45,12 +45,12 @@ def attach(training: Any, worker: Worker, settings: RunSettings, folder: RunFold
     mark_attached(training)
     route_groups()
     batches = IterationBatches(training, settings.keep_batches_bytes)
-    attachment = Attachment(worker, settings, folder)
-    loop = AttachedLoop(training, attachment, batches)  # keeps the functions that are replaced below
+    attachment = Attachment(joined)
+    loop = AttachedMegatronLm(training, attachment, batches)  # keeps the functions that are replaced below
     training.initialize_megatron = _checked(training.initialize_megatron, training.get_args, settings)
     training.build_train_valid_test_datasets = batches.build_datasets
     build = training.build_train_valid_test_data_iterators
-    training.build_train_valid_test_data_iterators = build_in_turns(build, worker.turn)
+    training.build_train_valid_test_data_iterators = build_in_turns(build, joined.worker.turn)
     training.load_checkpoint = loop.hold_load
     training.save_checkpoint = attachment.saving(training.save_checkpoint)
     training.get_forward_backward_func = attachment.observing(training.get_forward_backward_func)
@@ -59,7 +59,7 @@ def attach(training: Any, worker: Worker, settings: RunSettings, folder: RunFold
     return attachment
 
 
-class AttachedLoop:
+class AttachedMegatronLm:
     """Megatron-LM's `train` of one rank, entered again after each recovery."""
 
     def __init__(self, training: Any, attachment: Attachment, batches: IterationBatches) -> None:
@@ -88,7 +88,7 @@ class AttachedLoop:
     ) -> Any:
         """Stand in for `train_step`; `iteration` counts from 0, as in Megatron-LM."""
         run = functools.partial(self._train_step, forward_step, batches, model)
-        return self._attachment.rank.train_step(
+        return self._attachment.loop.train_step(
             iteration + 1, lambda stepping, held: run(stepping, held, *rest, iteration=iteration, **options)
         )
 
@@ -111,7 +111,7 @@ class AttachedLoop:
             data=self._batches.data,
         )
         _set_schedule_hooks(config, args, self._training.get_timers(), state)
-        rank = self._attachment.begin(shape, state, forward_step, self._schedule_of(), self._batches)
+        loop = self._attachment.begin(shape, state, forward_step, self._schedule_of(), self._batches)
 
         def enter(done: int) -> Any:
             gather_late_parameters(state)  # the first iteration of `train` gathers nothing
@@ -119,7 +119,7 @@ class AttachedLoop:
             self._training.finalize_model_grads = config.finalize_model_grads_func  # 0.18 sets its own in `train`
             iterators = self._batches.training_after(done), self._batches.validation_after(done)
             return self._train(
-                rank.forward_step, model, optimizer, scheduler, *iterators, process_non_loss, config, *others, **options
+                loop.forward_step, model, optimizer, scheduler, *iterators, process_non_loss, config, *others, **options
             )
 
         return self._attachment.train(
@@ -164,9 +164,10 @@ def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settin
     def checked(*arguments: Any, **options: Any) -> Any:
         require_attachable(settings)
         require_supported(get_args(), on_gpu=torch.cuda.is_available())
-        if settings.ckpt.loses_tokens:  # their account of lost tokens counts iterations
+        ckpt = settings.job.ckpt
+        if ckpt.loses_tokens:  # their account of lost tokens counts iterations
             growth = getattr(get_args(), "step_batch_size_schedule", None)
-            require(growth is None, "--step-batch-size-schedule", growth, f"None with --ckpt {settings.ckpt.policy}")
+            require(growth is None, "--step-batch-size-schedule", growth, f"None with --ckpt {ckpt.policy}")
         return initialize(*arguments, **options)
 
     return checked

@@ -1,12 +1,12 @@
 """Attaches to ms-swift's unmodified Megatron trainer, `swift.megatron.trainers`, whose `train` its pipelines call.
 
-    attach(base, worker, settings, folder)     in a worker, before the script runs
+    attach(base, joined, settings)    in a worker, before the script runs
 
 Owns: the methods that stand in for the trainer's (`ms_swift_seams` names them), and entering `train` again after a
 recovery. The loop itself stays ms-swift's: forward and backward of a step, logs, evaluation, callbacks, checkpoints.
 
     train        join, come to one state with all ranks, enter ms-swift's `train`; again after each loss of ranks
-    train_step   one iteration, with the hooks of `rank_training`
+    train_step   one iteration, with the hooks of `moe_ckpt.loop`
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import finalize_model_grads
 
 from moe_ckpt.config import require
+from moe_ckpt.integrations.attached_loop import IterationShape, Stepping, reset_loop
 from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.ms_swift_data import SwiftBatches
 from moe_ckpt.integrations.ms_swift_options import require_supported, require_supported_model, shaping_of
-from moe_ckpt.integrations.rank_training import IterationShape, Stepping, reset_loop
+from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_elastic import Worker
-from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import RunSettings
 
 
-def attach(base: Any, worker: Worker, settings: RunSettings, folder: RunFolder) -> Attachment:
+def attach(base: Any, joined: JoinedWorker[Worker], settings: RunSettings) -> Attachment:
     """Let the trainer of this worker's process checkpoint and recover; the script that runs next uses it as always.
 
     Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
     """
     mark_attached(base)
     route_groups()
-    attachment = Attachment(worker, settings, folder)
+    attachment = Attachment(joined)
     trainer, loop = base.BaseMegatronTrainer, AttachedSwift(base, attachment)  # keeps methods that are replaced below
     base.get_forward_backward_func = attachment.observing(base.get_forward_backward_func)
     trainer.__init__ = _checked(trainer.__init__, settings)
@@ -75,7 +75,7 @@ class AttachedSwift:
                 # also after a rollback: `train` is entered again with the trainer's own
                 trainer.optimizer, trainer.opt_param_scheduler = optimizer, scheduler
 
-        return self._attachment.rank.train_step(trainer.state.iteration + 1, run)
+        return self._attachment.loop.train_step(trainer.state.iteration + 1, run)
 
     def train(self, trainer: Any, train_dataset: Any, val_dataset: Any) -> Any:
         """Stand in for `train`: return once all ranks have done all iterations."""
@@ -104,9 +104,9 @@ class AttachedSwift:
         )
         config.grad_scale_func = trainer.optimizer.scale_loss  # a recovery runs schedules before `train` sets them
         config.finalize_model_grads_func = finalize_model_grads
-        rank = self._attachment.begin(shape, state, trainer.forward_step, self._schedule_of(), batches)
-        rank.communicator.rows = 1 if args.padding_free else args.micro_batch_size
-        trainer.forward_step = rank.forward_step
+        loop = self._attachment.begin(shape, state, trainer.forward_step, self._schedule_of(), batches)
+        loop.iteration.communicator.rows = 1 if args.padding_free else args.micro_batch_size
+        trainer.forward_step = loop.forward_step
 
         def enter(done: int) -> Any:
             reset_loop(SimpleNamespace(_timers={}), state)

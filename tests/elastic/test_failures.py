@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from moe_ckpt import run_elastic
-from moe_ckpt.config import require_patterns
+from moe_ckpt.config import RunFolderConfig, require_patterns
 from moe_ckpt.elastic.failures import Failure, failure_of, is_fault, take_failure, write_failure
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.run_elastic import ElasticConfig, RankPlace, Worker
+from moe_ckpt.job_config import JobConfig
+from moe_ckpt.run_elastic import RankPlace, Worker
 from moe_ckpt.run_settings import runtime_config
 from tests.elastic.processes import Child
 from tests.elastic.workers import caused
@@ -97,9 +98,10 @@ def fail_with_full_memory(_: Connection, memory: Path) -> None:
     launch = Launch(global_rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0)
     facts: Any = {"ticket": TICKET, "ranks_per_node": 1, "replicas": 0, "has_daemon": False, "host": "127.0.0.1"}
     runtime = runtime_config()
-    config = ElasticConfig(ckpt=config_of("moevement"), runtime=runtime)
+    folder = RunFolderConfig(dir=None, name="run", configuration="")
+    job = JobConfig(ckpt=config_of("moevement"), runtime=runtime, folder=folder)
     sys.exit(
-        run_elastic._work(raise_a_fault, Worker(config, RankPlace(launch=launch, memory=memory, **facts), 0), runtime)
+        run_elastic._work(raise_a_fault, Worker(job, RankPlace(launch=launch, memory=memory, **facts), 0), runtime)
     )
 
 

@@ -608,7 +608,7 @@ class ThreadJob:
         closing.callback(_close_copiers, session)
         for act in self.on_worker:
             act(rank, session)
-        training = _Training(self, rank, model, session, elastic.enter_phase, events, ranks)
+        training = _Training(self, rank, model, session, elastic.page.enter_in_iteration, events, ranks)
         job = ElasticJob(rendezvous, session, training, events)
 
         def start() -> int:

@@ -58,7 +58,7 @@ def test_an_attached_run_gets_options_before_its_script(start: tuple[str, ...]) 
     assert command.varied(Variation(run=Path("there"), is_plain=True)) == wanted
     losing = command.varied(Variation(run=Path("there"), losses=(LOSS,)))
     assert "run.lose=[{iteration: 9, stage: 0, phase: step, dp_rank: null}]" in losing
-    assert parse_run(losing[len(start) :]).losses == (LOSS,)
+    assert parse_run(losing[len(start) :]).job.losses == (LOSS,)
 
 
 def test_the_variable_gets_the_options_of_each_run() -> None:

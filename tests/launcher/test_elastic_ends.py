@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.fault_classes import count_faults_in
-from launcher.loop import StageRunner
+from launcher.loop import StagePasses
 from moe_ckpt.events import StateResumed, WorkerStarted
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob
@@ -78,14 +78,14 @@ def test_a_second_run_in_the_same_folder_is_refused_and_harms_nobody(tmp_path: P
 
 
 def _let_rank_one_fail(error: Exception) -> None:
-    train_on = StageRunner.train_on
+    train_on = StagePasses.train_on
 
-    def failing(self: StageRunner, iteration: int) -> object:
+    def failing(self: StagePasses, iteration: int) -> object:
         if (iteration, os.environ["RANK"]) == (4, "1"):
             raise error
         return train_on(self, iteration)
 
-    StageRunner.train_on = failing  # type: ignore[method-assign,assignment]
+    StagePasses.train_on = failing  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from launcher.config import Settings, compose_settings
-from launcher.loop import StageRunner
+from launcher.loop import StagePasses
 from launcher.run import run
 from moe_ckpt.durable.checkpoint_folder import MARKER
 from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.events import CheckpointSaved, LossNotFinite, StateResumed
+from moe_ckpt.loop import Losses
 from moe_ckpt.megatron.durable import MegatronDurableState
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.snapshot.capture import SnapshotEngine
@@ -45,27 +45,33 @@ def spoil(windows: Collection[int], *, by_bit: bool = False) -> None:
     SnapshotEngine._take_all = take_all_and_spoil
 
 
+def not_a_number(losses: Losses) -> Losses:
+    """Return these loss reports with losses that are NaN."""
+    return [{name: loss * math.nan for name, loss in reported.items()} for reported in losses]
+
+
 def diverge(iterations: Collection[int]) -> None:
     """Let training itself lead to a loss that is NaN in these iterations."""
-    train_on = StageRunner.train_on
+    train_on = StagePasses.train_on
 
-    def train_on_nothing(self: StageRunner, iteration: int) -> list[torch.Tensor]:
-        return [loss * math.nan if iteration in iterations else loss for loss in train_on(self, iteration)]
+    def train_on_nothing(self: StagePasses, iteration: int) -> Losses:
+        losses = train_on(self, iteration)
+        return not_a_number(losses) if iteration in iterations else losses
 
-    StageRunner.train_on = train_on_nothing
+    StagePasses.train_on = train_on_nothing
 
 
 def diverge_once(at_iteration: int, rank: int) -> None:
     """Let an iteration's loss be NaN by this rank when it first comes in its process."""
-    train_on, seen = StageRunner.train_on, set[int]()
+    train_on, seen = StagePasses.train_on, set[int]()
 
-    def train_on_nothing(self: StageRunner, iteration: int) -> list[torch.Tensor]:
+    def train_on_nothing(self: StagePasses, iteration: int) -> Losses:
         losses = train_on(self, iteration)
         is_bad = (iteration, dist.get_rank()) == (at_iteration, rank) and iteration not in seen
         seen.add(iteration)
-        return [loss * math.nan for loss in losses] if is_bad else losses
+        return not_a_number(losses) if is_bad else losses
 
-    StageRunner.train_on = train_on_nothing
+    StagePasses.train_on = train_on_nothing
 
 
 def write_in_time() -> None:
@@ -119,7 +125,7 @@ def loading_from_disk_is_a_point(owner: type, name: str, marker: Path) -> None:
 
     A checkpoint is torn then.
     """
-    train_on, seen = StageRunner.train_on, set[int]()
+    train_on, seen = StagePasses.train_on, set[int]()
 
     def is_first(_: Any, source: Any, *__: Any) -> bool:
         if dist.get_rank() != 2 or marker.exists():
@@ -129,13 +135,14 @@ def loading_from_disk_is_a_point(owner: type, name: str, marker: Path) -> None:
             (source / MARKER).unlink()
         return True
 
-    def train_on_nothing(self: StageRunner, iteration: int) -> list[torch.Tensor]:
+    def train_on_nothing(self: StagePasses, iteration: int) -> Losses:
+        losses = train_on(self, iteration)
         is_bad = (iteration, dist.get_rank()) == (7, 3) and iteration in seen and not marker.exists()
         seen.add(iteration)
-        return [loss * math.nan if is_bad else loss for loss in train_on(self, iteration)]
+        return not_a_number(losses) if is_bad else losses
 
     call_is_a_point(owner, name, Phase.RECOVERY, when=is_first)
-    StageRunner.train_on = train_on_nothing
+    StagePasses.train_on = train_on_nothing
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,12 @@ def _loss_per_token() -> None:
         total, count = (per_token.float() * mask).sum(), mask.sum()
         return total, count, {"loss": (total / count).detach()}
 
-    def forward_step(_: Any, micro_batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward_step(micro_batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         tokens: Any = next(micro_batches)
         mask: Any = None if tokens is None else (tokens[:, 1:] >= ord("a")).int()
         return forward(tokens, model), functools.partial(loss_of, mask)
 
-    runner: Any = launcher.loop.StageRunner
-    runner._forward_step = forward_step
+    launcher.loop._forward_step = forward_step
 
 
 def _frozen_base() -> None:

@@ -28,7 +28,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from launcher.config import Settings, compose_settings
-from launcher.loop import MegatronLoop
 from launcher.run import run
 from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateResharded, StateResumed, read_events
 from moe_ckpt.megatron.durable import MegatronDurableState
@@ -37,7 +36,7 @@ from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.reshard import reseed
 from moe_ckpt.megatron.state import TrainingState, named_state, sharded_state
 from moe_ckpt.types import ParallelLayout
-from tests.megatron.stage import build_stage
+from tests.megatron.stage import StageLoop, build_stage
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.scenarios import BIAS, FP16_SKIPPING, PP2, TIED, UNSHARDED
 from tests.training import events_of, fast, losses, train
@@ -125,7 +124,7 @@ def _parts_by_key(state: TrainingState) -> Iterator[tuple[str, Part]]:
             yield entry.key, Part(shape=entry.global_shape, offset=entry.global_offset, bits=bits)
 
 
-def _stand(state: TrainingState, loop: MegatronLoop, iteration: int) -> Stand:
+def _stand(state: TrainingState, loop: StageLoop, iteration: int) -> Stand:
     splits_tensors = parallel_state.get_tensor_model_parallel_world_size() > 1
     scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in state.inner_optimizers]
     return Stand(
@@ -134,7 +133,7 @@ def _stand(state: TrainingState, loop: MegatronLoop, iteration: int) -> Stand:
         adam_steps=set(RankOperators(state).adam_steps()) - {0.0},  # where there is no parameter
         loss_scales=tuple(float(scaler.scale) for scaler in scalers if scaler),
         schedule=state.scheduler.num_steps,
-        eval_loss=loop.evaluate(1),
+        eval_loss=loop.passes.evaluate(1),
         next_loss=loop.run_iteration(iteration + 1).loss,
     )
 

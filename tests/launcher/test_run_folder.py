@@ -51,7 +51,7 @@ def wait_with_a_page(folder: str) -> bool:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     page = StatusPage(Path(folder) / "page")
-    run, launch = compose_settings(fast()).folder, replace(read_launch(), global_rank=1)
+    run, launch = compose_settings(fast()).job.folder, replace(read_launch(), global_rank=1)
     seen = list[bool]()
 
     @contextmanager
@@ -75,7 +75,7 @@ def open_folder(path: str) -> str:
     launch = read_launch()
     dist.init_process_group("gloo", store=rank_store(), rank=launch.global_rank, world_size=launch.world_size)
     try:
-        return open_run_folder(compose_settings(fast(f"run.dir={path}")).folder, launch).run_id
+        return open_run_folder(compose_settings(fast(f"run.dir={path}")).job.folder, launch).run_id
     except ConfigError as error:
         return str(error)
 

@@ -13,13 +13,16 @@ from megatron.core.transformer.moe.router import TopKRouter
 from launcher.config import Settings
 from launcher.data import Batches, open_source
 from launcher.layout import fit_layout
-from launcher.loop import MegatronLoop, StageRunner
+from launcher.loop import StagePasses
 from launcher.model import build_training
-from launcher.parallel import choose_device, form_groups, join_job
 from launcher.parameters import padded_vocab_size
+from launcher.run import form_groups, use_cpu
 from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.events import IterationCommitted
+from moe_ckpt.loop import TrainingIteration, choose_device
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.state import TrainingState, allocate_optimizer_state
+from moe_ckpt.plain_worker import PlainWorker
 from moe_ckpt.snapshot.capture import Piece
 from moe_ckpt.snapshot.codec import PartKey
 from moe_ckpt.types import ParallelLayout, ReadyGradients
@@ -50,14 +53,25 @@ def join(*overrides: str) -> tuple[Settings, ParallelLayout]:
     settings = small_settings(*overrides)
     launch = read_launch()
     layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
-    backend = settings.runtime.backend
-    on_gpu = choose_device(launch, deterministic=True, backend=backend)
-    join_job(launch, on_gpu=on_gpu, store=rank_store(), backend=backend)
+    on_gpu = choose_device(settings.job, launch, use_cpu)
+    PlainWorker(settings.job, launch, rank_store()).join_world(on_gpu=on_gpu)
     form_groups(layout, settings.train.seed)
     return settings, layout
 
 
-def build_stage(*overrides: str, router: type[TopKRouter] = TopKRouter) -> tuple[TrainingState, MegatronLoop]:
+class StageLoop:
+    """The iterations and passes of one rank, without a session."""
+
+    def __init__(self, state: TrainingState, batches: Batches) -> None:
+        self.iteration = TrainingIteration(state)
+        self.iteration.hooks = NoHooks()
+        self.passes = StagePasses(self.iteration, batches)
+
+    def run_iteration(self, iteration: int) -> IterationCommitted:
+        return self.iteration.run(iteration, self.passes.train_on)
+
+
+def build_stage(*overrides: str, router: type[TopKRouter] = TopKRouter) -> tuple[TrainingState, StageLoop]:
     """Return this rank's state and a loop for it. Call inside `run_ranks`."""
     settings, layout = join(*overrides)
     source = open_source(settings.data, settings.train, None, Path("unused"))
@@ -65,10 +79,10 @@ def build_stage(*overrides: str, router: type[TopKRouter] = TopKRouter) -> tuple
     allocate_optimizer_state(state)
     dp_rank = parallel_state.get_data_parallel_rank()
     batches = Batches(source=source, train=settings.train, dp=layout.dp, dp_rank=dp_rank)
-    return state, MegatronLoop(StageRunner(state, batches), NoHooks())
+    return state, StageLoop(state, batches)
 
 
-def trained_stage(*overrides: str, iterations: int) -> tuple[TrainingState, MegatronLoop]:
+def trained_stage(*overrides: str, iterations: int) -> tuple[TrainingState, StageLoop]:
     """Return a stage after its first iterations."""
     state, loop = build_stage(*overrides)
     for iteration in range(1, iterations + 1):
@@ -78,10 +92,6 @@ def trained_stage(*overrides: str, iterations: int) -> tuple[TrainingState, Mega
 
 def stage_number() -> int:
     return parallel_state.get_pipeline_model_parallel_rank()
-
-
-def runner_of(loop: MegatronLoop) -> Any:
-    return cast("Any", loop)._runner
 
 
 def first_parameter(state: TrainingState) -> torch.nn.Parameter:

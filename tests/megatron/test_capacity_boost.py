@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
-from launcher.loop import MegatronLoop
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import CapacityBoosted
 from moe_ckpt.megatron.capacity_boost import BoostedRouter, CapacityBoost
@@ -22,7 +21,7 @@ from moe_ckpt.megatron.groups import stage_group
 from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.policies.capacity_boost import boosted_capacity
-from tests.megatron.stage import Tensors, build_stage, differing, runner_of, stage_number
+from tests.megatron.stage import StageLoop, Tensors, build_stage, differing, stage_number
 from tests.ranks import run_ranks
 from tests.scenarios import BIAS
 
@@ -32,9 +31,9 @@ NUM_EXPERTS = 4
 LIMITED = "model.moe_capacity_factor=1.0"
 
 
-def _boosted_stage(*overrides: str) -> tuple[TrainingState, MegatronLoop, CapacityBoost]:
+def _boosted_stage(*overrides: str) -> tuple[TrainingState, StageLoop, CapacityBoost]:
     state, loop = build_stage(*overrides, router=BoostedRouter)
-    return state, loop, CapacityBoost(state, num_micro_batches=runner_of(loop).batches.num_micro_batches)
+    return state, loop, CapacityBoost(state, num_micro_batches=loop.passes.batches.num_micro_batches)
 
 
 def _routers(state: TrainingState) -> list[BoostedRouter]:
@@ -49,7 +48,7 @@ def _train(overrides: tuple[str, ...], is_boosted: bool) -> tuple[str, list[str]
         if boost:
             boost.recover(np.zeros_like(boost.deficit))
             boost.begin_iteration()
-        losses += [loop.run_iteration(iteration).loss, loop.evaluate(1)]
+        losses += [loop.run_iteration(iteration).loss, loop.passes.evaluate(1)]
         if boost:
             boost.make_up(boost.end_iteration())
             assert boost.boosted(iteration) is None
@@ -271,7 +270,7 @@ def test_recomputed_routing_is_the_same_and_counts_once() -> None:
 def _abandon_an_attempt() -> None:
     """Stop an iteration after its backward and begin it again, then recover from something else in the middle."""
     state, loop, boost = _boosted_stage(*LONG)
-    by_hand, runner = _ByHand(state), runner_of(loop)
+    by_hand, runner = _ByHand(state), loop.passes
     boost.recover(np.full_like(boost.deficit, 1000))
     boost.begin_iteration()
     runner.train_on(1)

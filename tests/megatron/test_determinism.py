@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.run import _check_determinism
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.determinism import differing_gradients, make_deterministic
+from moe_ckpt.megatron.determinism import differing_gradients, make_deterministic, require_repeatable
 from moe_ckpt.megatron.state import digest_of
-from tests.megatron.stage import FP16, build_stage, runner_of
+from tests.megatron.stage import FP16, build_stage
 from tests.ranks import run_ranks
 from tests.scenarios import BIAS
-from tests.training import small_settings
 
 
 def settings_of_a_deterministic_gpu() -> tuple[bool, str | None]:
@@ -33,7 +32,7 @@ def test_deterministic_runs_compile_nothing_and_sum_in_one_order() -> None:
 def train_two_stages(checks: bool) -> tuple[list[str], str]:
     """Return the parameters that differ, and the state after two iterations."""
     state, loop = build_stage("parallel.pp=2", *BIAS, *FP16)
-    differing = differing_gradients(state, runner_of(loop).train_on_one_micro_batch) if checks else []
+    differing = differing_gradients(state, loop.passes.train_on_one_micro_batch) if checks else []
     for iteration in (1, 2):
         loop.run_iteration(iteration)
     return differing, digest_of(state)
@@ -53,11 +52,10 @@ def check_a_stage_with_noise(device: str) -> tuple[list[str], str]:
     names = [name for name, _ in state.model[0].named_parameters()]
     if dist.get_rank() == 1:
         next(iter(state.model[0].parameters())).register_hook(lambda gradient: gradient + next(noise))
-    differing = differing_gradients(state, runner_of(loop).train_on_one_micro_batch)
+    differing = differing_gradients(state, loop.passes.train_on_one_micro_batch)
     assert differing in ([], [f"0.{names[0]}"])
     with pytest.raises(ConfigError) as error:
-        _check_determinism(small_settings("train.check_determinism=true"), runner_of(loop))
-    _check_determinism(small_settings("train.check_determinism=false"), runner_of(loop))
+        require_repeatable(TorchRanks(), state, loop.passes.train_on_one_micro_batch, setting="the.setting")
     return differing, str(error.value)
 
 
@@ -66,4 +64,4 @@ def test_a_gradient_that_does_not_repeat_itself_is_named_on_all_ranks(device: st
     first, second = run_ranks(2, check_a_stage_with_noise, device)
     assert (first[0], len(second[0])) == ([], 1)
     assert first[1] == second[1]
-    assert first[1].startswith(f"train.check_determinism: gradients that differ: got '{second[0][0]}', wanted the same")
+    assert first[1].startswith(f"the.setting: gradients that differ: got '{second[0][0]}', wanted the same")

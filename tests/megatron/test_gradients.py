@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher.loop import MegatronLoop
 from moe_ckpt.megatron.gradients import repeats_on_a_host
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.codec import MOMENTS, PartKey
 from moe_ckpt.types import ReadyGradients
-from tests.megatron.stage import NoHooks, Parts, build_stage, copied, everything, full_parts, runner_of
+from tests.megatron.stage import NoHooks, Parts, build_stage, copied, everything, full_parts
 from tests.ranks import run_ranks
 from tests.scenarios import UNSHARDED
 
@@ -51,7 +50,7 @@ def _step_as_a_peer(overrides: tuple[str, ...]) -> None:
     state, loop = build_stage(*overrides)
     operators = RankOperators(state)
     hooks = _Noting(operators)
-    loop = MegatronLoop(runner_of(loop), hooks)
+    loop.iteration.hooks = hooks
     for iteration in range(1, LAST + 1):
         loop.run_iteration(iteration)
     gradients = operators.gradients(everything(operators), LAST)

@@ -6,7 +6,7 @@ from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.router import RouterCounts
 from moe_ckpt.megatron.state import buffers
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
-from tests.megatron.stage import build_stage, runner_of
+from tests.megatron.stage import build_stage
 from tests.ranks import run_ranks
 from tests.scenarios import BIAS
 
@@ -20,7 +20,7 @@ def count_transfers() -> tuple[int, int, int, int]:
     found = buffers(state)
     of_buffers = TRANSFERS.num_transfers - before
     counts.begin()
-    runner_of(loop).train_on(1)
+    loop.passes.train_on(1)
     before = TRANSFERS.num_transfers
     counted = counts.end()
     assert counted.hard.sum() > 0

@@ -37,7 +37,6 @@ from tests.megatron.stage import (
     full_parts,
     join,
     names_of,
-    runner_of,
     stage_number,
     trained_stage,
 )
@@ -350,7 +349,7 @@ def _freeze() -> None:
     for frozen in (some, all_names, set[str](), some, set[str]()):
         operators.freeze(frozen)
         clear_gradients(state)
-        runner_of(worker).train_on(1)
+        worker.passes.train_on(1)
         for owned in operators.parameters:
             has_gradient = bool(cast("Any", owned.parameter).main_grad.any())
             assert has_gradient == (str(owned.operator) not in frozen - {"embedding"}), (owned.name, frozen)

@@ -9,18 +9,17 @@ import torch
 import torch.distributed as dist
 
 import launcher.model
-from launcher.loop import MegatronLoop
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.overlapped import forget_communication, mark_gathered
 from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, restore_small_state, small_state
 from moe_ckpt.megatron.step import clear_gradients, gather_late_parameters
-from tests.megatron.stage import build_stage, runner_of
+from tests.megatron.stage import StageLoop, build_stage
 from tests.ranks import run_ranks
 
 BUCKET_SIZE = 999  # of parameters, of which the model has more
 
 
-def build_overlapped() -> tuple[TrainingState, MegatronLoop]:
+def build_overlapped() -> tuple[TrainingState, StageLoop]:
     """Return a stage of two data-parallel ranks that overlaps both collectives, with several buckets a group."""
     options = {"overlap_param_gather": True, "overlap_grad_reduce": True, "bucket_size": BUCKET_SIZE}
     config: Any = launcher.model.DistributedDataParallelConfig
@@ -66,7 +65,7 @@ def _train_three_iterations(is_cut: bool) -> str:
     if is_cut:
         start = small_state(state)
         clear_gradients(state)
-        runner_of(loop).train_on(3)
+        loop.passes.train_on(3)
         group = groups_of(state)[0]
         group.grad_reduce_handle = object()  # of a collective that nothing will end
         group.per_param_grad_ready_counts = {next(iter(group.params)): 1}
@@ -90,7 +89,7 @@ def _gather_twice() -> int:
     for group in groups_of(state):
         group.start_param_sync = lambda **_: started.append(1)
     clear_gradients(state)
-    runner_of(loop).train_on(2)
+    loop.passes.train_on(2)
     return len(started)
 
 

@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
-from tests.megatron.stage import build_stage, runner_of, stage_number
+from tests.megatron.stage import build_stage, stage_number
 from tests.ranks import run_ranks
 
 
@@ -26,7 +26,7 @@ def _run_an_iteration() -> tuple[int, IterationCommitted, list[tuple[bool, bool]
         return communicate(self, **transfer)
 
     _, worker = build_stage()
-    runner_of(worker).communicator.bubbles = bubbles
+    worker.iteration.communicator.bubbles = bubbles
     P2PCommunicator._communicate = noting  # type: ignore[method-assign]
     return stage_number(), worker.run_iteration(1), seen, bubbles.take_seconds()
 

@@ -16,7 +16,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from launcher.loop import MegatronLoop, StageRunner
 from moe_ckpt.errors import ConfigError, PeersLostError
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.replay import StageReplay, forget_shared_experts, require_replayable
@@ -37,7 +36,6 @@ from tests.megatron.stage import (
     differing,
     full_parts,
     names_of,
-    runner_of,
     stage_number,
 )
 from tests.ranks import run_ranks
@@ -53,15 +51,15 @@ class _Job(NoHooks):
     """Hooks that note what a replay of the last iteration needs, and the state before it."""
 
     def __init__(self, *overrides: str) -> None:
-        self.state, loop = build_stage(*overrides)
-        self.runner = cast("StageRunner", runner_of(loop))
+        self.state, self.loop = build_stage(*overrides)
+        self.loop.iteration.hooks = self
+        self.communicator = self.loop.iteration.communicator
         self.operators = RankOperators(self.state)
-        self.replay = StageReplay(self.state, self.operators, self.runner.communicator, self.runner.train_on)
+        self.replay = StageReplay(self.state, self.operators, self.communicator, self.loop.passes.train_on)
         self.boundary = BoundaryLog(HostCopier(), HostBuffers(PrivateMemory(pinned=False)))
-        self.runner.communicator.log = self.boundary
+        self.communicator.log = self.boundary
         self.starts: dict[int, Mapping[str, torch.Tensor]] = {}
         self.records: dict[int, StepRecord] = {}
-        self.loop = MegatronLoop(self.runner, self)
         self.stage = stage_number()
         self._before: Parts = {}
         self._adam_steps: tuple[float, ...] = ()
@@ -86,7 +84,7 @@ class _Job(NoHooks):
             self.loop.run_iteration(iteration)
         sent_by_rank: list[Sent] = [{}] * dist.get_world_size()
         dist.all_gather_object(sent_by_rank, self.sent())
-        communicator: Any = self.runner.communicator
+        communicator: Any = self.communicator
         before = sent_by_rank[communicator.prev_rank][Direction.ACTIVATION]
         after = sent_by_rank[communicator.next_rank][Direction.GRADIENT]
         ends = LoggedEnds(
@@ -271,7 +269,7 @@ def _undo(overrides: tuple[str, ...]) -> None:
     before, named, small = digest_of(state), _named(state), small_state(state)
     start = job.replay.begin(LAST + 1)
     clear_gradients(state)
-    job.runner.train_on(LAST + 1)
+    job.loop.passes.train_on(LAST + 1)
     finish_gradients(state)
     random.gauss(0, 1)
     np.random.standard_normal()

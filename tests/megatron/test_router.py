@@ -13,7 +13,7 @@ from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.router import RouterCounts
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import OperatorKind
-from tests.megatron.stage import build_stage, runner_of, stage_number
+from tests.megatron.stage import build_stage, stage_number
 from tests.ranks import run_ranks
 
 NUM_EXPERTS, TOP_K = 4, 2
@@ -86,7 +86,7 @@ def _count_an_iteration(overrides: tuple[str, ...]) -> tuple[int, int, Counted, 
     stage = _Counting(*overrides)
     stage.begin()
     stage.worker.run_iteration(1)
-    num_micro_batches, num_calls = runner_of(stage.worker).batches.num_micro_batches, len(stage.by_hand.routed)
+    num_micro_batches, num_calls = stage.worker.passes.batches.num_micro_batches, len(stage.by_hand.routed)
     return stage_number(), num_micro_batches, stage.end(), stage.by_hand.take(), num_calls
 
 
@@ -118,7 +118,7 @@ def test_recomputed_forwards_are_not_counted_again() -> None:
 
 def _count_now_and_then() -> None:
     stage = _Counting()
-    stage.worker.evaluate(1)
+    stage.worker.passes.evaluate(1)
     stage.worker.run_iteration(1)
     nothing = dict.fromkeys(stage.by_hand.take(), (0.0, 0.0))
     assert stage.end() == nothing, "before the first beginning"
@@ -127,7 +127,7 @@ def _count_now_and_then() -> None:
     stage.worker.run_iteration(3)
     two = stage.end()
     assert alike(two, stage.by_hand.take())
-    stage.worker.evaluate(1)
+    stage.worker.passes.evaluate(1)
     stage.worker.run_iteration(4)
     assert stage.end() == two, "an end that follows an end returns the same: nothing was added"
     stage.by_hand.take()

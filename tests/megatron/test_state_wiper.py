@@ -89,7 +89,7 @@ def _calls(recompute: str) -> list[list[str]]:
             StateWiper(state).arm(phase, lambda: note("called"))
         worker.run_iteration(iteration)
         found.append([])
-    worker.evaluate(1)
+    worker.passes.evaluate(1)
     return found
 
 

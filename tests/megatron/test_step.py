@@ -22,7 +22,7 @@ def _digest_with_split_step(overrides: tuple[str, ...]) -> str:
 
 
 def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
-    import launcher.loop as loop  # noqa: PLC0415 - its two calls are replaced in this rank's process only
+    import moe_ckpt.loop as loop  # noqa: PLC0415 - its two calls are replaced in this rank's process only
 
     def step(state: TrainingState) -> ReadyGradients:
         updated, norm, _ = cast("Any", state.optimizer).step()

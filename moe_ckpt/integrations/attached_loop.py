@@ -1,0 +1,275 @@
+"""One rank's iterations in a training loop that is not ours: an adapter over a `train_step` in Megatron-LM's form.
+
+Owns: the stand-ins of optimizer and schedule that split the step, the schedule with this rank's communicator, replays,
+and entering the loop. Loops of this form: Megatron-LM's, Megatron-Bridge's, ms-swift's.
+
+    train_step   begin; forward and backward; finish_pass; the step in halves; commit (`moe_ckpt.loop`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+
+from moe_ckpt.attach import TrainingLoop
+from moe_ckpt.engine.session import Session
+from moe_ckpt.errors import RolledBackError
+from moe_ckpt.events import IterationCommitted
+from moe_ckpt.integrations.consumed_samples import ConsumedSamples, ReplayedSamples
+from moe_ckpt.loop import JoinedWorker, Losses, TrainingIteration
+from moe_ckpt.megatron.optimizer_state import renew_masters
+from moe_ckpt.megatron.overlapped import gathers_in_forward
+from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.types import Phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationShape:
+    """The lengths of samples, on all context-parallel ranks together, and the samples of a micro-batch on one rank."""
+
+    micro_batch_size: int
+    sequence_length: int
+    decoder_sequence_length: int | None
+
+    @property
+    def samples_of_micro_batches(self) -> int:
+        """The samples of a micro-batch of each rank, on all ranks together."""
+        return self.micro_batch_size * parallel_state.get_data_parallel_world_size()
+
+    def num_samples(self) -> int:
+        """Return the samples of the current iteration on all ranks together."""
+        return get_num_microbatches() * self.samples_of_micro_batches
+
+
+class LoopBatches(Protocol):
+    """The training samples of each iteration, on this rank."""
+
+    consumed: ConsumedSamples
+
+    def iteration_started(self, iteration: int, oldest: int | None) -> None:
+        """An iteration begins; no recovery runs one before `oldest` again (None: any may be run)."""
+
+    def draw_seeds(self, iteration: int) -> None:
+        """Draw from the generators as the loop's own reading of samples does, before forward of an iteration."""
+
+    def training_after(self, done: int) -> Any:
+        """Return an iterator from the first sample of iteration `done + 1` on, as the schedule takes it."""
+
+    def forecast(self, iteration: int) -> list[str]:
+        """Return lines for the log after the first iteration."""
+        ...
+
+
+class AttachedLoop:
+    """One rank's loop, as a loop's own `train_step` runs it; implements `moe_ckpt.loop.LoopAdapter`.
+
+    All methods are collective over all ranks.
+
+    Attributes:
+        enter: Runs the loop from the state after some iterations.
+        load: Loads a checkpoint of the loop's own; returns its iteration, or 0.
+        outcome: The return value of the loop.
+    """
+
+    session: Session
+    enter: Callable[[int], Any]
+    load: Callable[[], int]
+
+    def __init__(
+        self,
+        shape: IterationShape,
+        state: TrainingState,
+        forward_step: Callable[..., Any],
+        forward_backward: Callable[..., Any],
+        batches: LoopBatches,
+        joined: JoinedWorker[Any],
+    ) -> None:
+        """Prepare the loop of one rank.
+
+        Args:
+            shape: The sizes of an iteration.
+            state: The training state of this rank's stage.
+            forward_step: Takes an iterator and a model.
+            forward_backward: Megatron's schedule.
+            batches: This rank's samples.
+            joined: This worker.
+        """
+        self.iteration = TrainingIteration(state, joined.worker.enter_phase)
+        self.forward_step = self.iteration.marking_phases(forward_step)
+        self.outcome: Any = None
+        self._state = state
+        self._shape = shape
+        self._forward_backward = forward_backward
+        self._batches = batches
+        self._replayed = ReplayedSamples(batches.training_after)
+        self._joined = joined
+        self._has_forecast = joined.incarnation > 0
+        self._losses: Losses = ()
+
+    def as_training_loop(self) -> TrainingLoop:
+        """Return the parts of the loop that a replay uses."""
+        return TrainingLoop(
+            communicator=self.iteration.communicator,
+            forward_backward=self.run_pass,
+            # of the largest batch: the forecast of boundary logs counts by it
+            num_micro_batches=self._batches.consumed.largest_batch // self._shape.samples_of_micro_batches,
+            micro_batch_size=self._shape.micro_batch_size,
+            sequence_length=self._shape.sequence_length // parallel_state.get_context_parallel_world_size(),
+        )
+
+    def start(self) -> int:
+        """Load the newest state of this run on disk, else the checkpoint that the loop's own options name."""
+        if done := self.session.resume(None):
+            return done
+        self._state.scheduler.num_steps = 0  # a load adds to them, and a start may come again after a death
+        done = self.load()
+        for optimizer in self._state.inner_optimizers:
+            renew_masters(optimizer)  # a load may have been of weights alone
+        return done
+
+    def run_from(self, done: int, notes: Sequence[str]) -> None:
+        """Enter the loop with the state after `done` iterations."""
+        self._print(notes)
+        self.outcome = self.enter(done)
+
+    def committed(self, event: IterationCommitted) -> None:
+        """Print a forecast of the samples that are kept, after the first iteration."""
+        if not self._has_forecast:
+            self._has_forecast = True
+            self._print(self._batches.forecast(event.iteration))
+
+    def result(self) -> dict[str, object]:
+        """Return no further entries of result.json."""
+        return {}
+
+    def close(self) -> None:
+        """End the observation of transfers, and the iterator of replays."""
+        # from here on the death of a worker is a fault again: the script goes on
+        self._joined.worker.enter_phase(Phase.BETWEEN)
+        self.iteration.communicator.log = self.iteration.communicator.bubbles = None
+        self._replayed.close()
+
+    def observed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a schedule that uses this rank's communicator, and keeps the losses of a training pass."""
+
+        def run(**options: Any) -> Any:
+            outputs = forward_backward(**options | self.iteration.schedule_options)
+            if not options.get("forward_only"):
+                self._losses = outputs
+            return outputs
+
+        return run
+
+    def train_step(self, number: int, run: Callable[[Stepping, Stepping], Any]) -> Any:
+        """Run an iteration with the hooks around forward and backward and around both halves of the step.
+
+        Args:
+            number: The iteration, counted from 1.
+            run: The loop's `train_step`, given an optimizer and a schedule.
+
+        Returns:
+            The outcome of the loop's `train_step`.
+
+        Raises:
+            RolledBackError: All ranks are at an earlier state.
+        """
+        self._batches.iteration_started(number, self.session.oldest_start)  # first: the session saves the position
+        self.iteration.begin(number)
+        self._batches.draw_seeds(number)  # after generators are saved: a replay restores them, and draws again
+        machine = get_rerun_state_machine()
+        run_again = machine.should_run_forward_backward
+
+        def run_again_or_go_on(data_iterator: Any) -> bool:
+            again = run_again(data_iterator)
+            if not again:
+                self._finish_pass()
+            return again
+
+        moved_by = self._state.increment_of_this_iteration
+
+        def require_advanced(increment: int) -> None:  # the first half of the step has advanced the schedule already
+            assert increment == moved_by, f"the schedule moved by {moved_by} samples, wanted {increment}"
+
+        # loops call it once gradients are reduced, and before the optimizer's step; the attribute hides the method
+        machine.should_run_forward_backward = run_again_or_go_on
+        try:
+            split = Stepping(self._state.optimizer, self._step)
+            outcome = run(split, Stepping(self._state.scheduler, require_advanced))
+        finally:
+            del machine.should_run_forward_backward
+        if self.iteration.gradients is None:
+            self.iteration.commit()
+        # else the rerun machine has found a wrong result, and the loop ends without this step
+        return outcome
+
+    def run_pass(self, iteration: int) -> None:
+        """Run forward and backward of an iteration without the optimizer's step: a replay, or a check at the start."""
+        machine = get_rerun_state_machine()
+        mode, machine.mode = machine.mode, RerunMode.DISABLED  # it would compare this pass with the one it saw last
+        self._batches.consumed.set_batch_size(iteration)
+        self._batches.draw_seeds(iteration)
+        try:
+            with self._replayed.of(iteration) as batches:
+                self._forward_backward(
+                    forward_step_func=self.forward_step,
+                    data_iterator=batches,
+                    model=self._state.model,
+                    num_microbatches=get_num_microbatches(),
+                    seq_length=self._shape.sequence_length,
+                    micro_batch_size=self._shape.micro_batch_size,
+                    decoder_seq_length=self._shape.decoder_sequence_length,
+                    forward_only=False,
+                    **self.iteration.schedule_options,
+                )
+        finally:
+            machine.mode = mode
+
+    def _finish_pass(self) -> None:
+        losses, self._losses = self._losses, ()
+        if not self.iteration.finish_pass(losses):
+            # `train_step` cannot start over: the loop is entered again
+            raise RolledBackError(self.iteration.number - 1)
+
+    def _step(self) -> tuple[bool, float | None, None]:
+        """Take the optimizer's step, as `MegatronOptimizer.step` does: success, gradient norm, no count of zeros."""
+        if self.iteration.gradients is None:  # a loop without the rerun machine steps as soon as its pass is done
+            self._finish_pass()
+        gradients = self.iteration.step()
+        return not gradients.overflow, gradients.total_norm, None
+
+    def _print(self, lines: Sequence[str]) -> None:
+        for line in lines if self._joined.is_first_rank else ():
+            print(f"moe_ckpt: {line}", flush=True)
+
+
+class Stepping:
+    """An optimizer or a learning-rate schedule with another `step`; all other attributes are its own."""
+
+    def __init__(self, original: Any, step: Callable[..., Any]) -> None:
+        self._original = original
+        self.step = step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def reset_loop(timers: Any, state: TrainingState) -> None:
+    """Reset Megatron's rerun machine, timers and hooks to their state at the beginning of a loop."""
+    machine = get_rerun_state_machine()
+    # cut off in a pass, the machine would take its next call for the end of that pass, and run none
+    machine.state, machine.data_iterator_checkpoints = RerunState.NOT_RUNNING_YET, None
+    for timer in timers._timers.values():
+        if timer._started:  # a timer that still runs fails at its next start
+            timer.stop()
+        timer.reset()
+    for chunk in state.model:
+        chunk.train()
+        wrapper = cast("Any", chunk)
+        # loops disable the hooks that gather weights until their first iteration is done
+        if gathers_in_forward(chunk) and not wrapper.remove_forward_pre_hook_handles:
+            wrapper.enable_forward_pre_hook()

@@ -1,0 +1,217 @@
+"""A training loop over Megatron-Core that survives the death of its processes, of which a program names the parts.
+
+    sys.exit(train_elastic(config, build, forward_step, batches))     in the process that torchrun starts
+
+`moe_ckpt.loop` has the iteration and the worker's life; this module is the adapter. Must not: know models, data or a
+launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# before torch looks for a device: supervisors fork, and a look that starts CUDA would leave their workers none
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import torch
+import yaml
+from megatron.core.distributed import finalize_model_grads
+
+from moe_ckpt.attach import TrainingLoop
+from moe_ckpt.config import AUTO, NO_CHECKS, CheckConfig, CkptConfig, RunFolderConfig, RuntimeConfig, require
+from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.engine.session import Session
+from moe_ckpt.events import IterationCommitted
+from moe_ckpt.faults.schedule import StateLoss
+from moe_ckpt.job_config import JobConfig
+from moe_ckpt.loop import JoinedWorker, Losses, Training, TrainingIteration, WorkerProcess, run_worker, start_rank
+from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.types import ParallelLayout
+
+ForwardStep = Callable[[Iterator[Any], torch.nn.Module], Any]
+Batches = Callable[[int], Iterator[Any]]
+AfterIteration = Callable[[int, float], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopConfig:
+    """The settings of a loop of one's own.
+
+    Raises:
+        ConfigError: A setting is out of its range.
+    """
+
+    ckpt: CkptConfig
+    """The checkpoint policy; `run_settings.ckpt_config` has the defaults."""
+
+    runtime: RuntimeConfig
+    """How the job survives deaths; `run_settings.runtime_config` has the defaults."""
+
+    layout: ParallelLayout
+    """The degrees of parallelism."""
+
+    num_iterations: int
+    """The iterations of the run."""
+
+    num_micro_batches: int
+    """The micro-batches of an iteration, on each rank."""
+
+    micro_batch_size: int
+    """The sequences of a micro-batch."""
+
+    sequence_length: int
+    """The tokens of a sequence."""
+
+    model: str
+    """The model's name: checkpoints of another model are refused."""
+
+    run_dir: str | None = None
+    """The run folder; None: a new one, outputs/DATE/TIME-`model`."""
+
+    ranks_per_node: int | str = AUTO
+    """The ranks that fail together; auto: the ranks that torchrun starts on a node."""
+
+    checks: CheckConfig = NO_CHECKS
+    """Digests of the state, to compare runs by."""
+
+    losses: Sequence[StateLoss] = ()
+    """Losses of state in living processes, on purpose."""
+
+    check_determinism: bool | str = AUTO
+    """Whether the first iteration's batch is run twice at the start to compare
+    gradients; auto: on a GPU."""
+
+    def __post_init__(self) -> None:
+        _ = self.job  # checks the settings
+
+    @property
+    def job(self) -> JobConfig:
+        """The settings of the job."""
+        settings = {"ckpt": asdict(self.ckpt), "runtime": asdict(self.runtime)}
+        text = yaml.safe_dump(settings, sort_keys=False)
+        return JobConfig(
+            ckpt=self.ckpt,
+            runtime=self.runtime,
+            folder=RunFolderConfig(dir=self.run_dir, name=self.model, configuration=text),
+            ranks_per_node=self.ranks_per_node,
+            checks=self.checks,
+            losses=self.losses,
+            check_determinism=self.check_determinism,
+        )
+
+
+def train_elastic(
+    config: LoopConfig,
+    build: Callable[[], TrainingState],
+    forward_step: ForwardStep,
+    batches: Batches,
+    after_iteration: AfterIteration = lambda _iteration, _loss: None,
+) -> int:
+    """Be one rank of a job until all ranks have finished.
+
+    Args:
+        config: The settings.
+        build: Makes groups, model and optimizer in each worker, without other ranks.
+        forward_step: The forward step of Megatron's schedules.
+        batches: Yields this rank's micro-batches of an iteration, as a function of the
+            iteration alone: a replay reads the iteration again.
+        after_iteration: Receives the number and the loss of each iteration that all
+            ranks have finished.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: Settings that cannot work.
+    """
+
+    def build_training(joined: JoinedWorker[Any]) -> Training:
+        return OwnLoop(config, build(), forward_step, batches, after_iteration, joined).training()
+
+    def work(worker: WorkerProcess) -> object:
+        return run_worker(worker, build_training)
+
+    return start_rank(config.job, read_launch(sys.argv[0]), work)
+
+
+class OwnLoop:
+    """One rank's loop; implements `loop.LoopAdapter`."""
+
+    session: Session
+
+    def __init__(
+        self,
+        config: LoopConfig,
+        state: TrainingState,
+        forward_step: ForwardStep,
+        batches: Batches,
+        after_iteration: AfterIteration,
+        joined: JoinedWorker[Any],
+    ) -> None:
+        require(len(state.model) == 1, "build: chunks of the model", len(state.model), "1: no virtual stages")
+        model_config: Any = state.model[0].config
+        # Megatron's schedules scale losses and reduce gradients through these, if they are set
+        model_config.grad_scale_func = model_config.grad_scale_func or state.optimizer.scale_loss
+        model_config.finalize_model_grads_func = model_config.finalize_model_grads_func or finalize_model_grads
+        self._config = config
+        self._joined = joined
+        self._iteration = TrainingIteration(state, joined.worker.enter_phase)
+        self._forward_step = self._iteration.marking_phases(forward_step)
+        self._batches = batches
+        self._after_iteration = after_iteration
+
+    def training(self) -> Training:
+        """Return this loop as `loop.train` takes it."""
+        config = self._config
+        return Training(
+            loop=self,
+            iteration=self._iteration,
+            replay=TrainingLoop(
+                communicator=self._iteration.communicator,
+                forward_backward=self.forward_backward,
+                num_micro_batches=config.num_micro_batches,
+                micro_batch_size=config.micro_batch_size,
+                sequence_length=config.sequence_length,
+            ),
+            model=config.model,
+            layout=config.layout,
+            last_iteration=config.num_iterations,
+        )
+
+    def start(self) -> int:
+        """Load the newest checkpoint of this run, if there is one."""
+        return self.session.resume(None)
+
+    def run_from(self, done: int, notes: Sequence[str]) -> None:
+        """Train from the state after `done` iterations to the last iteration."""
+        if notes and self._joined.is_first_rank:
+            print(*notes, sep="\n", flush=True)
+        for number in range(done + 1, self._config.num_iterations + 1):
+            self._iteration.run(number, self.forward_backward)
+
+    def forward_backward(self, iteration: int) -> Losses:
+        """Leave the gradients of an iteration's batch; return the loss reports."""
+        return self._iteration.run_schedule(
+            forward_step_func=self._forward_step,
+            data_iterator=self._batches(iteration),
+            model=self._iteration.state.model[0],
+            num_microbatches=self._config.num_micro_batches,
+            seq_length=self._config.sequence_length,
+            micro_batch_size=self._config.micro_batch_size,
+            forward_only=False,
+        )
+
+    def committed(self, event: IterationCommitted) -> None:
+        """All ranks have finished an iteration."""
+        self._after_iteration(event.iteration, event.loss)
+
+    def result(self) -> dict[str, object]:
+        """Return no further entries of result.json."""
+        return {}
+
+    def close(self) -> None:
+        """Close nothing: the loop opens nothing of its own."""
