@@ -4,7 +4,6 @@
 # make test-all  the same with all variants and all examples of properties
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
 # make endurance  a thousand random faults of all classes in one job on four ranks; writes benchmarks/endurance_4.md
-# make mutants  faults of one line each in the source, which tests must catch; writes docs/mutants.md
 # make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are,
 #             how long the simulator takes, what 1,024 ranks exchange as a generation starts, and a report of a large run
 #             (4 GB of events in a temporary folder)
@@ -23,7 +22,7 @@ TORCH_WANTED := $(TORCH)$(TORCH_BUILD:%=+%)
 TORCH_IS_ASKED := $(filter-out file,$(origin TORCH) $(origin TORCH_BUILD))
 PIP := .venv/bin/pip -qq --disable-pip-version-check
 
-.PHONY: demo test test-all mutants check types imports house chaos endurance bench partial profile venv dev clean
+.PHONY: demo test test-all check types imports chaos endurance bench partial profile venv dev clean
 
 demo: venv
 	@.venv/bin/python -m launcher.demo
@@ -53,9 +52,6 @@ test: check
 test-all: check
 	@.venv/bin/pytest -n 2 --dist worksteal --full
 
-mutants: dev
-	@.venv/bin/python scripts/mutants.py --write docs/mutants.md
-
 chaos: dev
 	@.venv/bin/pytest -m chaos
 
@@ -65,16 +61,13 @@ endurance: dev
 check: dev
 	@.venv/bin/ruff check -q .
 	@.venv/bin/ruff format -q --check .
-	@$(MAKE) -s -j 2 types imports house
+	@$(MAKE) -s -j 2 types imports
 
 types:
 	@.venv/bin/pyright --warnings > .venv/pyright.log || { cat .venv/pyright.log; exit 1; }
 
 imports:
 	@.venv/bin/lint-imports > .venv/imports.log || { cat .venv/imports.log; exit 1; }
-
-house:
-	@.venv/bin/python scripts/house.py --check
 
 venv: .venv/installed
 ifneq ($(TORCH_IS_ASKED),)
