@@ -52,6 +52,7 @@ from moe_ckpt.replication.server_work import ServerWork
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob, JobFailedError
 from tests.references import Outcome, uninterrupted
+from tests.run_files import EVENTS_OF_EVERY_RUN, RESULT_KEYS, kinds_of_events
 from tests.training import events_of
 
 HANGS_END_SOON = "runtime.heartbeat_s=5"
@@ -505,5 +506,7 @@ def _check_whole_run(
         assert len(started) == 1 + dead.count(rank) - built.count(rank), f"rank {rank}"
         ended = [event.generation for event in events_of(job.run, GenerationEnded, rank)]
         assert ended == sorted(set(ended)), f"rank {rank}"
+    assert kinds_of_events(job.run, job.world_size) >= EVENTS_OF_EVERY_RUN | {"Rejoined"}
+    assert result.keys() == RESULT_KEYS | {"eval_loss"}
     if reference:
         assert (result["digest_per_rank"], result["eval_loss"]) == (reference.digest_per_rank, reference.eval_loss)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,18 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_ckpt.events import IterationCommitted, StateDigest, read_events
+from moe_ckpt.events import IterationCommitted, StateDigest
 from tests.made_once import made_once
 from tests.training import events_of, train
-
-EVENTS_OF_A_KILLED_RUN = {
-    *("WorkerStarted", "ModelBuilt", "WindowChosen", "SnapshotTaken", "IterationCommitted"),
-    *("GenerationEnded", "Rejoined", "RunFinished"),
-}
-"""Events of `ckpt=moevement` that reports and the status command need, whichever loop trains."""
-
-RESULT_KEYS = {"iteration", "loss", "wall_s", "faults_survived", "digest", "digest_per_rank"}
-"""Entries of result.json, whichever loop trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +39,6 @@ def outcome_of(run: Path, result: Mapping[str, Any]) -> Outcome:
     return Outcome(
         digest_per_rank=result["digest_per_rank"], eval_loss=result["eval_loss"], losses=losses, digests=dict(digests)
     )
-
-
-def kinds_of_events(run: Path, world_size: int) -> set[str]:
-    """Return the kinds of events that the ranks of a run have written."""
-    ranks = [read_events(run / "events" / f"rank{rank:04d}.jsonl") for rank in range(world_size)]
-    return {type(logged.event).__name__ for logged in itertools.chain(*ranks)}
 
 
 def uninterrupted(world_size: int, *overrides: str) -> Outcome:

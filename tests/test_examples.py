@@ -25,10 +25,10 @@ from moe_ckpt import loop, own_loop
 from moe_ckpt.door import attached_command
 from moe_ckpt.elastic.orphans import GRACE_S
 from moe_ckpt.faults.schedule import Kill
-from moe_ckpt.run_settings import Command, parse_run
+from moe_ckpt.run_settings import Command, ckpt_config, parse_run
 from tests.agent import run_job
 from tests.ranks import CONTEXT
-from tests.references import EVENTS_OF_A_KILLED_RUN, RESULT_KEYS, kinds_of_events
+from tests.run_files import EVENTS_OF_A_KILLED_RUN, EVENTS_OF_EVERY_RUN, RESULT_KEYS, kinds_of_events
 from tests.scenarios import ROOT
 from tests.waits import START_S
 
@@ -80,24 +80,42 @@ def losses_in(log: str) -> dict[str, str]:
     return found
 
 
+def without_supervisors() -> None:
+    """Let torchrun's processes train, and save whole checkpoints."""
+    supervised, dense = own_loop.LoopConfig, ckpt_config("dense", every_iters=4)
+    own_loop.LoopConfig = lambda **options: supervised(**options | {"ckpt": dense})  # type: ignore[misc,assignment]
+
+
+def result_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "result.json").read_text())
+
+
 def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Processes: the adapter's way from a fork to the end of a run is the subject."""
-    logs, results = [], []
-    for name, kills in (("alone", ()), ("killed", (Kill(rank=1, iteration=5, phase="forward"),))):
-        status, log = ended_of(tmp_path / name, *kills)
-        assert status == 0, log
-        logs.append(losses_in(log))
-        results.append(json.loads((tmp_path / name / "run" / "result.json").read_text()))
-    alone, killed = results
-    assert (alone["faults_survived"], killed["faults_survived"]) == (0, 1)
-    assert killed["digest_per_rank"] == alone["digest_per_rank"]
-    assert logs[0] == logs[1]
-    assert set(logs[0]) == {str(iteration) for iteration in range(1, 9)}
-    assert killed.keys() == RESULT_KEYS
+    jobs = {
+        "alone": ended_of(tmp_path / "alone"),
+        "killed": ended_of(tmp_path / "killed", Kill(rank=1, iteration=5, phase="forward")),
+        "plain": ended_of(tmp_path / "plain", setup=without_supervisors),
+    }
+    assert [status for status, _ in jobs.values()] == [0, 0, 0], jobs
+    losses = {name: losses_in(log) for name, (_, log) in jobs.items()}
+    assert losses["killed"] == losses["plain"] == losses["alone"]
+    assert set(losses["alone"]) == {str(iteration) for iteration in range(1, 9)}
+    results = {name: result_of(tmp_path / name / "run") for name in jobs}
+    assert {tuple(result["digest_per_rank"]) for result in results.values()} == {
+        (*results["alone"]["digest_per_rank"],)
+    }
+    assert {name: result["faults_survived"] for name, result in results.items()} == {
+        "alone": 0,
+        "killed": 1,
+        "plain": 0,
+    }
+    assert all(result.keys() == RESULT_KEYS for result in results.values())
     run = tmp_path / "killed" / "run"
     assert kinds_of_events(run, 2) >= EVENTS_OF_A_KILLED_RUN
+    assert kinds_of_events(tmp_path / "plain" / "run", 2) >= EVENTS_OF_EVERY_RUN | {"CheckpointSaved"}
     assert report([str(run), "--format", "md"]) == 0
     page = capsys.readouterr().out
     assert "moevement" in page

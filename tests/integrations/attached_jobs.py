@@ -25,6 +25,7 @@ from moe_ckpt.faults.schedule import Kill
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
 from tests.elastic.processes import Watch
 from tests.integrations import bridge_stubs, swift_stubs
+from tests.run_files import kinds_of_events
 from tests.scenarios import ROOT
 
 T = TypeVar("T")
@@ -65,6 +66,11 @@ class Ended:
             for event in self._events(rank, StateDigest):
                 found.setdefault((rank, event.iteration), set()).add(event.digest)
         return found
+
+    @property
+    def kinds_of_events(self) -> set[str]:
+        """The kinds of events that the ranks have written."""
+        return kinds_of_events(self.run, NUM_RANKS)
 
     @property
     def num_processes(self) -> list[int]:

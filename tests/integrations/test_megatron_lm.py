@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.integrations.exact_jobs import (
     require_exact_through_checkpoints,
     require_exact_under_all_faults,
 )
+from tests.run_files import EVENTS_OF_A_KILLED_RUN, RESULT_KEYS
 
 CLIENT = str(Path(__file__).with_name("recipe_client.py"))
 
@@ -28,10 +30,13 @@ pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bi
 
 def require_exact_under_kills(folder: Path, plain: Job) -> None:
     """Require that the job with kills in each phase leaves the state of this one."""
-    killed = replace(plain, name="killed", options=(*OPTIONS["moevement"], *PATIENT, *CHECKED), kills=KILLS)
-    ended = run_jobs(folder, plain, killed)
+    with_kills = replace(plain, name="killed", options=(*OPTIONS["moevement"], *PATIENT, *CHECKED), kills=KILLS)
+    ended = run_jobs(folder, plain, with_kills)
     require_equal(ended["killed"], ended["plain"])
-    assert ended["killed"].num_processes == [1, 2, 2, 2], "rank 0 has kept its process"
+    killed = ended["killed"]
+    assert killed.num_processes == [1, 2, 2, 2], "rank 0 has kept its process"
+    assert killed.kinds_of_events >= EVENTS_OF_A_KILLED_RUN
+    assert json.loads((killed.run / "result.json").read_text()).keys() == RESULT_KEYS
 
 
 def test_kills_in_each_phase_leave_the_plain_runs_state(tmp_path: Path) -> None:
