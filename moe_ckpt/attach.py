@@ -24,9 +24,9 @@ from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.process_groups import CPU_BACKEND
-from moe_ckpt.engine.assembly import Attached, InMemoryAssembly
-from moe_ckpt.engine.interfaces import StagePlace
-from moe_ckpt.engine.session import Parts, Session
+from moe_ckpt.engine.assembly import InMemoryAssembly
+from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
+from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.events import EventLog
 from moe_ckpt.faults.schedule import StateLoss
@@ -94,14 +94,22 @@ def attach(
     if in_memory := ckpt.in_memory:
         if len(state.model) > 1 and in_memory.boundary_log:
             in_memory = replace(in_memory, boundary_log=False)  # the last stage sends to the first one, too
-        attached = replace(_attached(in_memory, identity, state, loop, cpu_backend), on_divergence=on_divergence)
-        assembly = InMemoryAssembly(in_memory, attached, events, elastic, folder.with_name("snapshots"), losses)
-        build = assembly.build_parts
+        adapter = _rank_adapter(in_memory, identity, state, loop, cpu_backend)
+        assembly = InMemoryAssembly(
+            in_memory,
+            adapter,
+            events,
+            elastic,
+            folder.with_name("snapshots"),
+            losses,
+            on_divergence=on_divergence,
+        )
+        build_generation = assembly.build_generation
     else:
-        parts = Parts(policy=make_policy(ckpt, last_iteration=last_iteration), sparse=None)
-        build = lambda: parts  # noqa: E731
+        policy = make_policy(ckpt, last_iteration=last_iteration)
+        build_generation = lambda: (policy, None)  # noqa: E731
     session = Session(
-        build,
+        build_generation,
         durable,
         ranks,
         events,
@@ -116,10 +124,14 @@ def attach(
     return session
 
 
-def _attached(
+def _rank_adapter(
     ckpt: InMemoryConfig, identity: RunIdentity, state: TrainingState, loop: TrainingLoop, cpu_backend: str
-) -> Attached:
-    """Return this rank's training behind the engine's seams. Raises ConfigError for what cannot be replayed."""
+) -> RankAdapter:
+    """Return this rank's training behind the engine's seams.
+
+    Raises:
+        ConfigError: The training cannot be replayed.
+    """
     require_replayable(state, rows=loop.communicator.rows)
     operators = RankOperators(state)
     if ckpt.served:
@@ -134,7 +146,7 @@ def _attached(
     boost = None
     if ckpt.capacity_boost:
         boost = CapacityBoost(state, num_micro_batches=loop.num_micro_batches, factor=ckpt.capacity_boost)
-    return Attached(
+    return RankAdapter(
         place=place,
         stage=stage,
         operators=operators,

@@ -1,17 +1,17 @@
-"""Builds the in-memory tier of one rank from an adapter's description of its training: stores, policy, tier, recovery.
+"""Builds one rank's in-memory checkpointing from its adapter: host memory, policy, tier, recoveries.
 
-Owns: the order in which the parts are built; which parts live as long as the process, and which as long as a
-generation. Must not: import Megatron, or do anything but build.
+Owns: the order in which the parts are built, and their two lifetimes. Must not: import Megatron, or do anything but
+build.
+
+    process      adapter, events -> RankParts (memory, account, counts, meter)      in the first generation
+    generation   policy; RankParts -> store, tier, recoveries -> InMemoryCheckpointing
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, assert_never
-
-import torch
 
 from moe_ckpt.config import (
     DIVERGENCES,
@@ -25,19 +25,20 @@ from moe_ckpt.config import (
     require,
 )
 from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.in_memory import InMemoryCheckpointing
 from moe_ckpt.engine.in_memory_tier import InMemoryTier
-from moe_ckpt.engine.interfaces import Boost, Counts, FaultInjector, Mirror, Operators, Stage, StagePlace
+from moe_ckpt.engine.interfaces import RankAdapter
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.partial_recovery import PartialPolicy, PartialRecovery
-from moe_ckpt.engine.rank_parts import RankParts, TierStores
+from moe_ckpt.engine.rank_memory import RankMemory
+from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.server_states import ServerStates
-from moe_ckpt.engine.session import InMemoryParts, Parts
 from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.engine.stage_profiles import share_profiles
 from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
-from moe_ckpt.engine.token_account import TokenAccount, TokenRate
+from moe_ckpt.engine.token_account import TokenAccount
 from moe_ckpt.engine.window_recovery import WindowRecovery
 from moe_ckpt.engine.window_sources import WindowSources
 from moe_ckpt.events import EventLog, ServersChanged
@@ -51,18 +52,7 @@ from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.policies.window_cost import alone_share
 from moe_ckpt.ports import Policy
-from moe_ckpt.replication.final_save import SaveTarget, write_save_target
-from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.replication.placement import placement_lines
-from moe_ckpt.replication.publisher import NoCopies, Publisher
-from moe_ckpt.snapshot.blobs import BlobFolder, own_path
-from moe_ckpt.snapshot.boundary_log import BoundaryLog
-from moe_ckpt.snapshot.bubbles import PipelineBubbles
-from moe_ckpt.snapshot.capture import SnapshotEngine
-from moe_ckpt.snapshot.copier import HostCopier
-from moe_ckpt.snapshot.step_log import StepLog
-from moe_ckpt.snapshot.token_bucket import Throttle
-from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory
 from moe_ckpt.types import OperatorKind
 
 
@@ -78,136 +68,136 @@ class InMemoryPolicy(Policy, Protocol):
         ...
 
 
-class Communicator(Protocol):
-    """Carries activations and gradients between stages. It writes to `log` and opens `bubbles` if these are set."""
-
-    log: BoundaryLog | None
-    bubbles: PipelineBubbles | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Attached:
-    """One rank's training, as an adapter presents it to the engine.
-
-    Byte counts are those of this rank's logs in one iteration, which has at most `num_micro_batches`. `counts` is
-    called once the operator table of the whole stage is known; `notes` go to the log at the start.
-    """
-
-    place: StagePlace
-    stage: Stage
-    operators: Operators
-    communicator: Communicator
-    injector: FaultInjector
-    counts: Callable[[], Counts]
-    tokens: TokenRate
-    num_micro_batches: int
-    boundary_log_bytes: int
-    step_log_bytes: int
-    tied_gradient_bytes: int
-    boost: Boost | None = None
-    mirror: Mirror | None = None
-    notes: Sequence[str] = ()
-    on_divergence: str = DIVERGENCES[0]
-
-
 class InMemoryAssembly:
-    """The parts of a session with snapshots in host memory. Stores, counts and measurements outlive generations."""
+    """Builds the in-memory side of one rank's session, generation after generation.
+
+    Lifetime: that of the process. Keeps the `RankParts`, which outlive generations.
+    """
 
     def __init__(
         self,
         config: InMemoryConfig,
-        attached: Attached,
+        adapter: RankAdapter,
         events: EventLog,
         elastic: ElasticContext | None,
         folder: Path,
         losses: Sequence[StateLoss] = (),
+        *,
+        on_divergence: str = DIVERGENCES[0],
     ) -> None:
-        """`folder` holds snapshots on the local disk, unless the configuration names another folder."""
+        """Prepare to build; nothing is opened before the first generation.
+
+        Args:
+            config: The policy's settings.
+            adapter: This rank's training.
+            events: This rank's log of events.
+            elastic: This rank's means to survive the loss of ranks; None: such a loss ends the job.
+            folder: The folder of snapshots on the local disk, unless the configuration names another one.
+            losses: Losses of state on purpose, in living processes.
+            on_divergence: One of `config.DIVERGENCES`, for a replay that differs from the state of a healthy rank.
+
+        Raises:
+            ConfigError: A loss is of a stage or a rank that the job does not have.
+        """
         self._config = config
-        self._attached = attached
-        self._place = attached.place
+        self._adapter = adapter
+        self._place = adapter.place
         self._events = events
         self._elastic = elastic
         self._disk_folder = Path(config.disk_path) / self._place.identity.run_id if config.disk_path else folder
+        self._on_divergence = on_divergence
         self._schedule = FaultSchedule(losses)
         self._schedule.check_fit(self._place.num_stages, self._place.identity.layout.dp)
-        self._account: TokenAccount | None = None
-        self._stores: TierStores | None = None
-        self._counts: Counts | None = None
-        self._meter: Measurements | None = None
+        self._parts: RankParts | None = None
 
-    def build_parts(self) -> Parts:
-        """Return the parts of a new generation. The contents of host memory stay. Collective over all ranks."""
-        self._attached.operators.meet()  # first: a replacement was alone as it built its model
+    def build_generation(self) -> tuple[InMemoryPolicy, InMemoryCheckpointing]:
+        """Build the in-memory side of a new generation. The contents of host memory stay. Collective over all ranks.
+
+        Returns:
+            The policy, alike on all ranks of a stage and without a history, and the rank's checkpointing.
+
+        Raises:
+            ConfigError: The settings do not fit the model or the machines; on all ranks.
+        """
+        self._adapter.operators.meet()  # first: a replacement was alone as it built its model
         num_copies = self._elastic.replicas if self._elastic else 0
         stages = self._gather_profiles()
         self._require_time_for_copies(stages, num_copies)
-        self._policy = _make_policy(self._config, stages, self._attached, num_copies)
-        partial = self._policy if isinstance(self._policy, PartialExperts | PopularExperts) else None
+        policy = _make_policy(self._config, stages, self._adapter, num_copies)
+        partial = policy if isinstance(policy, PartialExperts | PopularExperts) else None
         if self._elastic:
             hosts = self._elastic.hosts
             # before `use_peers`, which then names the servers that all ranks can reach
             if hosts and hosts.agree(self._place.ranks):
                 self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
             self._elastic.use_peers()  # a daemon that was replaced since has another address
-        # after the policy: its forecast divides the memory budget between logs and snapshots
-        self._stores = self._stores or self._open_stores()
-        if partial:
-            self._account = self._account or TokenAccount(self._attached.operators.table)
-        if self._config.asks_popularity:
-            self._counts = self._counts or self._attached.counts()
-        # outlives the policy: once a surviving rank has settled costs, a generation makes no more trial windows
-        self._meter = self._meter or Measurements(
-            sum(op.kind is OperatorKind.EXPERT for op in self._attached.operators.table.operators)
+        if self._parts is None:
+            self._parts = self._open_parts(policy, has_account=partial is not None)
+        parts = self._parts
+        store = SnapshotStore(parts)
+        tier = InMemoryTier(self._config, parts, store, self._server_states(parts))
+        stage_recovery = None if partial else StageRecovery(parts, self._on_divergence)
+        checkpointing = InMemoryCheckpointing(
+            parts,
+            tier,
+            StateLosses(self._schedule, self._adapter.injector, self._place, tier.lose, self._events),
+            stage_recovery=stage_recovery,
+            job_recovery=self._job_recovery(parts, store, partial, stage_recovery),
+            notes=[*policy.notes(), *self._adapter.notes, *self._placement()],
         )
-        rank = RankParts(
-            place=self._place,
-            stage=self._attached.stage,
-            operators=self._attached.operators,
-            counts=self._counts,
-            boost=self._attached.boost,
-            stores=self._stores,
-            meter=self._meter,
-            events=self._events,
-            account=self._account,
-        )
-        store = SnapshotStore(rank)
-        tier = InMemoryTier(self._config, rank, store, self._server_states(rank))
-        recovery = None if partial else StageRecovery(rank, self._attached.on_divergence)
-        injected = StateLosses(self._schedule, self._attached.injector, self._place, tier.lose, self._events)
-        parts = InMemoryParts(
-            tier=tier,
-            stores=self._stores,
-            recovery=recovery,
-            losses=injected,
-            notes=[*self._policy.notes(), *self._attached.notes, *self._placement()],
-            rejoin=self._rejoin(rank, store, partial, recovery),
-        )
-        return Parts(policy=self._policy, sparse=parts)
+        return policy, checkpointing
 
-    def _server_states(self, rank: RankParts) -> ServerStates | None:
+    def _open_parts(self, policy: InMemoryPolicy, *, has_account: bool) -> RankParts:
+        """Open the parts that live as long as the process."""
+        # after the policy: its forecast divides the memory budget between logs and snapshots
+        memory = RankMemory(
+            self._config,
+            self._place,
+            self._elastic,
+            self._disk_folder,
+            snapshots_limit_bytes=self._snapshots_limit_bytes(policy),
+        )
+        communicator, table = self._adapter.communicator, self._adapter.operators.table
+        communicator.log, communicator.bubbles = memory.boundary, memory.bubbles
+        num_experts = sum(operator.kind is OperatorKind.EXPERT for operator in table.operators)
+        return RankParts(
+            adapter=self._adapter,
+            memory=memory,
+            account=TokenAccount(table) if has_account else None,
+            counts=self._adapter.counts() if self._config.asks_popularity else None,
+            meter=Measurements(num_experts),
+            events=self._events,
+        )
+
+    def _snapshots_limit_bytes(self, policy: InMemoryPolicy) -> int | None:
+        """Return the most bytes of snapshots: the budget without the logs and the copies that the policy forecasts."""
+        if self._config.memory_budget_bytes is None:
+            return None
+        forecast = policy.own_forecast()
+        return self._config.memory_budget_bytes - (forecast.total_bytes - forecast.snapshots_bytes)
+
+    def _server_states(self, parts: RankParts) -> ServerStates | None:
         if self._config.served is None:
             return None
         assert self._elastic is not None, "checkpoint servers live beside supervised ranks"
-        return ServerStates(rank, self._attached.mirror, self._config.served.max_lag_iters, self._elastic)
+        return ServerStates(parts, self._config.served.max_lag_iters, self._elastic)
 
-    def _rejoin(
-        self, rank: RankParts, store: SnapshotStore, partial: PartialPolicy | None, recovery: StageRecovery | None
+    def _job_recovery(
+        self,
+        parts: RankParts,
+        store: SnapshotStore,
+        partial: PartialPolicy | None,
+        stage_recovery: StageRecovery | None,
     ) -> JobRecovery | None:
         if self._elastic is None:
             return None
         if partial:
-            return PartialRecovery(rank, store, partial, self._elastic, self._attached.tokens)
-        assert recovery is not None, "only units are loaded without a replay"
-        sources = WindowSources(
-            rank,
-            recovery,
-            self._elastic,
-            logs_tied=self._attached.tied_gradient_bytes > 0,
-            servers_lead=self._config.served is not None,
-        )
+            return PartialRecovery(parts, store, partial, self._elastic)
+        assert stage_recovery is not None, "only units are loaded without a replay"
+        servers_lead = self._config.served is not None
+        sources = WindowSources(parts, stage_recovery, self._elastic, servers_lead=servers_lead)
         recovers_locally = self._config.recovers_locally
-        return WindowRecovery(rank, sources, recovery, self._elastic, recovers_locally=recovers_locally)
+        return WindowRecovery(parts, sources, stage_recovery, self._elastic, recovers_locally=recovers_locally)
 
     def _placement(self) -> list[str]:
         if self._elastic is None:
@@ -222,50 +212,6 @@ class InMemoryAssembly:
             peers=elastic.peers,
         )
         return ["where copies of host memory are:", *lines]
-
-    def _open_stores(self) -> TierStores:
-        """Open host memory: logs take what they need, and snapshots get the rest of the budget."""
-        private = PrivateMemory(pinned=torch.cuda.is_available())
-        # two copiers: a copy to peers must not wait behind a snapshot, and has no cap, since it waits in device memory
-        copier, log_copier = HostCopier(Throttle(self._config.max_bytes_per_s.host)), HostCopier()
-        publisher, disk = self._open_surviving(self._elastic, copier) if self._elastic else (None, None)
-        limit_bytes = self._config.memory_budget_bytes
-        if limit_bytes is not None:
-            forecast = self._policy.own_forecast()
-            limit_bytes += forecast.snapshots_bytes - forecast.total_bytes
-        log_buffers = HostBuffers(private)  # ends with the process: its stage replays, and logs again what it sends
-        snapshot_buffers = HostBuffers(publisher.folder if publisher else private, limit_bytes=limit_bytes)
-        keeps_log = self._config.boundary_log and self._place.num_stages > 1
-        boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
-        bubbles = PipelineBubbles() if self._config.copies_in_bubbles else None
-        self._attached.communicator.log, self._attached.communicator.bubbles = boundary, bubbles
-        stores = TierStores(
-            copiers=(copier, log_copier),
-            engine=SnapshotEngine(copier, snapshot_buffers, publisher, bubbles),
-            memory=SnapshotMemory(snapshot_buffers, self._config.keep_windows, publisher),
-            steps=StepLog(publisher),
-            boundary=boundary,
-            buffers=(log_buffers, snapshot_buffers),
-            publisher=publisher,
-            disk=disk,
-            bubbles=bubbles,
-        )
-        # a replacement finds the snapshots and the step log of the worker before it, which outlive a process
-        stores.adopt_kept()
-        return stores
-
-    def _open_surviving(self, elastic: ElasticContext, copier: HostCopier) -> tuple[Publisher, LocalDisk]:
-        """Open the memory that outlives this process, and the local disk, where its supervisor saves it at the end."""
-        elastic.at_end(copier.throttle.lift)  # else survivors would join late, after the rest of a copy,
-        folder = BlobFolder(own_path(elastic.memory), pinned=torch.cuda.is_available())
-        publisher = Publisher(folder, elastic.daemon or NoCopies(), elastic.copy_s, elastic.page.wait_for_copies)
-        elastic.at_end(publisher.interrupt_waits)  # and of those to peers
-        rank, limit_bytes = self._place.shard.global_rank, self._config.disk_budget_bytes
-        disk = LocalDisk(self._disk_folder, rank, elastic.daemon, limit_bytes)
-        if not self._config.loses_tokens:  # the last save knows windows only: units go on from those on disk
-            target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
-            write_save_target(elastic.memory, target)
-        return publisher, disk
 
     def _require_time_for_copies(self, stages: Sequence[StageProfile], num_copies: int) -> None:
         """Raise ConfigError on all ranks if the cap lets no full snapshot through within `runtime.copy_s`."""
@@ -287,22 +233,21 @@ class InMemoryAssembly:
 
     def _gather_profiles(self) -> list[StageProfile]:
         """Return the profile of every stage. Collective over all ranks."""
-        attached = self._attached
         mine = StageProfile(
-            table=attached.operators.table,
-            boundary_log_bytes=attached.boundary_log_bytes if self._config.boundary_log else 0,
-            step_log_bytes=attached.step_log_bytes,
+            table=self._adapter.operators.table,
+            boundary_log_bytes=self._adapter.boundary_log_bytes if self._config.boundary_log else 0,
+            step_log_bytes=self._adapter.step_log_bytes,
         )
         return share_profiles(self._place, mine)
 
 
 def _make_policy(
-    config: InMemoryConfig, stages: Sequence[StageProfile], attached: Attached, num_copies: int
+    config: InMemoryConfig, stages: Sequence[StageProfile], adapter: RankAdapter, num_copies: int
 ) -> InMemoryPolicy:
-    place = attached.place
+    place = adapter.place
     match config:
         case MoevementConfig():
-            share = alone_share(attached.num_micro_batches, place.num_stages)
+            share = alone_share(adapter.num_micro_batches, place.num_stages)
             return SparseWindows(config, stages, place.stage, num_copies, share)
         case GeminiConfig() | CheckfreqConfig():
             return WholeSnapshots(config, stages, place.stage, num_copies)

@@ -24,16 +24,16 @@ class ExpertTokens:
 
     def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
         self._kind, self._decay = config.popularity, config.popularity_decay
-        self._place = parts.place
+        self._place = parts.adapter.place
         self._counts = parts.counts
-        self._boost = parts.boost
+        self._boost = parts.adapter.boost
         self._account = parts.account
         self._meter = parts.meter
         self._log = parts.events
         self._counted: ExpertCounts | None = None
         self._made_up: IntArray | None = None
-        writes = parts.place.stage_ranks.rank == 0 and parts.counts is not None
-        self.events = ExpertEvents(parts.operators.table, parts.events, writes=writes)
+        writes = parts.adapter.place.stage_ranks.rank == 0 and parts.counts is not None
+        self.events = ExpertEvents(parts.adapter.operators.table, parts.events, writes=writes)
 
     def begin(self) -> None:
         """An iteration begins."""

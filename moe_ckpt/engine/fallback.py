@@ -102,18 +102,18 @@ class Fallback:
         """Put a source into quarantine: it is not loaded again."""
         self._quarantined |= {source}
 
-    def look(self, rejoin: JobRecovery | None, tainted: range = range(0)) -> UsableState:
+    def look(self, job_recovery: JobRecovery | None, tainted: range = range(0)) -> UsableState:
         """Return the usable states, without those of `tainted` iterations.
 
-        Without `rejoin` there are no local disks.
+        Without `job_recovery` there are no local disks.
         """
         # a replacement does not know the sources that other ranks quarantine already
         quarantined = gather_results(self._ranks, lambda: self._quarantined, CheckpointLoadError)
         self._quarantined = frozenset().union(*quarantined)
         sources = [Source(place=ref.directory, iteration=ref.iteration) for ref in self._durable.committed()]
         passed_over: list[str] = []
-        if rejoin is not None:
-            disks = rejoin.look_at_disks()
+        if job_recovery is not None:
+            disks = job_recovery.look_at_disks()
             if disks.newest is not None:
                 sources.append(Source(place=LOCAL_DISK, iteration=disks.newest))
             # snapshots that the ranks together cannot use are an error, and not a silent new start
@@ -130,7 +130,9 @@ class Fallback:
             passed_over=passed_over + [f"{source}: in quarantine" for source in best_first if source in bad],
         )
 
-    def load(self, found: UsableState, rejoin: JobRecovery | None, passed_over: Sequence[str] = ()) -> Source | None:
+    def load(
+        self, found: UsableState, job_recovery: JobRecovery | None, passed_over: Sequence[str] = ()
+    ) -> Source | None:
         """Load the best usable state and return its source; None if there is none.
 
         `passed_over`: reasons so far, for the log.
@@ -142,7 +144,7 @@ class Fallback:
         for source in found.sources:
             started_s = time.monotonic()
             try:
-                self._load(source, rejoin)
+                self._load(source, job_recovery)
             except CheckpointLoadError as error:
                 self._events.append(CheckpointSkipped(source=source.place, reason=str(error)))
                 reasons.append(str(error) if str(error).startswith(source.place) else f"{source}: {error}")
@@ -161,15 +163,15 @@ class Fallback:
             )
         return None
 
-    def _load(self, source: Source, rejoin: JobRecovery | None) -> None:
+    def _load(self, source: Source, job_recovery: JobRecovery | None) -> None:
         if source.place != LOCAL_DISK:
             self._durable.resume(CheckpointRef(iteration=source.iteration, directory=source.place))
-            if rejoin is not None:
+            if job_recovery is not None:
                 # only then: while the checkpoint is read, memory stays a source for the next recovery
-                rejoin.drop_memory()
+                job_recovery.drop_memory()
             return
-        assert rejoin is not None
-        iteration = rejoin.load_from_disk()
+        assert job_recovery is not None
+        iteration = job_recovery.load_from_disk()
         if iteration != source.iteration:
             raise CheckpointLoadError(f"got the state after iteration {iteration}, wanted {source.iteration}")
 

@@ -47,10 +47,10 @@ class InMemoryTier:
         self.logs = IterationLogs(config, parts)
         self._strict = config.strict
         self.recovers_locally = config.recovers_locally
-        self._place = parts.place
-        self._stage = parts.stage
-        self._operators = parts.operators
-        self._stores = parts.stores
+        self._place = parts.adapter.place
+        self._stage = parts.adapter.stage
+        self._operators = parts.adapter.operators
+        self._memory = parts.memory
         self._store = store
         self._servers = servers
         self._events = parts.events
@@ -60,7 +60,7 @@ class InMemoryTier:
         self._dense_bytes = parts.dense_bytes
         self._newest: SlotPlan | None = None
         self._pauses = False
-        parts.stores.engine.apply_cap()  # which the end of the generation before this one has lifted
+        parts.memory.engine.apply_cap()  # which the end of the generation before this one has lifted
 
     def started(self, iteration: int) -> None:
         """Before the first forward of `iteration`."""
@@ -68,17 +68,17 @@ class InMemoryTier:
         if self.recovers_locally:
             self.logs.begin(iteration)
         self._experts.begin()
-        if self._stores.bubbles:
-            self._stores.bubbles.take_seconds()  # those of evaluations are none of an iteration
-        copies_nothing = self._stores.memory.in_flight() is None and not self._agreement.disk.is_under_way
+        if self._memory.bubbles:
+            self._memory.bubbles.take_seconds()  # those of evaluations are none of an iteration
+        copies_nothing = self._memory.snapshots.in_flight() is None and not self._agreement.disk.is_under_way
         self._meter.iteration_started(is_quiet=copies_nothing)
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are complete, and no parameter has changed yet."""
         self._meter.gradients_complete()  # first: the rest of this hook is not the iteration's own work
         self.stop_observing()
-        if self._stores.bubbles:
-            self._meter.bubbles_s.append(self._stores.bubbles.take_seconds())
+        if self._memory.bubbles:
+            self._meter.bubbles_s.append(self._memory.bubbles.take_seconds())
         self._operators.log_step(iteration, gradients)
         self._experts.log_extra(gradients)
         if self.recovers_locally:
@@ -86,7 +86,7 @@ class InMemoryTier:
             self.logs.add(iteration, gradients)
         try:
             with self._meter.waiting():
-                self._stores.engine.release()  # the copier reads parameters in place, and the step changes them
+                self._memory.engine.release()  # the copier reads parameters in place, and the step changes them
         except CheckpointSaveError as error:
             self._report(error)
         # where the next window follows at once, this one has to reach peers now; whole snapshots and pauses leave time
@@ -133,7 +133,7 @@ class InMemoryTier:
 
     def entered(self, iteration: int, period_iters: int) -> None:
         """A generation begins with the state after `iteration` steps; its next window may come in a period."""
-        oldest = self._stores.memory.oldest_needed_iteration()
+        oldest = self._memory.snapshots.oldest_needed_iteration()
         if oldest is not None:  # windows of the last generation were this long: theirs may be the only one for a while
             self.logs.window_takes(max(iteration - oldest, period_iters))
 
@@ -147,7 +147,7 @@ class InMemoryTier:
         """
         if self._servers and self._servers.adopt(plan.window_start):
             return
-        windows = self._stores.memory.windows()
+        windows = self._memory.snapshots.windows()
         has_state = any(window.is_whole_state and window.start == plan.window_start for window in windows)
         # the rank with the fewest decides for all: snapshots and their confirmation are collective
         facts = {"num_kept": len(windows), "has_state": has_state}
@@ -165,7 +165,7 @@ class InMemoryTier:
         self._collect(wait=True)  # the stream may begin with it
         # servers have no generators and no schedule: a recovery takes these from the step log
         self.logs.log_start(plan.window_start + 1)
-        kept = [self._stores.memory.in_flight(), *self._stores.memory.windows()]
+        kept = [self._memory.snapshots.in_flight(), *self._memory.snapshots.windows()]
         whole = [snapshot for window in kept if window for snapshot in window.snapshots]
         with self._meter.stalling():
             servers.hand_over(self._store.wanted(plan)[0], whole[0] if whole else None)
@@ -187,7 +187,7 @@ class InMemoryTier:
     def lose(self) -> None:
         """This rank's state is lost: a snapshot in progress is torn, and the boundary log dies with the process."""
         # a copy still under way may take bytes from after the loss, with a checksum that matches them
-        self._stores.engine.discard_torn()
+        self._memory.engine.discard_torn()
         # as these die with a process; snapshots and step log are in memory that outlives it
         self.logs.lose_boundary()
         self._meter.drop_counts()
@@ -204,23 +204,23 @@ class InMemoryTier:
         # the copier still reads tensors that the recovery overwrites
         self.settle()
         # after that: the last snapshot may complete a window that other ranks have confirmed before the fault
-        self._stores.memory.keep_complete()
+        self._memory.snapshots.keep_complete()
 
     def settle(self) -> None:
         """Finish the snapshot in progress, without a cap: its state may change then."""
-        with self._stores.engine.uncapped():
+        with self._memory.engine.uncapped():
             self._collect(wait=True)
 
     def close(self) -> None:
         """Finish the snapshot in progress, and end the copying thread."""
         self.settle()
-        for copier in self._stores.copiers:
+        for copier in self._memory.copiers:
             copier.close()
 
     def retake(self, iteration: int) -> None:
         """The state is again that after `iteration` steps: take the snapshots that the fault tore."""
         self._experts.events.interrupted()
-        plan, window = self._newest, self._stores.memory.in_flight()
+        plan, window = self._newest, self._memory.snapshots.in_flight()
         if plan is None or window is None or plan.iteration != iteration:
             return
         # a copy that had ended before the loss is whole, and has the same bits as the state that was rebuilt
@@ -229,22 +229,22 @@ class InMemoryTier:
 
     def _capture(self, plan: SlotPlan) -> None:
         self._agreement.has_failed = False
-        bubble_bytes = self._meter.bubble_bytes() if self._stores.bubbles else 0.0
-        self._stores.engine.capture(self._store.wanted(plan), bubble_bytes=bubble_bytes)
+        bubble_bytes = self._meter.bubble_bytes() if self._memory.bubbles else 0.0
+        self._memory.engine.capture(self._store.wanted(plan), bubble_bytes=bubble_bytes)
 
     def _collect(self, *, wait: bool) -> None:
         try:
-            taken = self._stores.engine.collect(wait=wait)
+            taken = self._memory.engine.collect(wait=wait)
         except CheckpointSaveError as error:
             self._report(error)
             return
         if not taken:
             return
-        if self._stores.memory.in_flight() is None:
+        if self._memory.snapshots.in_flight() is None:
             # another rank's copy has failed after this one was released, and all ranks have dropped the window
-            self._stores.engine.drop(taken.snapshots)
+            self._memory.engine.drop(taken.snapshots)
             return
-        self._stores.memory.add(*taken.snapshots)
+        self._memory.snapshots.add(*taken.snapshots)
         header, copied = taken.snapshots[0].header, taken.copied
         size_bytes = sum(snapshot.header.payload_bytes for snapshot in taken.snapshots)
         self._meter.copied(size_bytes, copied.seconds)

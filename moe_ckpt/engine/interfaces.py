@@ -1,6 +1,7 @@
 """The Protocols through which the engine uses the training framework; `moe_ckpt.megatron` implements them.
 
-Also the value that says which place a rank has in the job. No behaviour is defined here.
+Also two values that hold them: a rank's place in the job, and the adapter, which is all of its training. No behaviour
+is defined here.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import numpy.typing as npt
 import torch
 
 from moe_ckpt.collectives import Ranks
+from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.events import CapacityBoosted
 from moe_ckpt.mirror.plan import BucketPlace, MirroredSums
 from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
-from moe_ckpt.snapshot.boundary_log import LoggedEnds
+from moe_ckpt.snapshot.boundary_log import BoundaryLog, LoggedEnds
+from moe_ckpt.snapshot.bubbles import PipelineBubbles
 from moe_ckpt.snapshot.capture import Piece
 from moe_ckpt.snapshot.codec import PartKey, ShardIdentity
 from moe_ckpt.snapshot.step_log import StepRecord
@@ -231,3 +234,63 @@ class FaultInjector(Protocol):
     def arm(self, phase: str, callback: Callable[[], None]) -> None:
         """Call back once in the middle of the next forward or backward pass."""
         ...
+
+
+class Communicator(Protocol):
+    """Carries activations and gradients between stages. The engine sets both attributes as it opens host memory."""
+
+    log: BoundaryLog | None
+    """The log of all tensors that this rank sends to other stages; None: nothing is logged."""
+
+    bubbles: PipelineBubbles | None
+    """The bubbles, to be opened while this rank waits for other stages; None: no copy waits for bubbles."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankAdapter:
+    """One rank's training, as the adapter of a training framework presents it to the engine.
+
+    Lifetime: that of the process. Only the operator table changes with a generation.
+    """
+
+    place: StagePlace
+    """The rank's position in the job, and its groups of ranks."""
+
+    stage: Stage
+    """The rank's part of its stage: runs, records, replays and undoes iterations."""
+
+    operators: Operators
+    """The state of the stage by operator."""
+
+    communicator: Communicator
+    """Transfers between stages, which the boundary log records."""
+
+    injector: FaultInjector
+    """Loses the rank's state on purpose."""
+
+    counts: Callable[[], Counts]
+    """Returns the counts of the router's tokens. Called once, when the operator table of the whole stage is known."""
+
+    tokens: TokenRate
+    """Tokens of one iteration of the whole job."""
+
+    num_micro_batches: int
+    """The most micro-batches of an iteration."""
+
+    boundary_log_bytes: int
+    """The most bytes that this rank sends to neighbour stages in an iteration."""
+
+    step_log_bytes: int
+    """Bytes that an iteration adds to this rank's step log."""
+
+    tied_gradient_bytes: int
+    """Bytes of the tied embeddings' gradient in a record of the step log, which no other rank has; 0 without one."""
+
+    boost: Boost | None = None
+    """Makes up lost tokens by higher capacity; None: lost tokens are not made up."""
+
+    mirror: Mirror | None = None
+    """Reductions that servers capture from a mirror port; None: no server does."""
+
+    notes: Sequence[str] = ()
+    """Lines for the log at the start."""

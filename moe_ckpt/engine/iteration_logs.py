@@ -16,8 +16,8 @@ class IterationLogs:
 
     def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
         self._config = config
-        self._stage = parts.stage
-        self._stores = parts.stores
+        self._stage = parts.adapter.stage
+        self._memory = parts.memory
         self._noted: int | None = None
         self._longest_iters = 0
 
@@ -26,31 +26,31 @@ class IterationLogs:
         if self._noted != iteration:
             self.log_start(iteration)
         # logs of this age are dropped even if no window is ever complete: no recovery needs older ones
-        kept = (window.snapshots[0].header.num_slots for window in self._stores.memory.windows())
+        kept = (window.snapshots[0].header.num_slots for window in self._memory.snapshots.windows())
         longest_iters = max([self._longest_iters, *kept])
         most_iters = 2 * ((self._config.keep_windows + 1) * longest_iters + self._config.profile_iters)
         self._drop_up_to(iteration - most_iters)
-        if self._stores.boundary:
-            self._stores.boundary.begin(iteration)
+        if self._memory.boundary:
+            self._memory.boundary.begin(iteration)
 
     def log_start(self, iteration: int) -> None:
         """Log the current state as the start of `iteration`."""
-        self._stores.steps.log_start(iteration, self._stage.begin(iteration))
+        self._memory.steps.log_start(iteration, self._stage.begin(iteration))
         self._noted = iteration
 
     def add(self, iteration: int, gradients: ReadyGradients) -> None:
         """Log the facts that the step of the iteration needs."""
-        self._stores.steps.add(self._stage.record(iteration, gradients))
+        self._memory.steps.add(self._stage.record(iteration, gradients))
 
     def end_pass(self) -> None:
         """Later transfers, those of evaluations, are not the iteration's."""
-        if self._stores.boundary:
-            self._stores.boundary.end()
+        if self._memory.boundary:
+            self._memory.boundary.end()
 
     def lose_boundary(self) -> None:
         """The boundary log dies with the state that was lost."""
-        if self._stores.boundary:
-            self._stores.boundary.clear()
+        if self._memory.boundary:
+            self._memory.boundary.clear()
 
     def took(self, plan: SlotPlan) -> None:
         """A snapshot of the plan begins: its window needs logs from here on."""
@@ -66,11 +66,11 @@ class IterationLogs:
 
     def drop_old(self) -> None:
         """Drop the logs that no window needs any more."""
-        oldest = self._stores.memory.oldest_needed_iteration()
+        oldest = self._memory.snapshots.oldest_needed_iteration()
         assert oldest is not None
         self._drop_up_to(oldest)
 
     def _drop_up_to(self, iteration: int) -> None:
-        self._stores.steps.drop_up_to(iteration)
-        if self._stores.boundary:
-            self._stores.boundary.drop_up_to(iteration)
+        self._memory.steps.drop_up_to(iteration)
+        if self._memory.boundary:
+            self._memory.boundary.drop_up_to(iteration)

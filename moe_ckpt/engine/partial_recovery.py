@@ -25,7 +25,7 @@ from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.snapshot_stores import ACCOUNT, POLICY, START, SnapshotStore
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.engine.survey import CopySurvey
-from moe_ckpt.engine.token_account import LostShares, TokenRate, lost_shares
+from moe_ckpt.engine.token_account import LostShares, lost_shares
 from moe_ckpt.errors import CheckpointLoadError, NothingLeftError
 from moe_ckpt.events import CheckpointSkipped, TokensLost
 from moe_ckpt.policies.lost_tokens import IntArray
@@ -74,22 +74,21 @@ class PartialRecovery:
         store: SnapshotStore,
         policy: PartialPolicy,
         elastic: ElasticContext,
-        rate: TokenRate,
     ) -> None:
         assert parts.account is not None, "units go with an account of lost tokens"
         self.copies = CopySurvey(parts, elastic)
-        self._place = parts.place
-        self._stage = parts.stage
-        self._operators = parts.operators
-        self._boost = parts.boost
-        self._stores = parts.stores
+        self._place = parts.adapter.place
+        self._stage = parts.adapter.stage
+        self._operators = parts.adapter.operators
+        self._boost = parts.adapter.boost
+        self._memory = parts.memory
         self._store = store
         self._account = parts.account
         self._meter = parts.meter
         self._policy = policy
         self._elastic = elastic
         self._events = parts.events
-        self._rate = rate
+        self._rate = parts.adapter.tokens
 
     def run(self, state: StepState) -> RecoveredState:
         progress = self.copies.stop_copying(state)
@@ -120,7 +119,7 @@ class PartialRecovery:
 
     def _begin_anew(self, state: StepState, *, has_begun: bool) -> None:
         """Undo the first iteration if it was begun, and reset the account of tokens."""
-        steps = self._stores.steps
+        steps = self._memory.steps
         # a surviving rank has drawn random numbers in it, and a replacement has not
         if state.reached == 0 and steps.has_start(1):
             self._stage.restore_start(steps.start(1), undo=1)
@@ -128,7 +127,7 @@ class PartialRecovery:
         if has_begun:
             self.drop_memory()  # peers and disks may have units of this epoch, which later ones must not be taken for
             return
-        self._stores.clear()
+        self._memory.clear()
         self._reset_tokens()
 
     def _reset_tokens(self) -> None:
@@ -189,8 +188,8 @@ class PartialRecovery:
 
     def _found_in(self, place: str) -> list[Snapshot]:
         if place == _MEMORY:
-            return self._stores.memory.snapshots()
-        disk = self._stores.disk
+            return self._memory.snapshots.snapshots()
+        disk = self._memory.disk
         if disk is None:
             return []
         disk.flush(self._elastic.copy_s)  # a write that is under way adds units, and drops others

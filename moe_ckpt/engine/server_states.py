@@ -35,19 +35,19 @@ _log = logging.getLogger(__name__)
 class ServerStates:
     """Collective over all ranks, but for `clear` and `hand_over`.
 
-    With a `mirror` servers capture gradients, unless all servers with mirror ports are gone.
+    With a mirror servers capture gradients, unless all servers with mirror ports are gone.
     """
 
-    def __init__(self, parts: RankParts, mirror: Mirror | None, max_lag_iters: int, elastic: ElasticContext) -> None:
-        assert parts.stores.publisher is not None, "checkpoint servers live beside supervised ranks"
-        self._place = parts.place
-        self._operators = parts.operators
-        self._mirror_port = mirror
+    def __init__(self, parts: RankParts, max_lag_iters: int, elastic: ElasticContext) -> None:
+        assert parts.memory.publisher is not None, "checkpoint servers live beside supervised ranks"
+        self._place = parts.adapter.place
+        self._operators = parts.adapter.operators
+        self._mirror_port = parts.adapter.mirror
         self._sums: tuple[MirroredSums, ...] = ()
-        self._stream = GradientStream(parts.stores.publisher, max_lag_iters)
-        self._memory = parts.stores.memory
-        self._steps = parts.stores.steps
-        self._publisher = parts.stores.publisher
+        self._stream = GradientStream(parts.memory.publisher, max_lag_iters)
+        self._snapshots = parts.memory.snapshots
+        self._steps = parts.memory.steps
+        self._publisher = parts.memory.publisher
         self._events = parts.events
         self._dense_bytes = parts.dense_bytes
         self._elastic = elastic
@@ -127,7 +127,7 @@ class ServerStates:
 
     def adopt(self, iteration: int) -> bool:
         """Return whether all ranks have a snapshot of `iteration` in memory to continue from; then none is taken."""
-        base = next((window for window in self._memory.windows() if window.start == iteration), None)
+        base = next((window for window in self._snapshots.windows() if window.start == iteration), None)
         has_base = {"base": base is not None}
         # on all ranks or on none: a recovery needs the states of one iteration from all servers
         agreed = reduce_extremes(self._place.ranks, self._place.device, largest={}, smallest=has_base)
@@ -186,7 +186,7 @@ class ServerStates:
 
     def _drop_before(self, completed: int) -> None:
         """Drop states older than `completed`, which all servers have, there, and all states in own memory."""
-        old = [window.start for window in self._memory.windows() if window.start < completed]
+        old = [window.start for window in self._snapshots.windows() if window.start < completed]
         if old:  # memory then is that of this rank's states on one server, and of the gradients on their way to it
             states_bytes = self._stream.num_states * self._dense_bytes
             self._events.append(
@@ -202,5 +202,5 @@ class ServerStates:
             )
         self._stream.drop_before(completed)
         for start in old:
-            self._memory.drop(start)
+            self._snapshots.drop(start)
         self._steps.drop_up_to(completed)

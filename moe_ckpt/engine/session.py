@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects, UsableState
-from moe_ckpt.engine.in_memory_tier import InMemoryTier
+from moe_ckpt.engine.in_memory import InMemoryCheckpointing
 from moe_ckpt.engine.job_recovery import JobRecovery, RecoveredState
-from moe_ckpt.engine.rank_parts import TierStores
-from moe_ckpt.engine.stage_recovery import StageRecovery
-from moe_ckpt.engine.state_loss import StateLosses
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, NothingLeftError, RolledBackError
 from moe_ckpt.events import EventLog, ExpertsChosen, IntervalChosen, LossNotFinite, WindowChosen
@@ -30,56 +27,16 @@ from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class InMemoryParts:
-    """The parts of a session with snapshots in host memory; `notes` forecast its cost, for the log.
-
-    `rejoin` is None if the loss of a process ends the job, `recovery` if only the loss of a process can lose state.
-    """
-
-    tier: InMemoryTier
-    stores: TierStores
-    recovery: StageRecovery | None
-    losses: StateLosses
-    notes: Sequence[str]
-    rejoin: JobRecovery | None = None
-
-    def recover(self, target_iteration: int, *, undo: bool) -> bool:
-        """Recover lost state; return whether any was lost.
-
-        Then all ranks are at the state after the target iteration.
-        """
-        lost = self.losses.take()
-        if lost is None:
-            return False
-        if undo:
-            self.tier.stop_observing()
-        self.tier.settle()  # the copier reads the tensors that the recovery is about to overwrite
-        assert self.recovery is not None, lost
-        self.recovery.recover(lost, target_iteration, undo=undo)
-        # the loss tears the snapshot in flight: without its slot the window is complete on no rank
-        self.tier.retake(target_iteration)
-        return True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Parts:
-    """The parts that all ranks build anew after a replacement, so that all decide from the same start."""
-
-    policy: Policy
-    sparse: InMemoryParts | None
-
-
 class Session:
     """Implements `ports.TrainingHooks`. Every method is collective over all ranks.
 
-    Call `enter` first, and again in every generation of an elastic job. `forget_evaluations` drops from this rank's
-    state what passes outside of iterations have left in it: a recovery repeats none of them.
+    Lifetime: that of the process. `enter` begins a generation: call it first, and again in every generation of an
+    elastic job.
     """
 
     def __init__(
         self,
-        make_parts: Callable[[], Parts],
+        build_generation: Callable[[], tuple[Policy, InMemoryCheckpointing | None]],
         durable: DurableTier,
         ranks: Ranks,
         events: EventLog,
@@ -89,7 +46,19 @@ class Session:
         forget_evaluations: Callable[[], object],
         elastic: ElasticContext | None = None,
     ) -> None:
-        self._make_parts = make_parts
+        """Put the session together.
+
+        Args:
+            build_generation: Returns policy and in-memory side of a new generation; None: no snapshots in host memory.
+            durable: The tier of whole checkpoints.
+            ranks: All ranks of the job.
+            events: This rank's log of events.
+            strict: A failed save ends training.
+            suspect_iters: Iterations after a load in which a loss that is not finite counts against the loaded source.
+            forget_evaluations: Drops the traces of evaluations from this rank's state, as recoveries repeat none.
+            elastic: This rank's means to survive the loss of ranks; None: such a loss ends the job.
+        """
+        self._build_generation = build_generation
         self._forget_evaluations = forget_evaluations
         self._durable = durable
         self._ranks = ranks
@@ -98,7 +67,8 @@ class Session:
         self._events = events
         self._strict = strict
         self._elastic = elastic
-        self._parts: Parts | None = None
+        self._policy: Policy | None = None
+        self._in_memory: InMemoryCheckpointing | None = None
         self._state = StepState()
         self._begins = False
         self._has_left_start: bool | None = None  # None: this process has begun at no start
@@ -106,57 +76,63 @@ class Session:
         self._logged_window: tuple[int, int] | None = None
 
     @property
-    def sparse(self) -> InMemoryParts | None:
-        return self._parts.sparse if self._parts else None
+    def in_memory(self) -> InMemoryCheckpointing | None:
+        """The in-memory side of this generation; None before the first `enter`, and for policies that have none."""
+        return self._in_memory
 
     @property
-    def _rejoin(self) -> JobRecovery | None:
-        return self.sparse.rejoin if self.sparse else None
+    def _job_recovery(self) -> JobRecovery | None:
+        return self._in_memory.job_recovery if self._in_memory else None
 
     @property
     def notes(self) -> Sequence[str]:
         """A forecast of the cost of checkpointing, line by line, for the log."""
-        return self.sparse.notes if self.sparse else ()
+        return self._in_memory.notes if self._in_memory else ()
 
     @property
     def oldest_start(self) -> int | None:
         """The oldest iteration that a recovery from host memory may run again; None if there is no such recovery."""
-        return self.sparse.stores.oldest_start() if self.sparse else None
+        return self._in_memory.parts.memory.oldest_start() if self._in_memory else None
 
     def enter(self) -> None:
         """Meet the other ranks, some of which may be replacements."""
-        if self.sparse:
-            self.sparse.tier.abort()
+        if self._in_memory:
+            self._in_memory.tier.abort()
             # a save of the generation before: a replacement has no part in it, so it can never be complete
             self._durable.abandon()
         # new on all ranks: a replacement's policy has no history, and plans have to be the same everywhere
-        self._parts = self._make_parts()
+        self._policy, self._in_memory = self._build_generation()
         self._has_base = False
 
-    def rejoin(self) -> RecoveredState:
-        """Bring all ranks to one state from the remaining sources; its iteration is None for a run that never saved.
+    def recover(self) -> RecoveredState:
+        """Bring all ranks to one state, as a generation starts: from memory, or from the newest state on disk.
 
-        Then the caller starts from the beginning or from a checkpoint: `resume`. If memory leads to no common state,
-        all ranks go back to the newest state on disk. Raises CheckpointLoadError on all ranks if there is none.
+        Returns:
+            The state of all ranks. Its iteration is None for a run that never saved: then the caller starts from the
+            beginning, or from a checkpoint (`resume`).
+
+        Raises:
+            CheckpointLoadError: Neither memory nor disks lead to a common state; on all ranks.
         """
-        assert self.sparse is not None
-        assert self.sparse.rejoin is not None
+        assert self._in_memory is not None
+        job_recovery = self._in_memory.job_recovery
+        assert job_recovery is not None
         self._enter_phase(Phase.RECOVERY)
         try:
-            rejoined = self.sparse.rejoin.run(self._state)
+            recovered = job_recovery.run(self._state)
         except NothingLeftError as error:
-            rejoined = RecoveredState(iteration=self._go_back(error))
+            recovered = RecoveredState(iteration=self._go_back(error))
         else:
-            if rejoined.went_back and rejoined.iteration is not None:  # else the state that was live goes on
-                self._suspects.loaded(Source(place=HOST_MEMORY, iteration=rejoined.iteration))
-        if rejoined.iteration is None:
+            if recovered.went_back and recovered.iteration is not None:  # else the state that was live goes on
+                self._suspects.loaded(Source(place=HOST_MEMORY, iteration=recovered.iteration))
+        if recovered.iteration is None:
             # no state of memory goes on; `resume` names the source if there is one on disk
             self._suspects.clear()
         else:  # first: a window of one slot needs it, and peers are about to drop earlier blobs
-            self.sparse.tier.logs.log_start(rejoined.iteration + 1)
-        self.sparse.rejoin.copies.resume_copying()
-        self._begins = rejoined.iteration is None
-        return rejoined
+            self._in_memory.tier.logs.log_start(recovered.iteration + 1)
+        job_recovery.copies.resume_copying()
+        self._begins = recovered.iteration is None
+        return recovered
 
     def begin_at(self, iteration: int) -> None:
         """The whole state is that after `iteration` steps, on all ranks."""
@@ -176,28 +152,30 @@ class Session:
             iteration = self._durable.resume_from(source)
             self._suspects.loaded(Source(place=str(source), iteration=iteration))
             return iteration
-        loaded = self._load_best(self._fallback.look(self._rejoin))
-        if loaded is None and self._rejoin:
+        loaded = self._load_best(self._fallback.look(self._job_recovery))
+        if loaded is None and self._job_recovery:
             # marks each disk until its first save: snapshots on other disks are no error of a later start then
-            self._rejoin.begin_on_disks()
-        if self._rejoin:
-            self._rejoin.copies.resume_copying()
+            self._job_recovery.begin_on_disks()
+        if self._job_recovery:
+            self._job_recovery.copies.resume_copying()
         return loaded.iteration if loaded else 0
 
     def has_snapshots_on_disk(self) -> bool:
         """Whether local disks hold any snapshots. Collective."""
-        rejoin = self._rejoin
-        return rejoin is not None and any(newest is not None for newest in rejoin.look_at_disks().of_each)
+        job_recovery = self._job_recovery
+        if job_recovery is None:
+            return False
+        return any(newest is not None for newest in job_recovery.look_at_disks().of_each)
 
     def iteration_started(self, iteration: int) -> None:
         self._forget_evaluations()
-        if self.sparse is None:
+        if self._in_memory is None:
             return
         # not in `enter`: the state to begin with is loaded, or broadcast, only after it
         if not self._has_base:
-            self._take_base(self.sparse, iteration - 1)
-        self.sparse.tier.started(iteration)
-        self.sparse.losses.arm(iteration)
+            self._take_base(self._in_memory, iteration - 1)
+        self._in_memory.tier.started(iteration)
+        self._in_memory.losses.arm(iteration)
         self._enter_phase(Phase.FORWARD, iteration)
 
     def loss_known(self, iteration: int, loss: float) -> None:
@@ -217,15 +195,15 @@ class Session:
         self._suspects.clear()
 
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
-        if self.sparse is None:
+        if self._in_memory is None:
             return True
         # the last moment to back out: no rank has changed a parameter yet
-        if self.sparse.recover(iteration - 1, undo=True):
+        if self._in_memory.recover_lost_state(iteration - 1, undo=True):
             return False
-        self.sparse.tier.ready(iteration, gradients)
+        self._in_memory.tier.ready(iteration, gradients)
         # ranks that all go back after a fault need no vote: no live state counts then
-        if self._elastic and self.sparse.tier.recovers_locally:
-            self._vote(self.sparse, iteration, gradients)
+        if self._elastic and self._in_memory.tier.recovers_locally:
+            self._vote(self._in_memory, iteration, gradients)
         self._has_left_start = True  # not after the step: a start that loads nothing would go on from it
         self._enter_phase(Phase.STEP)
         return True
@@ -239,32 +217,32 @@ class Session:
             self._elastic.sync()  # NCCL has only queued the gather of weights: it may still fail
         self._state.be_at(iteration)
         self._enter_phase(Phase.SNAPSHOT)
-        if self.sparse:
-            self.sparse.tier.committed(iteration)
-            self.sparse.losses.inject(iteration, "step")
-            self.sparse.recover(iteration, undo=False)
-        assert self._parts is not None
-        plan = self._parts.policy.plan(iteration, self._measure)
+        if self._in_memory:
+            self._in_memory.tier.committed(iteration)
+            self._in_memory.losses.inject(iteration, "step")
+            self._in_memory.recover_lost_state(iteration, undo=False)
+        assert self._policy is not None
+        plan = self._policy.plan(iteration, self._measure)
         self._attempt(lambda: self._durable.poll(wait=plan.durable))  # one save at a time is in flight
         if plan.durable:
             self._attempt(lambda: self._durable.save(iteration))
-        if self.sparse:
-            self._take(self.sparse, iteration, plan)
-            self.sparse.losses.inject(iteration, "between")
-            self.sparse.recover(iteration, undo=False)
+        if self._in_memory:
+            self._take(self._in_memory, iteration, plan)
+            self._in_memory.losses.inject(iteration, "between")
+            self._in_memory.recover_lost_state(iteration, undo=False)
         self._enter_phase(Phase.BETWEEN)
 
     def wait_for_saves(self) -> None:
         """Wait for writes in progress."""
-        if self.sparse:
-            self.sparse.tier.finish_persisting()
+        if self._in_memory:
+            self._in_memory.tier.finish_persisting()
         self._attempt(lambda: self._durable.poll(wait=True))
 
     def finish(self) -> None:
         """Wait for writes in progress, and end the copying threads."""
         self.wait_for_saves()
-        if self.sparse:
-            self.sparse.tier.close()
+        if self._in_memory:
+            self._in_memory.tier.close()
 
     def _go_back(self, error: NothingLeftError) -> int | None:
         """Load the newest state on disk; return its iteration, or None if all ranks are to start once more.
@@ -272,8 +250,8 @@ class Session:
         They are if no state is on disk, and no rank has trained since its start, which may have loaded a checkpoint of
         another run. Raises `error` on all ranks if there is no state.
         """
-        assert self._rejoin is not None
-        found = self._fallback.look(self._rejoin)
+        assert self._job_recovery is not None
+        found = self._fallback.look(self._job_recovery)
         self._state.lose()  # first: a fault during the load must not find a state that is loaded in part live
         loaded = self._load_best(found, f"{HOST_MEMORY}: {error}")
         if loaded:
@@ -281,42 +259,43 @@ class Session:
         have_left = gather_results(self._ranks, lambda: self._has_left_start, CheckpointLoadError)
         if True in have_left or False not in have_left:
             raise error
-        self._rejoin.drop_memory()
+        self._job_recovery.drop_memory()
         return None
 
     def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
         """Load the next best state, not of the iterations `since` and never `bad` again; None if there is no other."""
         self._attempt(lambda: self._durable.poll(wait=True))
         self._fallback.quarantine(bad)
-        found = self._fallback.look(self._rejoin, tainted=since)
+        found = self._fallback.look(self._job_recovery, tainted=since)
         if not found.sources:
             return None
-        self.enter()  # only here: without another source training goes on with its state, parts and memory
-        if self._rejoin:
-            self._rejoin.copies.stop_copying(self._state)
-        elif self.sparse:
-            self.sparse.stores.clear()
+        self.enter()  # only here: without another source training goes on with its state, policy and memory
+        if self._job_recovery:
+            self._job_recovery.copies.stop_copying(self._state)
+        elif self._in_memory:
+            self._in_memory.parts.memory.clear()
         self._state.lose()
         loaded = self._load_best(found, f"{bad}: {reason}")
         assert loaded is not None, found
         self.begin_at(loaded.iteration)
-        if self._rejoin:
-            self._rejoin.copies.resume_copying()
+        if self._job_recovery:
+            self._job_recovery.copies.resume_copying()
         return loaded
 
     def _load_best(self, found: UsableState, *passed_over: str) -> Source | None:
-        loaded = self._fallback.load(found, self._rejoin, passed_over)
+        loaded = self._fallback.load(found, self._job_recovery, passed_over)
         if loaded:
             self._suspects.loaded(loaded)
-            if self.sparse:
-                self.sparse.tier.logs.log_start(loaded.iteration + 1)
+            if self._in_memory:
+                self._in_memory.tier.logs.log_start(loaded.iteration + 1)
         return loaded
 
-    def _vote(self, sparse: InMemoryParts, iteration: int, gradients: ReadyGradients) -> None:
+    def _vote(self, in_memory: InMemoryCheckpointing, iteration: int, gradients: ReadyGradients) -> None:
         """Return once every rank has complete gradients: then all surviving ranks can take the step."""
         # peers hold this rank's start of the iteration before any rank steps: without it a lost memory cannot replay
-        if sparse.stores.publisher:
-            sparse.stores.publisher.has_copies_of_step(iteration)
+        publisher = in_memory.parts.memory.publisher
+        if publisher:
+            publisher.has_copies_of_step(iteration)
         # before the barrier: other ranks may leave it and step while a death cuts this rank off inside it
         self._state.prepare(gradients)
         self._ranks.barrier()
@@ -325,19 +304,19 @@ class Session:
         if self._elastic:
             self._elastic.page.enter(phase, iteration)
 
-    def _take_base(self, sparse: InMemoryParts, iteration: int) -> None:
-        assert self._parts is not None
-        plan = self._parts.policy.plan(iteration, self._measure)
+    def _take_base(self, in_memory: InMemoryCheckpointing, iteration: int) -> None:
+        assert self._policy is not None
+        plan = self._policy.plan(iteration, self._measure)
         self._report(iteration, plan)
-        sparse.tier.entered(iteration, plan.window.period_iters if plan.window else 0)
+        in_memory.tier.entered(iteration, plan.window.period_iters if plan.window else 0)
         if plan.sparse:
-            sparse.tier.take_base(plan.sparse, to_disk=plan.to_disk)
+            in_memory.tier.take_base(plan.sparse, to_disk=plan.to_disk)
         self._has_base = True
 
-    def _take(self, sparse: InMemoryParts, iteration: int, plan: SnapshotPlan) -> None:
+    def _take(self, in_memory: InMemoryCheckpointing, iteration: int, plan: SnapshotPlan) -> None:
         self._report(iteration, plan)
         if plan.sparse:
-            sparse.tier.take(plan.sparse, to_disk=plan.to_disk)
+            in_memory.tier.take(plan.sparse, to_disk=plan.to_disk)
 
     def _report(self, iteration: int, plan: SnapshotPlan) -> None:
         if plan.window:
@@ -351,8 +330,8 @@ class Session:
             self._events.append(ExpertsChosen(iteration=iteration, **asdict(plan.experts)))
 
     def _measure(self) -> Measured:
-        assert self.sparse is not None
-        return self.sparse.tier.measure()
+        assert self._in_memory is not None
+        return self._in_memory.tier.measure()
 
     def _attempt(self, save: Callable[[], None]) -> None:
         try:

@@ -39,21 +39,21 @@ class SnapshotStore:
     """The snapshots of one rank and generation; calls are local. `epoch` is that of the run."""
 
     def __init__(self, parts: RankParts) -> None:
-        self._place = parts.place
-        self._stage = parts.stage
-        self._operators = parts.operators
+        self._place = parts.adapter.place
+        self._stage = parts.adapter.stage
+        self._operators = parts.adapter.operators
         self._account = parts.account
-        self._memory = parts.stores.memory
-        self._publisher = parts.stores.publisher
-        self._disk = parts.stores.disk
-        mine = self._operators.table.full_bytes[parts.place.stage_ranks.rank]
+        self._snapshots = parts.memory.snapshots
+        self._publisher = parts.memory.publisher
+        self._disk = parts.memory.disk
+        mine = self._operators.table.full_bytes[parts.adapter.place.stage_ranks.rank]
         self._owned = frozenset(position for position, nbytes in enumerate(mine.tolist()) if nbytes)
         self._last_for_disk: int | None = None
         self.epoch = 0
 
     def begin(self, plan: SlotPlan) -> None:
         """A window begins; a window that is still in flight is dropped."""
-        self._memory.begin(self._version(plan.window_start), plan.num_slots * len(self._mine(plan.units)))
+        self._snapshots.begin(self._version(plan.window_start), plan.num_slots * len(self._mine(plan.units)))
 
     def wanted(self, plan: SlotPlan) -> list[SnapshotRequest]:
         """Return the requests for the current state."""
@@ -69,9 +69,9 @@ class SnapshotStore:
         # a sparse window on disk is whole by itself, but a checkpoint there shares units with later ones
         on_disk = (on_all_disks, self._last_for_disk) if self._account else ()
         # the daemon reads a window for the disk from this memory, for longer than later windows take on a slow disk
-        starts = {window.start for window in self._memory.windows()}
+        starts = {window.start for window in self._snapshots.windows()}
         iterations = [iteration for iteration in (*on_disk, *starts & {being_written}) if iteration is not None]
-        self._memory.confirm([self._version(iteration) for iteration in iterations], lacks_units=lacks_units)
+        self._snapshots.confirm([self._version(iteration) for iteration in iterations], lacks_units=lacks_units)
 
     def persist(self, window: Window, keep: int | None) -> Future[None] | None:
         """Start copying a window to the local disk, if there is one: with its logs, or its units that go there.
@@ -83,7 +83,7 @@ class SnapshotStore:
         if self._account is None:
             return self._publisher.persist(self._disk, window.snapshots, keep=keep)
         self._last_for_disk = window.start
-        for_disk = [unit for unit in self._memory.snapshots() if _is_for_disk(unit)]
+        for_disk = [unit for unit in self._snapshots.snapshots() if _is_for_disk(unit)]
         # with units of earlier snapshots, whose write may have failed; those that are there are not written again
         units = compose(for_disk, window.version) or [
             unit for unit in for_disk if unit.header.version == window.version

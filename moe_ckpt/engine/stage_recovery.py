@@ -44,11 +44,11 @@ class StageRecovery:
     """Recovers lost stages, with all ranks of the job present. Collective over all ranks."""
 
     def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
-        self._place = parts.place
+        self._place = parts.adapter.place
         self._meter = parts.meter
-        self._stage = parts.stage
-        self._operators = parts.operators
-        self._stores = parts.stores
+        self._stage = parts.adapter.stage
+        self._operators = parts.adapter.operators
+        self._memory = parts.memory
         self._events = parts.events
         self._on_divergence = on_divergence
 
@@ -62,10 +62,10 @@ class StageRecovery:
         """
         # before `carry_out` takes digests of healthy ranks: they are those of the target, which a replay must reach
         if undo and not lost.mine:
-            self._stage.restore_start(self._stores.steps.start(target + 1), undo=target + 1)
+            self._stage.restore_start(self._memory.steps.start(target + 1), undo=target + 1)
         inventories = gather_results(self._place.ranks, lambda: self.inventory(target), CheckpointLoadError)
         plan = plan_recovery(
-            lost.stages, inventories, target_iteration=target, boundary_log=self._stores.boundary is not None
+            lost.stages, inventories, target_iteration=target, boundary_log=self._memory.boundary is not None
         )
         if plan.target_iteration != target:
             raise CheckpointLoadError(f"nothing leads to iteration {target}: {'; '.join(plan.lines())}")
@@ -75,10 +75,10 @@ class StageRecovery:
 
     def inventory(self, target: int | None) -> Inventory:
         """Return this rank's own verified sources that lead to `target`, or to any iteration (None)."""
-        boundary = self._stores.boundary
+        boundary = self._memory.boundary
         refs = [
             ref
-            for window in self._stores.memory.windows()
+            for window in self._memory.snapshots.windows()
             if (ref := self._usable(window)) is not None and (target is None or ref.end <= target)
         ]
         last = 0 if target is None else target
@@ -164,17 +164,17 @@ class StageRecovery:
 
     def _usable(self, window: Window) -> WindowRef | None:
         try:
-            steps_to = self._stores.steps.reaches(window.start + 1)
+            steps_to = self._memory.steps.reaches(window.start + 1)
             return verified_window(window.snapshots, self._place.identity, self._place.shard, steps_to)
         except CheckpointLoadError as error:
             self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
             _log.warning("%s cannot be used: %s", window, error)
-            self._stores.memory.drop(window.start)
+            self._memory.snapshots.drop(window.start)
             return None
 
     def _roll_back(self, rollback: Rollback, target: int, progress: Progress) -> int:
         """Load and replay, or go on with a replay; return the bytes received from neighbours."""
-        window = next(window for window in self._stores.memory.windows() if window.start == rollback.window_start)
+        window = next(window for window in self._memory.snapshots.windows() if window.start == rollback.window_start)
         contents = [_contents(snapshot) for snapshot in window.snapshots]
         cut = _cut(contents)
 
@@ -185,9 +185,9 @@ class StageRecovery:
             progress(None)  # of an earlier replay, whose state the window is about to replace
         else:
             reach(rollback.resumed_at)
-            if self._stores.steps.has_start(rollback.resumed_at + 1):  # else the pass after that has not begun
+            if self._memory.steps.has_start(rollback.resumed_at + 1):  # else the pass after that has not begun
                 cut_off = rollback.resumed_at + 1
-                self._stage.restore_start(self._stores.steps.start(cut_off), undo=cut_off)
+                self._stage.restore_start(self._memory.steps.start(cut_off), undo=cut_off)
         fetched_bytes = 0
         for step in plan_conversion(contents, target):
             if step.run_iteration is not None and step.run_iteration <= rollback.starts_from:
@@ -200,8 +200,8 @@ class StageRecovery:
                 reach(step.run_iteration)
         # at a target that is the window's end, the last load activates operators that the last replay had frozen
         self._operators.freeze(())
-        if self._stores.steps.has_start(target + 1):  # else the replay has led there
-            self._stage.restore_start(self._stores.steps.start(target + 1))
+        if self._memory.steps.has_start(target + 1):  # else the replay has led there
+            self._stage.restore_start(self._memory.steps.start(target + 1))
         return fetched_bytes
 
     def _load(self, snapshot: Snapshot) -> None:
@@ -213,7 +213,7 @@ class StageRecovery:
         self, step: ReplayStep, iteration: int, rollback: Rollback, before_update: Callable[[], None]
     ) -> int:
         place, segment = self._place, rollback.stages
-        steps, boundary = self._stores.steps, self._stores.boundary
+        steps, boundary = self._memory.steps, self._memory.boundary
         ends = LoggedEnds(
             from_previous=self._receive(place.previous_rank) if place.stage == segment[0] else None,
             from_next=self._receive(place.next_rank) if place.stage == segment[-1] else None,
@@ -244,10 +244,10 @@ class StageRecovery:
 
     def _send(self, rank: int | None, iteration: int, direction: Direction) -> None:
         assert rank is not None, iteration
-        assert self._stores.boundary is not None
+        assert self._memory.boundary is not None
         # from host to host: on a device all micro-batches would need room at once, beside a whole training, and the
         # transfer would take turns with all others of the job's communicator
-        send_buffers(self._place.host_ranks, self._stores.boundary.sent(iteration, direction), rank)
+        send_buffers(self._place.host_ranks, self._memory.boundary.sent(iteration, direction), rank)
 
     def _receive(self, rank: int | None) -> tuple[torch.Tensor, ...] | None:
         """Return a neighbour's log of an iteration by micro-batch, on the host; None at an end of the pipeline."""

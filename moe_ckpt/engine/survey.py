@@ -45,8 +45,8 @@ class CopySurvey:
     """One rank's view of the snapshots of all ranks."""
 
     def __init__(self, parts: RankParts, elastic: ElasticContext) -> None:
-        self._place = parts.place
-        self._stores = parts.stores
+        self._place = parts.adapter.place
+        self._memory = parts.memory
         self._elastic = elastic
         self._held: Mapping[int, frozenset[str]] = {}
         self._has_dropped_all = False
@@ -58,8 +58,8 @@ class CopySurvey:
 
         Collective.
         """
-        if self._stores.publisher:
-            self._stores.publisher.stop_copying()  # first: a copy that a new blob would replace may be the last source
+        if self._memory.publisher:
+            self._memory.publisher.stop_copying()  # first: a copy that a new blob would replace may be the last source
         self._flush()
         self.on_hosts = self._list_hosts()
         found = gather_results(self._place.ranks, lambda: self._find(state), CheckpointLoadError)
@@ -81,23 +81,23 @@ class CopySurvey:
 
         After `drop_all`, peers and servers drop what they hold: a survey would take abandoned states for the newest.
         """
-        publisher, dropped = self._stores.publisher, self._has_dropped_all
+        publisher, dropped = self._memory.publisher, self._has_dropped_all
         self._has_dropped_all = False
         self._clear_other_hosts()
         if publisher:
             # a rank without windows lets peers keep its blobs: they may be the last source
-            publisher.begin_copying(self.held_for_me(), drop_stale=dropped or bool(self._stores.memory.windows()))
+            publisher.begin_copying(self.held_for_me(), drop_stale=dropped or bool(self._memory.snapshots.windows()))
         if dropped:
             self._held = {}  # a load may bring the same blobs back before the next survey
 
     def drop_all(self) -> None:
         """Empty the memory; peers are not told before `resume_copying`."""
         self._has_dropped_all = True
-        self._stores.clear()
-        if self._stores.publisher:
+        self._memory.clear()
+        if self._memory.publisher:
             # peers keep their copies until copying resumes: a fault before that still finds them
-            self._stores.publisher.stop_copying()
-            self._stores.publisher.replace(lambda _: 0)
+            self._memory.publisher.stop_copying()
+            self._memory.publisher.replace(lambda _: 0)
 
     def held_for_me(self) -> list[frozenset[str]]:
         """Return the keys of this rank's blobs that each peer reported."""
@@ -141,7 +141,7 @@ class CopySurvey:
     def _find(self, state: StepState) -> _Found:
         paths = held_paths(self._elastic.memory)
         held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in paths.items()}
-        windows, gradients = self._stores.memory.windows(), dict(self._stores.steps.gradients)
+        windows, gradients = self._memory.snapshots.windows(), dict(self._memory.steps.gradients)
         # a snapshot of iteration 0 is no progress: it is the base that each run takes before it trains
         has_progress = (
             state.torn

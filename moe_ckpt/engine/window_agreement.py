@@ -49,10 +49,10 @@ class WindowAgreement:
     ) -> None:
         self.awaits = False
         self.has_failed = False
-        self.disk = DiskWindows(parts.stores.publisher, parts.events, strict=config.strict)
+        self.disk = DiskWindows(parts.memory.publisher, parts.events, strict=config.strict)
         self._config = config
-        self._place = parts.place
-        self._stores = parts.stores
+        self._place = parts.adapter.place
+        self._memory = parts.memory
         self._meter = parts.meter
         self._events = parts.events
         self._store = store
@@ -78,15 +78,15 @@ class WindowAgreement:
             self._logs.drop_old()
             self._events.append(
                 HostMemoryUsed(
-                    **self._stores.memory.bytes_by_role(),
-                    boundary_log_bytes=self._stores.boundary.size_bytes if self._stores.boundary else 0,
-                    step_log_bytes=self._stores.steps.size_bytes,
-                    allocated_bytes=self._stores.allocated_bytes(),
+                    **self._memory.snapshots.bytes_by_role(),
+                    boundary_log_bytes=self._memory.boundary.size_bytes if self._memory.boundary else 0,
+                    step_log_bytes=self._memory.steps.size_bytes,
+                    allocated_bytes=self._memory.allocated_bytes(),
                     double_buffered_dense_bytes=2 * self._dense_bytes,
                 )
             )
             return
-        self._stores.memory.abandon()
+        self._memory.snapshots.abandon()
         if self._config.strict:
             raise CheckpointSaveError("ckpt.strict=true: a snapshot is not complete on every rank")
 
@@ -110,8 +110,8 @@ class WindowAgreement:
 
     def _keep(self) -> None:
         """Keep the window in flight, and start its write to disk if it is selected; the last write has ended then."""
-        window = self._stores.memory.in_flight()
-        publisher = self._stores.publisher
+        window = self._memory.snapshots.in_flight()
+        publisher = self._memory.publisher
         sent = publisher.sent(window.snapshots) if publisher and window else None
         if publisher and window and sent:
             self._events.append(
@@ -167,7 +167,7 @@ class WindowAgreement:
                 "replayed_iteration_s": _known_or(meter.replayed_iteration_s()),
                 "is_persisting": self.disk.is_writing,
                 "costs_are_settled": meter.added.is_settled,
-                "lacks_units": self._stores.memory.lacks_units,
+                "lacks_units": self._memory.snapshots.lacks_units,
                 "newest_on_disk": _known_or(self.disk.start_of(Role.RECOVERY)),
             },
             smallest={
@@ -176,7 +176,7 @@ class WindowAgreement:
                 "overlap_s": meter.overlap_s(),
                 "found": found,
                 "on_disk": _known_or(self.disk.start_of(Role.RECOVERY)),
-                "kept_since": _known_or(self._stores.memory.newest_start()),
+                "kept_since": _known_or(self._memory.snapshots.newest_start()),
             },
         )
 
@@ -204,13 +204,13 @@ class WindowAgreement:
         )
 
     def _find(self, *, wait: bool) -> _Found:
-        memory, publisher = self._stores.memory, self._stores.publisher
+        publisher = self._memory.publisher
         next_waits = self.disk.start_of(Role.SNAPSHOT) is not None
         if self.disk.is_writing and next_waits and not wait:
             return _Found.NOT_YET
         if next_waits or not self.disk.is_writing:
             self.finish_persisting()  # one write at a time: `_keep` is about to start the next
-        window = memory.in_flight()
+        window = self._memory.snapshots.in_flight()
         if window is None or self.has_failed:
             return _Found.NOTHING
         if not window.complete:
@@ -225,7 +225,7 @@ class WindowAgreement:
 
     def _peer_bytes_per_s(self) -> float:
         """Return the rate to each peer."""
-        publisher = self._stores.publisher
+        publisher = self._memory.publisher
         if publisher is None or not publisher.num_peers:
             return math.inf
         # the cap is for all peers together

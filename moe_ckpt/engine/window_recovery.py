@@ -41,16 +41,16 @@ class WindowRecovery:
         self,
         parts: RankParts,
         sources: WindowSources,
-        recovery: StageRecovery,
+        stage_recovery: StageRecovery,
         elastic: ElasticContext,
         *,
         recovers_locally: bool,
     ) -> None:
-        self._place = parts.place
-        self._stage = parts.stage
-        self._stores = parts.stores
+        self._place = parts.adapter.place
+        self._stage = parts.adapter.stage
+        self._memory = parts.memory
         self._sources = sources
-        self._recovery = recovery
+        self._stage_recovery = stage_recovery
         self.copies = CopySurvey(parts, elastic)
         self._elastic = elastic
         self._recovers_locally = recovers_locally
@@ -69,7 +69,7 @@ class WindowRecovery:
             if self._sources.servers_lead:  # servers too: the next survey would take their states for the newest
                 self.copies.drop_all()
             else:
-                self._stores.clear()
+                self._memory.clear()
             return RecoveredState(iteration=None)
         started_s = time.monotonic()
         brought_bytes = self._bring_from_hosts()
@@ -79,11 +79,11 @@ class WindowRecovery:
         if plan.rollback_of(self._place.stage):
             state.lose()  # a fault during the replay must not find this state live, at no iteration
         is_there = live and target is not None and plan.target_iteration == target.iteration
-        executed_iters = self._recovery.carry_out(plan, live=is_there, progress=state.replay_reached)
+        executed_iters = self._stage_recovery.carry_out(plan, live=is_there, progress=state.replay_reached)
         self._sources.drop_brought()
         # later records go, too: with them a window would claim to lead to iterations that no rank has reached
         self._keep_safest()
-        self._stores.steps.drop_after(plan.target_iteration)
+        self._memory.steps.drop_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
         return RecoveredState(
             iteration=plan.target_iteration,
@@ -104,26 +104,28 @@ class WindowRecovery:
         )
 
     def begin_on_disks(self) -> None:
-        if self._stores.disk is not None:
+        if self._memory.disk is not None:
             try:
-                self._stores.disk.begin()
+                self._memory.disk.begin()
             except OSError as error:  # training needs no disk
-                _log.warning("no mark on %s that the job begins: %s", self._stores.disk.path, error)
+                _log.warning("no mark on %s that the job begins: %s", self._memory.disk.path, error)
 
     def load_from_disk(self) -> int:
         """Bring all ranks to the state that the newest windows on their local disks lead to; return its iteration.
 
         Peers receive nothing until copying resumes. Raises CheckpointLoadError on all ranks if no such state exists.
         """
-        disk, publisher = self._stores.disk, self._stores.publisher
+        disk, publisher = self._memory.disk, self._memory.publisher
         assert disk is not None
         assert publisher is not None
         self.copies.drop_all()
         # through memory, as after a fetch: the same checks, and a rank that dies meanwhile leaves the disk as it is
         gather_results(self._place.ranks, lambda: self._sources.restore(publisher, disk), CheckpointLoadError)
-        inventories = gather_results(self._place.ranks, lambda: self._recovery.inventory(None), CheckpointLoadError)
+        inventories = gather_results(
+            self._place.ranks, lambda: self._stage_recovery.inventory(None), CheckpointLoadError
+        )
         plan = self._plan(None, inventories)
-        self._recovery.carry_out(plan, live=False)
+        self._stage_recovery.carry_out(plan, live=False)
         self._keep_safest()
         starts = {rollback.window_start for rollback in plan.rollbacks}
         # other windows were not on all disks, and older ones are not needed any more
@@ -131,7 +133,7 @@ class WindowRecovery:
             disk.drop(lambda key: not any(belongs_to(key, start) for start in starts))
         except OSError as error:  # a disk that has become read-only has done its part
             _log.warning("older windows stay on %s: %s", disk.path, error)
-        self._stores.steps.drop_after(plan.target_iteration)
+        self._memory.steps.drop_after(plan.target_iteration)
         return plan.target_iteration
 
     def drop_memory(self) -> None:
@@ -139,7 +141,7 @@ class WindowRecovery:
 
     def _finish_or_undo(self, state: StepState, target: Target) -> bool:
         """Finish the step to the target, or undo a later iteration; return whether the state is then the target's."""
-        stage, steps = self._place.stage, self._stores.steps
+        stage, steps = self._place.stage, self._memory.steps
         if stage in target.finishing_stages:
             if state.gradients is not None and state.reached == target.iteration - 1:
                 # the gradients are still in their buffers, which only the next iteration clears
@@ -202,7 +204,7 @@ class WindowRecovery:
     def _plan(self, target: Target | None, inventories: Sequence[Inventory]) -> RecoveryPlan:
         lost = target.lost_stages if target else frozenset(range(self._place.num_stages))
         goal = target.iteration if target else None
-        has_log = self._stores.boundary is not None
+        has_log = self._memory.boundary is not None
         return plan_recovery(lost, inventories, target_iteration=goal, boundary_log=has_log)
 
     def _keep_safest(self) -> None:
@@ -212,12 +214,12 @@ class WindowRecovery:
         # the newest may be complete on all ranks before it is copied: the next node that is lost would take it along
         safest = sorted(common, key=lambda start: (min(copies[start] for copies in of_each), start), reverse=True)
         if safest:
-            self._stores.memory.keep_only(safest)
+            self._memory.snapshots.keep_only(safest)
 
     def _copies_by_start(self) -> dict[int, int]:
         """Return the number of peers that hold a copy of each of this rank's windows."""
-        publisher, held = self._stores.publisher, self.copies.held_for_me()
+        publisher, held = self._memory.publisher, self.copies.held_for_me()
         return {
             window.start: publisher.num_copies(window.snapshots, held) if publisher else 0
-            for window in self._stores.memory.windows()
+            for window in self._memory.snapshots.windows()
         }

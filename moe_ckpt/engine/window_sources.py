@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class WindowSources:
-    """The windows of one generation. `logs_tied`: this rank's records hold a gradient that no other rank has.
+    """The windows of one generation.
 
     With `servers_lead` the newest windows are on checkpoint servers, one of them on the rank's own node, and not in its
     memory. All calls are local.
@@ -36,32 +36,32 @@ class WindowSources:
     def __init__(
         self,
         parts: RankParts,
-        recovery: StageRecovery,
+        stage_recovery: StageRecovery,
         elastic: ElasticContext,
         *,
-        logs_tied: bool,
         servers_lead: bool,
     ) -> None:
-        self._place = parts.place
-        self._stores = parts.stores
-        self._recovery = recovery
+        self._place = parts.adapter.place
+        self._memory = parts.memory
+        self._stage_recovery = stage_recovery
         self._elastic = elastic
-        self._logs_tied = logs_tied
+        # then this rank's records hold a gradient that no other rank has
+        self._logs_tied = parts.adapter.tied_gradient_bytes > 0
         self.servers_lead = servers_lead
 
     def fill_records(self, facts: Mapping[int, ReadyGradients]) -> None:
         """Take the facts that all ranks share from other ranks: a lost memory may lack the last ones."""
         if not self._logs_tied:
-            self._stores.steps.fill(facts)
+            self._memory.steps.fill(facts)
 
     def restore(self, publisher: Publisher, disk: LocalDisk) -> None:
         """Replace this rank's memory by the windows on its disk."""
         publisher.replace(disk.restore)
-        self._stores.adopt_kept()
+        self._memory.adopt_kept()
 
     def own(self, goal: int | None) -> Inventory:
         """Return the windows in this rank's memory and, if its node has a checkpoint server, on that server."""
-        inventory, mine = self._recovery.inventory(goal), self._place.shard.global_rank
+        inventory, mine = self._stage_recovery.inventory(goal), self._place.shard.global_rank
         if not self.servers_lead:
             return inventory
         states = self._usable(BlobFolder(self._elastic.own_states), mine, goal)
@@ -83,7 +83,7 @@ class WindowSources:
         holds_tied = any(record.tied_gradient is not None for record in kept.records.values())
         if not (self._logs_tied if is_mine else holds_tied):
             # as the owner does after a fetch: its copies may lack the last records, which all ranks share
-            steps.fill(self._stores.steps.gradients)
+            steps.fill(self._memory.steps.gradients)
         found = (self._window(window, owner, steps) for window in group_windows(kept.snapshots) if window.complete)
         # one for each start, as an inventory wants: a folder may hold two, of before and after a rollback
         by_start = {window.start: window for window in found if window and (goal is None or window.end <= goal)}
@@ -92,7 +92,7 @@ class WindowSources:
     def look_at_disk(self) -> tuple[int | None, frozenset[int], bool]:
         """Return the newest iteration of any blob on this rank's disk, the iterations that the disk leads to, and
         whether it never held a state."""
-        disk, mine = self._stores.disk, self._place.shard.global_rank
+        disk, mine = self._memory.disk, self._place.shard.global_rank
         if disk is None:
             return None, frozenset(), False
         disk.flush(self._elastic.copy_s)  # a write that is under way adds a window, and drops an older one
@@ -112,23 +112,23 @@ class WindowSources:
 
     def fetch(self, plan: RecoveryPlan) -> int | None:
         """Fetch this rank's memory if the plan says so; return its bytes, or None if that failed."""
-        mine, publisher = self._place.shard.global_rank, self._stores.publisher
+        mine, publisher = self._place.shard.global_rank, self._memory.publisher
         fetch = next((fetch for fetch in plan.fetches if fetch.global_rank == mine), None)
         start = self._start_on_own_server(plan) if fetch is None else None
         if publisher is None or (fetch is None and start is None):
             return 0
-        facts = dict(self._stores.steps.gradients)  # the fetched log may lack the last ones
-        self._stores.memory.clear()
-        self._stores.steps.clear()
+        facts = dict(self._memory.steps.gradients)  # the fetched log may lack the last ones
+        self._memory.snapshots.clear()
+        self._memory.steps.clear()
         try:
             if fetch is not None:
                 size_bytes = publisher.replace(lambda folder: self._fetch_from(fetch, folder))
             else:
                 publisher.replace(lambda folder: self._read_own_server(start, folder))
                 size_bytes = 0  # nothing crosses the network
-            self._stores.adopt_kept()
+            self._memory.adopt_kept()
             self.fill_records(facts)
-            self._recovery.require(plan)  # a copy may be damaged on its way: here all ranks can still plan again
+            self._stage_recovery.require(plan)  # a copy may be damaged on its way: here all ranks can still plan again
         except CheckpointLoadError as error:
             self.fill_records(facts)  # the next holder's copy may lack them too
             holder = mine if fetch is None else fetch.source_rank
@@ -149,14 +149,14 @@ class WindowSources:
         """Return the starts of all windows of this rank in its memory and, by their keys, on servers of other hosts."""
         keys = frozenset[str]().union(*on_hosts.values())
         there = {start for key in keys if (start := newest_snapshot([key])) is not None}
-        return frozenset(there | {window.start for window in self._stores.memory.windows()})
+        return frozenset(there | {window.start for window in self._memory.snapshots.windows()})
 
     def bring(self, start: int, on_hosts: Mapping[int, frozenset[str]]) -> int | None:
         """Copy the window with this start from a server of another host to `own_states`, unless memory has it.
 
         Returns its bytes, or None if no server has an intact one.
         """
-        if any(window.start == start for window in self._stores.memory.windows()):
+        if any(window.start == start for window in self._memory.snapshots.windows()):
             return 0
         elastic, mine = self._elastic, self._place.shard.global_rank
         folder = BlobFolder(elastic.own_states)
@@ -183,7 +183,7 @@ class WindowSources:
         rollback = plan.rollback_of(self._place.stage)
         if rollback is None or not self.servers_lead:
             return None
-        kept = {window.start for window in self._stores.memory.windows()}
+        kept = {window.start for window in self._memory.snapshots.windows()}
         return None if rollback.window_start in kept else rollback.window_start
 
     def _read_own_server(self, start: int | None, folder: BlobFolder) -> int:

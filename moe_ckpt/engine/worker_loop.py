@@ -103,8 +103,8 @@ class ElasticJob:
         """Return the iteration that all ranks have reached, and notes for the log."""
         started_s = time.monotonic()
         self._session.enter()
-        rejoined = self._session.rejoin()
-        done = start() if rejoined.iteration is None else rejoined.iteration
+        recovered = self._session.recover()
+        done = start() if recovered.iteration is None else recovered.iteration
         self._session.begin_at(done)
         deaths = self._rendezvous.deaths()  # before `entered`, from which on they count as reported
         self._rendezvous.entered()
@@ -117,14 +117,14 @@ class ElasticJob:
             deaths=[str(death) for death in deaths],
             detect_s=max((death.detect_s for death in deaths), default=0.0),
             rebuild_s=joined_unix_s - max((death.found_unix_s for death in deaths), default=joined_unix_s),
-            fetch_s=rejoined.fetch_s,
-            replay_s=time.monotonic() - started_s - rejoined.fetch_s,
-            fetched_bytes=rejoined.fetched_bytes,
-            executed_iters=rejoined.executed_iters,
+            fetch_s=recovered.fetch_s,
+            replay_s=time.monotonic() - started_s - recovered.fetch_s,
+            fetched_bytes=recovered.fetched_bytes,
+            executed_iters=recovered.executed_iters,
             classes=[death.fault for death in deaths] or [fault_of_end(self._reason)],
         )
         self._events.append(event)
-        return done, [_paragraph(event, self._reason, rejoined.lines)]
+        return done, [_paragraph(event, self._reason, recovered.lines)]
 
 
 def _paragraph(event: Rejoined, reason: str, plan: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 Owns: the choice of the blobs, and the file in which a worker leaves the place for them. Must not: need the worker or
 the daemon, which are dead by then: a worker may hang, and two processes must not write one folder.
 
-    worker      write_save_target(rank folder, target)          once, as it opens its stores
+    worker      write_save_target(rank folder, target)          once, as it opens its memory
     process that the supervisor starts after both have ended    save_last(rank folder), saved_iterations(rank folder)
 """
 
@@ -45,7 +45,7 @@ def save_last(rank_folder: Path) -> None:
     """Copy all complete windows of a rank to its disk, the oldest first.
 
     All ranks have the oldest one, and may lack a newer one. A rank that was being recovered, or has not opened its
-    stores yet, saves nothing. Raises CheckpointSaveError if the disk has no room; it keeps what it has by then.
+    memory yet, saves nothing. Raises CheckpointSaveError if the disk has no room; it keeps what it has by then.
     """
     target = _target_of(rank_folder)
     if target is None:

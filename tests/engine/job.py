@@ -1,4 +1,4 @@
-"""Jobs whose ranks are threads: the real session, in-memory tier, recovery, stores and replica servers.
+"""Jobs whose ranks are threads: the real session, in-memory tier, recovery, host memory and replica servers.
 
 A rank's memory is a folder, and its replica daemon a few threads, both of which outlive its worker. A worker dies by an
 order in its status page, as in a real job: the thread ends where the page carries out the order, and a new worker with
@@ -32,9 +32,10 @@ from moe_ckpt.elastic.generations import Member
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.server_hosts import ServerHosts, ServerNumbers, ServerRules
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
-from moe_ckpt.engine.assembly import Attached, InMemoryAssembly
-from moe_ckpt.engine.interfaces import StagePlace
-from moe_ckpt.engine.rank_parts import TierStores
+from moe_ckpt.engine.assembly import InMemoryAssembly
+from moe_ckpt.engine.in_memory import InMemoryCheckpointing
+from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
+from moe_ckpt.engine.rank_memory import RankMemory
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.engine.worker_loop import ElasticJob
@@ -457,10 +458,15 @@ class ThreadJob:
         """The rank's folder on its local disk."""
         return self.folder / "snapshots" / f"rank{rank:04d}"
 
-    def stores(self, rank: int) -> TierStores:
-        sparse = self.sessions[rank].sparse
-        assert sparse is not None
-        return sparse.stores
+    def in_memory(self, rank: int) -> InMemoryCheckpointing:
+        """The in-memory side of the rank's session, in the present generation."""
+        in_memory = self.sessions[rank].in_memory
+        assert in_memory is not None
+        return in_memory
+
+    def rank_memory(self, rank: int) -> RankMemory:
+        """The snapshots and logs of the rank's present worker."""
+        return self.in_memory(rank).parts.memory
 
     @one_processor()
     def run(self) -> Result:
@@ -514,13 +520,12 @@ class ThreadJob:
 
     def settle(self, rank: int) -> None:
         """Wait until peers and servers have all of a rank's newest state, and no write to disk is in progress."""
-        sparse = self.sessions[rank].sparse
-        assert sparse is not None
-        sparse.tier.settle()
-        window, publisher = sparse.stores.memory.in_flight(), sparse.stores.publisher
+        tier, memory = self.in_memory(rank).tier, self.rank_memory(rank)
+        tier.settle()
+        window, publisher = memory.snapshots.in_flight(), memory.publisher
         if window and publisher:
             publisher.has_copies(window.snapshots)
-        sparse.tier.finish_persisting()
+        tier.finish_persisting()
         if self._has_servers:
             client = self._clients[rank]
             assert client is not None
@@ -649,7 +654,7 @@ class ThreadJob:
         place = place_of(self.identity, self.shape, ranks, stage, host_ranks)
         neighbours = sum(neighbour is not None for neighbour in (model.previous_rank, model.next_rank))
         tied = model.tied_weight()
-        attached = Attached(
+        adapter = RankAdapter(
             place=place,
             stage=model,
             operators=model,
@@ -662,16 +667,21 @@ class ThreadJob:
             step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),
             tied_gradient_bytes=tied.master.nbytes if tied else 0,
             mirror=ModelMirror(model, stage, self.wire) if self._mirrors else None,
-            on_divergence=self.on_divergence,
         )
         assembly = InMemoryAssembly(
-            self.config, attached, events, elastic, self.folder / "snapshots", self._losses_of_config
+            self.config,
+            adapter,
+            events,
+            elastic,
+            self.folder / "snapshots",
+            self._losses_of_config,
+            on_divergence=self.on_divergence,
         )
         folder = CheckpointFolder(self.folder / "checkpoints")
         files = ModelFiles(model, ranks, is_slow=self.saves_slowly)
         durable = DurableTier(files, folder, self.identity, ranks, events, keep=self.config.keep)
         return Session(
-            assembly.build_parts,
+            assembly.build_generation,
             durable,
             ranks,
             events,
@@ -780,5 +790,5 @@ def exact(job: ThreadJob) -> ThreadJob:
 
 
 def _close_copiers(session: Session) -> None:
-    for copier in session.sparse.stores.copiers if session.sparse else ():
+    for copier in session.in_memory.parts.memory.copiers if session.in_memory else ():
         copier.close()

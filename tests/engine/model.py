@@ -98,7 +98,7 @@ def inputs_of(iteration: int, micro_batch: int, dp_rank: int) -> torch.Tensor:
 
 
 class Pipe:
-    """Implements `assembly.Communicator`: carries tensors to neighbour stages and logs them, or replays a log."""
+    """Implements `interfaces.Communicator`: carries tensors to neighbour stages and logs them, or replays a log."""
 
     def __init__(self, ranks: Ranks, previous_rank: int | None, next_rank: int | None) -> None:
         self.log: BoundaryLog | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.engine.rank_parts import TierStores
+from moe_ckpt.engine.rank_memory import RankMemory
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, SnapshotTaken, StageRecovered
 from moe_ckpt.faults.schedule import StateLoss
@@ -39,22 +39,22 @@ def recovered_from(job: ThreadJob, rank: int = 1) -> list[int]:
     return [event.window_start for event in job.events(StageRecovered, rank)]
 
 
-def _newest(stores: TierStores) -> Window:
-    return stores.memory.windows()[0]
+def _newest(memory: RankMemory) -> Window:
+    return memory.snapshots.windows()[0]
 
 
-def flip_a_byte(stores: TierStores) -> None:
-    snapshot = _newest(stores).snapshots[1]
+def flip_a_byte(memory: RankMemory) -> None:
+    snapshot = _newest(memory).snapshots[1]
     snapshot.payload[snapshot.header.payload_bytes // 2] ^= 1
 
 
-def repeat_a_slot(stores: TierStores) -> None:
-    first, second, _ = _newest(stores).snapshots
+def repeat_a_slot(memory: RankMemory) -> None:
+    first, second, _ = _newest(memory).snapshots
     object.__setattr__(second, "header", replace(second.header, full=first.header.full))
 
 
-def make_foreign(stores: TierStores) -> None:
-    snapshot = _newest(stores).snapshots[2]
+def make_foreign(memory: RankMemory) -> None:
+    snapshot = _newest(memory).snapshots[2]
     identity = replace(snapshot.header.identity, run_id="another")
     object.__setattr__(snapshot, "header", replace(snapshot.header, identity=identity))
 
@@ -68,10 +68,10 @@ def make_foreign(stores: TierStores) -> None:
     ],
 )
 def test_a_damaged_window_is_refused_and_an_older_one_used(
-    inflict: Callable[[TierStores], None], reason: str, tmp_path: Path
+    inflict: Callable[[RankMemory], None], reason: str, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path, keep_windows=2)
-    job.upsets[1, 11] = lambda _: inflict(job.stores(1))
+    job.upsets[1, 11] = lambda _: inflict(job.rank_memory(1))
     exact(job)
     (skipped,) = job.events(CheckpointSkipped, 1)
     assert re.search("window.*7", skipped.source)
@@ -81,20 +81,20 @@ def test_a_damaged_window_is_refused_and_an_older_one_used(
 
 def test_with_nothing_left_the_error_says_what_was_looked_for(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    job.upsets[1, 11] = lambda _: flip_a_byte(job.stores(1))
+    job.upsets[1, 11] = lambda _: flip_a_byte(job.rank_memory(1))
     wanted = r"stages \[1\] cannot be rebuilt at iteration 10: looked for a compl"
     with pytest.raises(CheckpointLoadError, match=wanted):
         job.run()
 
 
-def _flip_a_byte_of_the_boundary_log(stores: TierStores) -> None:
-    assert stores.boundary is not None
-    stores.boundary.sent(9, Direction.ACTIVATION)[0][5] ^= 1
+def _flip_a_byte_of_the_boundary_log(memory: RankMemory) -> None:
+    assert memory.boundary is not None
+    memory.boundary.sent(9, Direction.ACTIVATION)[0][5] ^= 1
 
 
-def _have_no_memory_for_the_boundary_log(stores: TierStores) -> None:
+def _have_no_memory_for_the_boundary_log(memory: RankMemory) -> None:
     """Refuse the memory of one tensor of the boundary log, that of the iteration under way."""
-    buffers = stores.buffers[0]
+    buffers = memory.buffers[0]
     acquire = buffers.acquire
 
     def refuse_once(nbytes: int) -> Any:
@@ -107,9 +107,9 @@ def _have_no_memory_for_the_boundary_log(stores: TierStores) -> None:
 @pytest.mark.parametrize(
     ("at", "inflict"), [(11, _flip_a_byte_of_the_boundary_log), (9, _have_no_memory_for_the_boundary_log)]
 )
-def test_a_gap_in_boundary_logs_rolls_all_back(at: int, inflict: Callable[[TierStores], None], tmp_path: Path) -> None:
+def test_a_gap_in_boundary_logs_rolls_all_back(at: int, inflict: Callable[[RankMemory], None], tmp_path: Path) -> None:
     job = job_of(tmp_path, window=4)  # windows 1 to 4 and 5 to 8
-    job.upsets[0, at] = lambda _: inflict(job.stores(0))
+    job.upsets[0, at] = lambda _: inflict(job.rank_memory(0))
     exact(job)
     assert [event.first_stage for event in job.events(StageRecovered)] == [0]
 
@@ -131,7 +131,7 @@ def test_a_snapshot_may_be_hashed_after_its_window_was_dropped(policy: str, tmp_
     late: list[int] = []
 
     def publish_late() -> None:
-        publisher = job.stores(0).publisher
+        publisher = job.rank_memory(0).publisher
         assert publisher is not None
         publish = publisher.add_snapshot
 
@@ -167,9 +167,9 @@ def test_logs_end_although_no_window_is_ever_complete(tmp_path: Path) -> None:
         job = ThreadJob(folder, config("moevement", window=2), PAIR, iterations=iterations)
         job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 2, 999) if rank == 1 else None)
         job.run()
-        boundary = job.stores(1).boundary
+        boundary = job.rank_memory(1).boundary
         assert boundary is not None
-        return [boundary.size_bytes, job.stores(1).steps.size_bytes]
+        return [boundary.size_bytes, job.rank_memory(1).steps.size_bytes]
 
     assert logged_after(24) == logged_after(30)
 
@@ -192,7 +192,7 @@ def test_a_snapshot_that_the_loss_tears_is_taken_again(phase: str, number: int, 
         def pieces(*arguments: Any) -> Any:
             nonlocal num_taken
             num_taken += 1
-            engine = job.stores(1).engine
+            engine = job.rank_memory(1).engine
             while num_taken == number and engine._capture is not None and not lost.wait(0.001):
                 pass  # until the capture is discarded, or the state under it is gone
             return take(*arguments)

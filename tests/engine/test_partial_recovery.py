@@ -444,7 +444,7 @@ def test_a_unit_whose_write_failed_is_written_with_the_next_snapshot(tmp_path: P
     job = _partial(tmp_path, "moc", MANY, [Fault(rank=1, phase=Phase.FORWARD, iteration=6, loses_memory=True)])
 
     def fail_once(_: object) -> None:
-        disk = job.stores(1).disk
+        disk = job.rank_memory(1).disk
         assert disk is not None
         let_writes_fail(disk, lambda number: number == 1)
 

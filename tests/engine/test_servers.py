@@ -98,7 +98,7 @@ def test_no_more_than_the_last_states_are_kept_anywhere(tmp_path: Path) -> None:
     job = made(tmp_path, iterations=12)
     job.run()
     for holder in job.ranks:
-        assert not job.stores(holder).memory.windows(), "training's own memory is empty again"
+        assert not job.rank_memory(holder).snapshots.windows(), "training's own memory is empty again"
         for owner in job.ranks:
             kept = read_kept(BlobFolder(held_path(job.memory(holder), owner)))
             assert {state.header.iteration for state in kept.snapshots} <= {10, 11, 12}

@@ -162,7 +162,7 @@ def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
     job = ThreadJob(tmp_path, config("moevement", **SAVING["moevement"]), PAIR, iterations=ITERATIONS)
 
     def wait_less() -> None:
-        publisher = job.stores(1).publisher
+        publisher = job.rank_memory(1).publisher
         assert publisher is not None
         publisher._copy_s = 0.5
 
@@ -215,7 +215,7 @@ def test_the_older_window_that_a_start_has_loaded_stays_on_all_disks(tmp_path: P
     again = job_in(tmp_path, "moevement")
 
     def take_nothing(_: object) -> None:
-        disk = again.stores(1).disk
+        disk = again.rank_memory(1).disk
         assert disk is not None
         let_writes_fail(disk, lambda _: True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ckpt.engine.rank_parts import TierStores
+from moe_ckpt.engine.rank_memory import RankMemory
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.boundary_log import Direction
 from moe_ckpt.types import Phase
@@ -18,7 +18,7 @@ from tests.policies.profiles import config
 
 
 class Keeping(Observer):
-    """Checks the stores of every rank where all go on from a state, and after each iteration."""
+    """Checks the host memory of every rank where all go on from a state, and after each iteration."""
 
     def __init__(self, job: ThreadJob) -> None:
         self._job = job
@@ -26,29 +26,29 @@ class Keeping(Observer):
         job.observers.append(self)
 
     def started(self, iteration: int, rank: int, model: Model) -> None:
-        stores = self._job.stores(rank)
-        self._check(stores, iteration)
+        memory = self._job.rank_memory(rank)
+        self._check(memory, iteration)
         if iteration == 0:
             self.began_anew += 1
-            assert (stores.memory.windows(), stores.steps.size_bytes) == ([], 0)
+            assert (memory.snapshots.windows(), memory.steps.size_bytes) == ([], 0)
         else:
-            assert stores.steps.has_start(iteration + 1)
+            assert memory.steps.has_start(iteration + 1)
 
     def committed(self, iteration: int, rank: int, model: Model) -> None:
-        stores = self._job.stores(rank)
-        self._check(stores, iteration)
-        assert stores.boundary is not None
-        logged_bytes = stores.boundary.size_bytes
-        stores.boundary.record(Direction.ACTIVATION, torch.zeros(4))  # as evaluations send between iterations
-        assert stores.boundary.size_bytes == logged_bytes
-        oldest = stores.memory.oldest_needed_iteration()
+        memory = self._job.rank_memory(rank)
+        self._check(memory, iteration)
+        assert memory.boundary is not None
+        logged_bytes = memory.boundary.size_bytes
+        memory.boundary.record(Direction.ACTIVATION, torch.zeros(4))  # as evaluations send between iterations
+        assert memory.boundary.size_bytes == logged_bytes
+        oldest = memory.snapshots.oldest_needed_iteration()
         if oldest is not None:
-            assert not any(stores.steps.has_start(earlier) for earlier in range(oldest + 1)), oldest
-            assert min(stores.steps.gradients, default=iteration) > oldest
+            assert not any(memory.steps.has_start(earlier) for earlier in range(oldest + 1)), oldest
+            assert min(memory.steps.gradients, default=iteration) > oldest
 
-    def _check(self, stores: TierStores, iteration: int) -> None:
-        assert not any(stores.steps.has_start(later) for later in range(iteration + 2, self._job.iterations + 2))
-        assert max(stores.steps.gradients, default=0) <= iteration
+    def _check(self, memory: RankMemory, iteration: int) -> None:
+        assert not any(memory.steps.has_start(later) for later in range(iteration + 2, self._job.iterations + 2))
+        assert max(memory.steps.gradients, default=0) <= iteration
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -90,7 +90,7 @@ class Copied(Observer):
         job.observers.append(self)
 
     def committed(self, iteration: int, rank: int, model: Model) -> None:
-        windows = self._job.stores(rank).memory.windows()
+        windows = self._job.rank_memory(rank).snapshots.windows()
         if windows:
             # keys alone: the peer may drop an older snapshot while it is read
             keys = BlobFolder(self._job.memory(1 - rank) / "held" / f"rank{rank:04d}").keys()

@@ -116,9 +116,7 @@ def replayed(job: ThreadJob) -> dict[int, int]:
 
 def measured_replay_s(job: ThreadJob, rank: int) -> float | None:
     """Return the seconds in which this rank's stage has replayed an iteration by itself."""
-    sparse = job.sessions[rank].sparse
-    assert sparse is not None
-    return sparse.tier._meter.replayed_iteration_s()
+    return job.in_memory(rank).parts.meter.replayed_iteration_s()
 
 
 def made(folder: Path, *faults: Fault, shape: Shape = PIPE, iterations: int = 8, **settings: Any) -> ThreadJob:
@@ -508,9 +506,9 @@ def test_a_capped_job_recovers_as_without_faults(tmp_path: Path) -> None:
 
 def test_no_survivor_waits_for_copies(tmp_path: Path) -> None:
     job = exact(made(tmp_path, AT_REDUCE))
-    stores = [job.stores(rank) for rank in job.ranks]
-    assert all(each.publisher and each.publisher.interrupt_waits in job.at_end for each in stores), "to peers"
-    assert all(each.copiers[0].throttle.lift in job.at_end for each in stores), "to host memory"
+    memories = [job.rank_memory(rank) for rank in job.ranks]
+    assert all(each.publisher and each.publisher.interrupt_waits in job.at_end for each in memories), "to peers"
+    assert all(each.copiers[0].throttle.lift in job.at_end for each in memories), "to host memory"
 
 
 def test_a_cap_that_lets_no_snapshot_through_in_time_is_refused(tmp_path: Path) -> None:

@@ -187,8 +187,8 @@ def _parts_of_window(settings: Settings) -> list[list[tuple[str, str, torch.dtyp
     run(settings, store=rank_store(), around_hooks=lambda hooks: sessions.append(hooks) or hooks)
     (session,) = sessions
     assert isinstance(session, Session)
-    assert session.sparse is not None
-    window = session.sparse.stores.memory.windows()[0]
+    assert session.in_memory is not None
+    window = session.in_memory.parts.memory.snapshots.windows()[0]
     return [
         [(part.key.tensor, part.key.role, part.dtype, part.numel) for part in s.header.parts] for s in window.snapshots
     ]

@@ -1,0 +1,74 @@
+"""The in-memory side of a session: one rank's tier, recoveries and injected losses in one generation.
+
+Owns: the recovery of state that living processes have lost. Must not: bring ranks of different states together
+(`JobRecovery` does), or know the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_ckpt.engine.in_memory_tier import InMemoryTier
+from moe_ckpt.engine.job_recovery import JobRecovery
+from moe_ckpt.engine.rank_parts import RankParts
+from moe_ckpt.engine.stage_recovery import StageRecovery
+from moe_ckpt.engine.state_loss import StateLosses
+
+
+class InMemoryCheckpointing:
+    """Checkpointing in host memory, as the session uses it.
+
+    Lifetime: one generation, but for `parts`, which live as long as the process.
+    """
+
+    def __init__(
+        self,
+        parts: RankParts,
+        tier: InMemoryTier,
+        losses: StateLosses,
+        *,
+        stage_recovery: StageRecovery | None,
+        job_recovery: JobRecovery | None,
+        notes: Sequence[str],
+    ) -> None:
+        self.parts = parts
+        """The rank's training, host memory and measurements."""
+
+        self.tier = tier
+        """Takes snapshots and keeps logs, at each hook of the loop."""
+
+        self.losses = losses
+        """The scheduled losses of state in living processes."""
+
+        self.job_recovery = job_recovery
+        """Recovery after the loss of a process; None: such a loss ends the job."""
+
+        self.notes = notes
+        """A forecast of the cost, line by line, for the log."""
+
+        self._stage_recovery = stage_recovery
+
+    def recover_lost_state(self, target_iteration: int, *, undo: bool) -> bool:
+        """Recover the state that living processes have lost since the last call. Collective over all ranks.
+
+        Args:
+            target_iteration: All ranks are at the state after this iteration once any lost state is recovered.
+            undo: A later iteration has begun and is abandoned.
+
+        Returns:
+            Whether any rank had lost state.
+
+        Raises:
+            CheckpointLoadError: No source leads to the target; on all ranks.
+        """
+        lost = self.losses.take()
+        if lost is None:
+            return False
+        if undo:
+            self.tier.stop_observing()
+        self.tier.settle()  # the copier reads the tensors that the recovery is about to overwrite
+        assert self._stage_recovery is not None, lost
+        self._stage_recovery.recover(lost, target_iteration, undo=undo)
+        # the loss tears the snapshot in flight: without its slot the window is complete on no rank
+        self.tier.retake(target_iteration)
+        return True
