@@ -16,12 +16,19 @@ A worker (`run_worker`), the first of its rank or a replacement, from its fork:
 
     join_run      device; a world in which no other rank is yet; run folder; events
     build         the loop's part: groups, model, optimizer, without any other rank
-    train         attach: the session adopts the host memory of the worker before.
-                  Then, in each generation (`engine.worker_loop`): all ranks meet;
-                  `Session` brings them to one state from memory, or `start` loads
-                  one; iterations from that state on, until the last one or until
-                  ranks are lost
-    retire        result.json and RunFinished are written; the worker ends
+    train         attach a session (`moe_ckpt.attach`); then, in each generation, with
+                  all ranks (`engine.worker_loop`):
+        join          all ranks meet, and form the process groups anew
+        enter         the session's policy and in-memory tier of this generation, over
+                      the host memory that the worker before has left
+        recover       the session plans, fetches windows, and replays lost stages, until
+                      all ranks have one state
+        start         if no rank has a state: `LoopAdapter.start` loads one, or the built
+                      model is the state
+        run_from      iterations from that state on, until the last one; once ranks are
+                      lost: leave the generation, and join the next one
+        finish        all ranks write result.json
+    retire        the worker leaves the run folder, and ends
 """
 
 from __future__ import annotations
@@ -41,7 +48,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, gather_results
 from moe_ckpt.config import is_on
-from moe_ckpt.elastic.backend_choice import backend_kind, use_gpu
+from moe_ckpt.elastic.backend_choice import use_gpu
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.job_store import say_once
 from moe_ckpt.elastic.torchrun import Launch
@@ -528,13 +535,11 @@ def choose_device(job: JobConfig, launch: Launch, use_cpu: Callable[[], bool] = 
     Raises:
         ConfigError: `runtime.backend` or `runtime.share_gpus` does not fit the devices.
     """
-    backend, share_gpus = job.runtime.backend, job.runtime.share_gpus
     if use_cpu():
-        backend_kind(backend, on_gpu=False, share_gpus=share_gpus)
         return False
     if job.deterministic:
         make_deterministic()
-    use_gpu(launch, backend, share_gpus=share_gpus)
+    use_gpu(launch, job.runtime.backend, share_gpus=job.runtime.share_gpus)
     return True
 
 
@@ -595,6 +600,7 @@ class _Run:
         checks = joined.worker.job.checks
         self._checks = StateChecks(checks, self._iteration.state, joined.events)
         self._committed: IterationCommitted | None = None
+        self._noted = 0  # the newest iteration, of the present history, that the events have
 
     def start(self) -> int:
         """Return the iteration that a run without state in memory begins with."""
@@ -615,19 +621,18 @@ class _Run:
 
     def run(self, done: int, notes: Sequence[str]) -> None:
         """Train from the state after `done` iterations to the last iteration."""
-        prepared, newest = self._iteration.prepared, self._committed
-        is_known = newest is not None and newest.iteration >= done
-        if prepared and prepared.iteration == done and not is_known:
+        prepared = self._iteration.prepared
+        if prepared and prepared.iteration == done > self._noted:
             self._note(prepared)  # ranks were lost before this rank could log the event
-        self._begin_checks(done)
         while True:
+            self._noted = done
+            self._begin_checks(done)
             try:
                 self._loop.run_from(done, notes)
                 return
             except RolledBackError as back:
                 done = back.iteration
                 notes = [f"iteration {self._iteration.number:>6}: {back}"]
-                self._begin_checks(done)
 
     def commit(self, committed: IterationCommitted) -> None:
         """All ranks have finished an iteration."""
@@ -654,7 +659,7 @@ class _Run:
         return result
 
     def _note(self, committed: IterationCommitted) -> None:
-        self._committed = committed
+        self._committed, self._noted = committed, committed.iteration
         self._joined.events.append(committed)
         self._loop.committed(committed)
 

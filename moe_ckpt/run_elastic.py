@@ -49,7 +49,7 @@ from moe_ckpt.elastic.stop_board import StopBoard
 from moe_ckpt.elastic.supervisor import Supervisor, SupervisorHooks, SupervisorLimits, start_beside
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.engine.session import Session
-from moe_ckpt.engine.worker_loop import ElasticJob, TrainingRun
+from moe_ckpt.engine.worker_loop import GenerationLoop, TrainingRun
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.events import EventLog
 from moe_ckpt.job_config import JobConfig
@@ -261,7 +261,7 @@ class Worker:
 
         Both are collective and may be called again. An error of training is raised unless the loss of ranks caused it.
         """
-        return ElasticJob(self.membership, session, training, events).run(start, finish)
+        return GenerationLoop(self.membership, session, training, events).run(start, finish)
 
     def retire(self, folder: RunFolder) -> None:
         """Remove this worker's file from the run folder."""

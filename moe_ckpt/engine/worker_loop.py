@@ -61,7 +61,7 @@ class TrainingRun(Protocol):
         ...
 
 
-class ElasticJob:
+class GenerationLoop:
     """Runs one rank's training until all ranks have finished."""
 
     def __init__(self, rendezvous: Rendezvous, session: Session, training: TrainingRun, events: EventLog) -> None:

@@ -2,7 +2,7 @@
 
 A rank's memory is a folder, and its replica daemon a few threads, both of which outlive its worker. A worker dies by an
 order in its status page, as in a real job: the thread ends where the page carries out the order, and a new worker with
-a model of its own takes its place. All ranks end the generation and come to one state in the next, by `ElasticJob`.
+a model of its own takes its place. All ranks end the generation and come to one state in the next, by `GenerationLoop`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
 from moe_ckpt.engine.rank_memory import RankMemory
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.token_account import TokenRate
-from moe_ckpt.engine.worker_loop import ElasticJob
+from moe_ckpt.engine.worker_loop import GenerationLoop
 from moe_ckpt.errors import PeersLostError, RolledBackError
 from moe_ckpt.events import EventLog, read_events
 from moe_ckpt.megatron.kept_batches import KeptBatches
@@ -614,7 +614,7 @@ class ThreadJob:
         for act in self.on_worker:
             act(rank, session)
         training = _Training(self, rank, model, session, elastic.page.enter_in_iteration, events, ranks)
-        job = ElasticJob(rendezvous, session, training, events)
+        job = GenerationLoop(rendezvous, session, training, events)
 
         def start() -> int:
             return session.resume(None) or (session.resume(self.start_from) if self.start_from else 0)
