@@ -34,7 +34,7 @@ DEFAULTS = ("ckpt=moevement", "ckpt.window=12", "ckpt.replicas=0")
 QUIET = ("train.iterations=100000", "train.eval_every_iters=0", "train.eval_batches=1", "run.tensorboard=false")
 MARKS = ("<!-- flame: written by benchmarks/flame.py -->", "<!-- end of flame -->")
 RATE_HZ = 50
-_ROOT_FRAME = "ElasticJob.run (moe_ckpt/engine/worker_loop.py"
+_ROOT_FRAME = "GenerationLoop.run (moe_ckpt/engine/worker_loop.py"
 _PASSES_ON = ("torch/nn/modules/module.py", "torch/utils/_contextlib.py")
 _HOOKS = ("iteration_started", "gradients_ready", "update_applied", "step_committed")
 _WIDTH, _HEIGHT, _ROW, _SMALLEST = 1200.0, 13.0, 14.0, 0.004  # pixels; a share below which a frame is not drawn

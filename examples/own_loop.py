@@ -4,7 +4,7 @@
 
 Two data-parallel ranks train a small Mixture-of-Experts model, on GPUs or CPUs. Each rank has two of the four experts
 and half of the optimizer's state. A program names its parts in `main`: how a rank builds its model (`build`), a forward
-step (`forward_step`), and the micro-batches of an iteration (`micro_batches`). `moe_ckpt.loop` runs the iterations.
+step (`forward_step`), and the micro-batches of an iteration (`micro_batches`). `moe_ckpt.own_loop` runs the iterations.
 
 Kill a rank while the program runs: a new process takes the rank's place, and the losses stay the same, bit for bit.
 """

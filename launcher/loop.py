@@ -140,7 +140,8 @@ class LauncherLoop:
             model=model,
             layout=layout,
             last_iteration=train.iterations,
-            check_pass=lambda _: self._passes.train_on_one_micro_batch(),
+            length_setting="train.iterations",
+            check_pass=self._passes.train_on_one_micro_batch,
             check_setting="train.check_determinism",
         )
 
@@ -152,7 +153,7 @@ class LauncherLoop:
         Raises:
             ConfigError: The run folder has a state where there must be none, or none where `train.resume` names one.
         """
-        wanted, last = self._settings.train.resume, self._settings.train.iterations
+        wanted = self._settings.train.resume
         if wanted == _NEVER and self._joined.worker.is_first_start:
             saved = broadcast_result(
                 TorchRanks(), CheckpointFolder(self._joined.folder.checkpoints).committed, DataError
@@ -165,7 +166,6 @@ class LauncherLoop:
         done = self.session.resume(None)
         if done == 0 and wanted not in (AUTO, _NEVER):
             done = self.session.resume(broadcast_result(TorchRanks(), lambda: _checkpoint_at(Path(wanted)), DataError))
-        require(done <= last, "train.iterations", last, f"at least {done}, done")
         return done
 
     def run_from(self, done: int, notes: Sequence[str]) -> None:

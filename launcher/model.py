@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -61,8 +61,6 @@ def build_training(
     # before the optimizer, which makes its master weights of these
     broadcast_parameters(model)
     optimizer = get_megatron_optimizer(_optimizer_config(settings), [model], use_gloo_process_groups=False)
-    config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
     return TrainingState(model=[model], optimizer=optimizer, scheduler=_build_scheduler(settings.train, optimizer))
 
 

@@ -39,7 +39,7 @@ AroundHooks = Callable[[TrainingHooks], TrainingHooks]
 def run(
     settings: Settings, *, store: dist.Store | None = None, around_hooks: AroundHooks = lambda hooks: hooks
 ) -> dict[str, Any]:
-    """Train without a supervisor.
+    """Train without a supervisor, in ranks that need not be torchrun's.
 
     Args:
         settings: The settings of the run.

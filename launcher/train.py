@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -36,8 +35,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if any(argument.startswith("-") for argument in arguments):
         return show_with_hydra("config", arguments, GROUPS)
-    # supervisors fork, so the search for a GPU must not start CUDA
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("moe_ckpt.engine.session").setLevel(logging.INFO)  # what ckpt.window=auto chooses
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script

@@ -7,8 +7,13 @@ which names are stable.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# Supervisors fork, and a look for a GPU that started CUDA would leave their workers none: torch asks NVML instead, if
+# the package is imported before torch looks
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 if TYPE_CHECKING:
     from moe_ckpt.config import (

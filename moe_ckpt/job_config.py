@@ -26,8 +26,8 @@ from moe_ckpt.faults.schedule import StateLoss
 class JobConfig:
     """The settings of a job: policy, runtime, run folder and checks.
 
-    The launcher, `moe_ckpt.loop` and `moe_ckpt.run` each turn their own settings into
-    these, and hand no other settings to a worker.
+    The launcher, `moe_ckpt.own_loop` and `moe_ckpt.run` each turn their own settings into
+    these; `moe_ckpt.loop` and `run_elastic` see no others.
 
     Raises:
         ConfigError: A setting is out of its range.
@@ -43,7 +43,8 @@ class JobConfig:
     """The run folder."""
 
     ranks_per_node: int | str = AUTO
-    """The ranks that fail together; auto: the ranks that torchrun starts on a node."""
+    """The ranks that fail together; auto: the ranks that torchrun starts on a node, and on
+    a single machine each rank by itself."""
 
     checks: CheckConfig = NO_CHECKS
     """Digests of the state, and the ingredient that a control run leaves out."""

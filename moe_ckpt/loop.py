@@ -7,15 +7,19 @@ An iteration (`TrainingIteration`), on every rank:
 
     begin         hook iteration_started
     the loop      clears gradients; runs forward and backward; reduces gradients
-    finish_pass   norm and loss; hooks loss_known and gradients_ready: here all ranks
-                  agree on the step, and no rank has changed a parameter
+    finish_pass   norm and loss; hooks loss_known and gradients_ready: the last moment to
+                  back out, as no rank has changed a parameter
     step          clip, Adam, schedule; hook update_applied; gather weights
     commit        hook step_committed; event IterationCommitted
 
-A worker (`run_worker`), the first of its rank or a replacement, from its fork:
+A worker, the first of its rank or a replacement (`run_worker`; attached loops call
+`join_run`, run the whole script, and call `train` where the script trains):
 
+    fork          by the rank's supervisor (`elastic.supervisor`), which has ended the
+                  dead worker's generation; status page and heartbeat (`run_elastic`)
     join_run      device; a world in which no other rank is yet; run folder; events
-    build         the loop's part: groups, model, optimizer, without any other rank
+    build         the loop's part: groups, model, optimizer; a supervised rank waits for
+                  no other
     train         attach a session (`moe_ckpt.attach`); then, in each generation, with
                   all ranks (`engine.worker_loop`):
         join          all ranks meet, and form the process groups anew
@@ -27,7 +31,7 @@ A worker (`run_worker`), the first of its rank or a replacement, from its fork:
                       model is the state
         run_from      iterations from that state on, until the last one; once ranks are
                       lost: leave the generation, and join the next one
-        finish        all ranks write result.json
+        finish        digests of all ranks; rank 0 writes result.json
     retire        the worker leaves the run folder, and ends
 """
 
@@ -42,19 +46,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, gather_results
-from moe_ckpt.config import is_on
+from moe_ckpt.config import is_on, require
 from moe_ckpt.elastic.backend_choice import use_gpu
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.elastic.job_store import say_once
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import TrainingRun
-from moe_ckpt.errors import ConfigError, MoeCkptError, RolledBackError
+from moe_ckpt.errors import ConfigError, RolledBackError
 from moe_ckpt.events import (
     EventLog,
     IterationCommitted,
@@ -82,7 +86,7 @@ from moe_ckpt.megatron.step import (
 from moe_ckpt.plain_worker import PlainWorker
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.run_elastic import RankPlace, run_elastic
-from moe_ckpt.run_folder import RunFolder, require_lasting
+from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
 
 T = TypeVar("T")
@@ -124,8 +128,13 @@ class TrainingIteration:
             enter_phase: Marks a phase of the iteration on the rank's status page.
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
+        config: Any = state.model[0].config
+        # Megatron's schedules scale losses and reduce gradients through these functions,
+        # and a recovery runs schedules before an attached loop sets them
+        config.grad_scale_func = config.grad_scale_func or state.optimizer.scale_loss
+        config.finalize_model_grads_func = config.finalize_model_grads_func or finalize_model_grads
         self.state = state
-        self.communicator = StageCommunicator(groups.pp, state.model[0].config)
+        self.communicator = StageCommunicator(groups.pp, config)
         # both: schedules refuse a communicator without groups
         self.schedule_options: dict[str, Any] = {
             "p2p_communicator": self.communicator,
@@ -269,7 +278,10 @@ class TrainingIteration:
 
 
 class LoopAdapter(Protocol):
-    """A training loop, as `train` drives it. All methods are collective over all ranks."""
+    """A training loop, as `train` drives it.
+
+    All methods but `committed` are collective over all ranks.
+    """
 
     session: Session
     """The session of this worker, which `train` sets first."""
@@ -296,7 +308,11 @@ class LoopAdapter(Protocol):
         ...
 
     def committed(self, event: IterationCommitted) -> None:
-        """All ranks have finished an iteration."""
+        """All ranks have finished an iteration. Must not communicate.
+
+        After a fault some ranks see an iteration here once others are beyond it, and a
+        replacement sees none of the iterations before its own.
+        """
         ...
 
     def result(self) -> dict[str, object]:
@@ -331,12 +347,15 @@ class Training:
     last_iteration: int
     """The iteration after which the run is finished."""
 
-    check_pass: Callable[[int], object] | None = None
-    """The pass that the check of determinism repeats, given the first iteration; None:
-    the pass of a replay."""
+    length_setting: str
+    """The name of the setting that gives `last_iteration`, for an error."""
+
+    check_pass: Callable[[], object] | None = None
+    """The pass that the check of determinism repeats; None: a replay's pass of the first
+    iteration."""
 
     check_setting: str = "check_determinism"
-    """The setting's name, for an error of that check."""
+    """The name of the setting that turns the check on, for an error."""
 
 
 class WorkerProcess(Protocol):
@@ -442,22 +461,17 @@ def start_rank(
         The exit status.
 
     Raises:
-        ConfigError: Settings that cannot work.
+        MoeCkptError: Settings that cannot work; without a supervisor also data and
+            checkpoints, on all ranks.
     """
-    if not job.is_supervised:
-        work(PlainWorker(job, launch))
-        return 0
-    require_lasting(job.folder)
 
-    def work_in_fork(worker: WorkerProcess) -> int:
-        try:
-            work(worker)
-        except MoeCkptError as error:
-            say_once(str(error))
-            return 1
+    def work_to_the_end(worker: WorkerProcess) -> int:
+        work(worker)
         return 0
 
-    return run_elastic(job, launch, work_in_fork, beside=beside)
+    if job.is_supervised:
+        return run_elastic(job, launch, work_to_the_end, beside=beside)
+    return work_to_the_end(PlainWorker(job, launch))
 
 
 def run_worker(
@@ -471,7 +485,8 @@ def run_worker(
 
     Args:
         worker: This process.
-        build: Returns the loop's part, without other ranks where it is supervised.
+        build: Returns the loop's part; a supervised worker must not wait for other ranks
+            there.
         use_cpu: Makes Megatron-Core run without a GPU if there is none; returns
             whether there is none.
         around_hooks: May wrap the hooks that the iteration calls.
@@ -480,7 +495,7 @@ def run_worker(
         The contents of result.json.
 
     Raises:
-        MoeCkptError: An error that a user can mend, on all ranks.
+        MoeCkptError: Settings, data or checkpoints that cannot work.
     """
     joined = join_run(worker, use_cpu=use_cpu)
     result = train(joined, build(joined), around_hooks=around_hooks)
@@ -491,7 +506,8 @@ def run_worker(
 def join_run(worker: W, *, use_cpu: Callable[[], bool] = cpu_stand_in.enable) -> JoinedWorker[W]:
     """Choose the device, join the world and the run folder, and open the event file.
 
-    A supervised worker does so without waiting for other ranks.
+    At the first start of a job, a supervised worker waits here for the run folder of
+    global rank 0, and else for no other rank.
 
     Args:
         worker: This process.
@@ -533,7 +549,8 @@ def choose_device(job: JobConfig, launch: Launch, use_cpu: Callable[[], bool] = 
     """Choose this process's device, a GPU where there is CUDA; return whether it is one.
 
     Raises:
-        ConfigError: `runtime.backend` or `runtime.share_gpus` does not fit the devices.
+        ConfigError: There is a GPU, and `runtime.backend` or `runtime.share_gpus` does not
+            fit.
     """
     if use_cpu():
         return False
@@ -560,7 +577,7 @@ def train(
         The contents of result.json.
 
     Raises:
-        MoeCkptError: An error that a user can mend, on all ranks.
+        MoeCkptError: Settings or checkpoints that cannot work.
     """
     worker, job, events = joined.worker, joined.worker.job, joined.events
     session = attach(
@@ -582,8 +599,8 @@ def train(
     training.iteration.hooks = around_hooks(session)
     training.iteration.on_commit = run.commit
     result = worker.run(session, run, events, start=run.start, finish=run.finish)
+    training.loop.close()  # first: the script of an attached loop goes on, and a death is a fault again
     session.finish()
-    training.loop.close()
     last, digest = training.last_iteration, result["digest"]
     events.append(RunFinished(iteration=last, digest=digest))
     events.close()
@@ -600,32 +617,32 @@ class _Run:
         checks = joined.worker.job.checks
         self._checks = StateChecks(checks, self._iteration.state, joined.events)
         self._committed: IterationCommitted | None = None
-        self._noted = 0  # the newest iteration, of the present history, that the events have
+        self._noted = 0  # the newest iteration that this process has no need to log
 
     def start(self) -> int:
         """Return the iteration that a run without state in memory begins with."""
         state, job = self._iteration.state, self._joined.worker.job
-        if self._joined.worker.is_supervised:
-            # ranks have built their models alone, each with its own draws and its own
-            # copy of the tied embedding
-            synchronize_fresh(state)
+        # ranks may have built their models alone, each with its own draws and its own copy
+        # of the tied embedding
+        synchronize_fresh(state)
         done = self._loop.start()
-        on_gpu = torch.cuda.is_available()
-        by_default = job.deterministic and on_gpu
+        by_default = job.deterministic and torch.cuda.is_available()
         if is_on(job.check_determinism, by_default=by_default):
-            check = self._training.check_pass or self._training.replay.forward_backward
-            run_pass = functools.partial(check, done + 1)
-            setting = self._training.check_setting
+            replay, setting = self._training.replay, self._training.check_setting
+            run_pass = self._training.check_pass or functools.partial(replay.forward_backward, done + 1)
             require_repeatable(TorchRanks(), state, run_pass, setting=setting)
         return done
 
     def run(self, done: int, notes: Sequence[str]) -> None:
         """Train from the state after `done` iterations to the last iteration."""
+        last, setting = self._training.last_iteration, self._training.length_setting
+        require(done <= last, setting, last, f"at least {done}, done")
         prepared = self._iteration.prepared
         if prepared and prepared.iteration == done > self._noted:
             self._note(prepared)  # ranks were lost before this rank could log the event
         while True:
-            self._noted = done
+            # iterations after this one belong to a history that all ranks have left
+            self._iteration.prepared, self._noted = None, done
             self._begin_checks(done)
             try:
                 self._loop.run_from(done, notes)

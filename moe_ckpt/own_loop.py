@@ -8,18 +8,13 @@ launcher.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# before torch looks for a device: supervisors fork, and a look that starts CUDA would leave their workers none
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-
 import torch
 import yaml
-from megatron.core.distributed import finalize_model_grads
 
 from moe_ckpt.attach import TrainingLoop
 from moe_ckpt.config import AUTO, NO_CHECKS, CheckConfig, CkptConfig, RunFolderConfig, RuntimeConfig, require
@@ -73,7 +68,8 @@ class LoopConfig:
     """The run folder; None: a new one, outputs/DATE/TIME-`model`."""
 
     ranks_per_node: int | str = AUTO
-    """The ranks that fail together; auto: the ranks that torchrun starts on a node."""
+    """The ranks that fail together; auto: the ranks that torchrun starts on a node, and on
+    a single machine each rank by itself."""
 
     checks: CheckConfig = NO_CHECKS
     """Digests of the state, to compare runs by."""
@@ -91,8 +87,7 @@ class LoopConfig:
     @property
     def job(self) -> JobConfig:
         """The settings of the job."""
-        settings = {"ckpt": asdict(self.ckpt), "runtime": asdict(self.runtime)}
-        text = yaml.safe_dump(settings, sort_keys=False)
+        text = yaml.safe_dump(asdict(self), sort_keys=False)
         return JobConfig(
             ckpt=self.ckpt,
             runtime=self.runtime,
@@ -120,13 +115,15 @@ def train_elastic(
         batches: Yields this rank's micro-batches of an iteration, as a function of the
             iteration alone: a replay reads the iteration again.
         after_iteration: Receives the number and the loss of each iteration that all
-            ranks have finished.
+            ranks have finished. The call is this rank's alone, and must not communicate:
+            after a fault, some ranks receive an iteration later than others.
 
     Returns:
         The exit status.
 
     Raises:
-        ConfigError: Settings that cannot work.
+        MoeCkptError: Settings that cannot work; without a supervisor also data and
+            checkpoints.
     """
 
     def build_training(joined: JoinedWorker[Any]) -> Training:
@@ -153,10 +150,6 @@ class OwnLoop:
         joined: JoinedWorker[Any],
     ) -> None:
         require(len(state.model) == 1, "build: chunks of the model", len(state.model), "1: no virtual stages")
-        model_config: Any = state.model[0].config
-        # Megatron's schedules scale losses and reduce gradients through these, if they are set
-        model_config.grad_scale_func = model_config.grad_scale_func or state.optimizer.scale_loss
-        model_config.finalize_model_grads_func = model_config.finalize_model_grads_func or finalize_model_grads
         self._config = config
         self._joined = joined
         self._iteration = TrainingIteration(state, joined.worker.enter_phase)
@@ -180,6 +173,7 @@ class OwnLoop:
             model=config.model,
             layout=config.layout,
             last_iteration=config.num_iterations,
+            length_setting="num_iterations",
         )
 
     def start(self) -> int:

@@ -13,7 +13,10 @@ from moe_ckpt.types import FileRecord, Measured, ParallelLayout, ReadyGradients,
 
 
 class TrainingHooks(Protocol):
-    """The hooks that a training loop calls, on every rank, in this order, once per iteration, from iteration 1."""
+    """The hooks that a training loop calls in each iteration, from iteration 1, on every rank, in this order.
+
+    The first three are called again where `gradients_ready` returns False.
+    """
 
     def iteration_started(self, iteration: int) -> None:
         """Before the first micro-batch's forward. The state is that after `iteration - 1` steps."""

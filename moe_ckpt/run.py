@@ -40,9 +40,6 @@ _LOOPS = ("megatron.training.training", "megatron.bridge.training.train", "swift
 
 def main(arguments: Sequence[str]) -> int:
     """Run the program that the arguments name; return its exit status, or 1 after one error message."""
-    os.environ.setdefault(
-        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-    )  # supervisors fork: a look for a GPU must not start CUDA
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("moe_ckpt").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
@@ -72,34 +69,27 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
         return run_program(settings.command)
     wanted = "another policy: Megatron-LM's own --save and --load write whole states"
     require(settings.job.ckpt.in_memory is not None, "--ckpt", settings.job.ckpt.policy, wanted)
-    job = settings.job
     from moe_ckpt.integrations.other_loops import refuse_other_loops  # noqa: PLC0415
     from moe_ckpt.run_elastic import run_elastic  # noqa: PLC0415
-    from moe_ckpt.run_folder import require_lasting  # noqa: PLC0415
 
-    require_lasting(job.folder)
     # before the first fork: all workers share these imports
     loop.import_attachment()
     refuse_other_loops(settings.loop)
     for name in imports:  # a worker that finds them imported is there a second earlier
         importlib.import_module(name)
-    return run_elastic(job, launch, lambda worker: _work(settings, loop, worker))
+    return run_elastic(settings.job, launch, lambda worker: _work(settings, loop, worker))
 
 
 def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
     """Be one of a rank's workers."""
     from moe_ckpt.loop import join_run  # noqa: PLC0415
 
-    try:
-        joined = join_run(worker, use_cpu=loop.use_cpu)
-        attachment = loop.attach(joined, settings)
-        status = run_program(settings.command)
-        joined.retire()
-        wanted = f"a program that calls {loop.entry}: nothing was protected"
-        require(bool(status) or attachment.has_trained, "SCRIPT", settings.command.name, wanted)
-    except MoeCkptError as error:
-        report_error(str(error))
-        return _FAILED
+    joined = join_run(worker, use_cpu=loop.use_cpu)
+    attachment = loop.attach(joined, settings)
+    status = run_program(settings.command)
+    joined.retire()
+    wanted = f"a program that calls {loop.entry}: nothing was protected"
+    require(bool(status) or attachment.has_trained, "SCRIPT", settings.command.name, wanted)
     return status
 
 

@@ -37,7 +37,14 @@ from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, text_of, write_failure
 from moe_ckpt.elastic.generations import Generations, Member, Membership
 from moe_ckpt.elastic.heartbeat import start_heartbeat
-from moe_ckpt.elastic.job_store import hosts_store, open_store, use_etcd, use_hosted_store, write_store_address
+from moe_ckpt.elastic.job_store import (
+    hosts_store,
+    open_store,
+    say_once,
+    use_etcd,
+    use_hosted_store,
+    write_store_address,
+)
 from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.network import own_host
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
@@ -60,12 +67,13 @@ from moe_ckpt.replication.final_save import save_last, saved_iterations
 from moe_ckpt.replication.messages import Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.replication.tls import open_tls
-from moe_ckpt.run_folder import RunFolder, find_run_folder
+from moe_ckpt.run_folder import RunFolder, find_run_folder, require_lasting
 from moe_ckpt.types import ParallelLayout, Phase
 
 _REPORT_S = 10.0  # a new connection to a busy store may take seconds
 _PRINT_S = 1.0
 _CUDA_IS_LOST = 9  # an exit status
+_FAILED = 1
 _supervised: list[int] = []  # the rank of this process, which its forked workers find as well
 
 
@@ -105,7 +113,7 @@ class Worker:
         Args:
             job: The settings.
             place: The place of the rank.
-            incarnation: The workers of this supervisor before this one.
+            incarnation: The workers of this rank before this one, in this job.
         """
         self.job = job
         self.place = place
@@ -280,8 +288,9 @@ def run_elastic(
     Args:
         job: The settings.
         launch: This rank's place in the job.
-        work: Trains in a forked process, and returns its exit status; after an exception
-            that is a fault of the hardware, the supervisor replaces the process.
+        work: Trains in a forked process, and returns its exit status. After an exception
+            that is a fault of the hardware, the supervisor replaces the process; a
+            MoeCkptError is one message.
         beside: May start processes that live as long as the supervisor at most.
 
     Returns:
@@ -292,6 +301,7 @@ def run_elastic(
     """
     require_forkable()
     ckpt, runtime = job.in_memory, job.runtime
+    require_lasting(job.folder)
     require(not _supervised, "run_elastic", "a second one, inside a worker of the first", "one a process")
     _supervised.append(launch.global_rank)
     if runtime.etcd:
@@ -344,6 +354,9 @@ def _work(work: Callable[[Worker], int], worker: Worker, runtime: RuntimeConfig)
         return work(worker)
     except Exception as error:
         if not is_fault(error, replace_on=runtime.replace_on, end_on=runtime.end_on):
+            if isinstance(error, MoeCkptError):
+                say_once(str(error))
+                return _FAILED
             raise
         # by this file the supervisor sees whether a replacement repeats the exception at the same place
         try:

@@ -75,9 +75,9 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         require(self.keep_batches_bytes >= 1, "run.keep_batches_bytes", self.keep_batches_bytes, "a number of bytes")
-        guard = self.job.runtime.guard
-        wanted = "auto or true: --plain runs a script without supervisors"
-        require(self.is_plain or guard is not False, "runtime.guard", guard, wanted)
+        guard, refused = self.job.runtime.guard, self.is_plain
+        wanted = "auto or false with --plain and --ckpt none" if self.is_plain else "auto or true: --plain is without"
+        require(guard is not refused, "runtime.guard", guard, wanted)
 
 
 def parse_run(arguments: Sequence[str]) -> RunSettings:

@@ -1,4 +1,4 @@
-"""Every setting of a job means the same in the launcher, in a loop of one's own and in an attached loop."""
+"""Every setting of a job reaches the job, in the launcher, in a loop of one's own and in an attached loop."""
 
 from __future__ import annotations
 
@@ -148,9 +148,11 @@ def test_supervisors_that_do_not_fit_the_policy_are_refused(policy: str, guard: 
         _ = job_of(policy, guard).is_supervised
 
 
-def test_an_attached_loop_without_supervisors_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"runtime\.guard: got False, wanted auto or true: --plain runs a script"):
+def test_an_attached_loop_has_supervisors_unless_it_is_plain() -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.guard: got False, wanted auto or true: --plain is without"):
         parse_run(["--set", "runtime.guard=false", "--", "train.py"])
+    with pytest.raises(ConfigError, match=r"runtime\.guard: got True, wanted auto or false with --plain"):
+        parse_run(["--plain", "--set", "runtime.guard=true", "--", "train.py"])
     assert parse_run(["--plain", "--set", "runtime.guard=false", "--", "train.py"]).is_plain
 
 

@@ -91,6 +91,7 @@ class Attachment:
         *,
         shaping: Mapping[str, object],
         last_iteration: int,
+        length_setting: str,
         enter: Callable[[int], Any],
         load: Callable[[], int] = lambda: 0,
     ) -> Any:
@@ -101,6 +102,7 @@ class Attachment:
         Args:
             shaping: The settings that shape the saved state.
             last_iteration: The iteration after which the run is finished.
+            length_setting: The name of the loop's setting for `last_iteration`.
             enter: Runs the loop from the state after some iterations.
             load: Loads a checkpoint of the loop's own, on all ranks of a run that has state neither in memory nor on
                 local disks; returns the checkpoint's iteration, or 0.
@@ -117,6 +119,7 @@ class Attachment:
             model=_hash_of(shaping),
             layout=_layout(),
             last_iteration=last_iteration,
+            length_setting=length_setting,
             check_setting="run.check_determinism",
         )
         result = train(self._joined, training)

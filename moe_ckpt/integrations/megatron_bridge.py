@@ -136,6 +136,7 @@ class AttachedBridge:
         return self._attachment.train(
             shaping=shaping_of(config),
             last_iteration=config.train.train_iters,
+            length_setting="train.train_iters",
             enter=enter,
             load=lambda: self._load_held(global_state.train_state),
         )

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 
 from moe_ckpt.config import require
 from moe_ckpt.integrations.attached_loop import IterationShape, reset_loop
@@ -125,6 +124,7 @@ class AttachedMegatronLm:
         return self._attachment.train(
             shaping={name: getattr(args, name, None) for name in _SHAPING},
             last_iteration=args.train_iters,
+            length_setting="--train-iters",
             enter=enter,
             load=self._load_held,
         )
@@ -176,9 +176,7 @@ def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settin
 def _set_schedule_hooks(config: Any, args: Any, timers: Any, state: TrainingState) -> None:
     """Set the hooks of `train` for its schedules: a recovery runs these before a new process enters `train`."""
     model: list[Any] = list(state.model)
-    config.grad_scale_func = state.optimizer.scale_loss
     config.timers = timers
-    config.finalize_model_grads_func = config.finalize_model_grads_func or finalize_model_grads
     if args.overlap_grad_reduce:
         config.no_sync_func = _by_chunk([chunk.no_sync for chunk in model])
         starts = [chunk.start_grad_sync for chunk in model]

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core import num_microbatches_calculator, parallel_state
-from megatron.core.distributed import finalize_model_grads
 
 from moe_ckpt.config import require
 from moe_ckpt.integrations.attached_loop import IterationShape, Stepping, reset_loop
@@ -102,8 +101,6 @@ class AttachedSwift:
         batches = SwiftBatches(
             trainer._create_dataloader, args, *trainer._prepare_dataloader(train_dataset, val_dataset)
         )
-        config.grad_scale_func = trainer.optimizer.scale_loss  # a recovery runs schedules before `train` sets them
-        config.finalize_model_grads_func = finalize_model_grads
         loop = self._attachment.begin(shape, state, trainer.forward_step, self._schedule_of(), batches)
         loop.iteration.communicator.rows = 1 if args.padding_free else args.micro_batch_size
         trainer.forward_step = loop.forward_step
@@ -115,7 +112,12 @@ class AttachedSwift:
             self._iterators = batches.training_after(done), batches.validation_after(done)
             return self._train(trainer, train_dataset, val_dataset)
 
-        return self._attachment.train(shaping=shaping_of(args, config), last_iteration=args.train_iters, enter=enter)
+        return self._attachment.train(
+            shaping=shaping_of(args, config),
+            last_iteration=args.train_iters,
+            length_setting="--train_iters",
+            enter=enter,
+        )
 
 
 def _reset(counters: Any, done: int, batch: int) -> None:

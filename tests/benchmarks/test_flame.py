@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.flame import draw, lines, read_stacks, share_of, tree_of
 
-LOOP = "thread (7): MainThread;main (train.py:9);ElasticJob.run (moe_ckpt/engine/worker_loop.py:80)"
+LOOP = "thread (7): MainThread;main (train.py:9);GenerationLoop.run (moe_ckpt/engine/worker_loop.py:80)"
 RAW = f"""\
 {LOOP};forward (model.py:3);_call_impl (torch/nn/modules/module.py:5);matmul (model.py:8) 6
 {LOOP};forward (model.py:4) 1

@@ -13,7 +13,7 @@ import pytest
 
 from moe_ckpt import run_elastic
 from moe_ckpt.config import RunFolderConfig, require_patterns
-from moe_ckpt.elastic.failures import Failure, failure_of, is_fault, take_failure, write_failure
+from moe_ckpt.elastic.failures import WORKER_FAULT, Failure, failure_of, is_fault, take_failure, write_failure
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.job_config import JobConfig
@@ -92,19 +92,36 @@ def raise_a_fault(_: Worker) -> int:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
+def raise_a_stale_handle(_: Worker) -> int:
+    raise ConfigError("run.dir: [Errno 116] Stale file handle")
+
+
 def fail_with_full_memory(_: Connection, memory: Path) -> None:
     """Be a worker whose device fails where its supervisor's file cannot be written."""
     (memory / "failure").mkdir()
+    work_in(memory, raise_a_fault)
+
+
+def lose_a_file_system(_: Connection, memory: Path) -> None:
+    """Be a worker that meets a fault as an error of a setting."""
+    work_in(memory, raise_a_stale_handle)
+
+
+def work_in(memory: Path, work: Callable[[Worker], int]) -> None:
     launch = Launch(global_rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0)
     facts: Any = {"ticket": TICKET, "ranks_per_node": 1, "replicas": 0, "has_daemon": False, "host": "127.0.0.1"}
     runtime = runtime_config()
     folder = RunFolderConfig(dir=None, name="run", configuration="")
     job = JobConfig(ckpt=config_of("moevement"), runtime=runtime, folder=folder)
-    sys.exit(
-        run_elastic._work(raise_a_fault, Worker(job, RankPlace(launch=launch, memory=memory, **facts), 0), runtime)
-    )
+    place = RankPlace(launch=launch, memory=memory, **facts)
+    sys.exit(run_elastic._work(work, Worker(job, place, 0), runtime))
 
 
 def test_a_fault_that_cannot_be_written_down_is_a_death(tmp_path: Path, start: Callable[..., Child]) -> None:
     """The supervisor replaces a worker that was killed; one that ends with a traceback ends the job."""
     assert start(fail_with_full_memory, tmp_path).exit_status() == -signal.SIGKILL
+
+
+def test_a_fault_behind_an_error_of_ours_replaces_the_worker(tmp_path: Path, start: Callable[..., Child]) -> None:
+    assert start(lose_a_file_system, tmp_path).exit_status() == WORKER_FAULT
+    assert take_failure(tmp_path / "failure") is not None

@@ -2,7 +2,7 @@
 
 It has a stand-in for attention over context-parallel ranks, and takes moe_ckpt's for a fused Adam. Beside Megatron-LM's
 arguments: `--train-only PATTERN` freezes all parameters whose names do not match; `--stateful` gives an external
-iterator a state; `--noise` adds another number to a gradient in each pass; `--storage-takes-s S` makes saves slow.
+iterator a state; `--storage-takes-s S` makes saves slow.
 """
 # Megatron-Core's annotations differ between the installed release and that of Megatron-LM's wheel:
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
@@ -10,7 +10,6 @@ iterator a state; `--noise` adds another number to a gradient in each pass; `--s
 
 import copy
 import importlib
-import itertools
 import re
 import sys
 import time
@@ -115,12 +114,6 @@ def freeze(pattern, chunks):
     return chunks
 
 
-def add_noise(chunks):
-    noise = itertools.count()
-    next(chunks[0].parameters()).register_hook(lambda gradient: gradient + next(noise))
-    return chunks
-
-
 def slow_down_storage(seconds):
     save = dist_checkpointing.save
 
@@ -134,7 +127,6 @@ def slow_down_storage(seconds):
 def own_arguments(parser):
     parser.add_argument("--train-only")
     parser.add_argument("--stateful", action="store_true")
-    parser.add_argument("--noise", action="store_true")
     parser.add_argument("--storage-takes-s", type=float, default=0.0)
     return parser
 
@@ -167,8 +159,6 @@ def main():
         container.model.pre_wrap_hooks.append(partial(freeze, args.train_only))
     if args.storage_takes_s:
         slow_down_storage(args.storage_takes_s)
-    if args.noise:
-        container.model.pre_wrap_hooks.append(add_noise)
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
 
 

@@ -56,14 +56,6 @@ def test_a_pass_with_a_wrong_result_is_no_step(tmp_path: Path) -> None:
     assert {iteration for _, iteration in ended.digests} == {1}, ended.log
 
 
-def test_a_loop_that_does_not_repeat_itself_ends_at_its_start(tmp_path: Path) -> None:
-    noisy = replace(PLAIN, name="noisy", options=OPTIONS["moevement"] + CHECKED, arguments=("--noise",), script=CLIENT)
-    ended = run_jobs(tmp_path, noisy)["noisy"]
-    assert ended.status != 0
-    assert "error: run.check_determinism: gradients that differ: got '0." in ended.log
-    assert ended.digests == {}
-
-
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", OPTIONS)
