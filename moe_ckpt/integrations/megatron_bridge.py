@@ -138,14 +138,15 @@ class AttachedBridge:
             last_iteration=config.train.train_iters,
             length_setting="train.train_iters",
             enter=enter,
-            load=lambda: self._load_held(global_state.train_state),
+            load=lambda: self._load_held(global_state),
         )
 
-    def _load_held(self, train_state: Any) -> int:
+    def _load_held(self, global_state: Any) -> int:
         """Return the iteration of the checkpoint of `checkpoint.load`, which is loaded now; 0 without one."""
         if self._load is None:
             return 0
         self._load()
+        train_state = global_state.train_state  # which the load has replaced
         got, wanted = train_state.consumed_train_samples, self._batches.consumed.after(train_state.step)
         wanted_text = f"{wanted}, which {train_state.step} iterations consume"
         require(got == wanted, "checkpoint.load: consumed samples", got, wanted_text)
