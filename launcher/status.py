@@ -123,8 +123,11 @@ def _print(run: Path, world_size: int, ranks: Sequence[RankStatus], result: dict
     if result is None:
         console.print("ended without a result")
     else:
-        loss = f"iteration {result['iteration']}, evaluation loss {result['eval_loss']:.4f}"
-        console.print(f"ended: {loss}, digest {result['digest']}", soft_wrap=True)
+        # only the launcher evaluates
+        names = {"loss": "loss", "eval_loss": "evaluation loss"}
+        known = [(name, result[key]) for key, name in names.items() if result.get(key) is not None]
+        losses = "".join(f"{name} {loss:.4f}, " for name, loss in known[-1:])
+        console.print(f"ended: iteration {result['iteration']}, {losses}digest {result['digest']}", soft_wrap=True)
 
 
 def _table(ranks: Sequence[RankStatus]) -> Table:

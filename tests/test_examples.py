@@ -21,6 +21,7 @@ import yaml
 
 from launcher.faults.carry_out import carry_out
 from launcher.report.__main__ import main as report
+from launcher.status import main as status_of
 from moe_ckpt import loop, own_loop
 from moe_ckpt.door import attached_command
 from moe_ckpt.elastic.orphans import GRACE_S
@@ -145,6 +146,9 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
     run = tmp_path / "killed" / "run"
     assert kinds_of_events(run, 2) >= EVENTS_OF_A_KILLED_RUN
     assert kinds_of_events(tmp_path / "plain" / "run", 2) >= EVENTS_OF_EVERY_RUN | {"CheckpointSaved"}
+    assert status_of([str(run)]) == 0
+    loss, digest = results["killed"]["loss"], results["killed"]["digest"]
+    assert f"ended: iteration 8, loss {loss:.4f}, digest {digest}" in capsys.readouterr().out
     assert report([str(run), "--format", "md"]) == 0
     page = capsys.readouterr().out
     assert "moevement" in page
