@@ -23,7 +23,7 @@ from moe_ckpt.config import require
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import DataError
-from moe_ckpt.events import Evaluated, IterationCommitted, read_events
+from moe_ckpt.events import Evaluated, IterationCommitted
 from moe_ckpt.loop import JoinedWorker, Losses, Training, TrainingIteration
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import mean_over_job
@@ -117,7 +117,8 @@ class LauncherLoop:
         self._display: Display | None = None
         self._scalars: Scalars | None = None
         self._is_open = False
-        self._evaluated = _last_evaluation(joined.folder.events(joined.worker.launch.global_rank))
+        evaluations = [event for event in joined.earlier if isinstance(event, Evaluated)]
+        self._evaluated = evaluations[-1] if evaluations else None
 
     def training(self, layout: ParallelLayout, model: str) -> Training:
         """Return this loop as `moe_ckpt.loop.train` takes it.
@@ -239,11 +240,6 @@ class LauncherLoop:
         self._print(f"iteration {iteration:>6}: evaluation loss {loss:.4f}")
         if self._scalars:
             self._scalars.evaluated(iteration, loss)
-
-
-def _last_evaluation(events: Path) -> Evaluated | None:
-    found = [each.event for each in read_events(events, only=("Evaluated",))]
-    return found[-1] if found and isinstance(found[-1], Evaluated) else None
 
 
 def _checkpoint_at(path: Path) -> Path:

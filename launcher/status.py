@@ -123,11 +123,19 @@ def _print(run: Path, world_size: int, ranks: Sequence[RankStatus], result: dict
     if result is None:
         console.print("ended without a result")
     else:
-        # only the launcher evaluates
-        names = {"loss": "loss", "eval_loss": "evaluation loss"}
-        known = [(name, result[key]) for key, name in names.items() if result.get(key) is not None]
-        losses = "".join(f"{name} {loss:.4f}, " for name, loss in known[-1:])
-        console.print(f"ended: iteration {result['iteration']}, {losses}digest {result['digest']}", soft_wrap=True)
+        facts = [f"iteration {result['iteration']}", *_loss(result), f"digest {result['digest']}"]
+        console.print(f"ended: {', '.join(facts)}", soft_wrap=True)
+
+
+def _loss(result: dict[str, Any]) -> list[str]:
+    """Return the loss of the last evaluation, else that of the last iteration, else nothing.
+
+    Only the launcher evaluates.
+    """
+    for key, name in (("eval_loss", "evaluation loss"), ("loss", "loss")):
+        if result.get(key) is not None:
+            return [f"{name} {result[key]:.4f}"]
+    return []
 
 
 def _table(ranks: Sequence[RankStatus]) -> Table:

@@ -60,6 +60,7 @@ from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import TrainingRun
 from moe_ckpt.errors import ConfigError, RolledBackError
 from moe_ckpt.events import (
+    Event,
     EventLog,
     IterationCommitted,
     ModelBuilt,
@@ -90,6 +91,8 @@ from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
 
 T = TypeVar("T")
+
+_OF_EARLIER = ("WorkerStarted", "Evaluated", "RunFinished")
 
 Losses = Sequence[dict[str, torch.Tensor]]
 """Loss reports of an iteration's micro-batches, as Megatron's schedules return them:
@@ -429,6 +432,10 @@ class JoinedWorker(Generic[W]):
     num_faults: int
     """The processes among these that did not finish the run."""
 
+    earlier: tuple[Event, ...]
+    """The events of these processes that say what a run has done: starts, evaluations,
+    ends."""
+
     began_s: float
     """When the worker began, on the monotonic clock."""
 
@@ -520,10 +527,10 @@ def join_run(worker: W, *, use_cpu: Callable[[], bool] = cpu_stand_in.enable) ->
     worker.join_world(on_gpu=choose_device(worker.job, worker.launch, use_cpu))
     folder = worker.open_folder()
     path = folder.events(worker.launch.global_rank)
-    lives = ("WorkerStarted", "RunFinished")
-    logged = list(read_events(path, only=lives)) if path.exists() else []
-    num_finished = sum(isinstance(each.event, RunFinished) for each in logged)
-    incarnation = len(logged) - num_finished
+    logged = read_events(path, only=_OF_EARLIER) if path.exists() else ()
+    earlier = tuple(each.event for each in logged)
+    incarnation = sum(isinstance(event, WorkerStarted) for event in earlier)
+    num_finished = sum(isinstance(event, RunFinished) for event in earlier)
     events = _open_events(folder, worker.launch)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     events.append(
@@ -541,6 +548,7 @@ def join_run(worker: W, *, use_cpu: Callable[[], bool] = cpu_stand_in.enable) ->
         incarnation=incarnation,
         # a start after a finished run, with more iterations, has survived no fault
         num_faults=incarnation - num_finished,
+        earlier=earlier,
         began_s=began_s,
     )
 
@@ -693,11 +701,5 @@ def _open_events(folder: RunFolder, launch: Launch) -> EventLog:
             ranks would wait for one that raised alone.
     """
     opened: list[EventLog] = []
-    path, origin = folder.events(launch.global_rank), folder.clock_origin_unix_s
-    rank = launch.global_rank
-    gather_results(
-        TorchRanks(),
-        lambda: opened.append(EventLog(path, global_rank=rank, clock_origin_unix_s=origin)),
-        ConfigError,
-    )
+    gather_results(TorchRanks(), lambda: opened.append(folder.open_events(launch.global_rank)), ConfigError)
     return opened[0]

@@ -55,6 +55,19 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
+    """Be one rank: run the program as it is, or supervise workers that run it.
+
+    Args:
+        settings: The settings of the run.
+        launch: This rank's place in the job.
+        imports: Modules of Megatron that workers share.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: Settings that cannot work.
+    """
     from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415 - seconds of imports
     from moe_ckpt.integrations.megatron_lm_options import require_alone  # noqa: PLC0415
 
@@ -81,7 +94,11 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
 
 
 def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
-    """Be one of a rank's workers."""
+    """Attach to the loop of this worker's process, and run the program; return its exit status.
+
+    Raises:
+        MoeCkptError: Settings that cannot work, or a program that never trains.
+    """
     from moe_ckpt.loop import join_run  # noqa: PLC0415
 
     joined = join_run(worker, use_cpu=loop.use_cpu)

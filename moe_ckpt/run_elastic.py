@@ -342,14 +342,15 @@ def run_elastic(
         launch.global_rank,
         page,
         Generations(store),
-        lambda incarnation: _work(work, Worker(job, place, incarnation), runtime),
+        lambda incarnation: _work(work, Worker(job, place, incarnation)),
         limits,
         hooks,
     ).run()
 
 
-def _work(work: Callable[[Worker], int], worker: Worker, runtime: RuntimeConfig) -> int:
-    """Be a worker; return its exit status."""
+def _work(work: Callable[[Worker], int], worker: Worker) -> int:
+    """Be a worker; return the exit status."""
+    runtime = worker.job.runtime
     try:
         return work(worker)
     except Exception as error:

@@ -34,6 +34,7 @@ from moe_ckpt.elastic.job_store import agent_store
 from moe_ckpt.elastic.live_workers import read_live
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.events import EventLog
 from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.run_lock import release_lock, take_lock, used_by
 
@@ -56,6 +57,14 @@ class RunFolder:
 
     def events(self, global_rank: int) -> Path:
         return self.path / "events" / f"rank{global_rank:04d}.jsonl"
+
+    def open_events(self, global_rank: int) -> EventLog:
+        """Open a rank's event file, to append to it.
+
+        Raises:
+            OSError: The file cannot be opened.
+        """
+        return EventLog(self.events(global_rank), global_rank=global_rank, clock_origin_unix_s=self.clock_origin_unix_s)
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json; after that, other jobs may use the folder.

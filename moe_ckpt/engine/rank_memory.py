@@ -114,7 +114,7 @@ class RankMemory:
             self.boundary.clear()
 
     def adopt_kept(self) -> None:
-        """Register the contents of the publisher's folder: those of an earlier process, or those fetched into it."""
+        """Register the blobs in the publisher's folder, which an earlier process left or a recovery fetched."""
         if self.publisher:
             kept = self.publisher.adopt()
             self.snapshots.adopt(kept.snapshots)

@@ -108,8 +108,8 @@ class Session:
         """Bring all ranks to one state, as a generation starts: from memory, or from the newest state on disk.
 
         Returns:
-            The state of all ranks. Its iteration is None for a run that never saved: then the caller starts from the
-            beginning, or from a checkpoint (`resume`).
+            The state of all ranks, with the iteration None if the run has never saved. The caller of a run that has
+            never saved starts from the beginning, or from a checkpoint (`resume`).
 
         Raises:
             CheckpointLoadError: Neither memory nor disks lead to a common state; on all ranks.

@@ -30,15 +30,16 @@ Without class names, which would be most of the bytes of a small report.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobProgress:
-    """The progress of all ranks as a generation starts. `target` is None if no rank has state.
-
-    `has_left_start`: the memory or the state of a rank has left the start of the run. `gradients`: the facts that all
-    ranks share, of the iterations that any rank has logged.
-    """
+    """The progress of all ranks as a generation starts."""
 
     target: Target | None
+    """The iteration to recover; None: no rank has state."""
+
     has_left_start: bool
+    """Whether the memory or the state of any rank is beyond the start of the run."""
+
     gradients: Mapping[int, ReadyGradients]
+    """By iteration that any rank has logged: the facts of the step that all ranks share."""
 
 
 class CopySurvey:
@@ -54,9 +55,16 @@ class CopySurvey:
         """The keys of this rank's blobs on servers of other hosts, by the server's number among holders."""
 
     def stop_copying(self, state: StepState) -> JobProgress:
-        """Stop changes of copies in all ranks' memory, note which of this rank exist, and return the progress of all.
+        """Stop changes of copies in all ranks' memory, and list the copies of this rank's blobs. Collective.
 
-        Collective.
+        Args:
+            state: The progress of this rank's training state.
+
+        Returns:
+            The progress of all ranks.
+
+        Raises:
+            CheckpointLoadError: The memory of a rank cannot be read; on all ranks.
         """
         if self._memory.publisher:
             self._memory.publisher.stop_copying()  # first: a copy that a new blob would replace may be the last source
@@ -91,11 +99,11 @@ class CopySurvey:
             self._held = {}  # a load may bring the same blobs back before the next survey
 
     def drop_all(self) -> None:
-        """Empty the memory; peers are not told before `resume_copying`."""
+        """Empty the memory; peers keep their copies until `resume_copying`."""
         self._has_dropped_all = True
         self._memory.clear()
         if self._memory.publisher:
-            # peers keep their copies until copying resumes: a fault before that still finds them
+            # a fault before copying resumes still finds the copies of peers
             self._memory.publisher.stop_copying()
             self._memory.publisher.replace(lambda _: 0)
 

@@ -1,4 +1,4 @@
-"""One worker's attachment to a training loop that is not ours: its process groups, and its way into `moe_ckpt.loop`.
+"""One worker's attachment to a training loop that is not ours: process groups, and the call of `moe_ckpt.loop.train`.
 
 Must not: know the loop.
 """

@@ -1,7 +1,6 @@
-"""A plain run of a training loop that is not ours, which writes digests of the state: the other side of a comparison.
+"""Digests of a training loop that is not ours, in a run without an attachment: an attached run is compared with them.
 
-Owns: the run folder's events and result.json of a run without supervisors. Must not: change or communicate anything
-before the last iteration.
+Owns: the events and result.json of such a run. Must not: change the run, or communicate before the last iteration.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_ckpt.elastic.torchrun import read_launch
-from moe_ckpt.events import EventLog
 from moe_ckpt.megatron.checks import StateChecks, job_digest
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_folder import open_run_folder
@@ -19,10 +17,13 @@ from moe_ckpt.run_settings import RunSettings
 
 
 def observe(training: Any, stepping: Any, iteration_of: Callable[..., int], settings: RunSettings) -> None:
-    """Let the loop of this process log a digest every `run.digest_every_iters` iterations, where that is not 0.
+    """Let the loop of this process log a digest every `run.digest_every_iters` iterations, unless this is 0.
 
-    `training` is the module that calls `train`, `stepping` the one that calls `train_step`. `iteration_of` gives the
-    number of an iteration, counted from 1, from the arguments of `train_step`.
+    Args:
+        training: The module that calls `train`.
+        stepping: The module that calls `train_step`.
+        iteration_of: Returns the number of an iteration, counted from 1, given the arguments of `train_step`.
+        settings: The settings of the run.
     """
 
     def state_of(_: Any, model: Any, optimizer: Any, scheduler: Any, *__: Any, **___: Any) -> TrainingState:
@@ -32,7 +33,7 @@ def observe(training: Any, stepping: Any, iteration_of: Callable[..., int], sett
 
 
 def observe_trainer(base: Any, settings: RunSettings) -> None:
-    """Let ms-swift's trainers, of the class `base`, log digests in the same way."""
+    """Let ms-swift's trainers, of the class `base`, log digests as `observe` does."""
 
     def state_of(trainer: Any, *_: Any) -> TrainingState:
         scheduler = trainer.opt_param_scheduler
@@ -80,10 +81,8 @@ class _PlainRun:
 
     def begin(self, state: TrainingState) -> None:
         """Open the run folder and the log of events: training begins."""
-        rank = self._launch.global_rank
         self._folder = open_run_folder(self._settings.job.folder, self._launch)
-        origin = self._folder.clock_origin_unix_s
-        events = EventLog(self._folder.events(rank), global_rank=rank, clock_origin_unix_s=origin)
+        events = self._folder.open_events(self._launch.global_rank)
         self.checks = StateChecks(self._settings.job.checks, state, events)
 
     def finish(self, state: TrainingState) -> None:

@@ -45,7 +45,8 @@ def save_last(rank_folder: Path) -> None:
     """Copy all complete windows of a rank to its disk, the oldest first.
 
     All ranks have the oldest one, and may lack a newer one. A rank that was being recovered, or has not opened its
-    memory yet, saves nothing. Raises CheckpointSaveError if the disk has no room; it keeps what it has by then.
+    memory yet, saves nothing. Raises CheckpointSaveError if the disk has no room; windows
+    that are on the disk by then stay.
     """
     target = _target_of(rank_folder)
     if target is None:

@@ -110,11 +110,10 @@ def lose_a_file_system(_: Connection, memory: Path) -> None:
 def work_in(memory: Path, work: Callable[[Worker], int]) -> None:
     launch = Launch(global_rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0)
     facts: Any = {"ticket": TICKET, "ranks_per_node": 1, "replicas": 0, "has_daemon": False, "host": "127.0.0.1"}
-    runtime = runtime_config()
     folder = RunFolderConfig(dir=None, name="run", configuration="")
-    job = JobConfig(ckpt=config_of("moevement"), runtime=runtime, folder=folder)
+    job = JobConfig(ckpt=config_of("moevement"), runtime=runtime_config(), folder=folder)
     place = RankPlace(launch=launch, memory=memory, **facts)
-    sys.exit(run_elastic._work(work, Worker(job, place, 0), runtime))
+    sys.exit(run_elastic._work(work, Worker(job, place, 0)))
 
 
 def test_a_fault_that_cannot_be_written_down_is_a_death(tmp_path: Path, start: Callable[..., Child]) -> None:
