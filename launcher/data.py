@@ -1,15 +1,17 @@
 """Tokens to train on, addressed by (iteration, micro-batch, data-parallel rank): any batch can be asked for again.
 
-A source is a function of a sample's number; a batch is a range of numbers. So the data position is the iteration, there
-is no reader state to save, and the samples of an iteration are the same at every parallel layout.
+A source is a function of a sample's number; a batch is a range of numbers. So the data position is a number of samples,
+which follows from the iteration; there is no reader state to save, and the samples of an iteration are the same at
+every parallel layout.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tokenizers import Tokenizer
 
 from launcher.config import DataConfig, TrainConfig
+from moe_ckpt.content import bytes_identity, file_identity, mapped_identity
 from moe_ckpt.errors import DataError
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -40,6 +43,16 @@ class TokenSource(Protocol):
         """Number of different tokens."""
         ...
 
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """The content identities of all that the source has read, by the names of settings."""
+        ...
+
+    @property
+    def shuffles(self) -> Mapping[str, str]:
+        """The content identities of the order of samples, where files hold it; it differs between lengths of a run."""
+        ...
+
     def train_sample(self, number: int) -> Tokens:
         """Return training sample `number`: the same tokens whenever it is asked for."""
         ...
@@ -52,13 +65,25 @@ class TokenSource(Protocol):
 class FlatText:
     """A long array of tokens; a sample is a window at a place that its number and the seed determine."""
 
-    def __init__(self, train: Tokens, held_out: Tokens, *, vocab_size: int, length: int, seed: int) -> None:
+    shuffles: Mapping[str, str] = {}
+
+    def __init__(
+        self,
+        train: Tokens,
+        held_out: Tokens,
+        *,
+        vocab_size: int,
+        length: int,
+        seed: int,
+        inputs: Mapping[str, str] | None = None,
+    ) -> None:
         for part, tokens in (("training", train), ("held-out", held_out)):
             if len(tokens) < length:
                 raise DataError(
                     f"data.path, data.eval_fraction: {len(tokens)} {part} tokens, wanted at least {length} (a sample)"
                 )
         self.vocab_size = vocab_size
+        self.inputs = inputs or {}
         self._parts = (train, held_out)
         self._length = length
         self._seed = seed
@@ -80,34 +105,64 @@ class FlatText:
 class MegatronCorpus:
     """A tokenized corpus in Megatron's .bin/.idx format, sampled by Megatron's own GPTDataset.
 
-    Megatron shuffles for a number of samples: with more `train.iterations`, the same iteration may see other samples.
+    Megatron shuffles for a number of samples. So that a longer run sees the same samples as the shorter one that it
+    goes on from, training samples come in blocks of `block` samples, each with a shuffle of its own.
     """
 
-    def __init__(self, config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path) -> None:
+    def __init__(self, config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path, block: int) -> None:
         assert config.path is not None
         _require_documents(config.path, config.eval_fraction)
         self.vocab_size = vocab_size
-        dataset_config = GPTDatasetConfig(
-            random_seed=config.seed,
-            sequence_length=train.sequence_length,
-            blend=([config.path], None),
-            split=f"{1 - config.eval_fraction},{config.eval_fraction},0",
-            path_to_cache=str(cache),
-            tokenizer=cast("Any", SimpleNamespace(vocab_size=vocab_size, eod=None, pad=-1, unique_identifiers={})),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-        )
-        sizes = [train.iterations * train.global_batch_size, train.eval_batches * train.global_batch_size, 0]
-        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
-        self._train, self._eval, _ = cast("tuple[Any, Any, Any]", builder.build())
+        self.inputs = {
+            f"data.path ({suffix})": file_identity(Path(config.path + suffix)) for suffix in (".bin", ".idx")
+        } | _tokenizer_input(config)
+        self._block = block
+        num_samples = train.iterations * train.global_batch_size
+        eval_samples = train.eval_batches * train.global_batch_size
+        # all now: Megatron's builder waits for all ranks, and not all of them read samples
+        seeds = range(config.seed, config.seed + math.ceil(num_samples / block))
+        blocks = [_build_corpus(config, train, vocab_size, cache, seed, [block, eval_samples, 0]) for seed in seeds]
+        self._train = [of_block for of_block, _ in blocks]
+        self._eval = blocks[0][1]
+
+    @property
+    def shuffles(self) -> Mapping[str, str]:
+        arrays = [
+            memoryview(cast("Any", np.ascontiguousarray(index)))
+            for dataset in (*self._train, self._eval)
+            for index in (dataset.document_index, dataset.sample_index, dataset.shuffle_index)
+            if index is not None  # newer Megatron maps the files when the first sample is asked for
+        ]
+        return {"data.path (cache of the order of samples)": mapped_identity(*arrays)}
 
     def train_sample(self, number: int) -> Tokens:
-        return _with_target(self._train[number])
+        block, within = divmod(number, self._block)
+        return _with_target(self._train[block][within])
 
     def eval_sample(self, number: int) -> Tokens:
         return _with_target(self._eval[number])
+
+
+def _build_corpus(
+    config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path, seed: int, sizes: list[int]
+) -> tuple[Any, Any]:
+    """Return Megatron's data sets for training and evaluation."""
+    assert config.path is not None
+    dataset_config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=train.sequence_length,
+        blend=([config.path], None),
+        split=f"{1 - config.eval_fraction},{config.eval_fraction},0",
+        path_to_cache=str(cache),
+        tokenizer=cast("Any", SimpleNamespace(vocab_size=vocab_size, eod=None, pad=-1, unique_identifiers={})),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
+    for_training, for_evaluation, _ = cast("tuple[Any, Any, Any]", builder.build())
+    return for_training, for_evaluation
 
 
 def _require_documents(prefix: str, eval_fraction: float) -> None:
@@ -130,8 +185,12 @@ def _with_target(sample: dict[str, torch.Tensor]) -> Tokens:
     return torch.cat([sample["tokens"], sample["labels"][-1:]]).numpy()
 
 
-def open_source(config: DataConfig, train: TrainConfig, vocab_size: int | None, cache: Path) -> TokenSource:
+def open_source(
+    config: DataConfig, train: TrainConfig, vocab_size: int | None, cache: Path, block: int | None = None
+) -> TokenSource:
     """Return the source that the settings name; `vocab_size` is the model's, where it is set.
+
+    `block`: the samples that are shuffled together, where the source shuffles; None: those of the run.
 
     Raises DataError, with the setting's name, where data is missing, empty or too short.
     """
@@ -140,13 +199,25 @@ def open_source(config: DataConfig, train: TrainConfig, vocab_size: int | None, 
         case "stdlib":
             kept, held_out = split_files(standard_library_files(), config.eval_fraction)
             texts = (_bytes_of(kept), _bytes_of(held_out))
-            return FlatText(*texts, vocab_size=_BYTE_VOCABULARY, length=length, seed=config.seed)
+            inputs = {"data.source=stdlib": _identity_of(*texts)}
+            return FlatText(*texts, vocab_size=_BYTE_VOCABULARY, length=length, seed=config.seed, inputs=inputs)
         case "text":
             tokens, num_tokens = _tokenize(config)
             cut = int(len(tokens) * (1 - config.eval_fraction))
-            return FlatText(tokens[:cut], tokens[cut:], vocab_size=num_tokens, length=length, seed=config.seed)
+            inputs = {"data.path": _identity_of(tokens)} | _tokenizer_input(config)
+            texts = (tokens[:cut], tokens[cut:])
+            return FlatText(*texts, vocab_size=num_tokens, length=length, seed=config.seed, inputs=inputs)
         case _:
-            return MegatronCorpus(config, train, _corpus_vocabulary(config, vocab_size), cache)
+            block = block or train.iterations * train.global_batch_size
+            return MegatronCorpus(config, train, _corpus_vocabulary(config, vocab_size), cache, block)
+
+
+def _identity_of(*tokens: Tokens) -> str:
+    return bytes_identity(*(memoryview(cast("Any", np.ascontiguousarray(each))) for each in tokens))
+
+
+def _tokenizer_input(config: DataConfig) -> dict[str, str]:
+    return {} if config.tokenizer is None else {"data.tokenizer": file_identity(Path(config.tokenizer))}
 
 
 def standard_library_files() -> list[Path]:
@@ -210,12 +281,16 @@ def _corpus_vocabulary(config: DataConfig, vocab_size: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The batches of a run, for one data-parallel rank of `dp`. Tensors are int64 [micro_batch_size, sequence + 1]."""
+    """The batches of a run, for one data-parallel rank of `dp`. Tensors are int64 [micro_batch_size, sequence + 1].
+
+    `consumed` returns the samples that training has consumed after so many iterations.
+    """
 
     source: TokenSource
     train: TrainConfig
     dp: int
     dp_rank: int
+    consumed: Callable[[int], int]
 
     @property
     def num_micro_batches(self) -> int:
@@ -224,15 +299,15 @@ class Batches:
 
     def training(self, iteration: int, micro_batch: int) -> torch.Tensor:
         """Return a micro-batch of training iteration `iteration`, which counts from 1."""
-        return self._gather(self.source.train_sample, iteration - 1, micro_batch)
+        return self._gather(self.source.train_sample, self.consumed(iteration - 1), micro_batch)
 
     def evaluation(self, batch: int, micro_batch: int) -> torch.Tensor:
         """Return a micro-batch of held-out global batch `batch`, which counts from 0."""
-        return self._gather(self.source.eval_sample, batch, micro_batch)
+        return self._gather(self.source.eval_sample, batch * self.train.global_batch_size, micro_batch)
 
-    def _gather(self, sample: Callable[[int], Tokens], global_batch: int, micro_batch: int) -> torch.Tensor:
+    def _gather(self, sample: Callable[[int], Tokens], first_of_all: int, micro_batch: int) -> torch.Tensor:
         size = self.train.micro_batch_size
         # ranks take turns by micro-batch: an iteration has the same samples in the same order at any layout
-        first = global_batch * self.train.global_batch_size + (micro_batch * self.dp + self.dp_rank) * size
+        first = first_of_all + (micro_batch * self.dp + self.dp_rank) * size
         rows = [sample(number) for number in range(first, first + size)]
         return torch.from_numpy(np.stack(rows).astype(np.int64))

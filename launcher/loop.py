@@ -21,6 +21,7 @@ from moe_ckpt.attach import TrainingLoop
 from moe_ckpt.collectives import TorchRanks, broadcast_result
 from moe_ckpt.config import require
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed
+from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import DataError
 from moe_ckpt.events import Evaluated, IterationCommitted
@@ -29,7 +30,7 @@ from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import mean_over_job
 from moe_ckpt.types import ParallelLayout
 
-_NEVER = "never"
+NEVER = "never"
 _NOT_YET = -1
 
 
@@ -120,20 +121,26 @@ class LauncherLoop:
         evaluations = [event for event in joined.earlier if isinstance(event, Evaluated)]
         self._evaluated = evaluations[-1] if evaluations else None
 
-    def training(self, layout: ParallelLayout, model: str) -> Training:
+    def training(self, layout: ParallelLayout, model: str, course: RunCourse) -> Training:
         """Return this loop as `moe_ckpt.loop.train` takes it.
 
         Args:
             layout: The degrees of parallelism.
             model: A hash of everything that shapes the saved state.
+            course: The settings that decide the states of the run.
         """
-        train = self._settings.train
+        train, source = self._settings.train, self._passes.batches.source
+        decay = {"lr_decay_steps": "train.lr_decay_iters", "wd_incr_steps": "train.lr_decay_iters"}
+        asked = decay if train.lr_decay_iters != AUTO else {}
+        if train.lr_warmup_iters != AUTO:
+            asked = {**asked, "lr_warmup_steps": "train.lr_warmup_iters"}
         return Training(
             loop=self,
             iteration=self._iteration,
             replay=TrainingLoop(
                 communicator=self._iteration.communicator,
                 forward_backward=self._passes.train_on,
+                batches=self._iteration.batches,
                 num_micro_batches=self._passes.batches.num_micro_batches,
                 micro_batch_size=train.micro_batch_size,
                 sequence_length=train.sequence_length,
@@ -142,6 +149,9 @@ class LauncherLoop:
             layout=layout,
             last_iteration=train.iterations,
             length_setting="train.iterations",
+            inputs={**source.inputs, **source.shuffles},
+            course=course,
+            asked_lengths=asked,
             check_pass=self._passes.train_on_one_micro_batch,
             check_setting="train.check_determinism",
         )
@@ -155,7 +165,7 @@ class LauncherLoop:
             ConfigError: The run folder has a state where there must be none, or none where `train.resume` names one.
         """
         wanted = self._settings.train.resume
-        if wanted == _NEVER and self._joined.worker.is_first_start:
+        if wanted == NEVER and self._joined.worker.is_first_start:
             saved = broadcast_result(
                 TorchRanks(), CheckpointFolder(self._joined.folder.checkpoints).committed, DataError
             )
@@ -165,8 +175,8 @@ class LauncherLoop:
             require(not self.session.has_snapshots_on_disk(), "train.resume", wanted, limit)
             return 0
         done = self.session.resume(None)
-        if done == 0 and wanted not in (AUTO, _NEVER):
-            done = self.session.resume(broadcast_result(TorchRanks(), lambda: _checkpoint_at(Path(wanted)), DataError))
+        if done == 0 and wanted not in (AUTO, NEVER):
+            done = self.session.resume(broadcast_result(TorchRanks(), lambda: checkpoint_at(Path(wanted)), DataError))
         return done
 
     def run_from(self, done: int, notes: Sequence[str]) -> None:
@@ -242,7 +252,7 @@ class LauncherLoop:
             self._scalars.evaluated(iteration, loss)
 
 
-def _checkpoint_at(path: Path) -> Path:
+def checkpoint_at(path: Path) -> Path:
     """Return the checkpoint directory that a path means: itself, or the newest in a run folder."""
     if is_committed(path):
         return path

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from launcher.config import AUTO, Settings
 from launcher.data import Batches, TokenSource, open_source
 from launcher.layout import check_fit, check_supervised, fit_layout
-from launcher.loop import LauncherLoop
+from launcher.loop import NEVER, LauncherLoop, checkpoint_at
 from launcher.model import build_training
 from launcher.parameters import padded_vocab_size
 from moe_ckpt.collectives import TorchRanks, gather_results
 from moe_ckpt.config import require
+from moe_ckpt.durable.course import RunCourse, Setting, read_course
 from moe_ckpt.elastic.torchrun import read_launch
-from moe_ckpt.errors import DataError
+from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.loop import JoinedWorker, Training, WorkerProcess, run_worker
 from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.megatron.capacity_boost import BoostedRouter
@@ -33,6 +35,12 @@ from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.types import ParallelLayout
 
+_UNSPLIT = ParallelLayout(pp=1, dp=1, ep=1, tp=1)
+_BLOCK = "data: samples shuffled together"
+_OF_COURSE = (
+    *("global_batch_size", "micro_batch_size", "sequence_length", "seed", "optimizer", "distributed_optimizer"),
+    *("lr", "min_lr", "lr_schedule", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+)
 AroundHooks = Callable[[TrainingHooks], TrainingHooks]
 
 
@@ -100,21 +108,63 @@ def _build(settings: Settings, layout: ParallelLayout, joined: JoinedWorker[Any]
     """Return this rank's training, for which a supervised rank waits for no other."""
     train = settings.train
     form_groups(layout, train.seed)
-    source = _open_source_everywhere(settings, joined.folder)
+    block = _shuffled_together(settings, joined.folder)
+    source = _open_source_everywhere(settings, joined.folder, block)
     router = BoostedRouter if settings.ckpt.capacity_boost else TopKRouter
     state = build_training(settings, layout, _vocab_size(settings, source, layout), router)
     dp_rank = parallel_state.get_data_parallel_rank()
-    batches = Batches(source=source, train=train, dp=layout.dp, dp_rank=dp_rank)
-    return LauncherLoop(settings, joined, state, batches).training(layout, _fingerprint(settings, source))
+    course = RunCourse(
+        joined.folder.path,
+        _course(settings, source, block),
+        TorchRanks(),
+        samples_an_iteration=train.global_batch_size,
+    )
+    batches = Batches(
+        source=source,
+        train=train,
+        dp=layout.dp,
+        dp_rank=dp_rank,
+        consumed=lambda done: course.course.consumed(done),
+    )
+    loop = LauncherLoop(settings, joined, state, batches)
+    return loop.training(layout, _fingerprint(settings, source), course)
 
 
-def _open_source_everywhere(settings: Settings, folder: RunFolder) -> TokenSource:
+def _shuffled_together(settings: Settings, folder: RunFolder) -> int:
+    """Return the samples that the corpus shuffles together: those of the run as it began."""
+    resumed = settings.train.resume
+    course = read_course(folder.path)
+    if course is None and resumed not in (AUTO, NEVER):
+        course = read_course(checkpoint_at(Path(resumed)))
+    block = course.settings.get(_BLOCK) if course else None
+    return block if isinstance(block, int) else settings.train.iterations * settings.train.global_batch_size
+
+
+def _course(settings: Settings, source: TokenSource, block: int) -> dict[str, Setting]:
+    """Return the settings that decide the states of a run; lengths of the schedule are a part of the state itself."""
+    train = {f"train.{name}": getattr(settings.train, name) for name in _OF_COURSE}
+    data = {f"data.{name}": getattr(settings.data, name) for name in ("source", "eval_fraction", "seed")}
+    return {
+        **{f"model.{name}": value for name, value in asdict(settings.model).items() if name != "name"},
+        "model.vocab_size": _vocab_size(settings, source, _UNSPLIT),
+        **{f"precision.{name}": value for name, value in asdict(settings.precision).items()},
+        **train,
+        **data,
+        **source.inputs,
+        **({_BLOCK: block} if settings.data.source == "megatron" else {}),
+    }
+
+
+def _open_source_everywhere(settings: Settings, folder: RunFolder, block: int) -> TokenSource:
     opened: list[TokenSource] = []
     wanted = settings.model.vocab_size
+    if settings.data.source == "text" and folder.path.is_relative_to(Path(settings.data.path or "").resolve()):
+        # events of the run would become a part of its data
+        raise ConfigError(f"data.path: got {settings.data.path!r}, wanted a folder without the run folder in it")
 
     def vocab_size_of_mine() -> int:  # not the source itself: that is the whole text
         source = open_source(
-            settings.data, settings.train, None if wanted == AUTO else int(wanted), folder.path / "cache"
+            settings.data, settings.train, None if wanted == AUTO else int(wanted), folder.path / "cache", block
         )
         if wanted != AUTO and source.vocab_size > int(wanted):
             raise DataError(f"model.vocab_size: got {wanted}, wanted at least the data's {source.vocab_size}")
@@ -134,7 +184,7 @@ def _vocab_size(settings: Settings, source: TokenSource, layout: ParallelLayout)
 def _fingerprint(settings: Settings, source: TokenSource) -> str:
     """Return a short hash over everything that shapes the saved state, at whatever layout, and a format of its own."""
     # without tensor parallelism, whose padding differs: a checkpoint may be loaded at another layout
-    vocab_size = _vocab_size(settings, source, ParallelLayout(pp=1, dp=1, ep=1, tp=1))
+    vocab_size = _vocab_size(settings, source, _UNSPLIT)
     shaping = {
         "model": {**asdict(settings.model), "vocab_size": vocab_size},
         "dtype": settings.precision.dtype,

@@ -10,7 +10,8 @@ session.finish()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -21,14 +22,16 @@ import torch.distributed as dist
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import CKPT_CONFIGS, DIVERGENCES, CkptConfig, InMemoryConfig, require
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
+from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.process_groups import CPU_BACKEND
 from moe_ckpt.engine.assembly import InMemoryAssembly
+from moe_ckpt.engine.inputs import Inputs
 from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.token_account import TokenRate
-from moe_ckpt.events import EventLog
+from moe_ckpt.events import CourseChanged, EventLog
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.megatron.capacity_boost import CapacityBoost
 from moe_ckpt.megatron.durable import MegatronDurableState
@@ -36,13 +39,17 @@ from moe_ckpt.megatron.groups import shard_identity, stage_group
 from moe_ckpt.megatron.mirror import GradientMirror
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.pipeline import StageCommunicator
+from moe_ckpt.megatron.read_batches import ReadBatches
 from moe_ckpt.megatron.replay import StageReplay, require_replayable
 from moe_ckpt.megatron.router import RouterCounts, router_top_k
+from moe_ckpt.megatron.schedule import lengths_of, settle_lengths
 from moe_ckpt.megatron.state import TrainingState, allocate_optimizer_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
 from moe_ckpt.megatron.transformer_engine import allocate_scaling, forget_noted
 from moe_ckpt.policies.dense import make_policy
 from moe_ckpt.types import RunIdentity
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,12 +57,13 @@ class TrainingLoop:
     """The parts of a training loop that a replay uses.
 
     `forward_backward(iteration)` clears nothing and updates nothing: it runs Megatron's schedule over the iteration's
-    batch, with `communicator` as its `p2p_communicator`. An iteration has at most `num_micro_batches` of
-    `micro_batch_size` sequences, of which every rank sees `sequence_length` tokens.
+    batch, with `communicator` as its `p2p_communicator`. `batches` sees the micro-batches that it reads. An iteration
+    has at most `num_micro_batches` of `micro_batch_size` sequences, of which every rank sees `sequence_length` tokens.
     """
 
     communicator: StageCommunicator
     forward_backward: Callable[[int], object]
+    batches: ReadBatches
     num_micro_batches: int
     micro_batch_size: int
     sequence_length: int
@@ -74,20 +82,39 @@ def attach(
     elastic: ElasticContext | None = None,
     suspect_iters: int = 2,
     on_divergence: str = DIVERGENCES[0],
+    inputs: Inputs | None = None,
+    course: RunCourse | None = None,
+    asked_lengths: Mapping[str, str] | None = None,
 ) -> Session:
     """Return the session that checkpoints `state` under the policy `ckpt`, in `folder`. Call on every rank.
 
     A loaded state is put into quarantine if the loss is not finite in one of the first `suspect_iters` iterations after
     the load. `losses` are losses of state on purpose; `on_divergence` is one of `config.DIVERGENCES`. With `elastic`
     the session outlives the loss of ranks; a rank may then attach by itself, and the caller enters the session once all
-    ranks are together. Raises ConfigError for settings that cannot work.
+    ranks are together. All ranks must have read the same `inputs`. A run that has saved states goes on with the
+    settings of its `course` only; lengths of its schedule stay as it began, but for `asked_lengths`: the names of
+    settings that ask for another, by the name of the length (`megatron.schedule.LENGTHS`). Raises ConfigError for
+    settings that cannot work.
     """
+    built = lengths_of(state.scheduler)
+
+    def loaded(iteration: int, changes: Sequence[str]) -> None:
+        used = settle_lengths(state.scheduler, built, asked_lengths or {})
+        changed = [*changes, *used.changed]
+        if changed or used.kept:
+            events.append(CourseChanged(iteration=iteration, changed=changed, kept=list(used.kept)))
+            if ranks.rank == 0:
+                kept = [f"the schedule stays as the run began: {', '.join(used.kept)}"] if used.kept else []
+                _log.warning("from iteration %d on: %s", iteration + 1, "; ".join([*changed, *kept]))
+
     allocate_optimizer_state(state)  # Megatron neither saves nor loads an Adam of torch that has taken no step
     allocate_scaling(state.model)  # else the first forward pass makes scales, after the first snapshot was taken
     ranks = TorchRanks()
     cpu_backend = CPU_BACKEND if elastic else "gloo"  # groups of the first are formed anew after a fault
     durable_state = MegatronDurableState(state, asynchronous=ckpt.async_save, cpu_backend=cpu_backend)
-    durable = DurableTier(durable_state, CheckpointFolder(folder), identity, ranks, events, keep=ckpt.keep)
+    durable = DurableTier(
+        durable_state, CheckpointFolder(folder), identity, ranks, events, keep=ckpt.keep, course=course
+    )
     local = ", ".join(name for name, kind in CKPT_CONFIGS.items() if kind.recovers_locally)
     wanted = f"none: only ckpt={local} recovers state that a living process lost"
     require(ckpt.recovers_locally or not losses, "fault.at", [str(loss) for loss in losses], wanted)
@@ -117,6 +144,9 @@ def attach(
         suspect_iters=suspect_iters,
         forget_evaluations=lambda: forget_noted(state.model),
         elastic=elastic,
+        inputs=inputs,
+        course=course,
+        loaded=loaded,
     )
     # with `elastic` the caller enters later: a replacement attaches before it meets the other ranks
     if elastic is None:
@@ -137,7 +167,7 @@ def _rank_adapter(
     if ckpt.served:
         # before training: servers cannot repeat the steps of every optimizer, nor derive weights of every format
         operators.require_steps()
-    stage = StageReplay(state, operators, loop.communicator, loop.forward_backward)
+    stage = StageReplay(state, operators, loop.communicator, loop.forward_backward, loop.batches)
     place = _place(identity, loop.communicator, cpu_backend)
     num_neighbours = sum(rank is not None for rank in (place.previous_rank, place.next_rank))
     sent_bytes = loop.communicator.tensor_bytes(loop.micro_batch_size * loop.sequence_length)

@@ -61,6 +61,16 @@ class StateResumed(_IterationEvent):
     passed_over: list[str]
 
 
+class CourseChanged(_IterationEvent):
+    """This start's settings are not those with which the loaded state was trained.
+
+    `changed` take effect from this iteration on; `kept` are lengths of the schedule that stay as the run began.
+    """
+
+    changed: list[str]
+    kept: list[str]
+
+
 class StateResharded(_IterationEvent):
     """The checkpoint that training continues from was saved at another parallel layout.
 

@@ -41,8 +41,8 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -53,9 +53,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, gather_results
 from moe_ckpt.config import is_on, require
+from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.backend_choice import use_gpu
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.engine.inputs import Inputs
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import TrainingRun
 from moe_ckpt.errors import ConfigError, RolledBackError
@@ -74,6 +76,7 @@ from moe_ckpt.megatron.checks import StateChecks, job_digest
 from moe_ckpt.megatron.determinism import make_deterministic, require_repeatable
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.pipeline import StageCommunicator
+from moe_ckpt.megatron.read_batches import ReadBatches
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import (
     advance_schedule,
@@ -109,6 +112,7 @@ class TrainingIteration:
         hooks: The session. `train` sets the hooks before the first iteration.
         on_commit: Receives the event of each iteration that all ranks have finished.
         communicator: Carries the tensors between stages; logs and replays them.
+        batches: Sees the micro-batches that training passes read.
         schedule_options: The arguments with which Megatron's schedules use the
             communicator.
         gradients: The gradients that `finish_pass` has accepted and `step` has not
@@ -138,6 +142,7 @@ class TrainingIteration:
         config.finalize_model_grads_func = config.finalize_model_grads_func or finalize_model_grads
         self.state = state
         self.communicator = StageCommunicator(groups.pp, config)
+        self.batches = ReadBatches()
         # both: schedules refuse a communicator without groups
         self.schedule_options: dict[str, Any] = {
             "p2p_communicator": self.communicator,
@@ -257,15 +262,17 @@ class TrainingIteration:
         Args:
             options: The arguments of the schedule.
         """
+        if not options.get("forward_only"):
+            self.batches.begin()
         return get_forward_backward_func()(**options, **self.schedule_options)
 
     def marking_phases(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward step that marks where forward and backward begin."""
+        """Return a forward step that marks where forward and backward begin, and lets `batches` see what it reads."""
 
         @functools.wraps(forward_step)
         def marked(*arguments: Any, **options: Any) -> Any:
             self._enter_phase(Phase.FORWARD)
-            output, loss = forward_step(*arguments, **options)
+            output, loss = forward_step(*map(self.batches.observed, arguments), **options)
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 # schedules call no function of a loop as backward begins
                 output.register_hook(lambda _: self._enter_phase(Phase.BACKWARD))
@@ -352,6 +359,16 @@ class Training:
 
     length_setting: str
     """The name of the setting that gives `last_iteration`, for an error."""
+
+    inputs: Inputs = field(default_factory=dict)
+    """The contents that this process has read, which all ranks must have read alike."""
+
+    course: RunCourse | None = None
+    """The settings that decide the states of the run; None: the loop keeps no account."""
+
+    asked_lengths: Mapping[str, str] = field(default_factory=dict)
+    """The settings that ask for a length of the schedule by a number, by the length's name
+    (`megatron.schedule.LENGTHS`). Other lengths stay as the run began."""
 
     check_pass: Callable[[], object] | None = None
     """The pass that the check of determinism repeats; None: a replay's pass of the first
@@ -600,6 +617,9 @@ def train(
         elastic=worker.context(training.layout),
         suspect_iters=job.runtime.suspect_iters,
         on_divergence=job.runtime.on_divergence,
+        inputs=training.inputs,
+        course=training.course,
+        asked_lengths=training.asked_lengths,
     )
     events.append(ModelBuilt(seconds=time.monotonic() - joined.began_s))
     run = _Run(joined, training)
@@ -633,7 +653,12 @@ class _Run:
         # ranks may have built their models alone, each with its own draws and its own copy
         # of the tied embedding
         synchronize_fresh(state)
+        course = self._training.course
+        if course:
+            course.begin_anew()
         done = self._loop.start()
+        if course:
+            course.write()
         by_default = job.deterministic and torch.cuda.is_available()
         if is_on(job.check_determinism, by_default=by_default):
             replay, setting = self._training.replay, self._training.check_setting

@@ -11,25 +11,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
 from moe_ckpt.attach import TrainingLoop
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import AUTO, NO_CHECKS, CheckConfig, CkptConfig, RunFolderConfig, RuntimeConfig, require
+from moe_ckpt.content import file_identity
+from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.engine.session import Session
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.loop import JoinedWorker, Losses, Training, TrainingIteration, WorkerProcess, run_worker, start_rank
+from moe_ckpt.megatron.schedule import asked_by_override, settings_of_optimizer
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import ParallelLayout
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], Any]
 Batches = Callable[[int], Iterator[Any]]
 AfterIteration = Callable[[int, float], None]
+_OF_COURSE = ("model", "num_micro_batches", "micro_batch_size", "sequence_length")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +83,18 @@ class LoopConfig:
     losses: Sequence[StateLoss] = ()
     """Losses of state in living processes, on purpose."""
 
+    inputs: Sequence[str] = ()
+    """The files that `batches` reads, data and tokenizer: another content in a replacement,
+    on another node or at a later start is refused."""
+
     check_determinism: bool | str = AUTO
     """Whether the first iteration's batch is run twice at the start to compare
     gradients; auto: on a GPU."""
 
     def __post_init__(self) -> None:
         _ = self.job  # checks the settings
+        for path in self.inputs:
+            require(Path(path).is_file(), "inputs", path, "a file")
 
     @property
     def job(self) -> JobConfig:
@@ -159,13 +171,16 @@ class OwnLoop:
 
     def training(self) -> Training:
         """Return this loop as `loop.train` takes it."""
-        config = self._config
+        config, state = self._config, self._iteration.state
+        inputs = {path: file_identity(Path(path)) for path in config.inputs}
+        settings = {name: getattr(config, name) for name in _OF_COURSE} | settings_of_optimizer(state) | inputs
         return Training(
             loop=self,
             iteration=self._iteration,
             replay=TrainingLoop(
                 communicator=self._iteration.communicator,
                 forward_backward=self.forward_backward,
+                batches=self._iteration.batches,
                 num_micro_batches=config.num_micro_batches,
                 micro_batch_size=config.micro_batch_size,
                 sequence_length=config.sequence_length,
@@ -174,6 +189,9 @@ class OwnLoop:
             layout=config.layout,
             last_iteration=config.num_iterations,
             length_setting="num_iterations",
+            inputs=inputs,
+            course=RunCourse(self._joined.folder.path, settings, TorchRanks()),
+            asked_lengths=asked_by_override(state.scheduler),
         )
 
     def start(self) -> int:

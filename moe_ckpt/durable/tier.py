@@ -28,6 +28,7 @@ from moe_ckpt.durable.checkpoint_folder import (
     seal_files,
     verify_files,
 )
+from moe_ckpt.durable.course import RunCourse, write_course
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, EventLog, StateResharded, StateResumed
 from moe_ckpt.ports import DurableState
@@ -45,7 +46,10 @@ class _SaveInFlight:
 
 
 class DurableTier:
-    """Saves and loads through `state`, in `folder`, on behalf of the run `identity`."""
+    """Saves and loads through `state`, in `folder`, on behalf of the run `identity`.
+
+    A checkpoint also holds the `course`, which names the settings that differ where it is loaded.
+    """
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class DurableTier:
         events: EventLog,
         *,
         keep: int,
+        course: RunCourse | None = None,
     ) -> None:
         self._state = state
         self._folder = folder
@@ -63,6 +68,7 @@ class DurableTier:
         self._ranks = ranks
         self._events = events
         self._keep = keep
+        self._course = course
         self._in_flight: _SaveInFlight | None = None
 
     def save(self, iteration: int) -> None:
@@ -138,6 +144,8 @@ class DurableTier:
         started_s = time.monotonic()
         iteration = broadcast_result(self._ranks, lambda: read_manifest(path), CheckpointLoadError).iteration
         self._resume(CheckpointRef(iteration=iteration, directory=str(path)), run_id=None)
+        if self._course:
+            self._course.begin_from(path, iteration)
         seconds = time.monotonic() - started_s
         self._events.append(StateResumed(iteration=iteration, source=str(path), seconds=seconds, passed_over=[]))
         return iteration
@@ -154,6 +162,11 @@ class DurableTier:
 
     def _commit_alone(self, flight: _SaveInFlight, sealed: Sequence[FileRecord]) -> Manifest:
         """Commit a checkpoint whose large files are sealed: the small ones are read on the rank that wrote them."""
+        if self._course:
+            try:
+                write_course(flight.directory, self._course.course)
+            except OSError as error:
+                raise CheckpointSaveError(str(error)) from error
         present, named = set(file_names(flight.directory)), {file.name for file in sealed}
         # a rank whose folder is on a file system of its own wrote where rank 0 cannot see it
         if gone := sorted(named - present):
@@ -172,7 +185,7 @@ class DurableTier:
         directory = Path(ref.directory)
         manifest = broadcast_result(self._ranks, lambda: read_manifest(directory), CheckpointLoadError)
         # without a collective: all ranks compare the same manifest
-        _require_fit(directory, manifest, self._identity, run_id)
+        self._require_fit(directory, manifest, run_id)
         # each file is hashed by one rank: together they read the checkpoint once
         mine = manifest.files[self._ranks.rank :: self._ranks.size]
         gather_results(self._ranks, lambda: verify_files(directory, mine), CheckpointLoadError)
@@ -192,6 +205,16 @@ class DurableTier:
                     *(directory, saved_at, ours),
                 )
 
+    def _require_fit(self, directory: Path, manifest: Manifest, run_id: str | None) -> None:
+        """Raise CheckpointLoadError for a checkpoint of another run or model; not for one of another layout."""
+        theirs, mine = manifest.identity, self._identity
+        if run_id is not None and theirs.run_id != run_id:
+            raise CheckpointLoadError(f"{directory}: saved by run {theirs.run_id}, wanted run {run_id}")
+        if theirs.model != mine.model:
+            changes = self._course.changes_since(directory) if self._course else ()
+            named = "".join(f"\n    {change.as_error()}" for change in changes)
+            raise CheckpointLoadError(f"{directory}: saved by model {theirs.model}, wanted model {mine.model}{named}")
+
 
 @contextlib.contextmanager
 def _reporting(events: EventLog, iteration: int) -> Iterator[None]:
@@ -201,14 +224,3 @@ def _reporting(events: EventLog, iteration: int) -> Iterator[None]:
     except CheckpointSaveError as error:
         events.append(CheckpointFailed(iteration=iteration, reason=str(error)))
         raise
-
-
-def _require_fit(directory: Path, manifest: Manifest, mine: RunIdentity, run_id: str | None) -> None:
-    theirs = manifest.identity
-    for what, got, wanted in (
-        # not the layout: Megatron's format can be loaded at another one
-        ("run", theirs.run_id, theirs.run_id if run_id is None else run_id),
-        ("model", theirs.model, mine.model),
-    ):
-        if got != wanted:
-            raise CheckpointLoadError(f"{directory}: saved by {what} {got}, wanted {what} {wanted}")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_ckpt.collectives import Ranks, gather_results
+from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.engine.job_recovery import JobRecovery, OnDisks
 from moe_ckpt.errors import CheckpointLoadError
@@ -92,8 +93,9 @@ class Suspects:
 class Fallback:
     """Finds states on disks and loads the best one."""
 
-    def __init__(self, durable: DurableTier, ranks: Ranks, events: EventLog) -> None:
+    def __init__(self, durable: DurableTier, ranks: Ranks, events: EventLog, course: RunCourse | None = None) -> None:
         self._ranks = ranks
+        self._course = course
         self._durable = durable
         self._events = events
         self._quarantined: frozenset[Source] = frozenset()
@@ -138,8 +140,11 @@ class Fallback:
         `passed_over`: reasons so far, for the log.
 
         Afterwards host memory holds only what came from local disks, and peers have not received it yet. Raises
-        CheckpointLoadError on all ranks, with the reason for each source, if sources exist and none can be loaded.
+        CheckpointLoadError on all ranks, with the reason for each source, if sources exist and none can be loaded, and
+        ConfigError if this run has saved them with other settings.
         """
+        if self._course and found.sources:
+            self._course.require_kept()
         reasons = [*passed_over, *found.passed_over]
         for source in found.sources:
             started_s = time.monotonic()

@@ -13,10 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from moe_ckpt.collectives import Ranks, gather_results
+from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects, UsableState
 from moe_ckpt.engine.in_memory import InMemoryCheckpointing
+from moe_ckpt.engine.inputs import Inputs, require_equal
 from moe_ckpt.engine.job_recovery import JobRecovery, RecoveredState
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, NothingLeftError, RolledBackError
@@ -45,6 +47,9 @@ class Session:
         suspect_iters: int,
         forget_evaluations: Callable[[], object],
         elastic: ElasticContext | None = None,
+        inputs: Inputs | None = None,
+        course: RunCourse | None = None,
+        loaded: Callable[[int, Sequence[str]], object] = lambda _iteration, _changes: None,
     ) -> None:
         """Put the session together.
 
@@ -57,12 +62,19 @@ class Session:
             suspect_iters: Iterations after a load in which a loss that is not finite counts against the loaded source.
             forget_evaluations: Drops the traces of evaluations from this rank's state, as recoveries repeat none.
             elastic: This rank's means to survive the loss of ranks; None: such a loss ends the job.
+            inputs: The contents that this process has read; all ranks must have read the same.
+            course: The settings with which this run has saved its states.
+            loaded: Receives the iteration of each state that is loaded from a disk, before training goes on, and the
+                settings that differ from those of the run that saved it.
         """
         self._build_generation = build_generation
         self._forget_evaluations = forget_evaluations
         self._durable = durable
         self._ranks = ranks
-        self._fallback = Fallback(durable, ranks, events)
+        self._inputs = inputs or {}
+        self._course = course
+        self._loaded = loaded
+        self._fallback = Fallback(durable, ranks, events, course)
         self._suspects = Suspects(ranks, suspect_iters)
         self._events = events
         self._strict = strict
@@ -95,7 +107,13 @@ class Session:
         return self._in_memory.parts.memory.oldest_start() if self._in_memory else None
 
     def enter(self) -> None:
-        """Meet the other ranks, some of which may be replacements."""
+        """Meet the other ranks, some of which may be replacements.
+
+        Raises:
+            DataError: Ranks have read different inputs; on all ranks.
+        """
+        if self._inputs:
+            require_equal(self._ranks, self._inputs)
         if self._in_memory:
             self._in_memory.tier.abort()
             # a save of the generation before: a replacement has no part in it, so it can never be complete
@@ -149,7 +167,9 @@ class Session:
         Raises CheckpointLoadError on all ranks.
         """
         if source is not None:
+            changes = [str(each) for each in self._course.changes_since(source)] if self._course else []
             iteration = self._durable.resume_from(source)
+            self._loaded(iteration, changes)
             self._suspects.loaded(Source(place=str(source), iteration=iteration))
             return iteration
         loaded = self._load_best(self._fallback.look(self._job_recovery))
@@ -286,6 +306,7 @@ class Session:
         loaded = self._fallback.load(found, self._job_recovery, passed_over)
         if loaded:
             self._suspects.loaded(loaded)
+            self._loaded(loaded.iteration, ())
             if self._in_memory:
                 self._in_memory.tier.logs.log_start(loaded.iteration + 1)
         return loaded

@@ -116,6 +116,7 @@ class AttachedLoop:
         return TrainingLoop(
             communicator=self.iteration.communicator,
             forward_backward=self.run_pass,
+            batches=self.iteration.batches,
             # of the largest batch: the forecast of boundary logs counts by it
             num_micro_batches=self._batches.consumed.largest_batch // self._shape.samples_of_micro_batches,
             micro_batch_size=self._shape.micro_batch_size,
@@ -158,6 +159,8 @@ class AttachedLoop:
         """Return a schedule that uses this rank's communicator, and keeps the losses of a training pass."""
 
         def run(**options: Any) -> Any:
+            if not options.get("forward_only"):
+                self.iteration.batches.begin()
             outputs = forward_backward(**options | self.iteration.schedule_options)
             if not options.get("forward_only"):
                 self._losses = outputs

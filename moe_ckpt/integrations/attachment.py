@@ -18,11 +18,15 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import require
+from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
 from moe_ckpt.integrations.attached_loop import AttachedLoop, IterationShape, LoopBatches
+from moe_ckpt.integrations.loop_inputs import identities_of, script_identity
 from moe_ckpt.integrations.megatron_lm_options import require_alone
 from moe_ckpt.loop import JoinedWorker, Training, train
+from moe_ckpt.megatron.schedule import asked_by_override, settings_of_optimizer
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_settings import RunSettings
@@ -90,6 +94,7 @@ class Attachment:
         self,
         *,
         shaping: Mapping[str, object],
+        files: Mapping[str, object],
         last_iteration: int,
         length_setting: str,
         enter: Callable[[int], Any],
@@ -101,6 +106,7 @@ class Attachment:
 
         Args:
             shaping: The settings that shape the saved state.
+            files: The settings that may name files of data and tokenizers.
             last_iteration: The iteration after which the run is finished.
             length_setting: The name of the loop's setting for `last_iteration`.
             enter: Runs the loop from the state after some iterations.
@@ -110,13 +116,20 @@ class Attachment:
         Returns:
             The loop's own outcome.
         """
-        loop = self.loop
+        loop, state = self.loop, self.loop.iteration.state
         loop.enter, loop.load = enter, load
+        data = identities_of(files)
+        # values as text: types of parameters are no JSON
+        settings = {name: str(value) for name, value in shaping.items()} | settings_of_optimizer(state) | data
         training = Training(
             loop=loop,
             iteration=loop.iteration,
             replay=loop.as_training_loop(),
             model=_hash_of(shaping),
+            # the script may change between starts: a print more leads to the same states
+            inputs=data | script_identity(),
+            course=RunCourse(self._joined.folder.path, settings, TorchRanks()),
+            asked_lengths=asked_by_override(state.scheduler),
             layout=_layout(),
             last_iteration=last_iteration,
             length_setting=length_setting,

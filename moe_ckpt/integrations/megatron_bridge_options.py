@@ -5,7 +5,7 @@ Owns: those that Megatron-LM does not have. All others have Megatron-LM's names,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moe_ckpt.integrations.megatron_lm_options import (
@@ -74,6 +74,17 @@ def shaping_of(config: Any) -> dict[str, object]:
         for section, names in _SHAPING.items()
         for name in names
     }
+
+
+def files_of(config: Any) -> dict[str, object]:
+    """Return the settings that may name files of data and tokenizers, by their names."""
+    sections = {"dataset": getattr(config, "dataset", None), "tokenizer": getattr(config, "tokenizer", None)}
+    return {f"{section}.{name}": value for section, each in sections.items() for name, value in _fields(each)}
+
+
+def _fields(section: Any) -> Iterable[tuple[str, object]]:
+    # without folders for results, which the run itself fills
+    return ((name, value) for name, value in vars(section).items() if "cache" not in name) if section else ()
 
 
 def _require_allowed(config: Any, section: str, refusal: Refusal) -> None:

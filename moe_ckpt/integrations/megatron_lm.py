@@ -34,6 +34,10 @@ _SHAPING = (
     *(*LAYER_SHAPE, "num_experts", "padded_vocab_size", "seq_length", "untie_embeddings_and_output_weights"),
     *("optimizer", "use_distributed_optimizer", "global_batch_size"),
 )
+_FILES = (
+    *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),
+    *("per_split_data_args_path", "tokenizer_model", "vocab_file", "merge_file"),
+)
 
 
 def attach(training: Any, joined: JoinedWorker[Worker], settings: RunSettings) -> Attachment:
@@ -123,6 +127,7 @@ class AttachedMegatronLm:
 
         return self._attachment.train(
             shaping={name: getattr(args, name, None) for name in _SHAPING},
+            files={f"--{name.replace('_', '-')}": getattr(args, name, None) for name in _FILES},
             last_iteration=args.train_iters,
             length_setting="--train-iters",
             enter=enter,

@@ -114,6 +114,7 @@ class AttachedSwift:
 
         return self._attachment.train(
             shaping=shaping_of(args, config),
+            files={f"--{name}": getattr(args, name, None) for name in ("dataset", "val_dataset", "cached_dataset")},
             last_iteration=args.train_iters,
             length_setting="--train_iters",
             enter=enter,

@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from moe_ckpt.config import require
+from moe_ckpt.errors import DataError
 from moe_ckpt.megatron import fp8_parameters
 from moe_ckpt.megatron.groups import shared_embedding
 from moe_ckpt.megatron.operators import RankOperators
@@ -31,6 +32,7 @@ from moe_ckpt.megatron.optimizer_state import holds_masters
 from moe_ckpt.megatron.overlapped import forget_communication, gathers_in_forward, mark_gathered
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.places import bare_model, is_grouped
+from moe_ckpt.megatron.read_batches import ReadBatches
 from moe_ckpt.megatron.state import (
     TrainingState,
     buffers,
@@ -57,7 +59,8 @@ from moe_ckpt.types import ReadyGradients
 class StageReplay:
     """Records the facts that this rank's stage needs to replay an iteration, and replays it.
 
-    `forward_backward` runs the loop's schedule over the batch of an iteration, with the communicator given here.
+    `forward_backward` runs the loop's schedule over the batch of an iteration, with the communicator given here, and
+    lets `batches` see what it reads.
     """
 
     def __init__(
@@ -66,10 +69,12 @@ class StageReplay:
         operators: RankOperators,
         communicator: StageCommunicator,
         forward_backward: Callable[[int], object],
+        batches: ReadBatches,
     ) -> None:
         self._state = state
         self._communicator = communicator
         self._forward_backward = forward_backward
+        self._batches = batches
         self._operators = operators
         self._sums = _StageSums(state, operators)
         self._began: int | None = None
@@ -98,7 +103,12 @@ class StageReplay:
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:
         """Return the facts of an iteration whose gradients are ready."""
         complete = replace(gradients, num_tokens=self._sums.num_tokens)
-        return StepRecord(iteration=iteration, gradients=complete, tied_gradient=self._sums.tied_gradient)
+        return StepRecord(
+            iteration=iteration,
+            gradients=complete,
+            tied_gradient=self._sums.tied_gradient,
+            batches=self._batches.hash(),
+        )
 
     def replay(
         self,
@@ -113,6 +123,8 @@ class StageReplay:
 
         `whole_model`: all stages replay; then only the update's facts come from a log. `before_update` is called once
         gradients are complete: only buffers and generators have changed until then.
+
+        Raises DataError if the iteration has read other samples than it did before.
         """
         restore_small_state(self._state, start)
         clear_gradients(self._state)
@@ -122,7 +134,9 @@ class StageReplay:
         gather, config.param_sync_func = config.param_sync_func, None
         try:
             with self._communicator.replaying(ends), self._sums.replaying(None if whole_model else record):
+                self._batches.begin()
                 self._forward_backward(record.iteration)
+            self._require_same_batches(record)
             unscale_gradients(self._state)
             # after it: Megatron makes the optimizer's gradients of the model's there, also those of frozen operators
             self._operators.drop_frozen_gradients()
@@ -132,6 +146,13 @@ class StageReplay:
         finally:
             config.timers, config.param_sync_func = timers, gather
         advance_scalers(self._state, record.gradients)  # last: forward and unscaling use the scale before the step
+
+    def _require_same_batches(self, record: StepRecord) -> None:
+        if record.batches is not None and (read := self._batches.hash()) != record.batches:
+            raise DataError(
+                f"data: iteration {record.iteration} reads other samples in its replay than it did before "
+                f"(hash {read}, was {record.batches}): wanted data that do not change while a job runs"
+            )
 
     def abandon_pass(self) -> None:
         """Clean up after a pass that was cut off: Megatron's globals, and modules in evaluation mode."""

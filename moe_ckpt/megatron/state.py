@@ -27,9 +27,11 @@ from moe_ckpt.megatron.chunk_batches import ChunkBatches, under
 from moe_ckpt.megatron.kept_batches import KeptBatches
 from moe_ckpt.megatron.optimizer_state import counts_steps_per_parameter, keeps_remainders, torch_optimizer
 from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
+from moe_ckpt.megatron.schedule import OF_GROUPS, lengths_of, load_schedule, set_lengths
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
 
 BUFFERS, RNG_STATE, STORED_STATES, DATA = "buffers", "rng_state", "stored_states", "data"  # per-rank parts
+_LENGTHS = "scheduler.lengths"
 _SHARDING_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",  # loads at another layout of ranks, too
     "chained_optim_avoid_prefix": True,  # names without an optimizer's number: layouts differ in how many there are
@@ -176,9 +178,12 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
         module.load_state_dict(loaded[key])
     parts = loaded["optimizer"]
     for index, optimizer in enumerate(state.inner_optimizers):
+        settings = [{name: group[name] for name in OF_GROUPS if name in group} for group in optimizer.param_groups]
         _load_optimizer(optimizer, parts if len(state.inner_optimizers) == 1 else parts[index])
-    state.scheduler.num_steps = 0  # loading adds the saved steps to those taken
-    state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        for group, mine in zip(optimizer.param_groups, settings, strict=True):
+            group.update(mine)
+    load_schedule(state.scheduler, loaded["opt_param_scheduler"])
+    state.scheduler.step(increment=0)  # learning rates of the groups follow from the position
     restore_buffers_by_name(state.model, loaded[BUFFERS])
     if STORED_STATES in loaded:  # after Megatron's own load, which stores the same numbers with other scales
         for name, tensor in _optimizer_tensors(state).items():
@@ -229,6 +234,7 @@ def small_state(state: TrainingState) -> dict[str, torch.Tensor]:
     """
     saved = {f"rng.{name}": tensor for name, tensor in _rng_tensors().items()}
     saved["scheduler.num_steps"] = torch.tensor(state.scheduler.num_steps)
+    saved[_LENGTHS] = lengths_of(state.scheduler)
     if state.data:
         saved |= {f"{DATA}.{name}": tensor for name, tensor in state.data.saved().items()}
     for index, optimizer in enumerate(state.inner_optimizers):
@@ -241,6 +247,8 @@ def restore_small_state(state: TrainingState, saved: Mapping[str, torch.Tensor])
     """Restore the result of `small_state`; learning rates follow from the position in the schedule."""
     _restore_rng_tensors(under("rng.", saved))
     state.scheduler.num_steps = int(saved["scheduler.num_steps"])
+    if _LENGTHS in saved:  # else an older version has saved it
+        set_lengths(state.scheduler, saved[_LENGTHS])
     state.scheduler.step(increment=0)  # learning rates of the groups follow from the position
     _restore_scaler_state(state, saved)
     if state.data:

@@ -53,6 +53,7 @@ _log = logging.getLogger(__name__)
 _SNAPSHOT, _LOCAL = "snapshot-", "local-"
 _KEY = re.compile(rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{RECORD})([0-9]+))")
 _TIED = "tied_gradient"
+_GRADIENTS, _BATCHES = "gradients", "batches"
 _UNFINISHED = "unfinished"
 
 
@@ -261,7 +262,9 @@ class Publisher:
     def add_record(self, record: StepRecord) -> None:
         """Publish an iteration's record."""
         tensors = {} if record.tied_gradient is None else {_TIED: record.tied_gradient}
-        facts = {"gradients": json.dumps(asdict(record.gradients))}
+        facts = {_GRADIENTS: json.dumps(asdict(record.gradients))}
+        if record.batches is not None:
+            facts[_BATCHES] = record.batches
         self._put(f"{RECORD}{record.iteration}", save(tensors, metadata=facts))
 
     def drop_steps(self, starts: Iterable[int], records: Iterable[int]) -> None:
@@ -575,8 +578,10 @@ def _tensors(blob: Blob) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 def _record(iteration: int, blob: Blob) -> StepRecord:
     tensors, facts = _tensors(blob)
     try:
-        fields = json.loads(facts["gradients"])
+        fields = json.loads(facts[_GRADIENTS])
         gradients = ReadyGradients(**{**fields, "overflows": tuple(fields["overflows"])})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointLoadError(f"step record: got {facts} ({error!r}), wanted gradients as JSON") from error
-    return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=tensors.get(_TIED))
+    return StepRecord(
+        iteration=iteration, gradients=gradients, tied_gradient=tensors.get(_TIED), batches=facts.get(_BATCHES)
+    )

@@ -21,8 +21,8 @@ Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
-STEP_LOG_BYTES = 15_152
-STEP_LOG_BYTES_ON_CPU = 35_312
+STEP_LOG_BYTES = 15_176
+STEP_LOG_BYTES_ON_CPU = 35_336
 """States of Python's, NumPy's and torch's generators; on a CPU torch's are five, all as large as the host's."""
 
 

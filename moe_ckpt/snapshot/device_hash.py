@@ -37,13 +37,13 @@ def sums_of(state: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -
     """Return a hash by sums for the tensors of each name; all of them come to the host in one transfer."""
     if not state:
         return {}
-    sums = [_sums_of(tensors, device) for tensors in state.values()]
+    sums = [sums_on_device(tensors, device) for tensors in state.values()]
     (on_host,) = TRANSFERS.fetch([torch.stack(sums)])
     hexadecimal = ("".join(f"{word & (1 << 64) - 1:016x}" for word in row) for row in on_host.tolist())
     return dict(zip(state, hexadecimal, strict=True))
 
 
-def _sums_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+def sums_on_device(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return two sums, int64 [2] on `device`, over the words of all tensors in their order."""
     total, position = torch.zeros(2, dtype=torch.int64, device=device), 1
     for tensor in tensors:

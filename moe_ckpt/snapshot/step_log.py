@@ -48,11 +48,13 @@ class StepRecord:
     """The facts that the update of `iteration` needs beside this stage's gradients.
 
     `tied_gradient` is this rank's piece of the gradient that first and last stage share if they tie embeddings.
+    `batches` is a hash of the micro-batches that this rank has read; None: not known, as of facts from other ranks.
     """
 
     iteration: int
     gradients: ReadyGradients
     tied_gradient: torch.Tensor | None
+    batches: str | None = None
 
 
 class StepPublisher(Protocol):

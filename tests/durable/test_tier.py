@@ -62,7 +62,15 @@ def test_damaged_checkpoints_are_reported_and_an_older_one_taken(finished: Run, 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        pytest.param(["train.lr=0.123"], r"0\.123", id="another learning rate"),
+        pytest.param(["train.lr=0.123"], r"\n  train.lr: got 0.123, wanted 0.005\n", id="another learning rate"),
+        pytest.param(
+            ["train.global_batch_size=4"], r"\n  train.global_batch_size: got 4, wanted 8\n", id="other batches"
+        ),
+        pytest.param(
+            ["model.hidden_size=64", "precision=fp32"],
+            r"\n  model.hidden_size: got 64, wanted 32\n  precision.dtype: got 'fp32', wanted 'bf16'\n",
+            id="another model and precision",
+        ),
         pytest.param(
             ["train.resume=never"], r"train.resume: got 'never'.*iter_0000004", id="no resume, and saved ones"
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class Numbers:
     """A source whose samples repeat their own number, negative where held out, so that a batch tells what is in it."""
 
     vocab_size = 1
+    inputs: Mapping[str, str] = {}
+    shuffles: Mapping[str, str] = {}
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -61,7 +63,8 @@ class Numbers:
 def batches_of(global_batch_size: int, micro_batch_size: int, dp: int) -> list[Batches]:
     """Return the batches of each data-parallel rank, of samples of 5 tokens."""
     train = replace(TRAIN, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, sequence_length=4)
-    return [Batches(source=Numbers(5), train=train, dp=dp, dp_rank=rank) for rank in range(dp)]
+    consumed = lambda done: done * global_batch_size  # noqa: E731
+    return [Batches(source=Numbers(5), train=train, dp=dp, dp_rank=rank, consumed=consumed) for rank in range(dp)]
 
 
 # --- files
@@ -240,7 +243,8 @@ def test_an_iteration_has_the_same_samples_in_the_same_order_at_any_layout(
 
 
 def test_a_batch_can_be_asked_for_again() -> None:
-    batches = Batches(source=flat_text(length=5), train=replace(TRAIN, sequence_length=4), dp=2, dp_rank=1)
+    train = replace(TRAIN, sequence_length=4)
+    batches = Batches(source=flat_text(length=5), train=train, dp=2, dp_rank=1, consumed=lambda done: done * 16)
     first = batches.training(3, 1)
     batches.training(4, 0)
     assert torch.equal(batches.training(3, 1), first)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP, SIGTERM
 
-from moe_ckpt.events import StateResumed, WindowPersisted
+from moe_ckpt.events import CourseChanged, StateResumed, WindowPersisted
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob
 from tests.references import outcome_of, uninterrupted
@@ -40,7 +40,10 @@ def test_the_next_start_goes_on_from_local_disks(tmp_path: Path) -> None:
     with start(2, "train.resume=never") as job:
         said = job.wait_for_failure()
     assert said.count("error: train.resume: got 'never', wanted auto, or a new run.dir: there are snapshots") == 1
-    with start(3) as job:
+    with start(3, "train.lr=0.001", "data.seed=5") as job:
+        said = job.wait_for_failure()
+    assert said.count("\n  train.lr: got 0.001, wanted 0.005\n  data.seed: got 5, wanted 1234\n") == 1, said
+    with start(4) as job:
         result = job.wait()
     resumed = [event for rank in range(2) for event in events_of(run, StateResumed, rank)]
     assert [event.source for event in resumed] == ["local disk"] * 2
@@ -49,11 +52,14 @@ def test_the_next_start_goes_on_from_local_disks(tmp_path: Path) -> None:
 
 
 def test_a_job_stopped_with_notice_goes_on_where_it_was_safe_to_kill(tmp_path: Path) -> None:
-    """One worker stands still: supervisors bring its window to disk without it."""
+    """One worker stands still: supervisors bring its window to disk without it.
+
+    The next start trains for longer: it replays the window, and goes on, under the schedule of the first.
+    """
     run = tmp_path / "run"
 
-    def start(number: int) -> ElasticJob:
-        job = ElasticJob(2, tmp_path / f"start{number}", *TRAINING, "ckpt.window=2", f"run.dir={run}")
+    def start(number: int, *more: str) -> ElasticJob:
+        job = ElasticJob(2, tmp_path / f"start{number}", *TRAINING, "ckpt.window=2", f"run.dir={run}", *more)
         job.run = run
         return job
 
@@ -64,8 +70,12 @@ def test_a_job_stopped_with_notice_goes_on_where_it_was_safe_to_kill(tmp_path: P
         said = job.wait_for_failure()
     [safe] = re.findall(r"safe to kill at iteration (\d+): all 2 ranks have it on disk", said)
     assert int(safe) >= 6
-    with start(2) as job:
+    with start(2, "train.iterations=30") as job:
         result = job.wait()
     resumed = [event for rank in range(2) for event in events_of(run, StateResumed, rank)]
     assert [(event.source, event.iteration) for event in resumed] == [("local disk", int(safe))] * 2
-    assert outcome_of(run, result) == uninterrupted(2, *TRAINING)
+    longer = uninterrupted(2, *PP2, "train.iterations=30", "train.lr_decay_iters=24")
+    assert outcome_of(run, result) == longer
+    assert [event.kept for event in events_of(run, CourseChanged)] == [
+        ["lr_decay_steps 24, not 30", "wd_incr_steps 24, not 30"]
+    ]

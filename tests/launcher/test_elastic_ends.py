@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob
 from tests.modes import let_others_in, open_to_others
 from tests.references import outcome_of, uninterrupted
-from tests.scenarios import PP2
+from tests.scenarios import PP2, ROOT
 from tests.training import events_of
 
 LONG = (*PP2, "train.iterations=100000", "ckpt.window=2")
@@ -121,6 +122,32 @@ def test_a_setting_that_cannot_be_is_one_error(setting: str, says: str, tmp_path
     with ElasticJob(2, tmp_path, *LONG, setting) as job:
         said = job.wait_for_failure()
     assert (said.count(f"error: {says}"), said.count("error: ")) == (1, 1), said
+
+
+def test_data_that_change_while_a_job_runs_end_it_and_lose_no_iteration(tmp_path: Path) -> None:
+    """Processes, as nothing but a worker that a supervisor forks later reads the file again."""
+    text, run = tmp_path / "text", tmp_path / "run"
+    text.write_bytes((ROOT / "LICENSE").read_bytes())
+    training = (*PP2, "train.iterations=16", "data=text", f"data.path={text}")
+    settings = (*training, "ckpt.window=2", f"run.dir={run}")
+    with ElasticJob(2, tmp_path / "start1", *settings) as job:
+        job.run = run
+        job.wait_until(1, 7)
+        with text.open("ab") as file:
+            file.write(b"one line more\n")
+        job.kill(1)
+        said = job.wait_for_failure()
+    assert (said.count("error: data.path: got "), said.count("error: ")) == (1, 1), said
+    [safe] = re.findall(r"safe to kill at iteration (\d+): all 2 ranks have it on disk", said)
+    with ElasticJob(2, tmp_path / "start2", *settings) as job:
+        said = job.wait_for_failure()
+    assert said.count("\n  data.path: got ") == 1, said
+    text.write_bytes((ROOT / "LICENSE").read_bytes())
+    with ElasticJob(2, tmp_path / "start3", *settings) as job:
+        job.run = run
+        result = job.wait()
+    assert [event.iteration for event in events_of(run, StateResumed)] == [int(safe)]
+    assert outcome_of(run, result) == uninterrupted(2, *training)
 
 
 @pytest.mark.full

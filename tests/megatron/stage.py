@@ -78,7 +78,8 @@ def build_stage(*overrides: str, router: type[TopKRouter] = TopKRouter) -> tuple
     state = build_training(settings, layout, padded_vocab_size(source.vocab_size, layout), router)
     allocate_optimizer_state(state)
     dp_rank = parallel_state.get_data_parallel_rank()
-    batches = Batches(source=source, train=settings.train, dp=layout.dp, dp_rank=dp_rank)
+    consumed = lambda done: done * settings.train.global_batch_size  # noqa: E731
+    batches = Batches(source=source, train=settings.train, dp=layout.dp, dp_rank=dp_rank, consumed=consumed)
     return state, StageLoop(state, batches)
 
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from moe_ckpt.errors import ConfigError, PeersLostError
+from moe_ckpt.errors import ConfigError, DataError, PeersLostError
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.replay import StageReplay, forget_shared_experts, require_replayable
 from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, small_state
@@ -55,7 +55,13 @@ class _Job(NoHooks):
         self.loop.iteration.hooks = self
         self.communicator = self.loop.iteration.communicator
         self.operators = RankOperators(self.state)
-        self.replay = StageReplay(self.state, self.operators, self.communicator, self.loop.passes.train_on)
+        self.replay = StageReplay(
+            self.state,
+            self.operators,
+            self.communicator,
+            self.loop.passes.train_on,
+            self.loop.iteration.batches,
+        )
         self.boundary = BoundaryLog(HostCopier(), HostBuffers(PrivateMemory(pinned=False)))
         self.communicator.log = self.boundary
         self.starts: dict[int, Mapping[str, torch.Tensor]] = {}
@@ -212,7 +218,7 @@ CHANGES: dict[str, Callable[[LoggedEnds, StepRecord], tuple[LoggedEnds, StepReco
     "activations": lambda ends, record: (replace(ends, from_previous=(ends.from_previous or [])[::-1]), record),
     "norm": lambda ends, record: (ends, replace(record, gradients=replace(record.gradients, total_norm=1.0))),
     "tied gradient": lambda ends, record: (ends, _without_tied_gradient(record)),
-    "iteration": lambda ends, record: (ends, replace(record, iteration=record.iteration - 1)),
+    "iteration": lambda ends, record: (ends, replace(record, iteration=record.iteration - 1, batches=None)),
     "nothing": lambda ends, record: (ends, record),
 }
 
@@ -231,6 +237,21 @@ def _replay_changed() -> set[str]:
 
 def test_a_replay_follows_its_logs() -> None:
     assert run_ranks(2, _replay_changed) == [set(), CHANGES.keys() - {"nothing"}]
+
+
+def _replay_over_other_samples() -> None:
+    job = _Job(*PP2)
+    _, ends = job.train(1, 1)
+    if job.stage == 1:
+        job.go_back()
+        job.loop.passes.batches = replace(job.loop.passes.batches, consumed=lambda _: 0)
+        with pytest.raises(DataError, match=rf"^data: iteration {LAST} reads other samples in its replay"):
+            job.run_again(ends)
+    dist.barrier()
+
+
+def test_a_replay_over_other_samples_is_an_error() -> None:
+    run_ranks(2, _replay_over_other_samples)
 
 
 def _train_after_failed_replays() -> None:

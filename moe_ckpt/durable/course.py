@@ -1,0 +1,191 @@
+"""The course of a run: the settings that decide its states, and where in the data the run began.
+
+Owns: course.json in the run folder and in each whole checkpoint, and the comparison with the
+settings of a later start. A window on a local disk is replayed under the settings of the run
+that saved it; so a run keeps its course, and another course is another run, which may begin
+from a checkpoint of the first. Every method is collective. Must not: know what a setting means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from moe_ckpt.collectives import Ranks, broadcast_result
+from moe_ckpt.errors import CheckpointLoadError, ConfigError
+from moe_ckpt.exact_json import ExactDecoder
+from moe_ckpt.private_files import write_private
+
+FILE = "course.json"
+_INFINITE = (math.inf, -math.inf)
+
+Setting = str | int | float | bool | None
+
+
+class Change(NamedTuple):
+    """A setting that differs between two courses."""
+
+    name: str
+    first: str
+    mine: str
+
+    def as_error(self) -> str:
+        """Return the change as something that must not be."""
+        return f"{self.name}: got {self.mine}, wanted {self.first}"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.first} becomes {self.mine}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """What decides the states of a run, beside its code."""
+
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    """The values of settings by name, with `auto` resolved, and the content identities of inputs."""
+
+    samples_an_iteration: int = 0
+    """The samples that an iteration consumes; 0: the loop finds its samples by itself."""
+
+    began_after: int = 0
+    """The iteration of another run's checkpoint that this run began from; 0: the run began with a new model."""
+
+    began_samples: int = 0
+    """The samples that had been consumed by then."""
+
+    def consumed(self, done: int) -> int:
+        """Return the samples that have been consumed after `done` iterations."""
+        return self.began_samples + (done - self.began_after) * self.samples_an_iteration
+
+    def changes_since(self, first: Course) -> list[Change]:
+        """Return the settings that differ from those of an earlier course."""
+        names = dict.fromkeys([*first.settings, *self.settings])
+        # values, not their text: 1 and 1.0 are one learning rate
+        differ = [name for name in names if _of(first.settings, name) != _of(self.settings, name)]
+        return [Change(name, _shown(first.settings, name), _shown(self.settings, name)) for name in differ]
+
+
+def _of(settings: Mapping[str, Setting], name: str) -> tuple[bool, Setting]:
+    return name in settings, settings.get(name)
+
+
+def _shown(settings: Mapping[str, Setting], name: str) -> str:
+    return repr(settings[name]) if name in settings else "nothing"
+
+
+_COURSES = ExactDecoder(Course)
+
+
+def read_course(folder: Path) -> Course | None:
+    """Return the course in a run folder or a checkpoint; None: the folder has none, as of an older version.
+
+    Raises:
+        CheckpointLoadError: The file is damaged, or cannot be read.
+    """
+    path = folder / FILE
+    try:
+        return _COURSES.decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointLoadError(f"{path}: {error}") from error
+
+
+def write_course(folder: Path, course: Course) -> None:
+    """Write a course whole, in place of an earlier one.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    temporary = folder / f"{FILE}.tmp"
+    write_private(temporary, msgspec.json.format(msgspec.json.encode(course)))
+    temporary.replace(folder / FILE)
+
+
+class RunCourse:
+    """The course of this run, against what the run folder and checkpoints say.
+
+    Attributes:
+        course: The course as this process knows it: that of the run folder, once training has begun.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Setting], ranks: Ranks, *, samples_an_iteration: int = 0
+    ) -> None:
+        """Begin with the place in the data that the run folder names, as a replacement needs it. Not collective.
+
+        Args:
+            folder: The run folder.
+            settings: The settings of this start.
+            ranks: All ranks of the job.
+            samples_an_iteration: The samples that an iteration consumes.
+
+        Raises:
+            CheckpointLoadError: The run folder's course is damaged.
+        """
+        self._folder = folder
+        self._ranks = ranks
+        # JSON has no infinity
+        plain = {name: str(value) if value in _INFINITE else value for name, value in settings.items()}
+        mine = Course(settings=plain, samples_an_iteration=samples_an_iteration)
+        first = read_course(folder)
+        self.course = _continued(mine, first) if first else mine
+
+    def begin_anew(self) -> None:
+        """A start begins, which has loaded no state yet. Not collective."""
+        self.course = replace(self.course, began_after=0, began_samples=0)
+
+    def require_kept(self) -> None:
+        """Require the course with which this run has saved its states.
+
+        Raises:
+            ConfigError: Settings have changed since; on all ranks.
+        """
+        first = broadcast_result(self._ranks, lambda: read_course(self._folder), CheckpointLoadError)
+        if first is None:
+            return
+        if changes := self.course.changes_since(first):
+            way_out = (
+                "to go on with another setting, begin another run from a checkpoint of this one: "
+                "another run.dir, and train.resume=CHECKPOINT or the loop's own option"
+            )
+            lines = [
+                "settings differ from those with which this run has saved its states:",
+                *(change.as_error() for change in changes),
+                way_out,
+            ]
+            raise ConfigError("\n  ".join(lines))
+        self.course = _continued(self.course, first)
+
+    def changes_since(self, checkpoint: Path) -> Sequence[Change]:
+        """Return the settings that differ from those with which a checkpoint was saved."""
+        first = broadcast_result(self._ranks, lambda: read_course(checkpoint), CheckpointLoadError)
+        return self.course.changes_since(first) if first else []
+
+    def begin_from(self, checkpoint: Path, iteration: int) -> None:
+        """This run begins from a checkpoint of another run."""
+        first = broadcast_result(self._ranks, lambda: read_course(checkpoint), CheckpointLoadError) or self.course
+        self.course = replace(self.course, began_after=iteration, began_samples=first.consumed(iteration))
+
+    def write(self) -> None:
+        """Write the course into the run folder: training begins.
+
+        Raises:
+            ConfigError: The file cannot be written; on all ranks.
+        """
+        broadcast_result(self._ranks, self._write, ConfigError)
+
+    def _write(self) -> None:
+        try:
+            write_course(self._folder, self.course)
+        except OSError as error:
+            raise ConfigError(f"run.dir: {FILE} could not be written to {str(self._folder)!r} ({error})") from error
+
+
+def _continued(mine: Course, first: Course) -> Course:
+    return replace(mine, began_after=first.began_after, began_samples=first.began_samples)

@@ -1,0 +1,64 @@
+"""The files that a loop's settings name, by content: what each process of a rank must read alike.
+
+Owns: finding the files in the values of settings. Must not: know a loop.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from moe_ckpt.content import file_identity, files_identity
+from moe_ckpt.errors import DataError
+
+SCRIPT = "the script"
+_TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".tiktoken", ".jinja"}
+
+
+def identities_of(settings: Mapping[str, object]) -> dict[str, str]:
+    """Return the content identities of all files that settings name; settings that name none are left out.
+
+    Args:
+        settings: The values by the names of settings: paths, prefixes of .bin and .idx files, folders of tokenizers,
+            and nests of these.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        files = [file for text in _texts(value) for file in _files(text)]
+        try:
+            if files:
+                found[name] = files_identity(files)
+        except OSError as error:
+            raise DataError(f"{name}: {error}") from error
+    return found
+
+
+def script_identity() -> dict[str, str]:
+    """Return the content identity of the program that this process runs; nothing, if the program is no file."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return {SCRIPT: file_identity(Path(path))} if path and Path(path).is_file() else {}
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str | Path):
+        yield str(value)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+
+
+def _files(text: str) -> list[Path]:
+    """Return the files that a word means: a file, a prefix of Megatron's corpora, or a tokenizer in a folder."""
+    path = Path(text)
+    if path.is_dir():
+        files = (file for file in path.iterdir() if file.suffix in _TOKENIZER_SUFFIXES)
+        return sorted(file for file in files if file.is_file())
+    candidates = (path, Path(f"{text}.bin"), Path(f"{text}.idx"))
+    return [file for file in candidates if file.is_file()]

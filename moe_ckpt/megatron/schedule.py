@@ -1,0 +1,92 @@
+"""The lengths of a learning-rate schedule: those with which a run began, also when it goes on for longer.
+
+Loops derive the lengths of warmup and decay from the iterations of a run. With the lengths of a
+longer run the iterations before the load would have had other learning rates, and a replay of
+them would lead to another state. So the lengths are a part of each iteration's start and of each
+checkpoint: a load restores them, and a new length takes effect from there on, if asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LENGTHS = ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
+"""Attributes of Megatron's `OptimizerParamScheduler`, in iterations or samples, as the loop counts."""
+
+OF_GROUPS = ("max_lr", "min_lr", "betas", "eps")
+"""Hyperparameters that Megatron's optimizers load with their state; a start's own are those of its settings."""
+
+_OF_OPTIMIZER = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+_OF_SCHEDULE = ("max_lr", "min_lr", "lr_decay_style", "start_wd", "end_wd", "wd_incr_style")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthsUsed:
+    """What a load has made of the lengths of the schedule, as lines for the log."""
+
+    kept: Sequence[str] = ()
+    """Lengths that stay as the run began, and not as this start has built them."""
+
+    changed: Sequence[str] = ()
+    """Lengths of this start that take effect from here on, as it asks for them."""
+
+
+def settings_of_optimizer(state: Any) -> dict[str, Any]:
+    """Return the settings of optimizer and schedule that decide its steps, beside the lengths of the schedule."""
+    config, scheduler = state.inner_optimizers[0].config, state.scheduler
+    of_optimizer = {f"optimizer {name}": getattr(config, name, None) for name in _OF_OPTIMIZER}
+    return of_optimizer | {f"schedule {name}": getattr(scheduler, name, None) for name in _OF_SCHEDULE}
+
+
+def asked_by_override(scheduler: Any) -> dict[str, str]:
+    """Return the lengths that a start asks for by Megatron's own option, as `attach` takes them."""
+    return dict.fromkeys(LENGTHS, "override_opt_param_scheduler") if scheduler.override_opt_param_scheduler else {}
+
+
+def lengths_of(scheduler: Any) -> torch.Tensor:
+    """Return the lengths, float64 [len(LENGTHS)]: Megatron-LM's warmup may be a fraction."""
+    return torch.tensor([float(getattr(scheduler, name)) for name in LENGTHS], dtype=torch.float64)
+
+
+def set_lengths(scheduler: Any, lengths: torch.Tensor) -> None:
+    """Set the result of `lengths_of`."""
+    for name, length in zip(LENGTHS, lengths.tolist(), strict=True):
+        _set_length(scheduler, name, length)
+
+
+def load_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    """Load a schedule's state from a checkpoint: its position and its lengths; rates are those of this start."""
+    for name in LENGTHS:
+        setattr(scheduler, name, saved.get(name, getattr(scheduler, name)))
+    scheduler.num_steps = int(saved["num_steps"])
+
+
+def settle_lengths(scheduler: Any, built: torch.Tensor, asked: Mapping[str, str]) -> LengthsUsed:
+    """Decide, after a load, between the lengths that were loaded and those that this start has built.
+
+    Args:
+        scheduler: The schedule, with the lengths of the loaded state.
+        built: The lengths of this start.
+        asked: The settings that ask for lengths by a number, by the name of the length.
+    """
+    kept: list[str] = []
+    changed: list[str] = []
+    for name, mine in zip(LENGTHS, built.tolist(), strict=True):
+        loaded = float(getattr(scheduler, name))
+        if loaded == mine:
+            continue
+        if name in asked:
+            changed.append(f"{asked[name]}: {name} {loaded:g} becomes {mine:g}")
+            _set_length(scheduler, name, mine)
+        else:
+            kept.append(f"{name} {loaded:g}, not {mine:g}")
+    scheduler.step(increment=0)  # learning rates of the groups follow from the lengths
+    return LengthsUsed(kept=kept, changed=changed)
+
+
+def _set_length(scheduler: Any, name: str, length: float) -> None:
+    setattr(scheduler, name, int(length) if length.is_integer() else length)

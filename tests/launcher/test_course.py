@@ -1,0 +1,113 @@
+"""A run goes on as it began: its schedule when it is made longer, its samples when another run begins from it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from moe_ckpt.events import CourseChanged, IterationCommitted
+from tests.ranks import RankFailedError
+from tests.scenarios import ROOT
+from tests.training import events_of, losses, train
+
+DENSE = ("ckpt=dense", "ckpt.every_iters=2", "model.hidden_dropout=0", "model.attention_dropout=0")
+SHORT, LONG = "train.iterations=4", "train.iterations=8"
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of four iterations, with the lengths of its schedule derived from them."""
+    folder = tmp_path_factory.mktemp("course") / "short"
+    train(1, folder, *DENSE, SHORT)
+    return folder
+
+
+def copy_of(run: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(run, folder / "run"))
+
+
+def learning_rates(run: Path) -> list[float]:
+    return [event.learning_rate for event in events_of(run, IterationCommitted)]
+
+
+def test_a_longer_run_keeps_the_schedule_with_which_it_began(short: Path, tmp_path: Path) -> None:
+    result = train(1, folder := copy_of(short, tmp_path), *DENSE, LONG)
+    expected = train(1, tmp_path / "whole", *DENSE, LONG, "train.lr_decay_iters=4")
+    assert result["digest"] == expected["digest"]
+    assert learning_rates(folder) == learning_rates(tmp_path / "whole")
+    [change] = events_of(folder, CourseChanged)
+    assert (change.iteration, change.changed) == (4, [])
+    assert change.kept == ["lr_decay_steps 4, not 8", "wd_incr_steps 4, not 8"]
+
+
+def test_a_new_schedule_is_asked_for_by_its_number(short: Path, tmp_path: Path) -> None:
+    train(1, folder := copy_of(short, tmp_path), *DENSE, LONG, "train.lr_decay_iters=8")
+    train(1, tmp_path / "whole", *DENSE, LONG)
+    first, whole = learning_rates(short), learning_rates(tmp_path / "whole")
+    assert learning_rates(folder) == first + whole[4:] != whole
+    [change] = events_of(folder, CourseChanged)
+    assert change.changed == [
+        "train.lr_decay_iters: lr_decay_steps 4 becomes 8",
+        "train.lr_decay_iters: wd_incr_steps 4 becomes 8",
+    ]
+
+
+def test_another_run_takes_other_settings_from_a_checkpoint_on(short: Path, tmp_path: Path) -> None:
+    other = ("train.iterations=6", "train.clip_grad=0.5", "train.lr=0.01", "train.min_lr=0.004")
+    train(1, tmp_path / "other", *DENSE, *other, f"train.resume={short}")
+    [change] = events_of(tmp_path / "other", CourseChanged)
+    assert change.changed == [
+        "train.lr: 0.005 becomes 0.01",
+        "train.min_lr: 0.0005 becomes 0.004",
+        "train.clip_grad: 1.0 becomes 0.5",
+    ]
+    assert learning_rates(tmp_path / "other") == [0.004, 0.004], "beyond the decay, which stays as it was"
+
+
+def test_another_run_goes_on_with_the_next_sample_whatever_its_batches(tmp_path: Path) -> None:
+    """Nothing learns, so that a loss tells the samples: 32 to 47 are those of the third batch of 16."""
+    still = (*DENSE, "train.lr=0", "train.min_lr=0")
+    train(1, tmp_path / "small", *still, SHORT)
+    train(1, tmp_path / "large", *still, LONG, "train.global_batch_size=16", f"train.resume={tmp_path / 'small'}")
+    train(1, tmp_path / "whole", *still, SHORT, "train.global_batch_size=16")
+    shutil.rmtree(tmp_path / "large" / "checkpoints" / "iter_0000008")
+    # once more from its own checkpoint, whose place in the data the run folder has
+    train(1, tmp_path / "large", *still, LONG, "train.global_batch_size=16", f"train.resume={tmp_path / 'small'}")
+    large, whole = losses(tmp_path / "large"), losses(tmp_path / "whole")
+    assert [large[5], large[6]] == [whole[3], whole[4]]
+    assert len(set(large.values())) == 4
+
+
+def test_a_checkpoint_of_another_model_names_what_differs(short: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"\n    model.moe_ffn_hidden_size: got 64, wanted 32\n"):
+        train(1, tmp_path / "other", *DENSE, LONG, f"train.resume={short}", "model.moe_ffn_hidden_size=64")
+
+
+def test_a_longer_run_reads_the_same_samples_of_a_corpus(tmp_path: Path) -> None:
+    """Megatron shuffles the samples of a whole run: those of a longer one would come in another order."""
+    prefix = tmp_path / "license"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for paragraph in (ROOT / "LICENSE").read_bytes().split(b"\n\n"):
+        builder.add_document(cast("torch.Tensor", np.array(list(paragraph))), [len(paragraph)])
+    builder.finalize(f"{prefix}.idx")
+    corpus = (*DENSE, "data=megatron", f"data.path={prefix}", "model.vocab_size=256", "data.eval_fraction=0.3")
+    train(1, folder := tmp_path / "run", *corpus, SHORT)
+    shutil.rmtree(folder / "checkpoints" / "iter_0000004")
+    short_losses: Any = losses(folder)
+
+    train(1, folder, *corpus, LONG)
+
+    assert losses(folder).keys() == set(range(1, 9))  # `losses` has compared iterations 3 and 4 of both starts
+    assert losses(folder)[3] == short_losses[3]
+
+
+def test_a_run_folder_inside_its_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes((ROOT / "LICENSE").read_bytes())
+    with pytest.raises(RankFailedError, match=r"data.path: got '.*', wanted a folder without the run folder in it"):
+        train(1, tmp_path / "run", SHORT, "data=text", f"data.path={tmp_path}")
