@@ -112,7 +112,7 @@ class TrainingIteration:
         hooks: The session. `train` sets the hooks before the first iteration.
         on_commit: Receives the event of each iteration that all ranks have finished.
         communicator: Carries the tensors between stages; logs and replays them.
-        batches: Sees the micro-batches that training passes read.
+        batches: Sees the micro-batches that an iteration reads.
         schedule_options: The arguments with which Megatron's schedules use the
             communicator.
         gradients: The gradients that `finish_pass` has accepted and `step` has not
@@ -195,6 +195,7 @@ class TrainingIteration:
             self._observed_before = self.communicator.observed
         self.number = number
         self.gradients = None  # of an iteration that was cut off
+        self.batches.begin()
         self._timed(lambda: self.hooks.iteration_started(number))
 
     def finish_pass(self, losses: Losses) -> bool:
@@ -262,8 +263,6 @@ class TrainingIteration:
         Args:
             options: The arguments of the schedule.
         """
-        if not options.get("forward_only"):
-            self.batches.begin()
         return get_forward_backward_func()(**options, **self.schedule_options)
 
     def marking_phases(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:

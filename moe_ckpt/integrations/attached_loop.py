@@ -159,8 +159,6 @@ class AttachedLoop:
         """Return a schedule that uses this rank's communicator, and keeps the losses of a training pass."""
 
         def run(**options: Any) -> Any:
-            if not options.get("forward_only"):
-                self.iteration.batches.begin()
             outputs = forward_backward(**options | self.iteration.schedule_options)
             if not options.get("forward_only"):
                 self._losses = outputs

@@ -29,7 +29,7 @@ class ReadBatches:
         self._on_devices: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """A training pass begins: forget the micro-batches of earlier passes."""
+        """An iteration, or its replay, begins: forget the micro-batches of earlier ones, and of evaluations."""
         self._host = xxhash.xxh3_128()
         self._on_devices = []
 
