@@ -7,7 +7,7 @@ every parallel layout.
 
 from __future__ import annotations
 
-import math
+import bisect
 import os
 import sysconfig
 import zlib
@@ -102,26 +102,48 @@ class FlatText:
         return tokens[start : start + self._length]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusSize:
+    """The samples of a corpus that a run needs."""
+
+    num_samples: int
+    """The samples of the whole run."""
+
+    block: int
+    """The samples of the run as it began, which are shuffled together."""
+
+    def starts(self) -> list[int]:
+        """Return the first sample of each block: 0, and the ends of blocks that double the samples so far."""
+        starts, end = [0], self.block
+        while end < self.num_samples:
+            starts.append(end)
+            end *= 2
+        return starts
+
+
 class MegatronCorpus:
     """A tokenized corpus in Megatron's .bin/.idx format, sampled by Megatron's own GPTDataset.
 
     Megatron shuffles for a number of samples. So that a longer run sees the same samples as the shorter one that it
-    goes on from, training samples come in blocks of `block` samples, each with a shuffle of its own.
+    goes on from, training samples come in blocks, each with a shuffle of its own: the samples of the run as it began,
+    as many again, twice as many, and so on. Samples of an earlier block may come again in a later one.
     """
 
-    def __init__(self, config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path, block: int) -> None:
+    def __init__(self, config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path, size: CorpusSize) -> None:
         assert config.path is not None
         _require_documents(config.path, config.eval_fraction)
         self.vocab_size = vocab_size
         self.inputs = {
             f"data.path ({suffix})": file_identity(Path(config.path + suffix)) for suffix in (".bin", ".idx")
         } | _tokenizer_input(config)
-        self._block = block
-        num_samples = train.iterations * train.global_batch_size
         eval_samples = train.eval_batches * train.global_batch_size
         # all now: Megatron's builder waits for all ranks, and not all of them read samples
-        seeds = range(config.seed, config.seed + math.ceil(num_samples / block))
-        blocks = [_build_corpus(config, train, vocab_size, cache, seed, [block, eval_samples, 0]) for seed in seeds]
+        self._starts = size.starts()
+        ends = [*self._starts[1:], 2 * self._starts[-1] or size.block]
+        blocks = [
+            _build_corpus(config, train, vocab_size, cache, config.seed + number, [end - start, eval_samples, 0])
+            for number, (start, end) in enumerate(zip(self._starts, ends, strict=True))
+        ]
         self._train = [of_block for of_block, _ in blocks]
         self._eval = blocks[0][1]
 
@@ -136,8 +158,8 @@ class MegatronCorpus:
         return {"data.path (cache of the order of samples)": mapped_identity(*arrays)}
 
     def train_sample(self, number: int) -> Tokens:
-        block, within = divmod(number, self._block)
-        return _with_target(self._train[block][within])
+        block = bisect.bisect_right(self._starts, number) - 1
+        return _with_target(self._train[block][number - self._starts[block]])
 
     def eval_sample(self, number: int) -> Tokens:
         return _with_target(self._eval[number])
@@ -186,11 +208,11 @@ def _with_target(sample: dict[str, torch.Tensor]) -> Tokens:
 
 
 def open_source(
-    config: DataConfig, train: TrainConfig, vocab_size: int | None, cache: Path, block: int | None = None
+    config: DataConfig, train: TrainConfig, vocab_size: int | None, cache: Path, size: CorpusSize | None = None
 ) -> TokenSource:
     """Return the source that the settings name; `vocab_size` is the model's, where it is set.
 
-    `block`: the samples that are shuffled together, where the source shuffles; None: those of the run.
+    `size`: the samples of a source that shuffles; None: those of the run, shuffled together.
 
     Raises DataError, with the setting's name, where data is missing, empty or too short.
     """
@@ -208,8 +230,9 @@ def open_source(
             texts = (tokens[:cut], tokens[cut:])
             return FlatText(*texts, vocab_size=num_tokens, length=length, seed=config.seed, inputs=inputs)
         case _:
-            block = block or train.iterations * train.global_batch_size
-            return MegatronCorpus(config, train, _corpus_vocabulary(config, vocab_size), cache, block)
+            of_run = train.iterations * train.global_batch_size
+            size = size or CorpusSize(num_samples=of_run, block=of_run)
+            return MegatronCorpus(config, train, _corpus_vocabulary(config, vocab_size), cache, size)
 
 
 def _identity_of(*tokens: Tokens) -> str:

@@ -17,13 +17,14 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import AUTO, Settings
-from launcher.data import Batches, TokenSource, open_source
+from launcher.data import Batches, CorpusSize, TokenSource, open_source
 from launcher.layout import check_fit, check_supervised, fit_layout
 from launcher.loop import NEVER, LauncherLoop, checkpoint_at
 from launcher.model import build_training
 from launcher.parameters import padded_vocab_size
 from moe_ckpt.collectives import TorchRanks, gather_results
 from moe_ckpt.config import require
+from moe_ckpt.durable.checkpoint_folder import read_manifest
 from moe_ckpt.durable.course import RunCourse, Setting, read_course
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.errors import ConfigError, DataError
@@ -36,9 +37,9 @@ from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.types import ParallelLayout
 
 _UNSPLIT = ParallelLayout(pp=1, dp=1, ep=1, tp=1)
-_BLOCK = "data: samples shuffled together"
+_BLOCK = "data.path: samples shuffled together"
 _OF_COURSE = (
-    *("global_batch_size", "micro_batch_size", "sequence_length", "seed", "optimizer", "distributed_optimizer"),
+    *("global_batch_size", "sequence_length", "seed", "optimizer", "distributed_optimizer"),
     *("lr", "min_lr", "lr_schedule", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
 )
 AroundHooks = Callable[[TrainingHooks], TrainingHooks]
@@ -108,15 +109,16 @@ def _build(settings: Settings, layout: ParallelLayout, joined: JoinedWorker[Any]
     """Return this rank's training, for which a supervised rank waits for no other."""
     train = settings.train
     form_groups(layout, train.seed)
-    block = _shuffled_together(settings, joined.folder)
-    source = _open_source_everywhere(settings, joined.folder, block)
+    size = _corpus_size(settings, joined.folder)
+    source = _open_source_everywhere(settings, joined.folder, size)
     router = BoostedRouter if settings.ckpt.capacity_boost else TopKRouter
     state = build_training(settings, layout, _vocab_size(settings, source, layout), router)
     dp_rank = parallel_state.get_data_parallel_rank()
     course = RunCourse(
         joined.folder.path,
-        _course(settings, source, block),
+        _course(settings, source, size),
         TorchRanks(),
+        settings_of_replays={"train.micro_batch_size": train.micro_batch_size},
         samples_an_iteration=train.global_batch_size,
     )
     batches = Batches(
@@ -130,17 +132,26 @@ def _build(settings: Settings, layout: ParallelLayout, joined: JoinedWorker[Any]
     return loop.training(layout, _fingerprint(settings, source), course)
 
 
-def _shuffled_together(settings: Settings, folder: RunFolder) -> int:
-    """Return the samples that the corpus shuffles together: those of the run as it began."""
-    resumed = settings.train.resume
-    course = read_course(folder.path)
-    if course is None and resumed not in (AUTO, NEVER):
-        course = read_course(checkpoint_at(Path(resumed)))
-    block = course.settings.get(_BLOCK) if course else None
-    return block if isinstance(block, int) else settings.train.iterations * settings.train.global_batch_size
+def _corpus_size(settings: Settings, folder: RunFolder) -> CorpusSize:
+    """Return how many samples a corpus must have, and how many of them the run's first start shuffled together."""
+    train = settings.train
+    of_run = train.iterations * train.global_batch_size
+    if settings.data.source != "megatron":
+        return CorpusSize(num_samples=of_run, block=of_run)
+    course, done = read_course(folder.path), 0
+    if course is None and train.resume not in (AUTO, NEVER) and Path(train.resume).exists():
+        checkpoint = checkpoint_at(Path(train.resume))
+        course, done = read_course(checkpoint), read_manifest(checkpoint).iteration
+    if course is None:
+        return CorpusSize(num_samples=of_run, block=of_run)
+    # of another run: up to its checkpoint in its batches, and from there on in batches of this run
+    began = done or course.began_after
+    num_samples = course.consumed(began) + (train.iterations - began) * train.global_batch_size
+    block = course.settings.get(_BLOCK)
+    return CorpusSize(num_samples=num_samples, block=block if isinstance(block, int) else of_run)
 
 
-def _course(settings: Settings, source: TokenSource, block: int) -> dict[str, Setting]:
+def _course(settings: Settings, source: TokenSource, size: CorpusSize) -> dict[str, Setting]:
     """Return the settings that decide the states of a run; lengths of the schedule are a part of the state itself."""
     train = {f"train.{name}": getattr(settings.train, name) for name in _OF_COURSE}
     data = {f"data.{name}": getattr(settings.data, name) for name in ("source", "eval_fraction", "seed")}
@@ -151,11 +162,11 @@ def _course(settings: Settings, source: TokenSource, block: int) -> dict[str, Se
         **train,
         **data,
         **source.inputs,
-        **({_BLOCK: block} if settings.data.source == "megatron" else {}),
+        **({_BLOCK: size.block} if settings.data.source == "megatron" else {}),
     }
 
 
-def _open_source_everywhere(settings: Settings, folder: RunFolder, block: int) -> TokenSource:
+def _open_source_everywhere(settings: Settings, folder: RunFolder, size: CorpusSize) -> TokenSource:
     opened: list[TokenSource] = []
     wanted = settings.model.vocab_size
     if settings.data.source == "text" and folder.path.is_relative_to(Path(settings.data.path or "").resolve()):
@@ -164,7 +175,7 @@ def _open_source_everywhere(settings: Settings, folder: RunFolder, block: int) -
 
     def vocab_size_of_mine() -> int:  # not the source itself: that is the whole text
         source = open_source(
-            settings.data, settings.train, None if wanted == AUTO else int(wanted), folder.path / "cache", block
+            settings.data, settings.train, None if wanted == AUTO else int(wanted), folder.path / "cache", size
         )
         if wanted != AUTO and source.vocab_size > int(wanted):
             raise DataError(f"model.vocab_size: got {wanted}, wanted at least the data's {source.vocab_size}")

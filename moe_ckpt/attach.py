@@ -144,7 +144,7 @@ def attach(
         suspect_iters=suspect_iters,
         forget_evaluations=lambda: forget_noted(state.model),
         elastic=elastic,
-        inputs=inputs,
+        inputs=inputs or {},
         course=course,
         loaded=loaded,
     )

@@ -24,6 +24,7 @@ from moe_ckpt.content import file_identity
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.engine.session import Session
+from moe_ckpt.errors import DataError
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.job_config import JobConfig
@@ -147,6 +148,15 @@ def train_elastic(
     return start_rank(config.job, read_launch(sys.argv[0]), work)
 
 
+def _identities(paths: Sequence[str]) -> dict[str, str]:
+    # by number and name: a folder may be mounted elsewhere on another node
+    names = {f"inputs[{number}]: {Path(path).name}": path for number, path in enumerate(paths)}
+    try:
+        return {name: file_identity(Path(path)) for name, path in names.items()}
+    except OSError as error:
+        raise DataError(f"inputs: {error}") from error
+
+
 class OwnLoop:
     """One rank's loop; implements `loop.LoopAdapter`."""
 
@@ -172,7 +182,7 @@ class OwnLoop:
     def training(self) -> Training:
         """Return this loop as `loop.train` takes it."""
         config, state = self._config, self._iteration.state
-        inputs = {path: file_identity(Path(path)) for path in config.inputs}
+        inputs = _identities(config.inputs)
         settings = {name: getattr(config, name) for name in _OF_COURSE} | settings_of_optimizer(state) | inputs
         return Training(
             loop=self,

@@ -9,20 +9,21 @@ from a checkpoint of the first. Every method is collective. Must not: know what 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from moe_ckpt.collectives import Ranks, broadcast_result
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.exact_json import ExactDecoder
-from moe_ckpt.private_files import write_private
+from moe_ckpt.private_files import open_private
 
 FILE = "course.json"
-_INFINITE = (math.inf, -math.inf)
 
 Setting = str | int | float | bool | None
 
@@ -49,6 +50,9 @@ class Course:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """The values of settings by name, with `auto` resolved, and the content identities of inputs."""
 
+    settings_of_replays: Mapping[str, Setting] = field(default_factory=dict)
+    """Settings that decide the states of replays only: a whole checkpoint goes on with others."""
+
     samples_an_iteration: int = 0
     """The samples that an iteration consumes; 0: the loop finds its samples by itself."""
 
@@ -63,11 +67,19 @@ class Course:
         return self.began_samples + (done - self.began_after) * self.samples_an_iteration
 
     def changes_since(self, first: Course) -> list[Change]:
-        """Return the settings that differ from those of an earlier course."""
-        names = dict.fromkeys([*first.settings, *self.settings])
-        # values, not their text: 1 and 1.0 are one learning rate
-        differ = [name for name in names if _of(first.settings, name) != _of(self.settings, name)]
-        return [Change(name, _shown(first.settings, name), _shown(self.settings, name)) for name in differ]
+        """Return the settings that differ from those of an earlier course, but for those of replays."""
+        return _changes(first.settings, self.settings)
+
+    def changes_of_replays_since(self, first: Course) -> list[Change]:
+        """Return the settings of replays that differ from those of an earlier course."""
+        return _changes(first.settings_of_replays, self.settings_of_replays)
+
+
+def _changes(first: Mapping[str, Setting], mine: Mapping[str, Setting]) -> list[Change]:
+    names = dict.fromkeys([*first, *mine])
+    # values, not their text: 1 and 1.0 are one learning rate
+    differ = [name for name in names if _of(first, name) != _of(mine, name)]
+    return [Change(name, _shown(first, name), _shown(mine, name)) for name in differ]
 
 
 def _of(settings: Mapping[str, Setting], name: str) -> tuple[bool, Setting]:
@@ -93,7 +105,8 @@ def read_course(folder: Path) -> Course | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointLoadError(f"{path}: {error}") from error
+        wanted = "the settings with which the run began; without the file no setting is compared"
+        raise CheckpointLoadError(f"{path}: got {error}, wanted {wanted}") from error
 
 
 def write_course(folder: Path, course: Course) -> None:
@@ -103,7 +116,10 @@ def write_course(folder: Path, course: Course) -> None:
         OSError: The file cannot be written.
     """
     temporary = folder / f"{FILE}.tmp"
-    write_private(temporary, msgspec.json.format(msgspec.json.encode(course)))
+    with open(temporary, "wb", opener=open_private) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(course)))
+        file.flush()
+        os.fsync(file.fileno())  # a machine that dies must not leave an empty file under the name
     temporary.replace(folder / FILE)
 
 
@@ -115,14 +131,21 @@ class RunCourse:
     """
 
     def __init__(
-        self, folder: Path, settings: Mapping[str, Setting], ranks: Ranks, *, samples_an_iteration: int = 0
+        self,
+        folder: Path,
+        settings: Mapping[str, object],
+        ranks: Ranks,
+        *,
+        settings_of_replays: Mapping[str, object] | None = None,
+        samples_an_iteration: int = 0,
     ) -> None:
         """Begin with the place in the data that the run folder names, as a replacement needs it. Not collective.
 
         Args:
             folder: The run folder.
-            settings: The settings of this start.
+            settings: The settings of this start; values that are no plain ones count as text.
             ranks: All ranks of the job.
+            settings_of_replays: The settings of this start that a whole checkpoint does not depend on.
             samples_an_iteration: The samples that an iteration consumes.
 
         Raises:
@@ -130,9 +153,11 @@ class RunCourse:
         """
         self._folder = folder
         self._ranks = ranks
-        # JSON has no infinity
-        plain = {name: str(value) if value in _INFINITE else value for name, value in settings.items()}
-        mine = Course(settings=plain, samples_an_iteration=samples_an_iteration)
+        mine = Course(
+            settings=_plain(settings),
+            settings_of_replays=_plain(settings_of_replays or {}),
+            samples_an_iteration=samples_an_iteration,
+        )
         first = read_course(folder)
         self.course = _continued(mine, first) if first else mine
 
@@ -140,32 +165,48 @@ class RunCourse:
         """A start begins, which has loaded no state yet. Not collective."""
         self.course = replace(self.course, began_after=0, began_samples=0)
 
-    def require_kept(self) -> None:
+    def require_kept(self, *, for_replays: bool) -> Sequence[str]:
         """Require the course with which this run has saved its states.
+
+        Args:
+            for_replays: Whether iterations will be replayed, and not only a whole state loaded.
+
+        Returns:
+            The settings of replays that have changed since, each as a text.
 
         Raises:
             ConfigError: Settings have changed since; on all ranks.
         """
-        first = broadcast_result(self._ranks, lambda: read_course(self._folder), CheckpointLoadError)
+        # rank 0's settings, of which the file is made: optimizers of other stages may have others
+        kept = broadcast_result(self._ranks, lambda: self._compare(for_replays=for_replays), ConfigError)
+        if kept is None:
+            return ()
+        first, changed = kept
+        self.course = _continued(self.course, first)
+        return changed
+
+    def changes_since(self, checkpoint: Path) -> Sequence[Change]:
+        """Return the settings that differ from those with which a checkpoint was saved."""
+
+        def compare() -> Sequence[Change]:
+            first = read_course(checkpoint)
+            return [*self.course.changes_since(first), *self.course.changes_of_replays_since(first)] if first else []
+
+        return broadcast_result(self._ranks, compare, CheckpointLoadError)
+
+    def _compare(self, *, for_replays: bool) -> tuple[Course, Sequence[str]] | None:
+        first = read_course(self._folder)
         if first is None:
-            return
-        if changes := self.course.changes_since(first):
+            return None
+        of_replays = self.course.changes_of_replays_since(first)
+        if changes := [*self.course.changes_since(first), *(of_replays if for_replays else ())]:
             way_out = (
                 "to go on with another setting, begin another run from a checkpoint of this one: "
                 "another run.dir, and train.resume=CHECKPOINT or the loop's own option"
             )
-            lines = [
-                "settings differ from those with which this run has saved its states:",
-                *(change.as_error() for change in changes),
-                way_out,
-            ]
-            raise ConfigError("\n  ".join(lines))
-        self.course = _continued(self.course, first)
-
-    def changes_since(self, checkpoint: Path) -> Sequence[Change]:
-        """Return the settings that differ from those with which a checkpoint was saved."""
-        first = broadcast_result(self._ranks, lambda: read_course(checkpoint), CheckpointLoadError)
-        return self.course.changes_since(first) if first else []
+            lines = ["settings differ from those with which this run has saved its states:"]
+            raise ConfigError("\n  ".join([*lines, *(change.as_error() for change in changes), way_out]))
+        return first, [str(change) for change in of_replays]
 
     def begin_from(self, checkpoint: Path, iteration: int) -> None:
         """This run begins from a checkpoint of another run."""
@@ -185,6 +226,20 @@ class RunCourse:
             write_course(self._folder, self.course)
         except OSError as error:
             raise ConfigError(f"run.dir: {FILE} could not be written to {str(self._folder)!r} ({error})") from error
+
+
+def _plain(settings: Mapping[str, object]) -> dict[str, Setting]:
+    """Return settings as JSON holds them: NumPy's numbers as Python's, anything else as text."""
+    return {name: _plain_value(value) for name, value in settings.items()}
+
+
+def _plain_value(value: object) -> Setting:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    # JSON has neither infinity nor NaN
+    return float(value) if isinstance(value, float) and math.isfinite(value) else str(value)
 
 
 def _continued(mine: Course, first: Course) -> Course:

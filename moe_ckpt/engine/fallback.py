@@ -91,7 +91,11 @@ class Suspects:
 
 
 class Fallback:
-    """Finds states on disks and loads the best one."""
+    """Finds states on disks and loads the best one.
+
+    Attributes:
+        changed: The settings that differ from those with which the last loaded state was saved.
+    """
 
     def __init__(self, durable: DurableTier, ranks: Ranks, events: EventLog, course: RunCourse | None = None) -> None:
         self._ranks = ranks
@@ -99,6 +103,7 @@ class Fallback:
         self._durable = durable
         self._events = events
         self._quarantined: frozenset[Source] = frozenset()
+        self.changed: Sequence[str] = ()
 
     def quarantine(self, source: Source) -> None:
         """Put a source into quarantine: it is not loaded again."""
@@ -143,11 +148,11 @@ class Fallback:
         CheckpointLoadError on all ranks, with the reason for each source, if sources exist and none can be loaded, and
         ConfigError if this run has saved them with other settings.
         """
-        if self._course and found.sources:
-            self._course.require_kept()
         reasons = [*passed_over, *found.passed_over]
         for source in found.sources:
             started_s = time.monotonic()
+            if self._course:
+                self.changed = self._course.require_kept(for_replays=source.place == LOCAL_DISK)
             try:
                 self._load(source, job_recovery)
             except CheckpointLoadError as error:

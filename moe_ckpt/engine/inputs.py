@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 import xxhash
 
-from moe_ckpt.collectives import Ranks, gather_results
+from moe_ckpt.collectives import Ranks, gather_results, reduce_extremes
 from moe_ckpt.errors import DataError
 
 Inputs = Mapping[str, str]
@@ -21,7 +21,7 @@ Inputs = Mapping[str, str]
 
 
 def require_equal(ranks: Ranks, mine: Inputs) -> None:
-    """Require that all ranks have read the same inputs. Collective.
+    """Require that all ranks that have read an input have read the same content. Collective.
 
     Args:
         ranks: All ranks of the job.
@@ -30,25 +30,28 @@ def require_equal(ranks: Ranks, mine: Inputs) -> None:
     Raises:
         DataError: Ranks have read different inputs; on all ranks.
     """
-    # shifted, so that int64 has its negative, too
-    number = xxhash.xxh3_64_intdigest(json.dumps(mine, sort_keys=True).encode()) >> 2
-    extremes = torch.tensor([number, -number], device=torch.cuda.current_device())
+    # 53 bits, which the reduction carries exactly
+    number = xxhash.xxh3_64_intdigest(json.dumps(mine, sort_keys=True).encode()) >> 11
+    device = torch.device(torch.cuda.current_device())
     # one small reduction, however many ranks there are: equal where the largest is the smallest
-    ranks.reduce(extremes, "max")
-    if int(extremes[0]) == -int(extremes[1]):
+    found = reduce_extremes(ranks, device, largest={"largest": number}, smallest={"smallest": number})
+    if found["largest"] == found["smallest"]:
         return
     of_each = gather_results(ranks, lambda: mine, DataError)
     names = sorted({name for inputs in of_each for name in inputs})
-    raise DataError("; ".join(_difference(name, of_each) for name in names if _differs(name, of_each)))
+    if differences := [_difference(name, of_each) for name in names if _differs(name, of_each)]:
+        raise DataError("; ".join(differences))
 
 
 def _differs(name: str, of_each: list[Inputs]) -> bool:
-    return len({inputs.get(name) for inputs in of_each}) > 1
+    # ranks of other stages may have read nothing of the kind
+    return len({inputs[name] for inputs in of_each if name in inputs}) > 1
 
 
 def _difference(name: str, of_each: list[Inputs]) -> str:
     by_content: dict[str, list[int]] = {}
     for rank, inputs in enumerate(of_each):
-        by_content.setdefault(inputs.get(name, "nothing"), []).append(rank)
+        if name in inputs:
+            by_content.setdefault(inputs[name], []).append(rank)
     parts = [f"{content} on ranks {', '.join(map(str, ranks))}" for content, ranks in by_content.items()]
     return f"{name}: got {' and '.join(parts)}, wanted the same content on all ranks for as long as the job runs"

@@ -170,6 +170,10 @@ class Stage(Protocol):
         """
         ...
 
+    def require_same_samples(self) -> None:
+        """Raise DataError if a replay since the last call has read other samples than its iteration had read."""
+        ...
+
     def abandon_pass(self) -> None:
         """A pass over a batch was cut off: drop everything that it left behind outside the state."""
         ...

@@ -62,7 +62,7 @@ class Session:
             suspect_iters: Iterations after a load in which a loss that is not finite counts against the loaded source.
             forget_evaluations: Drops the traces of evaluations from this rank's state, as recoveries repeat none.
             elastic: This rank's means to survive the loss of ranks; None: such a loss ends the job.
-            inputs: The contents that this process has read; all ranks must have read the same.
+            inputs: The contents that this process has read; all ranks must have read the same. None: not compared.
             course: The settings with which this run has saved its states.
             loaded: Receives the iteration of each state that is loaded from a disk, before training goes on, and the
                 settings that differ from those of the run that saved it.
@@ -71,7 +71,7 @@ class Session:
         self._forget_evaluations = forget_evaluations
         self._durable = durable
         self._ranks = ranks
-        self._inputs = inputs or {}
+        self._inputs = inputs
         self._course = course
         self._loaded = loaded
         self._fallback = Fallback(durable, ranks, events, course)
@@ -112,7 +112,7 @@ class Session:
         Raises:
             DataError: Ranks have read different inputs; on all ranks.
         """
-        if self._inputs:
+        if self._inputs is not None:
             require_equal(self._ranks, self._inputs)
         if self._in_memory:
             self._in_memory.tier.abort()
@@ -306,7 +306,7 @@ class Session:
         loaded = self._fallback.load(found, self._job_recovery, passed_over)
         if loaded:
             self._suspects.loaded(loaded)
-            self._loaded(loaded.iteration, ())
+            self._loaded(loaded.iteration, self._fallback.changed)
             if self._in_memory:
                 self._in_memory.tier.logs.log_start(loaded.iteration + 1)
         return loaded

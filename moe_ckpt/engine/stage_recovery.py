@@ -21,7 +21,7 @@ from moe_ckpt.collectives import gather_results, receive_buffers, send_buffers
 from moe_ckpt.config import DIVERGENCES
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.state_loss import LostStages
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.errors import CheckpointLoadError, DataError
 from moe_ckpt.events import CheckpointSkipped, ReplayDiffered, StageRecovered
 from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
@@ -116,7 +116,15 @@ class StageRecovery:
         return 0 if mine is None else target - mine.starts_from
 
     def _execute(self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress) -> None:
-        """Roll this rank's stage back and replay it, or serve the stages that do."""
+        """Roll this rank's stage back and replay it, or serve the stages that do. Collective over all ranks.
+
+        Raises DataError on all ranks if one of them has read other samples than before.
+        """
+        self._execute_alone(plan, mine, progress)
+        # only now: others wait for the outcome of a replay, and not for a rank that has raised an error inside it
+        gather_results(self._place.ranks, self._stage.require_same_samples, DataError)
+
+    def _execute_alone(self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress) -> None:
         started_s, target = time.monotonic(), plan.target_iteration
         if mine is None:
             self._serve(plan.rollbacks, target)

@@ -159,6 +159,8 @@ class AttachedLoop:
         """Return a schedule that uses this rank's communicator, and keeps the losses of a training pass."""
 
         def run(**options: Any) -> Any:
+            if not options.get("forward_only"):
+                self.iteration.batches.begin()  # once more: Megatron's rerun machine may repeat a pass
             outputs = forward_backward(**options | self.iteration.schedule_options)
             if not options.get("forward_only"):
                 self._losses = outputs

@@ -94,6 +94,7 @@ class Attachment:
         self,
         *,
         shaping: Mapping[str, object],
+        course: Mapping[str, object],
         files: Mapping[str, object],
         last_iteration: int,
         length_setting: str,
@@ -106,6 +107,7 @@ class Attachment:
 
         Args:
             shaping: The settings that shape the saved state.
+            course: The other settings that decide the states of the run.
             files: The settings that may name files of data and tokenizers.
             last_iteration: The iteration after which the run is finished.
             length_setting: The name of the loop's setting for `last_iteration`.
@@ -119,8 +121,7 @@ class Attachment:
         loop, state = self.loop, self.loop.iteration.state
         loop.enter, loop.load = enter, load
         data = identities_of(files)
-        # values as text: types of parameters are no JSON
-        settings = {name: str(value) for name, value in shaping.items()} | settings_of_optimizer(state) | data
+        settings = {**shaping, **course, **settings_of_optimizer(state), **data}
         training = Training(
             loop=loop,
             iteration=loop.iteration,

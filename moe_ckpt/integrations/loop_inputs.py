@@ -13,7 +13,11 @@ from moe_ckpt.content import file_identity, files_identity
 from moe_ckpt.errors import DataError
 
 SCRIPT = "the script"
-_TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".tiktoken", ".jinja"}
+_TOKENIZER_SUFFIXES = {".model", ".tiktoken", ".jinja"}
+_TOKENIZER_FILES = {
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
+}
 
 
 def identities_of(settings: Mapping[str, object]) -> dict[str, str]:
@@ -57,8 +61,15 @@ def _texts(value: object) -> Iterator[str]:
 def _files(text: str) -> list[Path]:
     """Return the files that a word means: a file, a prefix of Megatron's corpora, or a tokenizer in a folder."""
     path = Path(text)
-    if path.is_dir():
-        files = (file for file in path.iterdir() if file.suffix in _TOKENIZER_SUFFIXES)
-        return sorted(file for file in files if file.is_file())
-    candidates = (path, Path(f"{text}.bin"), Path(f"{text}.idx"))
-    return [file for file in candidates if file.is_file()]
+    try:
+        if text and path.is_dir():
+            return sorted(file for file in path.iterdir() if _is_of_tokenizer(file))
+        # ms-swift: FILE#SAMPLES
+        candidates = (path, Path(f"{text}.bin"), Path(f"{text}.idx"), Path(text.partition("#")[0]))
+        return sorted({file for file in candidates if file.is_file()})
+    except OSError:  # a text that can be no path, as a template of a chat
+        return []
+
+
+def _is_of_tokenizer(file: Path) -> bool:
+    return file.is_file() and (file.suffix in _TOKENIZER_SUFFIXES or file.name in _TOKENIZER_FILES)

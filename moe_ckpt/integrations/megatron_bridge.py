@@ -24,7 +24,7 @@ from moe_ckpt.integrations.attached_loop import IterationShape, reset_loop
 from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
-from moe_ckpt.integrations.megatron_bridge_options import files_of, require_supported, shaping_of
+from moe_ckpt.integrations.megatron_bridge_options import course_of, files_of, require_supported, shaping_of
 from moe_ckpt.integrations.megatron_lm_data import build_in_turns
 from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
@@ -135,6 +135,7 @@ class AttachedBridge:
 
         return self._attachment.train(
             shaping=shaping_of(config),
+            course=course_of(config),
             files=files_of(config),
             last_iteration=config.train.train_iters,
             length_setting="train.train_iters",

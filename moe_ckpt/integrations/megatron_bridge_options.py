@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moe_ckpt.integrations.megatron_lm_options import (
+    COURSE,
     DETERMINISTIC,
     LAYER_SHAPE,
     OTHER_LIBRARY,
@@ -74,6 +75,15 @@ def shaping_of(config: Any) -> dict[str, object]:
         for section, names in _SHAPING.items()
         for name in names
     }
+
+
+def course_of(config: Any) -> dict[str, object]:
+    """Return the settings beside these that decide the states of a run, by their names."""
+    found: dict[str, object] = {}
+    for section in ("model", "rng", "dataset", "train"):
+        values = getattr(config, section, None)
+        found |= {f"{section}.{name}": getattr(values, name) for name in COURSE if hasattr(values, name)}
+    return found
 
 
 def files_of(config: Any) -> dict[str, object]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from moe_ckpt.integrations.attached_loop import IterationShape, reset_loop
 from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_lm_data import IterationBatches, build_in_turns
-from moe_ckpt.integrations.megatron_lm_options import LAYER_SHAPE, require_supported
+from moe_ckpt.integrations.megatron_lm_options import COURSE, LAYER_SHAPE, require_supported
 from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import gather_late_parameters
@@ -127,7 +127,8 @@ class AttachedMegatronLm:
 
         return self._attachment.train(
             shaping={name: getattr(args, name, None) for name in _SHAPING},
-            files={f"--{name.replace('_', '-')}": getattr(args, name, None) for name in _FILES},
+            course=_by_option(args, COURSE),
+            files=_by_option(args, _FILES),
             last_iteration=args.train_iters,
             length_setting="--train-iters",
             enter=enter,
@@ -186,6 +187,11 @@ def _set_schedule_hooks(config: Any, args: Any, timers: Any, state: TrainingStat
         config.no_sync_func = _by_chunk([chunk.no_sync for chunk in model])
         starts = [chunk.start_grad_sync for chunk in model]
         config.grad_sync_func = _by_chunk(starts) if args.align_grad_reduce else None
+
+
+def _by_option(args: Any, names: Sequence[str]) -> dict[str, object]:
+    """Return the values of options by their names on a command line."""
+    return {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names}
 
 
 def _by_chunk(functions: list[Any]) -> Any:

@@ -18,6 +18,12 @@ LAYER_SHAPE = (  # settings of all loops that shape the saved tensors
     *("moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size", "params_dtype"),
 )
 
+COURSE = (  # settings of all loops that decide what a window's replay computes, beside those of the optimizer
+    *("seed", "data_seed", "random_seed", "split", "micro_batch_size", "calculate_per_token_loss"),
+    *("hidden_dropout", "attention_dropout", "moe_router_topk", "moe_router_load_balancing_type"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_router_bias_update_rate"),
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:

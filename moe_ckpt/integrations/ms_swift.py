@@ -22,6 +22,7 @@ from moe_ckpt.config import require
 from moe_ckpt.integrations.attached_loop import IterationShape, Stepping, reset_loop
 from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
 from moe_ckpt.integrations.loop_seams import mark_attached
+from moe_ckpt.integrations.megatron_lm_options import COURSE
 from moe_ckpt.integrations.ms_swift_data import SwiftBatches
 from moe_ckpt.integrations.ms_swift_options import require_supported, require_supported_model, shaping_of
 from moe_ckpt.loop import JoinedWorker
@@ -114,7 +115,8 @@ class AttachedSwift:
 
         return self._attachment.train(
             shaping=shaping_of(args, config),
-            files={f"--{name}": getattr(args, name, None) for name in ("dataset", "val_dataset", "cached_dataset")},
+            course={f"--{name}": getattr(args, name, None) for name in COURSE},
+            files={f"--{name}": getattr(args, name, None) for name in ("dataset", "val_dataset", "model")},
             last_iteration=args.train_iters,
             length_setting="--train_iters",
             enter=enter,

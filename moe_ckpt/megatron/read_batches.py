@@ -7,13 +7,13 @@ iteration's step record therefore holds this hash.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from torch.utils import _pytree as pytree
 
 from moe_ckpt.snapshot.device_hash import sums_on_device
 from moe_ckpt.snapshot.host_transfers import TRANSFERS, bytes_of
@@ -45,23 +45,44 @@ class ReadBatches:
         return _Observed(argument, self) if hasattr(argument, "__next__") else argument
 
     def add(self, batch: Any) -> None:
-        """Add a micro-batch: a nest of dictionaries, lists and tuples.
+        """Add a micro-batch: a nest of mappings, dataclasses, lists and tuples.
 
         Of leaves that are neither tensors, arrays nor plain values, only the type counts.
         """
-        leaves, shape = pytree.tree_flatten(batch)
-        self._host.update(str(shape).encode())
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor | np.ndarray):
-                self._host.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-                self._host.update(leaf.tobytes())
-            elif not isinstance(leaf, torch.Tensor):
-                self._host.update(repr(leaf if isinstance(leaf, _PLAIN) else type(leaf)).encode())
-            elif leaf.device.type == "cpu":
-                self._host.update(bytes_of(leaf).numpy().data)
-            else:  # a sum, for which nobody waits now
-                self._on_devices.append(sums_on_device([leaf], leaf.device))
+        if isinstance(batch, torch.Tensor):
+            self._add_tensor(batch)
+        elif isinstance(batch, np.ndarray | np.generic) and not batch.dtype.hasobject:
+            self._add_text(f"{batch.dtype}{batch.shape}")
+            self._host.update(batch.tobytes())
+        elif isinstance(batch, _PLAIN):
+            self._add_text(repr(batch))
+        else:
+            parts = _parts_of(batch)
+            self._add_text(f"{type(batch).__qualname__} {len(parts)}")
+            for name, part in parts:
+                self._add_text(repr(name))
+                self.add(part)
+
+    def _add_tensor(self, tensor: torch.Tensor) -> None:
+        self._add_text(f"{tensor.dtype}{tuple(tensor.shape)}")
+        if tensor.device.type == "cpu":
+            self._host.update(bytes_of(tensor).numpy().data)
+        else:  # a sum, for which nobody waits now
+            self._on_devices.append(sums_on_device([tensor], tensor.device))
+
+    def _add_text(self, text: str) -> None:
+        self._host.update(text.encode())
+
+
+def _parts_of(nest: Any) -> list[tuple[object, Any]]:
+    """Return the parts of a nest by name or number; none of anything else."""
+    if isinstance(nest, Mapping):
+        return list(nest.items())
+    if isinstance(nest, list | tuple):
+        return list(enumerate(nest))
+    if is_dataclass(nest) and not isinstance(nest, type):
+        return [(each.name, getattr(nest, each.name)) for each in fields(nest)]
+    return []
 
 
 class _Observed:

@@ -75,6 +75,7 @@ class StageReplay:
         self._communicator = communicator
         self._forward_backward = forward_backward
         self._batches = batches
+        self._read_others: list[int] = []  # iterations whose replays have read other samples than before
         self._operators = operators
         self._sums = _StageSums(state, operators)
         self._began: int | None = None
@@ -123,8 +124,6 @@ class StageReplay:
 
         `whole_model`: all stages replay; then only the update's facts come from a log. `before_update` is called once
         gradients are complete: only buffers and generators have changed until then.
-
-        Raises DataError if the iteration has read other samples than it did before.
         """
         restore_small_state(self._state, start)
         clear_gradients(self._state)
@@ -136,7 +135,8 @@ class StageReplay:
             with self._communicator.replaying(ends), self._sums.replaying(None if whole_model else record):
                 self._batches.begin()
                 self._forward_backward(record.iteration)
-            self._require_same_batches(record)
+            if record.batches is not None and self._batches.hash() != record.batches:
+                self._read_others.append(record.iteration)
             unscale_gradients(self._state)
             # after it: Megatron makes the optimizer's gradients of the model's there, also those of frozen operators
             self._operators.drop_frozen_gradients()
@@ -147,11 +147,13 @@ class StageReplay:
             config.timers, config.param_sync_func = timers, gather
         advance_scalers(self._state, record.gradients)  # last: forward and unscaling use the scale before the step
 
-    def _require_same_batches(self, record: StepRecord) -> None:
-        if record.batches is not None and (read := self._batches.hash()) != record.batches:
+    def require_same_samples(self) -> None:
+        """Raise DataError if a replay since the last call has read other samples than its iteration had read."""
+        iterations, self._read_others = self._read_others, []
+        if iterations:
             raise DataError(
-                f"data: iteration {record.iteration} reads other samples in its replay than it did before "
-                f"(hash {read}, was {record.batches}): wanted data that do not change while a job runs"
+                f"data: the replay of iterations {iterations} has read other samples than training had, "
+                "wanted the same: the data, or the way to read them, have changed"
             )
 
     def abandon_pass(self) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from moe_ckpt.config import require
+
 LENGTHS = ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
 """Attributes of Megatron's `OptimizerParamScheduler`, in iterations or samples, as the loop counts."""
 
@@ -21,7 +23,10 @@ OF_GROUPS = ("max_lr", "min_lr", "betas", "eps")
 """Hyperparameters that Megatron's optimizers load with their state; a start's own are those of its settings."""
 
 _OF_OPTIMIZER = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-_OF_SCHEDULE = ("max_lr", "min_lr", "lr_decay_style", "start_wd", "end_wd", "wd_incr_style")
+_OF_SCHEDULE = (
+    *("init_lr", "max_lr", "min_lr", "lr_decay_style", "start_wd", "end_wd", "wd_incr_style"),
+    *("lr_wsd_decay_style", "wsd_decay_steps"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +77,9 @@ def settle_lengths(scheduler: Any, built: torch.Tensor, asked: Mapping[str, str]
         scheduler: The schedule, with the lengths of the loaded state.
         built: The lengths of this start.
         asked: The settings that ask for lengths by a number, by the name of the length.
+
+    Raises:
+        ConfigError: A warmup that is asked for does not end before the decay.
     """
     kept: list[str] = []
     changed: list[str] = []
@@ -83,7 +91,9 @@ def settle_lengths(scheduler: Any, built: torch.Tensor, asked: Mapping[str, str]
             changed.append(f"{asked[name]}: {name} {loaded:g} becomes {mine:g}")
             _set_length(scheduler, name, mine)
         else:
-            kept.append(f"{name} {loaded:g}, not {mine:g}")
+            kept.append(f"{name} {loaded:g} (this start would have {mine:g})")
+    warmup, decay = scheduler.lr_warmup_steps, scheduler.lr_decay_steps
+    require(warmup < decay, asked.get("lr_warmup_steps", "lr_warmup_steps"), warmup, f"less than the decay's {decay}")
     scheduler.step(increment=0)  # learning rates of the groups follow from the lengths
     return LengthsUsed(kept=kept, changed=changed)
 

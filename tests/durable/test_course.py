@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from moe_ckpt.durable.course import FILE, Course, RunCourse, read_course, write_course
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
@@ -65,12 +67,28 @@ def test_a_start_that_loads_nothing_begins_with_the_first_sample(tmp_path: Path)
 def test_a_run_goes_on_with_its_own_settings_only(tmp_path: Path) -> None:
     first = {"train.lr": 0.005, "train.seed": 1, "train.clip_grad": 1.0, "threshold": math.inf}
     RunCourse(tmp_path, first, ALONE).write()
-    RunCourse(tmp_path, {**first, "train.clip_grad": 1}, ALONE).require_kept()
+    RunCourse(tmp_path, {**first, "train.clip_grad": 1}, ALONE).require_kept(for_replays=True)
     with pytest.raises(ConfigError) as refused:
-        RunCourse(tmp_path, {**first, "train.lr": 0.01, "train.seed": 2}, ALONE).require_kept()
+        RunCourse(tmp_path, {**first, "train.lr": 0.01, "train.seed": 2}, ALONE).require_kept(for_replays=False)
     said = str(refused.value).splitlines()
     assert said[1:3] == ["  train.lr: got 0.01, wanted 0.005", "  train.seed: got 2, wanted 1"]
 
 
+def test_a_whole_state_goes_on_with_other_settings_of_replays(tmp_path: Path) -> None:
+    RunCourse(tmp_path, {}, ALONE, settings_of_replays={"train.micro_batch_size": 4}).write()
+    again = RunCourse(tmp_path, {}, ALONE, settings_of_replays={"train.micro_batch_size": 2})
+    assert again.require_kept(for_replays=False) == ["train.micro_batch_size: 4 becomes 2"]
+    with pytest.raises(ConfigError, match=r"\n  train.micro_batch_size: got 2, wanted 4\n"):
+        again.require_kept(for_replays=True)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), np.int64(3), (1, 2), [torch.bfloat16], math.nan, Path("a"), {}])
+def test_a_setting_of_any_type_is_the_same_setting_again(value: object, tmp_path: Path) -> None:
+    RunCourse(tmp_path, {"a": value, "b": 1}, ALONE).write()
+    RunCourse(tmp_path, {"a": value, "b": 1}, ALONE).require_kept(for_replays=True)
+    with pytest.raises(ConfigError, match=r"\n  b: got 2, wanted 1\n"):
+        RunCourse(tmp_path, {"a": value, "b": 2}, ALONE).require_kept(for_replays=True)
+
+
 def test_a_run_folder_of_an_older_version_names_no_settings(tmp_path: Path) -> None:
-    RunCourse(tmp_path, {"train.lr": 0.01}, ALONE).require_kept()
+    RunCourse(tmp_path, {"train.lr": 0.01}, ALONE).require_kept(for_replays=True)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moe_ckpt.collectives import Ranks
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.errors import CheckpointLoadError, DataError
 from moe_ckpt.megatron.kept_batches import KeptBatches
 from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
 from moe_ckpt.snapshot.boundary_log import BoundaryLog, Direction, LoggedEnds
@@ -154,6 +154,7 @@ class Model:
         self.stage, self.dp_rank = shape.stage_of(rank), rank % shape.dp
         self._ranks, self._stage_ranks = ranks, stage_ranks
         self.on_replay: Callable[[int], object] = lambda _: None  # as a kernel that does not repeat itself
+        self.reads_others = False  # as from a file that has changed
         self.previous_rank = rank - shape.dp if self.stage > 0 else None
         self.next_rank = rank + shape.dp if self.stage < shape.pp - 1 else None
         self.data: KeptBatches | None = None  # the inputs, if they are not read by the iteration's number
@@ -391,6 +392,10 @@ class Model:
         self.update(record.gradients)
         self.on_replay(record.iteration)
         self.gather()
+
+    def require_same_samples(self) -> None:
+        if self.reads_others:
+            raise DataError("data: other samples")
 
     def abandon_pass(self) -> None:
         self._armed.clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.errors import CheckpointLoadError, DataError
 from moe_ckpt.events import ReplayDiffered, StageRecovered, StateLost
 from moe_ckpt.faults.schedule import StateLoss
 from tests.engine.job import ThreadJob, exact, uninterrupted
@@ -102,6 +102,15 @@ def test_replays_that_differ_from_each_other_show_a_kernel_that_does(tmp_path: P
     assert job.run() != uninterrupted(PIPE, 8), "the job goes on, from another state"
     (event,) = job.events(ReplayDiffered, 0)
     assert event.verdict == "training that is not deterministic"
+
+
+def test_a_replay_over_other_samples_ends_the_job_and_is_no_corrupt_memory(tmp_path: Path) -> None:
+    """One of two ranks of the lost stage reads other samples; no rank waits for it."""
+    job = job_with_a_corrupt_rank(tmp_path, on_divergence="window")
+    job.upsets[1, 1] = lambda model: setattr(model, "on_replay", lambda _: setattr(model, "reads_others", True))
+    with pytest.raises(DataError, match=r"^data: other samples"):
+        job.run()
+    assert not [event for rank in job.ranks for event in job.events(ReplayDiffered, rank)]
 
 
 def test_logs_cross_from_host_to_host_a_micro_batch_at_a_time(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ def corpus(tmp_path: Path) -> Path:
         lambda corpus: ([str(corpus)], [1.0]),
         lambda corpus: {"train": f"{corpus}"},
         lambda corpus: corpus,
+        lambda corpus: [f"{corpus}.bin#500", f"{corpus}.idx#500"],
     ],
-    ids=["weights and prefixes", "a blend", "by name", "a path"],
+    ids=["weights and prefixes", "a blend", "by name", "a path", "numbers of samples"],
 )
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_corpus_counts_with_both_of_its_files(named: Any, suffix: str, corpus: Path) -> None:
@@ -45,6 +46,7 @@ def test_a_tokenizer_in_a_folder_counts_without_what_lies_beside_it(tmp_path: Pa
         (tmp_path / name).write_text(name)
     settings = {"--tokenizer-model": str(tmp_path)}
     before = identities_of(settings)
+    assert before.keys() == settings.keys()
     (tmp_path / "weights.safetensors").write_text("other weights")
     assert identities_of(settings) == before
     (tmp_path / "tokenizer.json").write_text("another tokenizer")
@@ -52,7 +54,12 @@ def test_a_tokenizer_in_a_folder_counts_without_what_lies_beside_it(tmp_path: Pa
 
 
 def test_settings_that_name_no_file_are_left_out() -> None:
-    assert identities_of({"--data-path": None, "--split": "99,1,0", "--seed": 7, "--mock": True}) == {}
+    assert (
+        identities_of(
+            {"--data-path": None, "--split": "99,1,0", "--seed": 7, "--empty": "", "--template": "{{ a }}" * 99}
+        )
+        == {}
+    )
 
 
 def test_a_file_that_cannot_be_read_is_an_error_of_its_setting(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

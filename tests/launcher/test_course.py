@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from launcher.data import CorpusSize
 from moe_ckpt.events import CourseChanged, IterationCommitted
 from tests.ranks import RankFailedError
 from tests.scenarios import ROOT
@@ -18,6 +19,17 @@ from tests.training import events_of, losses, train
 
 DENSE = ("ckpt=dense", "ckpt.every_iters=2", "model.hidden_dropout=0", "model.attention_dropout=0")
 SHORT, LONG = "train.iterations=4", "train.iterations=8"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Settings that read the paragraphs of the LICENSE as documents of byte tokens."""
+    prefix = tmp_path_factory.mktemp("corpus") / "license"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for paragraph in (ROOT / "LICENSE").read_bytes().split(b"\n\n"):
+        builder.add_document(cast("torch.Tensor", np.array(list(paragraph))), [len(paragraph)])
+    builder.finalize(f"{prefix}.idx")
+    return ("data=megatron", f"data.path={prefix}", "model.vocab_size=256", "data.eval_fraction=0.3")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +55,10 @@ def test_a_longer_run_keeps_the_schedule_with_which_it_began(short: Path, tmp_pa
     assert learning_rates(folder) == learning_rates(tmp_path / "whole")
     [change] = events_of(folder, CourseChanged)
     assert (change.iteration, change.changed) == (4, [])
-    assert change.kept == ["lr_decay_steps 4, not 8", "wd_incr_steps 4, not 8"]
+    assert change.kept == [
+        "lr_decay_steps 4 (this start would have 8)",
+        "wd_incr_steps 4 (this start would have 8)",
+    ]
 
 
 def test_a_new_schedule_is_asked_for_by_its_number(short: Path, tmp_path: Path) -> None:
@@ -89,22 +104,40 @@ def test_a_checkpoint_of_another_model_names_what_differs(short: Path, tmp_path:
         train(1, tmp_path / "other", *DENSE, LONG, f"train.resume={short}", "model.moe_ffn_hidden_size=64")
 
 
-def test_a_longer_run_reads_the_same_samples_of_a_corpus(tmp_path: Path) -> None:
+def test_a_longer_run_reads_the_same_samples_of_a_corpus(corpus: tuple[str, ...], tmp_path: Path) -> None:
     """Megatron shuffles the samples of a whole run: those of a longer one would come in another order."""
-    prefix = tmp_path / "license"
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for paragraph in (ROOT / "LICENSE").read_bytes().split(b"\n\n"):
-        builder.add_document(cast("torch.Tensor", np.array(list(paragraph))), [len(paragraph)])
-    builder.finalize(f"{prefix}.idx")
-    corpus = (*DENSE, "data=megatron", f"data.path={prefix}", "model.vocab_size=256", "data.eval_fraction=0.3")
-    train(1, folder := tmp_path / "run", *corpus, SHORT)
+    settings = (*DENSE, *corpus)
+    train(1, folder := tmp_path / "run", *settings, SHORT)
     shutil.rmtree(folder / "checkpoints" / "iter_0000004")
-    short_losses: Any = losses(folder)
-
-    train(1, folder, *corpus, LONG)
-
+    train(1, folder, *settings, LONG)
     assert losses(folder).keys() == set(range(1, 9))  # `losses` has compared iterations 3 and 4 of both starts
-    assert losses(folder)[3] == short_losses[3]
+
+
+def test_a_corpus_has_the_samples_of_another_run_and_of_its_own(corpus: tuple[str, ...], tmp_path: Path) -> None:
+    """The first run has read more samples than the second would have by then in its smaller batches."""
+    still = (*DENSE, *corpus, "train.lr=0", "train.min_lr=0")
+    train(1, tmp_path / "first", *still, SHORT, "train.global_batch_size=16")
+    second = (*still, "train.global_batch_size=8", f"train.resume={tmp_path / 'first'}")
+    train(1, tmp_path / "second", *second, "train.iterations=6")
+    train(
+        1,
+        tmp_path / "third",
+        *still,
+        "train.iterations=5",
+        "train.global_batch_size=16",
+        f"train.resume={tmp_path}/first",
+    )
+    # samples 64 to 79: two batches of 8, or one of 16
+    second_losses, third = losses(tmp_path / "second"), losses(tmp_path / "third")
+    assert (second_losses[5] + second_losses[6]) / 2 == third[5]  # sums of a few floats, exact in float64
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "starts"),
+    [(1, [0]), (32, [0]), (33, [0, 32]), (64, [0, 32]), (65, [0, 32, 64]), (999, [0, 32, 64, 128, 256, 512])],
+)
+def test_blocks_of_a_corpus_double_the_samples_so_far(num_samples: int, starts: list[int]) -> None:
+    assert CorpusSize(num_samples=num_samples, block=32).starts() == starts
 
 
 def test_a_run_folder_inside_its_data_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,9 +39,29 @@ def test_another_micro_batch_has_another_hash(other: Any) -> None:
     assert hash_of(TOKENS) == hash_of(TOKENS.clone()) != hash_of(other)
 
 
-@pytest.mark.parametrize("make", [lambda: TOKENS.numpy().copy(), lambda: (TOKENS, {"id": 7, "text": "seven"}), object])
+@dataclass
+class Sample:
+    tokens: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TOKENS.numpy().copy(),
+        lambda: (TOKENS, {"id": 7, "text": "seven"}),
+        lambda: defaultdict(lambda: 1, tokens=TOKENS),
+        object,
+    ],
+)
 def test_a_nest_that_is_made_again_has_the_same_hash(make: Callable[[], Any]) -> None:
     assert hash_of(make()) == hash_of(make())
+
+
+@pytest.mark.parametrize(
+    "nest", [lambda tokens: UserDict(tokens=tokens), Sample, lambda tokens: [np.int64(tokens[0, 0])]]
+)
+def test_what_is_inside_a_nest_counts(nest: Callable[[torch.Tensor], Any]) -> None:
+    assert hash_of(nest(TOKENS)) == hash_of(nest(TOKENS.clone())) != hash_of(nest(TOKENS + 1))
 
 
 def test_a_transposed_array_is_another_one() -> None:
