@@ -113,6 +113,29 @@ def end_earlier() -> None:
     own_loop.LoopConfig = lambda **options: dense(**options | {"num_iterations": 4})  # type: ignore[misc,assignment]
 
 
+def train_otherwise() -> None:
+    """Ask for other batches than those with which the run has saved its states."""
+    without_supervisors()
+    dense = own_loop.LoopConfig
+    own_loop.LoopConfig = lambda **options: dense(**options | {"num_micro_batches": 1})  # type: ignore[misc,assignment]
+
+
+def change_an_input(text: Path) -> None:
+    """Read a file, of which one rank changes the content in iteration 3."""
+    train = own_loop.train_elastic
+    own_loop.LoopConfig = functools.partial(own_loop.LoopConfig, inputs=(str(text),))  # type: ignore[misc]
+
+    def train_on_it(config: LoopConfig, build: Any, forward_step: Any, batches: Any, *rest: Any) -> int:
+        def changing(iteration: int) -> Any:
+            if (iteration, os.environ["RANK"]) == (3, "0"):
+                text.write_text("other")
+            return batches(iteration)
+
+        return train(config, build, forward_step, changing, *rest)
+
+    own_loop.train_elastic = train_on_it
+
+
 def result_of(run: Path) -> dict[str, Any]:
     return json.loads((run / "result.json").read_text())
 
@@ -143,6 +166,9 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
     status, log = ended_of(tmp_path / "plain", setup=end_earlier)
     assert status != 0
     assert "num_iterations: got 4, wanted at least 8, done" in log
+    status, log = ended_of(tmp_path / "plain", setup=train_otherwise)
+    assert status != 0
+    assert "\n  num_micro_batches: got 1, wanted 2\n" in log
     run = tmp_path / "killed" / "run"
     assert kinds_of_events(run, 2) >= EVENTS_OF_A_KILLED_RUN
     assert kinds_of_events(tmp_path / "plain" / "run", 2) >= EVENTS_OF_EVERY_RUN | {"CheckpointSaved"}
@@ -153,6 +179,16 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
     page = capsys.readouterr().out
     assert "moevement" in page
     assert "finished" in page
+
+
+def test_a_loop_of_ones_own_ends_where_a_replacement_reads_another_input(tmp_path: Path) -> None:
+    """Processes, as a replacement alone reads the file once more."""
+    text = tmp_path / "text"
+    text.write_text("first")
+    kill = Kill(rank=1, iteration=5, phase="forward")
+    status, log = ended_of(tmp_path / "changed", kill, setup=functools.partial(change_an_input, text))
+    assert status != 0
+    assert (log.count("error: inputs[0]: text: got 5 bytes"), log.count("Traceback")) == (1, 0), log
 
 
 def test_a_loop_of_ones_own_ends_where_a_pass_does_not_repeat_itself(tmp_path: Path) -> None:
