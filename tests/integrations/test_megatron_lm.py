@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_ckpt.faults.schedule import Kill
 from scripts.fetch_megatron_lm import FOLDER, TAGS, sources_of
-from tests.integrations.attached_jobs import NUM_ITERS, Job, run_jobs
+from tests.integrations.attached_jobs import EXAMPLE, NUM_ITERS, Job, run_jobs
 from tests.integrations.exact_jobs import (
     CHECKED,
     KILLS,
@@ -54,6 +55,42 @@ def test_a_pass_with_a_wrong_result_is_no_step(tmp_path: Path) -> None:
     ended = run_jobs(tmp_path, wrong)["wrong"]
     assert ended.status != 0
     assert {iteration for _, iteration in ended.digests} == {1}, ended.log
+
+
+# counts the forward steps of rank 0's first process, and changes a file in iteration 3 (of 2 micro-batches each)
+_CHANGING = """
+import os, pathlib
+_calls, _plain = [], forward_step
+def forward_step(*arguments):
+    _calls.append(1)
+    if os.environ["RANK"] == "0" and len(_calls) == 5:
+        with pathlib.Path("CHANGED").open("a") as file:
+            file.write("# one line more")
+    return _plain(*arguments)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("changed", ["the script", "--vocab-file"])
+def test_a_job_whose_inputs_change_ends_at_the_next_death(tmp_path: Path, changed: str) -> None:
+    """Processes, as a replacement alone runs the script once more."""
+    script, vocabulary = tmp_path / "script.py", tmp_path / "vocabulary"
+    vocabulary.write_text("words")
+    changing = _CHANGING.replace("CHANGED", str(script if changed == "the script" else vocabulary))
+    script.write_text(
+        EXAMPLE.read_text().replace('if __name__ == "__main__":', f'{changing}\nif __name__ == "__main__":')
+    )
+    job = Job(
+        name="changed",
+        options=(*OPTIONS["moevement"], *PATIENT),
+        kills=(Kill(rank=2, iteration=4, phase="forward"),),
+        arguments=("--vocab-file", str(vocabulary)),
+        script=str(script),
+    )
+    ended = run_jobs(tmp_path, job)["changed"]
+    assert ended.status != 0
+    assert ended.log.count(f"error: {changed}: got ") == 1, ended.log
+    assert "on ranks 0, 1, 3 and " in ended.log
 
 
 @pytest.mark.full
