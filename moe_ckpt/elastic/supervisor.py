@@ -43,7 +43,7 @@ _LOOK_FOR_NOTICE_S = 1.0
 _END_S = 30.0  # the kernel frees all memory of a killed process in less, unless a driver or a disk does not answer
 _FAILED = 1
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_GIVES_NOTICE = (signal.SIGTERM, signal.SIGUSR1)  # SIGINT is a user at a terminal, who waits
+_GIVES_NOTICE = tuple(number for number in _STOPPING if number != signal.SIGINT)  # a user at a terminal, who waits
 
 REQUEUE = 99
 """Exit status of a supervisor that was told to stop: the job can be started again. Grid Engine requeues on it."""

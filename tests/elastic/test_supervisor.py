@@ -406,6 +406,7 @@ def begin_to_save(rank: Guarded) -> Guarded:
     [
         (signal.SIGTERM, REQUEUE, True),
         (signal.SIGUSR1, REQUEUE, True),
+        (signal.SIGHUP, REQUEUE, True),
         (signal.SIGINT, 128 + signal.SIGINT, False),
         (return_three, 3, True),
         (return_zero, 0, False),
