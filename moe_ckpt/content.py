@@ -55,6 +55,8 @@ def mapped_identity(*parts: memoryview) -> str:
     """Return the size and a hash of bytes that may be mapped files; of large ones sampled blocks count."""
     content = xxhash.xxh3_128()
     for part in parts:
+        if not part.nbytes:
+            continue  # Python casts no empty view
         flat = part.cast("B")
         for start, end in _counted(flat.nbytes):
             content.update(flat[start:end])
