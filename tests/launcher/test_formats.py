@@ -130,9 +130,12 @@ def test_ranks_die_and_the_run_is_exact(precision: str, policy: str, moment: Pha
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
     training = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=2", "train.lr_decay_iters=4", "parallel.pp=2")
-    train(2, tmp_path, *training, "precision=fp8_fp16_fp8")
-    with pytest.raises(RankFailedError, match=r"saved by model \w+ in FP8/FP16/FP8\+FP16, wanted model \w+"):
-        train(2, tmp_path, *training, "precision=bf16", "train.iterations=4")
+    train(2, first := tmp_path / "first", *training, "precision=fp8_fp16_fp8")
+    format_and_settings = (
+        r"saved by model \w+ in FP8/FP16/FP8\+FP16, wanted model \w+\n    precision.fp8: got False, wa"
+    )
+    with pytest.raises(RankFailedError, match=format_and_settings):
+        train(2, tmp_path / "second", *training, "precision=bf16", f"train.resume={first}")
 
 
 @pytest.mark.parametrize(
