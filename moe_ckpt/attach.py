@@ -29,7 +29,7 @@ from moe_ckpt.elastic.process_groups import CPU_BACKEND
 from moe_ckpt.engine.assembly import InMemoryAssembly
 from moe_ckpt.engine.inputs import Inputs
 from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
-from moe_ckpt.engine.session import Session
+from moe_ckpt.engine.session import LeftState, Session
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.events import CourseChanged, EventLog
 from moe_ckpt.faults.schedule import StateLoss
@@ -85,6 +85,7 @@ def attach(
     inputs: Inputs | None = None,
     course: RunCourse | None = None,
     asked_lengths: Mapping[str, str] | None = None,
+    left: frozenset[LeftState] = frozenset(),
 ) -> Session:
     """Return the session that checkpoints `state` under the policy `ckpt`, in `folder`. Call on every rank.
 
@@ -93,7 +94,8 @@ def attach(
     the session outlives the loss of ranks; a rank may then attach by itself, and the caller enters the session once all
     ranks are together. All ranks must have read the same `inputs`. A run that has saved states goes on with the
     settings of its `course` only; lengths of its schedule stay as it began, but for `asked_lengths`: the names of
-    settings that ask for another, by the name of the length (`megatron.schedule.LENGTHS`). Raises ConfigError for
+    settings that ask for another, by the name of the length (`megatron.schedule.LENGTHS`). What earlier processes of
+    this rank have `left` must be there when a state is looked for. Raises ConfigError for
     settings that cannot work.
     """
     built = lengths_of(state.scheduler)
@@ -147,6 +149,7 @@ def attach(
         inputs=inputs or {},
         course=course,
         loaded=loaded,
+        left=left,
     )
     # with `elastic` the caller enters later: a replacement attaches before it meets the other ranks
     if elastic is None:

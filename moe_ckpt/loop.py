@@ -38,6 +38,7 @@ A worker, the first of its rank or a replacement (`run_worker`; attached loops c
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import socket
 import time
@@ -58,15 +59,17 @@ from moe_ckpt.elastic.backend_choice import use_gpu
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.engine.inputs import Inputs
-from moe_ckpt.engine.session import Session
+from moe_ckpt.engine.session import LeftState, Session
 from moe_ckpt.engine.worker_loop import TrainingRun
 from moe_ckpt.errors import ConfigError, RolledBackError
 from moe_ckpt.events import (
+    CheckpointSaved,
     Event,
     EventLog,
     IterationCommitted,
     ModelBuilt,
     RunFinished,
+    WindowPersisted,
     WorkerStarted,
     read_events,
 )
@@ -93,9 +96,10 @@ from moe_ckpt.run_elastic import RankPlace, run_elastic
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_OF_EARLIER = ("WorkerStarted", "Evaluated", "RunFinished")
+_OF_EARLIER = ("WorkerStarted", "Evaluated", "CheckpointSaved", "WindowPersisted", "RunFinished")
 
 Losses = Sequence[dict[str, torch.Tensor]]
 """Loss reports of an iteration's micro-batches, as Megatron's schedules return them:
@@ -450,7 +454,7 @@ class JoinedWorker(Generic[W]):
 
     earlier: tuple[Event, ...]
     """The events of these processes that say what a run has done: starts, evaluations,
-    ends."""
+    states on disks, ends."""
 
     began_s: float
     """When the worker began, on the monotonic clock."""
@@ -459,6 +463,19 @@ class JoinedWorker(Generic[W]):
     def is_first_rank(self) -> bool:
         """Whether this is global rank 0, which prints and writes for all."""
         return self.worker.launch.global_rank == 0
+
+    @property
+    def left_by_earlier(self) -> frozenset[LeftState]:
+        """What these processes must have left on disks, or have been through."""
+        left: set[LeftState] = set()
+        for event in self.earlier:
+            if isinstance(event, CheckpointSaved):
+                left.add(LeftState(event.iteration, "saved a checkpoint"))
+            elif isinstance(event, WindowPersisted):
+                left.add(LeftState(event.window_start, "saved a window on local disks"))
+            elif isinstance(event, RunFinished):
+                left.add(LeftState(event.iteration, "finished"))
+        return frozenset(left)
 
     def retire(self) -> None:
         """Training is done, and this process is about to end."""
@@ -619,6 +636,7 @@ def train(
         inputs=training.inputs,
         course=training.course,
         asked_lengths=training.asked_lengths,
+        left=joined.left_by_earlier,
     )
     events.append(ModelBuilt(seconds=time.monotonic() - joined.began_s))
     run = _Run(joined, training)
@@ -658,6 +676,8 @@ class _Run:
         done = self._loop.start()
         if course:
             course.write()
+        if done == 0 and self._joined.incarnation > 0 and self._joined.is_first_rank:
+            _log.warning("training begins with iteration 1: earlier processes of this run have left no state")
         by_default = job.deterministic and torch.cuda.is_available()
         if is_on(job.check_determinism, by_default=by_default):
             replay, setting = self._training.replay, self._training.check_setting

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.durable.course import RunCourse
@@ -27,6 +28,13 @@ from moe_ckpt.ports import Policy
 from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan
 
 _log = logging.getLogger(__name__)
+
+
+class LeftState(NamedTuple):
+    """A state that a process of this rank has left, as the events of the run say."""
+
+    iteration: int
+    what: str
 
 
 class Session:
@@ -50,6 +58,7 @@ class Session:
         inputs: Inputs | None = None,
         course: RunCourse | None = None,
         loaded: Callable[[int, Sequence[str]], object] = lambda _iteration, _changes: None,
+        left: frozenset[LeftState] = frozenset(),
     ) -> None:
         """Put the session together.
 
@@ -66,6 +75,7 @@ class Session:
             course: The settings with which this run has saved its states.
             loaded: Receives the iteration of each state that is loaded from a disk, before training goes on, and the
                 settings that differ from those of the run that saved it.
+            left: What earlier processes of this rank have left.
         """
         self._build_generation = build_generation
         self._forget_evaluations = forget_evaluations
@@ -74,6 +84,7 @@ class Session:
         self._inputs = inputs
         self._course = course
         self._loaded = loaded
+        self._left = left
         self._fallback = Fallback(durable, ranks, events, course)
         self._suspects = Suspects(ranks, suspect_iters)
         self._events = events
@@ -164,7 +175,7 @@ class Session:
     def resume(self, source: Path | None) -> int:
         """Load the newest state of this run on disk, or the checkpoint at `source`; return its iteration.
 
-        Raises CheckpointLoadError on all ranks.
+        Raises CheckpointLoadError on all ranks, also if this run has saved a state and none is there.
         """
         if source is not None:
             changes = [str(each) for each in self._course.changes_since(source)] if self._course else []
@@ -173,12 +184,25 @@ class Session:
             self._suspects.loaded(Source(place=str(source), iteration=iteration))
             return iteration
         loaded = self._load_best(self._fallback.look(self._job_recovery))
+        if loaded is None:
+            self._require_nothing_left()
         if loaded is None and self._job_recovery:
             # marks each disk until its first save: snapshots on other disks are no error of a later start then
             self._job_recovery.begin_on_disks()
         if self._job_recovery:
             self._job_recovery.copies.resume_copying()
         return loaded.iteration if loaded else 0
+
+    def _require_nothing_left(self) -> None:
+        """Raise CheckpointLoadError on all ranks if earlier processes of all ranks have left a state."""
+        everywhere = frozenset.intersection(*gather_results(self._ranks, lambda: self._left, CheckpointLoadError))
+        if everywhere:
+            newest = max(everywhere)
+            wanted = "its checkpoints, or the local disks of all ranks, where they were"
+            raise CheckpointLoadError(
+                f"this run has {newest.what} at iteration {newest.iteration}, and no state of it is on disk: wanted "
+                f"{wanted}; for a new start take another run.dir"
+            )
 
     def has_snapshots_on_disk(self) -> bool:
         """Whether local disks hold any snapshots. Collective."""

@@ -5,15 +5,18 @@ Rules that do not depend on the files are those of tests/engine/test_durable.py.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.config import Settings
+from launcher.run import run
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, StateResumed
-from tests.ranks import RankFailedError
-from tests.training import events_of, train
+from tests.ranks import RankFailedError, rank_store, run_ranks
+from tests.training import Kill, events_of, job_settings, train
 
 DENSE = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=6", "ckpt.keep=3")
 Run = tuple[Path, dict[str, Any]]
@@ -84,6 +87,31 @@ def test_damaged_checkpoints_are_reported_and_an_older_one_taken(finished: Run, 
 def test_other_settings_in_the_same_folder_are_refused(interrupted: Run, overrides: list[str], message: str) -> None:
     with pytest.raises(RankFailedError, match=message):
         train(2, interrupted[0], *DENSE, *overrides)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(interrupted: Run) -> None:
+    shutil.rmtree(interrupted[0] / "checkpoints")
+    gone = r"this run has saved a checkpoint at iteration 6, and no state of it is on disk: wanted its checkpoints"
+    with pytest.raises(RankFailedError, match=gone):
+        train(2, interrupted[0], *DENSE)
+    result = train(2, interrupted[0], *DENSE, "train.resume=never")
+    assert result["digest_per_rank"] == interrupted[1]["digest_per_rank"]
+
+
+def test_a_start_after_one_that_saved_nothing_says_where_it_begins(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError):
+        train(2, tmp_path, *DENSE, kill=Kill(ranks=(0, 1), iteration=2, phase="gradients"))
+    settings = job_settings(tmp_path, *DENSE)
+    assert run_ranks(2, _begins, settings) == [["training begins with iteration 1"], []]
+
+
+def _begins(settings: Settings) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage().partition(":")[0])  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt.loop").addHandler(handler)
+    run(settings, store=rank_store())
+    return said
 
 
 def test_resume_from_the_folder_of_another_run(interrupted: Run, tmp_path: Path) -> None:
