@@ -50,7 +50,7 @@ class TokenSource(Protocol):
 
     @property
     def shuffles(self) -> Mapping[str, str]:
-        """The content identities of the order of samples, where files hold it; it differs between lengths of a run."""
+        """The content identities of the order of samples, where files hold the order; runs of other lengths differ."""
         ...
 
     def train_sample(self, number: int) -> Tokens:
@@ -212,7 +212,7 @@ def open_source(
 ) -> TokenSource:
     """Return the source that the settings name; `vocab_size` is the model's, where it is set.
 
-    `size`: the samples of a source that shuffles; None: those of the run, shuffled together.
+    `size`: the samples of a source that shuffles; None: the samples of the run, shuffled together.
 
     Raises DataError, with the setting's name, where data is missing, empty or too short.
     """

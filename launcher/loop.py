@@ -32,6 +32,11 @@ from moe_ckpt.types import ParallelLayout
 
 NEVER = "never"
 _NOT_YET = -1
+_LENGTHS = {  # settings, by the lengths of the schedule that they give
+    "lr_warmup_steps": "lr_warmup_iters",
+    "lr_decay_steps": "lr_decay_iters",
+    "wd_incr_steps": "lr_decay_iters",
+}
 
 
 class StagePasses:
@@ -130,10 +135,7 @@ class LauncherLoop:
             course: The settings that decide the states of the run.
         """
         train, source = self._settings.train, self._passes.batches.source
-        decay = {"lr_decay_steps": "train.lr_decay_iters", "wd_incr_steps": "train.lr_decay_iters"}
-        asked = decay if train.lr_decay_iters != AUTO else {}
-        if train.lr_warmup_iters != AUTO:
-            asked = {**asked, "lr_warmup_steps": "train.lr_warmup_iters"}
+        asked = {length: f"train.{name}" for length, name in _LENGTHS.items() if getattr(train, name) != AUTO}
         return Training(
             loop=self,
             iteration=self._iteration,

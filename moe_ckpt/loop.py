@@ -466,7 +466,7 @@ class JoinedWorker(Generic[W]):
 
     @property
     def left_by_earlier(self) -> frozenset[LeftState]:
-        """What these processes must have left on disks, or have been through."""
+        """The states that earlier processes of this rank have left on disks, and the ends of the run."""
         left: set[LeftState] = set()
         for event in self.earlier:
             if isinstance(event, CheckpointSaved):

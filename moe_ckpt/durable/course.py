@@ -45,7 +45,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Course:
-    """What decides the states of a run, beside its code."""
+    """The settings that decide the states of a run, and the run's place in its data."""
 
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """The values of settings by name, with `auto` resolved, and the content identities of inputs."""

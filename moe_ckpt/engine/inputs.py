@@ -34,24 +34,25 @@ def require_equal(ranks: Ranks, mine: Inputs) -> None:
     number = xxhash.xxh3_64_intdigest(json.dumps(mine, sort_keys=True).encode()) >> 11
     device = torch.device(torch.cuda.current_device())
     # one small reduction, however many ranks there are: equal where the largest is the smallest
-    found = reduce_extremes(ranks, device, largest={"largest": number}, smallest={"smallest": number})
-    if found["largest"] == found["smallest"]:
+    extremes = reduce_extremes(ranks, device, largest={"largest": number}, smallest={"smallest": number})
+    if extremes["largest"] == extremes["smallest"]:
         return
     of_each = gather_results(ranks, lambda: mine, DataError)
     names = sorted({name for inputs in of_each for name in inputs})
-    if differences := [_difference(name, of_each) for name in names if _differs(name, of_each)]:
+    found_by_name = {name: _ranks_by_content(name, of_each) for name in names}
+    if differences := [_describe(name, found) for name, found in found_by_name.items() if len(found) > 1]:
         raise DataError("; ".join(differences))
 
 
-def _differs(name: str, of_each: list[Inputs]) -> bool:
-    # ranks of other stages may have read nothing of the kind
-    return len({inputs[name] for inputs in of_each if name in inputs}) > 1
-
-
-def _difference(name: str, of_each: list[Inputs]) -> str:
-    by_content: dict[str, list[int]] = {}
+def _ranks_by_content(name: str, of_each: list[Inputs]) -> dict[str, list[int]]:
+    """Return the ranks that have read each content of an input; ranks of other stages may have read none."""
+    found: dict[str, list[int]] = {}
     for rank, inputs in enumerate(of_each):
         if name in inputs:
-            by_content.setdefault(inputs[name], []).append(rank)
-    parts = [f"{content} on ranks {', '.join(map(str, ranks))}" for content, ranks in by_content.items()]
+            found.setdefault(inputs[name], []).append(rank)
+    return found
+
+
+def _describe(name: str, found: Mapping[str, list[int]]) -> str:
+    parts = [f"{content} on ranks {', '.join(map(str, ranks))}" for content, ranks in found.items()]
     return f"{name}: got {' and '.join(parts)}, wanted the same content on all ranks for as long as the job runs"
