@@ -4,7 +4,8 @@
     client -> server   Hello: the run, a nonce of its own, HMAC of "client" and both nonces under the token
     server -> client   Welcome: HMAC of "server" and both nonces; or Refused
 
-Before that, messages have at most MOST_GREETING_BYTES. With `Ticket.tls` all of it is inside TLS.
+Before that, messages have at most MOST_GREETING_BYTES. With `Ticket.tls` all of it is inside TLS. A server whose
+strangers are too many closes a connection without an answer (`strangers`): the client then connects again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Challenge, Hello, Refused, Ticket, Welcome
@@ -24,15 +25,45 @@ from moe_ckpt.replication.tls import describe_refusal
 
 MOST_GREETING_BYTES = 4096
 _NONCE_BYTES = 16
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5  # before a client that was not admitted connects again
+_LEAST_S = 0.001  # 0 would be no wait at all
+_CLOSED = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
-def open_connection(address: Address, ticket: Ticket, timeout_s: float) -> Connection:
-    """Connect to a server and be admitted within `timeout_s`; the remaining time is for later messages.
+def open_connection(
+    address: Address, ticket: Ticket, timeout_s: float, pause: Callable[[float], object] = time.sleep
+) -> Connection:
+    """Connect to a server and be admitted; a server that accepts and closes the connection is tried again.
 
-    Raises OSError, or RefusedError if one end does not have the other's token, run, or authority of certificates.
+    Args:
+        address: The server's address.
+        ticket: The run, and its secret.
+        timeout_s: The time for all attempts; what is left is for later messages.
+        pause: Waits for some seconds between attempts, or raises OSError to end them.
+
+    Returns:
+        The connection.
+
+    Raises:
+        OSError: Nothing listens at the address, or the time is over.
+        RefusedError: One end does not have the other's token, run, or authority of certificates.
     """
     until_s = time.monotonic() + timeout_s
-    link = Connection(socket.create_connection((address.host, address.port), timeout_s))
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        left_s = max(_LEAST_S, until_s - time.monotonic())
+        link = Connection(socket.create_connection((address.host, address.port), left_s))
+        try:
+            return _admitted(link, ticket, until_s)
+        except _CLOSED:
+            if time.monotonic() + pause_s >= until_s:
+                raise
+        pause(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _admitted(link: Connection, ticket: Ticket, until_s: float) -> Connection:
+    """Return a new connection once it is admitted; close it after a failure."""
     try:
         link.allow(until_s - time.monotonic())
         with _naming_refusals():

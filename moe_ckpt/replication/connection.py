@@ -69,6 +69,10 @@ class Connection:
             self._let_the_reason_arrive()
             raise
 
+    def peer_host(self) -> str:
+        """Return the address of the other end, without its port. Raises OSError if the connection has ended."""
+        return self._socket.getpeername()[0]
+
     def allow(self, timeout_s: float) -> None:
         """Limit the following operations to this many seconds from now."""
         self._until_s = time.monotonic() + timeout_s

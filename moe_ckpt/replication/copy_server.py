@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import BoundedSemaphore, Lock
+from threading import Lock
 
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.replication.admission import admit
@@ -38,6 +38,7 @@ from moe_ckpt.replication.messages import (
 )
 from moe_ckpt.replication.replica_folder import ReplicaFolder
 from moe_ckpt.replication.server import ConnectionServer
+from moe_ckpt.replication.strangers import RareWarning, Strangers
 from moe_ckpt.replication.transfer import BlobParts, receive_blob, send_blob
 from moe_ckpt.snapshot.adam_update import is_update
 from moe_ckpt.snapshot.arriving_update import ArrivingUpdate, CapturedSums, no_capture
@@ -86,7 +87,8 @@ class CopyServer:
         self._timeout_s = timeout_s
         self._own = BlobFolder(own_path(rank_folder))
         self._lock = Lock()
-        self._strangers = BoundedSemaphore(_MOST_STRANGERS)
+        self._refusals = RareWarning(_log, f"rank {global_rank}'s daemon refused a connection")
+        self._strangers = Strangers(_MOST_STRANGERS, RareWarning(_log, f"rank {global_rank}'s daemon"))
         self._held: dict[int, ReplicaFolder] = {}  # by the owner's rank
         self._updaters = ThreadPoolExecutor(max_workers=_MOST_UPDATERS, thread_name_prefix="updater")
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -107,18 +109,11 @@ class CopyServer:
             self._answer(link, link.receive())
 
     def _admits(self, link: Connection) -> bool:
-        if not self._strangers.acquire(blocking=False):
-            _log.warning(
-                "rank %d's daemon closed a connection: %s are not admitted yet", self._global_rank, _MOST_STRANGERS
-            )
-            return False
-        try:
+        with self._strangers.waiting(link):
             link.allow(min(self._timeout_s, _ADMISSION_S))
             reason = admit(link, self._ticket)
-        finally:
-            self._strangers.release()
         if reason:
-            _log.warning("rank %d's daemon refused a connection: %s", self._global_rank, reason)
+            self._refusals.give(reason)
         return reason is None
 
     def _answer(self, link: Connection, request: Message) -> None:

@@ -87,6 +87,6 @@ class RetryingClient:
         if left_s <= 0:
             raise TimeoutError("no time is left")
         if self._link is None:
-            self._link = open_connection(self.address, self._ticket, left_s)
+            self._link = open_connection(self.address, self._ticket, left_s, self.pause)
         self.pause(0)  # a thread that called `shut_down` before this connection existed has not ended it
         return self._link

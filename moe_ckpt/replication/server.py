@@ -11,6 +11,7 @@ from collections.abc import Callable
 from threading import Event, Lock, Thread
 
 from moe_ckpt.replication.connection import Connection
+from moe_ckpt.replication.strangers import RareWarning
 
 _RETRY_S = 0.1
 
@@ -25,6 +26,7 @@ class ConnectionServer:
         self._serve = serve
         self._lock = Lock()
         self._closed = Event()
+        self._failures = RareWarning(_log, "a connection was not accepted")
         self._links: dict[Connection, Thread] = {}
         self._thread = Thread(target=self._accept_all, name="listener", daemon=True)
         self._thread.start()
@@ -50,7 +52,7 @@ class ConnectionServer:
                 self._start(Connection(connection))
             except (OSError, RuntimeError) as error:  # out of descriptors or threads, or the client has gone
                 if not self._closed.wait(_RETRY_S):
-                    _log.warning("a connection was not accepted: %s", error)
+                    self._failures.give(str(error))
 
     def _start(self, link: Connection) -> None:
         thread = Thread(target=self._run, args=(link,), name="served-link", daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from moe_ckpt.replication import copy_server
 from moe_ckpt.replication.admission import admit, open_connection
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Challenge, Hello, Message, Ticket, Welcome, message_to_json
-from tests.elastic.workers import wait_until
+from moe_ckpt.replication.strangers import RareWarning
 from tests.replication.peers import TICKET, Ranks
 from tests.waits import WAIT_S
 
@@ -28,18 +29,22 @@ class Server:
         self._listening = listening
 
     def admit(self, ticket: Ticket) -> str | None:
-        with self._accepted() as link:
+        with self.accepted() as link:
             return admit(link, ticket)
 
     def pretend(self, proof: str) -> Message:
-        with self._accepted() as link:
+        with self.accepted() as link:
             link.send(Challenge(nonce="00"))
             got = link.receive()
             link.send(Welcome(proof=proof))
         return got
 
+    def end(self) -> None:
+        """Let the thread that accepts go on with an error."""
+        self._listening.shutdown(socket.SHUT_RDWR)
+
     @contextmanager
-    def _accepted(self) -> Iterator[Connection]:
+    def accepted(self) -> Iterator[Connection]:
         link = Connection(self._listening.accept()[0])
         link.allow(WAIT_S)
         yield link
@@ -99,17 +104,102 @@ def test_a_hello_that_was_heard_admits_no_second_connection(server: Server, rank
     link.close()
 
 
-def test_connections_that_are_not_admitted_are_few(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_server, "_MOST_STRANGERS", 2)
-    address = astuple(ranks.serve(1).address)
+class Silent:
+    """Connections that say nothing, from addresses of this machine."""
 
-    def is_challenged() -> bool:
-        with socket.create_connection(address, WAIT_S) as another:
-            return another.recv(1) != b""
+    def __init__(self, address: Address, stack: ExitStack) -> None:
+        self.address = address
+        self._stack = stack
 
+    def connect(self, source: str = "127.0.0.1") -> socket.socket:
+        link = self._stack.enter_context(socket.create_connection(astuple(self.address), WAIT_S, (source, 0)))
+        assert read_challenge(link), "its challenge has come, so it is counted"
+        return link
+
+
+def read_challenge(link: socket.socket) -> bytes:
+    return link.recv(4096)
+
+
+@pytest.fixture
+def silent(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
+    """Connections to a server that lets three wait for admission."""
+    monkeypatch.setattr(copy_server, "_MOST_STRANGERS", 3)
     with ExitStack() as stack:
-        for _ in range(2):
-            silent = stack.enter_context(socket.create_connection(address, WAIT_S))
-            assert silent.recv(1), "its challenge has come, so it is counted"
-        assert not is_challenged()
-    assert wait_until(is_challenged), "the server has noticed that they are gone"
+        yield Silent(ranks.serve(1).address, stack)
+
+
+def test_a_member_is_admitted_beside_silent_connections_the_oldest_of_which_ends(ranks: Ranks, silent: Silent) -> None:
+    first, *others = [silent.connect() for _ in range(3)]
+    ranks.link(silent.address)
+    assert first.recv(1) == b"", "it made room"
+    for other in others:
+        other.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            other.recv(1)
+
+
+def test_connections_of_one_address_displace_their_own(silent: Silent) -> None:
+    quiet = silent.connect("127.0.0.2")
+    flood = [silent.connect("127.0.0.3") for _ in range(10)]
+    for displaced in flood[:-2]:
+        assert displaced.recv(1) == b""
+    for waiting in (quiet, *flood[-2:]):
+        waiting.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            waiting.recv(1)
+
+
+def test_a_member_that_is_displaced_connects_until_its_time_is_over(server: Server) -> None:
+    num_closed = 8  # more than the attempts of a client to which the network is bad
+
+    def serve() -> str | None:
+        for _ in range(num_closed):
+            with server.accepted():
+                pass
+        return server.admit(TICKET)
+
+    with ThreadPoolExecutor() as threads:
+        served = threads.submit(serve)
+        open_connection(server.address, TICKET, WAIT_S).close()
+        assert served.result(WAIT_S) is None
+
+
+def test_a_client_whose_time_is_over_says_how_its_last_connection_ended(server: Server) -> None:
+    def close_all() -> None:
+        with suppress(OSError):
+            while True:
+                with server.accepted():
+                    pass
+
+    with ThreadPoolExecutor() as threads:
+        threads.submit(close_all)
+        with pytest.raises(OSError, match=r"reset|closed|Broken pipe"):
+            open_connection(server.address, TICKET, 0.3)
+        server.end()
+
+
+def test_a_pause_between_two_connections_can_be_ended(server: Server) -> None:
+    def pause(_: float) -> None:
+        raise ConnectionAbortedError("closed on this side")
+
+    def serve() -> None:
+        with server.accepted():
+            pass
+
+    with ThreadPoolExecutor() as threads:
+        threads.submit(serve)
+        with pytest.raises(ConnectionAbortedError, match="closed on this side"):
+            open_connection(server.address, TICKET, WAIT_S, pause)
+
+
+def test_a_warning_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = iter([0.0, 0.0, 0.0, 1.0, 59.9, 60.0, 60.0, 61.0, 120.0, 120.0])
+    warning = RareWarning(logging.getLogger("any"), "a daemon", lambda: next(seconds))
+    for number in range(6):
+        warning.give(f"text {number}")
+    assert [record.getMessage() for record in caplog.records] == [
+        "a daemon: text 0",
+        "a daemon: text 3 (and 2 more since the last such line)",
+        "a daemon: text 5 (and 1 more since the last such line)",
+    ]

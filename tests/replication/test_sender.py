@@ -348,13 +348,13 @@ def test_a_peer_that_was_away_is_found_again(ranks: Ranks) -> None:
     for key in ("a", "b", "c"):
         publish(ranks.own(0), key)
     proxy = ranks.proxy(ranks.serve(1).address)
-    replicator = ranks.replicate(0, proxy.address)
+    replicator = ranks.replicate(0, proxy.address, deadline_s=2)
     copy(replicator, "a")
     proxy.cut_all()
     copy(replicator, "b")
     proxy.target = closed_address()
     proxy.cut_all()
-    with pytest.raises(CheckpointSaveError, match="after 5 attempts"):
+    with pytest.raises(CheckpointSaveError, match=r"copy of c, .*(reset|closed|Broken pipe|no time)"):
         copy(replicator, "c")
     proxy.target = ranks.serve(1).address
     copy(replicator, "c")
