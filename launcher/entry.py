@@ -22,7 +22,6 @@ from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.loop import start_rank
 from moe_ckpt.run_elastic import RankPlace
-from moe_ckpt.run_folder import wait_for_run_folder
 
 
 def start(settings: Settings) -> int:
@@ -46,14 +45,13 @@ def start(settings: Settings) -> int:
 def _start_faults(settings: Settings, place: RankPlace) -> None:
     """Let a process beside the job inflict what the settings ask for on this node's workers."""
     launch = place.launch
-    first = launch.global_rank - launch.local_rank
-    here = range(first, first + launch.local_world_size)
-    kills = [kill for kill in settings.fault.kills(launch.world_size) if kill.rank in here]
+    kills = [kill for kill in settings.fault.kills(launch.world_size) if kill.rank in launch.local_ranks]
     if launch.local_rank == 0 and kills:
-        start_beside(lambda: _inflict(kills, place, settings.runtime.join_s))
+        start_beside(lambda: _inflict(kills, place))
 
 
-def _inflict(kills: Sequence[Kill], place: RankPlace, join_s: float) -> int:
-    run = wait_for_run_folder(join_s)
-    done = carry_out(kills, run, ranks_per_node=place.ranks_per_node, say=lambda text: print(text, file=sys.stderr))
+def _inflict(kills: Sequence[Kill], place: RankPlace) -> int:
+    done = carry_out(
+        kills, place.folder.path, ranks_per_node=place.ranks_per_node, say=lambda text: print(text, file=sys.stderr)
+    )
     return 0 if done else 1

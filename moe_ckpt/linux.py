@@ -28,6 +28,22 @@ def is_alive(pid: int, *, started: int | None = None) -> bool:
     return started is None or int(fields[_START_TICKS]) == started
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process; one that a debugger holds is not."""
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    return bool(fields) and fields[_STATE] == "T"
+
+
+def boot_id() -> str:
+    """Return a name of this start of this machine, which all its containers share and no other machine has."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def pid_namespace() -> int:
+    """Return the number of this process's PID namespace: a pid names a process within one only."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
 def parent_of(pid: int) -> int:
     """Return the pid of a process's parent. Raises ProcessLookupError."""
     return _number(pid, _PARENT)

@@ -1,14 +1,19 @@
 """Files and folders that their user alone may read, whatever the umask: training state, and the names of its places.
 
-Owns: the modes, 0600 and 0700. Must not: change the mode of a folder that is there already, which its owner has chosen.
+Owns: the modes, 0600 and 0700, and that a file is this process's own: a link, or a file that another user has put at
+a path before, is neither followed nor filled. Must not: change the mode of a folder that is there already, which its
+owner has chosen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
+_OF_OTHERS = 0o077
 
 
 def make_private(folder: Path) -> None:
@@ -22,12 +27,45 @@ def make_private(folder: Path) -> None:
 
 
 def write_private(path: Path, content: str | bytes) -> None:
-    """Write a file, in place of one that is there."""
+    """Write a file, in place of one that is there.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     data = content.encode() if isinstance(content, str) else content
-    with open(path, "wb", opener=open_private) as file:
+    # a new file, as one that is there may be another user's, who could read what is written into it
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    with open(path, "xb", opener=open_private) as file:
         file.write(data)
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """Open a file as `os.open` does; this is the `opener` of `open`, too."""
-    return os.open(path, flags, FILE_MODE)
+    """Open a file as `os.open` does, but follow no link; this is the `opener` of `open`, too.
+
+    Raises:
+        OSError: The file cannot be opened, or is a link (ELOOP).
+    """
+    return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
+
+
+def is_private(about: os.stat_result, user: int) -> bool:
+    """Return whether a file or folder belongs to a user, and others have no access.
+
+    Args:
+        about: The facts of the file itself (`os.fstat`), not of a path that may change meanwhile.
+        user: The user's number.
+    """
+    return about.st_uid == user and not about.st_mode & _OF_OTHERS
+
+
+def user_in(folder: Path) -> int:
+    """Return the number under which a folder's file system knows this process's user.
+
+    A network file system may know root, or all users, under another one.
+
+    Raises:
+        OSError: No file can be created in the folder.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_uid

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import os
 import signal
 import sys
@@ -49,11 +48,11 @@ from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.network import own_host
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerHosts, ServerRules, ServerSettings
-from moe_ckpt.elastic.shared_memory import open_memory_root, rank_memory, take_over
+from moe_ckpt.elastic.shared_memory import Ended, begin_rank, end_rank, janitor_of, open_memory_root, take_over
 from moe_ckpt.elastic.sick_place import SickPlaceRules
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.stop_board import StopBoard
-from moe_ckpt.elastic.supervisor import Supervisor, SupervisorHooks, SupervisorLimits, start_beside
+from moe_ckpt.elastic.supervisor import REQUEUE, Supervisor, SupervisorHooks, SupervisorLimits, start_beside
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import GenerationLoop, TrainingRun
@@ -67,7 +66,8 @@ from moe_ckpt.replication.final_save import save_last, saved_iterations
 from moe_ckpt.replication.messages import Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.replication.tls import open_tls
-from moe_ckpt.run_folder import RunFolder, find_run_folder, require_lasting
+from moe_ckpt.run_folder import RunFolder, find_run_folder, job_id, require_lasting
+from moe_ckpt.run_secret import SECRET_FILE, read_secret, ticket_of
 from moe_ckpt.types import ParallelLayout, Phase
 
 _REPORT_S = 10.0  # a new connection to a busy store may take seconds
@@ -84,6 +84,7 @@ class RankPlace:
     launch: Launch
     memory: Path
     ticket: Ticket
+    folder: RunFolder
     ranks_per_node: int
     replicas: int
     has_daemon: bool
@@ -208,16 +209,9 @@ class Worker:
         self.page.enter_in_iteration(phase)
 
     def open_folder(self) -> RunFolder:
-        """Return the run folder, in which this worker has a file, for the status command and fault injection.
-
-        Raises:
-            ConfigError: `run.dir` cannot be written, or belongs to another running job.
-        """
-        folder = find_run_folder(
-            self.job.folder, self.launch, self.place.memory, self.job.runtime.join_s, self.page.waits
-        )
-        self._announce(folder.path)
-        return folder
+        """Return the run folder, in which this worker has a file, for the status command and fault injection."""
+        self._announce(self.place.folder.path)
+        return self.place.folder
 
     def _announce(self, run: Path) -> None:
         """Write this worker's file.
@@ -318,7 +312,7 @@ def run_elastic(
     elif mirror := _mirror(ckpt):
         MirrorPort(mirror.interface).close()  # an error of the user's, before training begins
     beside(place)
-    page = StatusPage(place.memory / "page")
+    root, page = place.memory.parent, StatusPage(place.memory / "page")
     gc.freeze()  # all workers share the imports: no garbage collection is to touch their pages
     limits = SupervisorLimits(
         heartbeat_s=runtime.heartbeat_s,
@@ -336,6 +330,8 @@ def run_elastic(
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
         # this node's agent ends as if the node were lost: torchrun keeps the rendezvous open for a spare node
         leave=(lambda: os.kill(agent_pid(), signal.SIGTERM)) if runtime.sick_place == "leave" else None,
+        free_memory=lambda status: end_rank(root, launch.global_rank, launch.local_ranks, _how_ended(launch, status)),
+        janitor=lambda: janitor_of(root),
     )
     StopBoard(_open_store("stop", runtime), launch.world_size).begin(launch.global_rank)
     return Supervisor(
@@ -450,21 +446,32 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
     # all errors of the settings come before the folder: a rank that is killed as it makes one leaves it behind
     tls, host = open_tls(ckpt.tls), own_host(launch, ckpt.network_interface)
-    root = open_memory_root(Path(job.runtime.shared_memory), agent_pid())
-    first = launch.global_rank - launch.local_rank
+    folder = find_run_folder(job.folder, launch, job.runtime.join_s)
+    ticket = ticket_of(read_secret(folder.path / SECRET_FILE), job_id(), tls)
+    root = open_memory_root(Path(job.runtime.shared_memory), agent_pid(), patience_s=job.runtime.heartbeat_s)
     # ranks of an earlier start of the job may have had other numbers on this node
-    take_over(root, range(first, first + launch.local_world_size))
-    # the secret of the job: that of the first rank to get here counts for all ranks and all their incarnations
-    token = store.compare_set("token", "", os.urandom(16).hex()).decode()
+    take_over(root, launch.local_ranks)
     return RankPlace(
         launch=launch,
-        memory=rank_memory(root, launch.global_rank),
-        ticket=Ticket(run_id=hashlib.sha256(token.encode()).hexdigest()[:8], token=token, tls=tls),
+        memory=begin_rank(root, launch.global_rank),
+        ticket=ticket,
+        folder=folder,
         ranks_per_node=ranks_per_node,
         replicas=replicas,
         has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.served is not None,
         host=host,
     )
+
+
+def _how_ended(launch: Launch, status: int) -> Ended:
+    """Return how a supervisor ends with an exit status."""
+    if status == 0:
+        return Ended.WELL
+    if status == 128 + signal.SIGINT:
+        return Ended.FOR_GOOD
+    # torchrun sends SIGTERM also where it starts all ranks again, with more or fewer nodes
+    is_told = status == REQUEUE or status > 128
+    return Ended.FOR_GOOD if launch.is_last_attempt and not is_told else Ended.TO_GO_ON
 
 
 def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
@@ -485,7 +492,6 @@ def _announce_servers(job: JobConfig, served: FlowcheckConfig, place: RankPlace)
     require(wait_s < runtime.operation_s, "ckpt.server_wait_s", wait_s, wanted)
     settings = ServerSettings(
         num_servers=served.server_hosts,
-        run_id=place.ticket.run_id,
         timeout_s=runtime.copy_s,
         most_bytes_per_owner=served.memory_budget_bytes,
         mirror=_mirror(served),

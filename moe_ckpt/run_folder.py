@@ -6,7 +6,8 @@ events/rankNNNN.jsonl   what happened, per rank, over all restarts
 checkpoints/        what `ckpt` saves
 tensorboard/        scalars
 result.json         at the end: losses, wall time, digest
-lock                whose job uses the folder; see run_lock.py
+lock                the job that uses the folder: `run_lock`
+secret              what its processes know and no stranger: `run_secret`
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import platform
 import sys
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -31,16 +30,21 @@ import torch.distributed as dist
 from moe_ckpt.collectives import TorchRanks, broadcast_result
 from moe_ckpt.config import RunFolderConfig
 from moe_ckpt.elastic.job_store import agent_store
-from moe_ckpt.elastic.live_workers import read_live
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import EventLog
-from moe_ckpt.private_files import make_private, write_private
-from moe_ckpt.run_lock import release_lock, take_lock, used_by
+from moe_ckpt.private_files import make_private, user_in, write_private
+from moe_ckpt.run_lock import release_lock, take_lock
+from moe_ckpt.run_secret import make_secret
 
-Waits = Callable[[], AbstractContextManager[object]]
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
-_JOB = "job"  # in torchrun's store, which outlives restarts of the job
+JOB = "job"
+"""The part of the job's store that outlives its restarts."""
+
+JOB_ID = "id"
+"""The key of the job's number in that part."""
+
+_ROOT = 0  # a user
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,60 +97,69 @@ def open_run_folder(run: RunFolderConfig, launch: Launch) -> RunFolder:
 
     Raises ConfigError, naming run.dir, if it cannot be written, or belongs to another running job.
     """
-    remembered = _remembered_folder() if launch.attempt > 0 else None
-    return broadcast_result(TorchRanks(), lambda: _create_or_find(run, remembered), ConfigError)
+    return broadcast_result(TorchRanks(), lambda: _create_or_find(run, launch), ConfigError)
 
 
-def find_run_folder(run: RunFolderConfig, launch: Launch, memory: Path, join_s: float, waits: Waits) -> RunFolder:
-    """Return the run folder without a collective: global rank 0 makes it, others wait `join_s` seconds for its path.
+def find_run_folder(run: RunFolderConfig, launch: Launch, timeout_s: float) -> RunFolder:
+    """Return the run folder without a collective: global rank 0 makes it, others wait for it.
 
-    They do so inside `waits()`.
+    Args:
+        run: The settings of the folder.
+        launch: This rank's place in the job.
+        timeout_s: The time to wait.
 
-    Raises ConfigError, naming run.dir, if it cannot be written, or belongs to another running job.
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: The folder cannot be written, belongs to another running job or to another user, or was not
+            made in time; the message names run.dir.
     """
-    remembered = _remembered_folder()
-    if remembered:
-        if launch.global_rank == 0:
-            take_lock(Path(remembered), is_ours=True)  # its agent may be another than before
-        return read_run_folder(Path(remembered))
     if launch.global_rank == 0:
-        if run.dir is not None:
-            path = Path(run.dir).resolve()
-            for worker in read_live(path):
-                if Path(worker.memory).parent != memory.parent:
-                    raise used_by(path, f"process {worker.pid}")
-        return _create_or_find(run, None)
-    with waits():
-        path = wait_for_run_folder(join_s)
-    return read_run_folder(path)
-
-
-def wait_for_run_folder(timeout_s: float) -> Path:
-    """Return this job's run folder, once global rank 0 has made it. Raises ConfigError after `timeout_s`."""
-    store = agent_store(_JOB)
+        return _create_or_find(run, launch)
+    store = agent_store(JOB)
     assert store is not None
     try:
         store.wait(["run_folder"], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         raise ConfigError(f"run.dir: got no folder from rank 0 in {timeout_s:g} s") from error
-    return Path(store.get("run_folder").decode())
+    # not that in the store, which has no authentication, where a setting names the folder
+    folder = read_run_folder(Path(run.dir).resolve() if run.dir else Path(store.get("run_folder").decode()))
+    _require_own(folder.path)
+    return folder
 
 
-def _create_or_find(run: RunFolderConfig, remembered: str | None) -> RunFolder:
-    path = Path(remembered) if remembered else _choose_path(run)
+def job_id() -> str:
+    """Return the number of this start of the job, the same for all its processes; empty where it has no store."""
+    store = agent_store(JOB)
+    return "" if store is None else store.compare_set(JOB_ID, "", uuid.uuid4().hex).decode()
+
+
+def _create_or_find(run: RunFolderConfig, launch: Launch) -> RunFolder:
+    store = agent_store(JOB)
+    path = _remembered_folder(store, run) or _choose_path(run)
     try:
         make_private(path)
-        take_lock(path, is_ours=_remembered_folder() == str(path))
+        _require_own(path)
+        take_lock(path, job_id())
+        make_secret(path)
         if not (path / "run.json").exists():
             _write_whole(path / "config.yaml", run.configuration)
             # last: an attempt that dies before it leaves no run, and the next one writes both files
-            _write_whole(path / "run.json", json.dumps(_describe_run(), indent=1) + "\n")
+            _write_whole(path / "run.json", json.dumps(_describe_run(launch), indent=1) + "\n")
         _point_latest(path)
     except OSError as error:
         raise ConfigError(f"run.dir: got {str(path)!r}, wanted a folder that can be written ({error})") from error
-    if (store := agent_store(_JOB)) is not None:
+    if store is not None:
         store.set("run_folder", str(path))
     return read_run_folder(path)
+
+
+def _require_own(path: Path) -> None:
+    """Raise ConfigError for a folder of another user, who reads and changes all in it; OSError if it is read only."""
+    owner = path.stat().st_uid
+    if owner not in (user_in(path), _ROOT):
+        raise ConfigError(f"run.dir: got {str(path)!r} of user {owner}, wanted a folder of this user's")
 
 
 def read_run_folder(path: Path) -> RunFolder:
@@ -169,13 +182,12 @@ def _choose_path(run: RunFolderConfig) -> Path:
     return next(path for path in itertools.chain([base], others) if not path.exists())
 
 
-def _describe_run() -> dict[str, Any]:
+def _describe_run(launch: Launch) -> dict[str, Any]:
     return {
         "run_id": uuid.uuid4().hex,
         "clock_origin_unix_s": time.time(),
         "command": sys.argv,
-        "world_size": dist.get_world_size(),
-        "backend": dist.get_backend(),
+        "world_size": launch.world_size,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
@@ -207,8 +219,8 @@ def _write_whole(path: Path, content: str) -> None:
     temporary.replace(path)
 
 
-def _remembered_folder() -> str | None:
-    store = agent_store(_JOB)
-    if store is None or not store.check(["run_folder"]):
+def _remembered_folder(store: dist.Store | None, run: RunFolderConfig) -> Path | None:
+    """Return the folder that an earlier attempt of this job has chosen, where no setting names it."""
+    if run.dir is not None or store is None or not store.check(["run_folder"]):
         return None
-    return store.get("run_folder").decode()
+    return Path(store.get("run_folder").decode())

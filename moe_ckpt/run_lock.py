@@ -1,8 +1,11 @@
 """RUN/lock: one job at a time uses a run's folder.
 
-Owns: the file, which names the process that started the job's global rank 0 (torchrun's agent), so that all
-incarnations and restarts of its ranks belong to the same job. A lock whose process has ended on this machine is taken
-over; processes of other machines cannot be checked here.
+    RUN/lock             the job that has the folder; locked while a process reads and changes it
+    RUN/lock-NUMBER      locked by that job's first process as long as this lives
+
+Owns: both files. A job has lost a folder if no process has the second file locked, which the kernel tells across
+containers, and its agent (torchrun's process) has ended, as far as this process can see it: in its own PID namespace.
+Must not: decide by a pid or the name of a host alone, which another container may have, too.
 """
 
 from __future__ import annotations
@@ -10,57 +13,106 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
+import os
+import secrets
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from moe_ckpt.agent import agent_pid
 from moe_ckpt.elastic.torchrun import has_agent_store, job_name
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.linux import is_alive, start_ticks
+from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import open_private
+
+_ANY_JOB = ("", "none")  # torchrun's names of jobs without --rdzv-id
+_held: dict[str, int] = {}  # the files that this process has locked, and their descriptors
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """The owner of a run's folder: the agent of global rank 0, and torchrun's name of the job."""
+    """The job that has a run's folder, by the process of its global rank 0."""
 
     host: str
+    """The name of the machine, for messages."""
+
+    boot: str
+    """The machine's present start: `linux.boot_id`."""
+
+    pid_namespace: int
+    """The PID namespace of `agent_pid`."""
+
     agent_pid: int
+    """The process that started the job's global rank 0: torchrun's agent."""
+
     start_ticks: int
+    """When the agent was started."""
+
     job: str
+    """torchrun's name of the job."""
+
+    job_id: str
+    """The job's number in its store, which restarts by torchrun keep; empty without a store."""
+
+    held: str = field(default="", compare=False)
+    """The name of the locked file; empty where the file system has no locks."""
 
     @property
     def is_here(self) -> bool:
-        return self.host == socket.gethostname()
+        """Whether the machine of the job is this one, in its present start."""
+        return self.boot == boot_id()
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether its agent has ended, as far as this machine can tell."""
-        return self.is_here and not is_alive(self.agent_pid, started=self.start_ticks)
+    def is_gone(self, run: Path) -> bool:
+        """Return whether all processes of the job's first rank have ended, as far as this machine can tell."""
+        if self.has_lock(run):
+            return False
+        if not self.is_here:
+            return self.host == socket.gethostname()  # the machine was started again
+        if self.pid_namespace == pid_namespace():
+            return not is_alive(self.agent_pid, started=self.start_ticks)
+        return self.held != ""
+
+    def has_lock(self, run: Path) -> bool:
+        """Return whether another process is known to have the job's file locked."""
+        return self.held != "" and self.held not in _held and _is_locked(run / self.held)
 
 
-def take_lock(run: Path, *, is_ours: bool = False) -> None:
-    """Lock a run's folder for this job, until it releases it or its agent ends.
+def take_lock(run: Path, job_id: str = "") -> None:
+    """Lock a run's folder for this job, until it releases the folder or its processes end.
 
-    Each incarnation of rank 0 calls it. `is_ours`: this job is known to have had the folder before, under any agent.
-    Raises ConfigError if another job has it, OSError if it cannot be written.
+    The calling process has the lock as long as it lives; processes that it forks do not.
+
+    Args:
+        run: The folder.
+        job_id: The job's number in its store; the same after a restart by torchrun.
+
+    Raises:
+        ConfigError: Another job has the folder.
+        OSError: The folder cannot be written.
     """
-    mine = _this_job()
+    mine = _this_job(job_id)
     with _opened(run) as file:
         holder = _read(file)
-        if holder and holder != mine and not (is_ours or _may_take(holder, mine)):
+        if holder and not _may_take(holder, mine, run):
             raise used_by(run, *_described(holder, run))
-        _write(file, mine)
+        _write(file, mine, _hold(run))
+        if holder and holder.held:
+            (run / holder.held).unlink(missing_ok=True)
 
 
 def release_lock(run: Path) -> None:
     """Release a run's folder if this job has it. Raises OSError if it cannot be written."""
     with _opened(run) as file:
-        if _read(file) == _this_job():
-            _write(file, None)
+        holder, mine = _read(file), _this_job("")
+        if holder and _agent_of(holder) == _agent_of(mine):
+            if holder.held:
+                (run / holder.held).unlink(missing_ok=True)
+            file.truncate(0)
 
 
 def used_by(run: Path, whose: str, hint: str = "") -> ConfigError:
@@ -69,30 +121,86 @@ def used_by(run: Path, whose: str, hint: str = "") -> ConfigError:
     return ConfigError(f"run.dir: got {str(run)!r}, which the run of {whose} uses, wanted {wanted}{hint}")
 
 
-def _this_job() -> Holder:
+def _this_job(job_id: str) -> Holder:
     agent = agent_pid()
-    # the agent, not this process: workers come and go within a job; the start time tells a pid that is used again
-    return Holder(host=socket.gethostname(), agent_pid=agent, start_ticks=start_ticks(agent), job=job_name())
+    return Holder(
+        host=socket.gethostname(),
+        boot=boot_id(),
+        pid_namespace=pid_namespace(),
+        agent_pid=agent,
+        # with the pid, which may be used again
+        start_ticks=start_ticks(agent),
+        job=job_name(),
+        job_id=job_id,
+    )
 
 
-def _may_take(holder: Holder, mine: Holder) -> bool:
+def _agent_of(holder: Holder) -> tuple[str, int, int, int]:
+    return holder.boot, holder.pid_namespace, holder.agent_pid, holder.start_ticks
+
+
+def _may_take(holder: Holder, mine: Holder, run: Path) -> bool:
     """Return whether a holder has ended, or is this job before torchrun moved its rank 0 to another agent.
 
-    If torchrun keeps a store, that identifies the job on this machine; else its name must.
+    If torchrun keeps a store, the job's number there identifies it, or the agent; else its name must.
     """
+    if holder.job_id == mine.job_id != "":
+        return True
+    if _agent_of(holder) == _agent_of(mine):
+        return not holder.has_lock(run)  # a script may start several jobs without torchrun
     if has_agent_store():
-        # "none" is torchrun's name for any job without --rdzv-id
-        same_job = not holder.is_here and holder.job == mine.job and mine.job not in ("", "none")
+        same_job = not holder.is_here and holder.job == mine.job and mine.job not in _ANY_JOB
     else:
         same_job = holder.job == mine.job != ""
-    return same_job or holder.is_gone
+    return same_job or holder.is_gone(run)
 
 
 def _described(holder: Holder, run: Path) -> tuple[str, str]:
     process = f"process {holder.agent_pid}"
-    if holder.is_here:
+    if holder.is_here and holder.pid_namespace == pid_namespace():
         return process, ""
-    return f"{process} of {holder.host}", f" (if that run is over, remove {str(run / 'lock')!r})"
+    where = "in another container" if holder.is_here else f"of {holder.host}"
+    return f"{process} {where}", f" (if that run is over, remove {str(run / 'lock')!r})"
+
+
+def _hold(run: Path) -> str:
+    """Lock a new file as long as this process lives; return its name, or nothing if the file system has no locks."""
+    path = run / f"lock-{secrets.token_hex(4)}"
+    fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        path.unlink()
+        _log.warning("run.dir: %s has no locks (%s): another container's job in it is not noticed", run, error)
+        return ""
+    _held[path.name] = fd
+    return path.name
+
+
+def _let_go() -> None:
+    """Close what this process has inherited: the lock is its parent's, and ends with it."""
+    for fd in _held.values():
+        os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process has a file locked; a file that is gone is nobody's."""
+    try:
+        fd = open_private(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 @contextlib.contextmanager
@@ -113,9 +221,8 @@ def _read(file: TextIO) -> Holder | None:
         return None
 
 
-def _write(file: TextIO, holder: Holder | None) -> None:
+def _write(file: TextIO, holder: Holder, held: str) -> None:
     # in place: after a rename, a process that holds or waits for the old file's lock would not exclude others
     file.truncate(0)
-    if holder:
-        file.write(json.dumps(asdict(holder)) + "\n")
+    file.write(json.dumps(asdict(holder) | {"held": held}) + "\n")
     file.flush()

@@ -1,7 +1,7 @@
 """Which workers of a run live, and where: RUN/live/rankNNNN.json, written by each worker at its start.
 
-A file says what was true then. Its worker lives only if the process does, which its machine alone can tell; another
-process that has got the pid since is recognised by when it was started.
+A file says what was true then. Its worker lives only if the process does, which only processes of the same PID
+namespace on the same machine can tell; another process that has got the pid since is recognised by when it was started.
 """
 
 from __future__ import annotations
@@ -15,40 +15,64 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.linux import is_alive, start_ticks
+from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import make_private, write_private
 
 LATEST = Path("outputs/latest")
-_OLDER = {"supervisor_start_ticks": -1}  # what files of older runs lack: no process was ever started then
+# what files of older runs lack: no process was ever started then, and no machine has that name
+_OLDER = {"supervisor_start_ticks": -1, "boot": "", "pid_namespace": 0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveWorker:
-    """A rank's worker, by its file. `memory`: its folder in shared memory; `incarnation` counts processes from 0."""
+    """A rank's worker, by its file."""
 
     global_rank: int
+    """The rank."""
+
     node: int
+    """The number of its node."""
+
     host: str
+    """The name of its machine, for messages."""
+
+    boot: str
+    """The machine's present start: `linux.boot_id`."""
+
+    pid_namespace: int
+    """The PID namespace of both pids: that of a container, or of the machine."""
+
     pid: int
+    """The worker."""
+
     start_ticks: int
+    """When the worker was started."""
+
     supervisor_pid: int
+    """The process that replaces the worker."""
+
     supervisor_start_ticks: int
+    """When the supervisor was started."""
+
     memory: str
+    """The rank's folder in shared memory."""
+
     incarnation: int
+    """The workers of this rank before this one."""
 
     @property
     def is_here(self) -> bool:
-        """Whether the worker runs, or ran, on this machine."""
-        return self.host == socket.gethostname()
+        """Whether this process can tell if the worker lives: it is not on another machine or in another container."""
+        return (self.boot, self.pid_namespace) == (boot_id(), pid_namespace())
 
     @property
     def is_alive(self) -> bool:
-        """Whether it lives, on this machine, and has its page."""
+        """Whether it is here, lives, and has its page."""
         return self.is_here and is_alive(self.pid, started=self.start_ticks) and self._page_path.is_file()
 
     @property
     def is_supervised(self) -> bool:
-        """Whether its supervisor lives, on this machine: then a dead worker is about to be replaced."""
+        """Whether its supervisor is here and lives: then a dead worker is about to be replaced."""
         return self.is_here and is_alive(self.supervisor_pid, started=self.supervisor_start_ticks)
 
     def open_page(self) -> StatusPage:
@@ -67,6 +91,8 @@ def write_live(run: Path, *, global_rank: int, node: int, supervisor_pid: int, m
         global_rank=global_rank,
         node=node,
         host=socket.gethostname(),
+        boot=boot_id(),
+        pid_namespace=pid_namespace(),
         pid=os.getpid(),
         start_ticks=start_ticks(os.getpid()),
         supervisor_pid=supervisor_pid,
@@ -97,12 +123,12 @@ def read_written(run: Path) -> list[LiveWorker]:
 
 
 def read_live(run: Path) -> list[LiveWorker]:
-    """Return the workers that are alive on this machine, by rank."""
+    """Return the workers that are here and alive, by rank."""
     return [worker for worker in read_written(run) if worker.is_alive]
 
 
 def is_running(workers: Collection[LiveWorker]) -> bool:
-    """Return whether any of these workers lives on this machine, or is about to be replaced."""
+    """Return whether any of these workers is here and lives, or is about to be replaced."""
     return any(worker.is_alive or worker.is_supervised for worker in workers)
 
 

@@ -56,7 +56,6 @@ class ServerSettings:
     """The job's settings for its servers, which its first rank writes to the store."""
 
     num_servers: int
-    run_id: str
     timeout_s: float
     most_bytes_per_owner: int | None
     mirror: MirrorSettings | None

@@ -13,6 +13,7 @@ memory to disk, and ends with REQUEUE: a scheduler that gives notice finds the j
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -33,6 +34,7 @@ from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_deaths
 from moe_ckpt.elastic.starvation import Silence, read_threads
 from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.elastic.stopped import StoppedProcesses
 from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import children_of, signal_name, signals_held
 from moe_ckpt.types import Phase
@@ -40,6 +42,7 @@ from moe_ckpt.types import Phase
 _log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.05
 _LOOK_FOR_NOTICE_S = 1.0
+_LOOKS_FOR_STOPPED = 4  # in the time for which a process may be stopped
 _END_S = 30.0  # the kernel frees all memory of a killed process in less, unless a driver or a disk does not answer
 _FAILED = 1
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -71,7 +74,8 @@ class SupervisorHooks:
     dies. `take_failure` returns the exception of a worker that ended with WORKER_FAULT, if it left one. `save_last`
     runs in a process of its own after worker and daemon have ended, and returns that process's exit status. `notice`
     is a file whose appearance asks the job to stop. `leave` lets the node leave the job, after the save, if its place
-    is sick.
+    is sick. `free_memory` is called with the exit status when no process of the rank uses its memory any more.
+    `janitor` returns the pid of the janitor of that memory.
     """
 
     start_daemon: Callable[[], int] | None = None
@@ -79,6 +83,8 @@ class SupervisorHooks:
     save_last: Callable[[], int] | None = None
     notice: Path | None = None
     leave: Callable[[], None] | None = None
+    free_memory: Callable[[int], None] = lambda _: None
+    janitor: Callable[[], int | None] = lambda: None
 
 
 class Supervisor:
@@ -109,6 +115,8 @@ class Supervisor:
         self._deaths_here_s: list[float] = []
         self._is_sick = False
         self._looked_s = 0.0
+        self._look_for_stopped_s = 0.0
+        self._stopped = StoppedProcesses(limits.heartbeat_s)
         self._heartbeat = Silence(limits.heartbeat_s, lambda: read_threads(self._pid))
         self._progress = Silence(limits.progress_s, lambda: read_threads(self._pid))
         self._user_handler: Any = signal.SIG_DFL  # of SIGUSR1, for workers
@@ -128,6 +136,7 @@ class Supervisor:
         # after the save: once the agent has ended, shared memory is about to be removed
         if self._is_sick and self._hooks.leave:
             self._hooks.leave()
+        self._free_memory(status)
         return status
 
     def _supervise(self) -> int:
@@ -135,6 +144,7 @@ class Supervisor:
             before = signal.signal(number, self._stop)
             if number == signal.SIGUSR1:
                 self._user_handler = before or signal.SIG_DFL
+        signal.signal(signal.SIGCONT, functools.partial(_say_continued, os.getpid(), self._global_rank))
         # after the handlers: if the agent has ended already, the signal comes at once
         die_with_parent(signal.SIGTERM, parent=agent_pid())
         self._beside = set(children_of(os.getpid()))  # all others are the daemon, a worker, and what a worker leaves
@@ -230,6 +240,7 @@ class Supervisor:
                 # a number that is free again may become that of a process that a worker leaves, which is to be ended
                 self._beside -= reap_ended({self._pid, self._daemon_pid})
                 self._heed_notice()
+                self._look_for_stopped()
                 hung = self._hang()
                 if hung:
                     os.kill(self._pid, signal.SIGKILL)  # works on a stopped process, too
@@ -312,6 +323,8 @@ class Supervisor:
             self._exit(REQUEUE)
         self._pid = _end(self._pid)  # and no save: without the agent, shared memory is about to be removed
         end_orphans(self._own)
+        if os.getppid() == agent_pid():
+            self._free_memory(128 + number)
         os._exit(128 + number)
 
     def _heed_notice(self) -> None:
@@ -324,10 +337,25 @@ class Supervisor:
             _complain(f"rank {self._global_rank}: runtime.notice_file={notice} asks to stop")
             self._exit(REQUEUE)
 
+    def _look_for_stopped(self) -> None:
+        """Let this rank's daemon and the janitor go on if a signal has stopped them."""
+        now_s = time.monotonic()
+        if now_s < self._look_for_stopped_s:
+            return
+        self._look_for_stopped_s = now_s + self._limits.heartbeat_s / _LOOKS_FOR_STOPPED
+        names = {self._daemon_pid: "daemon", self._hooks.janitor(): "janitor of the node's memory"}
+        for pid in self._stopped.look(pid for pid in names if pid):
+            _complain(f"rank {self._global_rank}: the {names[pid]} (process {pid}) was stopped, and goes on")
+
     def _exit(self, status: int) -> NoReturn:
         """End after the worker has: its successor may need its resources."""
         self._save_last()
+        self._free_memory(status)
         os._exit(status)
+
+    def _free_memory(self, status: int) -> None:
+        self._daemon_pid = _end(self._daemon_pid)
+        self._hooks.free_memory(status)
 
     def _save_last(self) -> None:
         """End worker and daemon, and bring their windows to disk, for `stop_save_s` seconds at most."""
@@ -374,6 +402,11 @@ class _Budget:
 
     def __str__(self) -> str:
         return f"{self._deaths} times in a row without progress (runtime.max_deaths={self._max_deaths})"
+
+
+def _say_continued(supervisor_pid: int, global_rank: int, _number: int, _frame: object) -> None:
+    if os.getpid() == supervisor_pid:  # and not a process that the supervisor has forked
+        _complain(f"rank {global_rank}: the supervisor (process {supervisor_pid}) was stopped, and goes on")
 
 
 def _complain(text: str) -> None:

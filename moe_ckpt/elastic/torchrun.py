@@ -12,13 +12,31 @@ _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """This process's place in the job. `attempt` counts torchrun's restarts of the whole job."""
+    """This process's place in the job."""
 
     global_rank: int
+    """The rank in the job."""
+
     local_rank: int
+    """The rank among those of this node."""
+
     world_size: int
+    """The ranks of the job."""
+
     local_world_size: int
+    """The ranks of this node."""
+
     attempt: int
+    """torchrun's restarts of the whole job before this one."""
+
+    is_last_attempt: bool = False
+    """Whether torchrun starts no process of this node again after one has failed."""
+
+    @property
+    def local_ranks(self) -> range:
+        """The global ranks of this node."""
+        first = self.global_rank - self.local_rank
+        return range(first, first + self.local_world_size)
 
 
 def is_launched() -> bool:
@@ -34,12 +52,14 @@ def read_launch(script: str = "SCRIPT") -> Launch:
             f"this process was not started by torchrun ({', '.join(missing)} not set); start it like this:\n"
             f"  torchrun --nproc-per-node=4 {script}"
         )
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return Launch(
         global_rank=int(os.environ["RANK"]),
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
-        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        attempt=attempt,
+        is_last_attempt=attempt >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", str(attempt + 1))),
     )
 
 

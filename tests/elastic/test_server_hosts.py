@@ -21,6 +21,8 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.exact_json import ExactDecoder
 from moe_ckpt.replication.daemon import MirrorSettings
 from moe_ckpt.replication.messages import Address
+from moe_ckpt.run_folder import JOB, JOB_ID
+from moe_ckpt.run_secret import SECRET_FILE, make_secret
 from tests.elastic.processes import Child
 from tests.elastic.workers import NotingStore, wait_until
 from tests.replication.peers import TICKET
@@ -44,36 +46,41 @@ def test_each_number_has_one_server_and_a_lost_one_is_free_again() -> None:
 
 @pytest.mark.parametrize("mirror", [None, MirrorSettings(interface="e0", captures=3, loss=0.0, keep_iters=4)])
 def test_settings_reach_servers_as_they_are(mirror: MirrorSettings | None) -> None:
-    settings = ServerSettings(
-        num_servers=2, run_id="run", timeout_s=60.0, most_bytes_per_owner=None, mirror=mirror, tls=NO_TLS
-    )
+    settings = ServerSettings(num_servers=2, timeout_s=60.0, most_bytes_per_owner=None, mirror=mirror, tls=NO_TLS)
     assert ExactDecoder(ServerSettings).decode(msgspec.json.encode(settings)) == settings
 
 
 def test_a_job_is_found_by_its_store_or_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / STORE_FILE).write_text("10.0.0.1:29500\n")
-    assert server._find_store(str(tmp_path)) == server._find_store("10.0.0.1:29500") == address(29500)
+    make_secret(tmp_path)
+    secret = tmp_path / SECRET_FILE
+    found = (address(29500), secret.read_text())
+    assert server.find_job(str(tmp_path), None) == server.find_job("10.0.0.1:29500", secret) == found
     assert server.main(["nowhere:x"]) == 1
     assert capsys.readouterr().err == "error: JOB: got 'nowhere:x', wanted a run folder, or HOST:PORT\n"
+    assert server.main(["10.0.0.1:29500"]) == 1
+    wanted = "a copy of the run folder's file 'secret', which is not in the job's store"
+    assert capsys.readouterr().err == f"error: --secret: got None, wanted {wanted}\n"
 
 
-def serve(_: Connection, port: int, memory: Path) -> None:
-    server.main([f"127.0.0.1:{port}", "--memory", str(memory)])
+def serve(_: Connection, port: int, memory: Path, secret: Path) -> None:
+    server.main([f"127.0.0.1:{port}", "--memory", str(memory), "--secret", str(secret)])
 
 
 def test_a_killed_server_leaves_no_states_in_memory(tmp_path: Path, start: Callable[..., Child]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    settings = ServerSettings(
-        num_servers=1, run_id="run", timeout_s=60.0, most_bytes_per_owner=None, mirror=None, tls=NO_TLS
-    )
-    part_of(store, "generations").set("token", TICKET.token)
+    settings = ServerSettings(num_servers=1, timeout_s=60.0, most_bytes_per_owner=None, mirror=None, tls=NO_TLS)
+    part_of(store, JOB).set(JOB_ID, "5")
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    make_secret(tmp_path)
     part_of(store, PART).set(SETTINGS, msgspec.json.encode(settings).decode())
-    host = start(serve, store.port, tmp_path)
+    host = start(serve, store.port, memory, tmp_path / SECRET_FILE)
     numbers = ServerNumbers(part_of(store, PART), 1)
     assert numbers.wait(0, WAIT_S)
-    assert list(tmp_path.iterdir())
+    assert list(memory.iterdir())
     host.kill()
-    assert wait_until(lambda: not list(tmp_path.iterdir()))
+    assert wait_until(lambda: not list(memory.iterdir()))
 
 
 class LoneRank:

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from moe_ckpt.elastic.shared_memory import open_memory_root, rank_memory, take_over
+from moe_ckpt.elastic.shared_memory import (
+    Ended,
+    begin_rank,
+    end_rank,
+    janitor_of,
+    open_memory_root,
+    rank_memory,
+    take_over,
+)
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.linux import start_ticks
+from moe_ckpt.linux import is_stopped, pid_namespace, start_ticks
 from moe_ckpt.snapshot.blobs import own_path
 from tests.elastic.processes import Child
 from tests.elastic.workers import wait_until
+from tests.namespaces import be_first_process, needs_namespaces
 from tests.ranks import rank_store, run_ranks
 from tests.waits import WAIT_S
+
+STRANGER = 54321
+"""Another user's number."""
 
 
 def live_on(connection: Connection) -> None:
@@ -108,24 +121,253 @@ def test_a_folder_that_a_daemon_makes_after_its_agents_end_goes_with_it(tmp_path
 def test_a_folder_whose_supervisor_died_before_it_had_a_janitor_gets_one(tmp_path: Path, start_agent) -> None:
     agent = start_agent()
     name = memory_root_of(tmp_path, agent).name
-    (tmp_path / "again" / name).mkdir(parents=True)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / name).mkdir(mode=0o700)
     root = memory_root_of(tmp_path / "again", agent)
     assert root.name == name
     agent.kill()
     wait_until_gone(root)
 
 
+def make_left(base: Path, name: str) -> Path:
+    """Make the folder of a job that has ended, with a rank's memory."""
+    root = base / f"moe_ckpt-{name}"
+    root.mkdir(mode=0o700)
+    (root / "rank0000").mkdir()
+    return root
+
+
 def test_folders_of_agents_that_are_gone_are_removed_and_no_others(tmp_path: Path, start_agent) -> None:
     gone, lives, opens = start_agent(), start_agent(), start_agent()
-    counted_by = int(memory_root_of(tmp_path, lives).name.rpartition("-")[2])
+    here = pid_namespace()
     started, gone_started = start_ticks(lives.pid), start_ticks(gone.pid)
-    left = [f"{gone.pid}-{gone_started}-{counted_by}", f"{lives.pid}-{started - 1}-{counted_by}"]
-    kept = [f"{lives.pid}-{started}-{counted_by}", f"{gone.pid}-{gone_started}-{counted_by + 1}", "mine", "test-1"]
+    left = [f"{gone.pid}-{gone_started}-{here}", f"{lives.pid}-{started - 1}-{here}", f"1-{started}-{here + 1}"]
+    kept = [f"{lives.pid}-{started}-{here}", "mine", "test-1"]
     for name in left + kept:
-        (tmp_path / f"moe_ckpt-{name}" / "rank0000").mkdir(parents=True)
+        make_left(tmp_path, name)
     gone.kill()
     root = memory_root_of(tmp_path, opens)
     assert {path.name for path in tmp_path.iterdir()} == {root.name, *(f"moe_ckpt-{name}" for name in kept)}
+
+
+def lock(connection: Connection, path: Path) -> None:
+    """Be a process of a container: have something there locked."""
+    fd = os.open(path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    connection.send("locked")
+    connection.recv()
+
+
+@pytest.mark.parametrize("locked", [".", "janitor"], ids=["by a supervisor", "by its janitor, between two starts"])
+def test_the_folder_of_another_container_stays_while_a_process_has_it_locked(
+    tmp_path: Path, start, start_agent, locked: str
+) -> None:
+    """Its pids mean nothing here."""
+    root = make_left(tmp_path, f"1-5-{pid_namespace() + 1}")
+    (root / "janitor").touch()
+    process = start(lock, root / locked)
+    assert process.hear() == "locked"
+    agent = start_agent()
+    memory_root_of(tmp_path, agent)
+    assert root.exists()
+    process.kill()
+    memory_root_of(tmp_path, agent)
+    assert not root.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+def test_the_folder_of_another_user_stays(tmp_path: Path, start_agent) -> None:
+    root = make_left(tmp_path, f"1-5-{pid_namespace() + 1}")
+    os.chown(root, STRANGER, STRANGER)
+    memory_root_of(tmp_path, start_agent())
+    assert (root / "rank0000").exists()
+
+
+# Another user cannot put a folder, or anything else, in place of the job's.
+
+
+def open_planted(base: str, agent_pid: int) -> str:
+    """Be a supervisor; return its error."""
+    try:
+        open_memory_root(Path(base), agent_pid)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(lambda path: path.mkdir(mode=0o777), id="open to others"),
+        pytest.param(lambda path: path.mkdir(mode=0o710), id="open to a group"),
+        pytest.param(lambda path: path.symlink_to(path.parent), id="a link to a folder"),
+        pytest.param(lambda path: path.symlink_to("nowhere"), id="a link to nothing"),
+        pytest.param(lambda path: path.touch(), id="a file"),
+        pytest.param(
+            lambda path: (path.mkdir(mode=0o700), os.chown(path, STRANGER, STRANGER)),
+            id="of another user",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files"),
+        ),
+    ],
+)
+def test_what_is_planted_in_place_of_the_folder_is_not_used(
+    tmp_path: Path, start_agent, plant: Callable[[Path], object]
+) -> None:
+    agent = start_agent()
+    path = tmp_path / f"moe_ckpt-{agent.pid}-{start_ticks(agent.pid)}-{pid_namespace()}"
+    before = os.umask(0)
+    try:
+        plant(path)
+    finally:
+        os.umask(before)
+    [error] = run_ranks(1, open_planted, str(tmp_path), agent.pid)
+    assert error.startswith(f"runtime.shared_memory: got {str(tmp_path)!r}, wanted a folder in")
+    assert not path.is_dir() or path.is_symlink() or not list(path.iterdir())
+
+
+# The last supervisor of a node removes its memory, also where a janitor ends before it can.
+
+W, F, G = Ended.WELL, Ended.FOR_GOOD, Ended.TO_GO_ON
+
+
+@pytest.mark.parametrize(
+    ("ends", "stays"),
+    [
+        pytest.param([W, W], False, id="trained to the end"),
+        pytest.param([W], True, id="one has yet to end"),
+        pytest.param([F], True, id="one has failed, the other saves"),
+        pytest.param([F, G], False, id="one has failed for good"),
+        pytest.param([G, F], False, id="one has failed for good, the last"),
+        pytest.param([W, F], False, id="one has failed after the end"),
+        pytest.param([G, G], True, id="to be started again"),
+        pytest.param([W, G], True, id="one is to be started again"),
+    ],
+)
+def test_a_nodes_memory_is_removed_once_no_start_will_use_it(
+    tmp_path: Path, ends: Sequence[Ended], stays: bool
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for rank in (4, 5):
+        begin_rank(root, rank)
+    for rank, how in zip((4, 5), ends, strict=False):
+        end_rank(root, rank, range(4, 6), how)
+    assert root.exists() is stays
+
+
+def test_a_rank_that_is_started_again_has_not_ended(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for rank in (0, 1):
+        begin_rank(root, rank)
+        end_rank(root, rank, range(2), Ended.TO_GO_ON)
+    begin_rank(root, 0)
+    end_rank(root, 1, range(2), Ended.FOR_GOOD)
+    assert root.exists(), "rank 0 uses it"
+    end_rank(root, 0, range(2), Ended.WELL)
+    assert not root.exists()
+    end_rank(root, 0, range(2), Ended.WELL)  # another process may have removed it
+    assert not root.exists()
+
+
+# A process that a signal has stopped is let go on by another.
+
+
+def supervise(connection: Connection, base: str, agent_pid: int, patience_s: float) -> None:
+    """Be a supervisor that ends with its agent, and says when it was stopped."""
+    root = open_memory_root(Path(base), agent_pid, patience_s=patience_s)
+    begin_rank(root, 0)
+    signal.signal(signal.SIGCONT, lambda *_: connection.send("goes on"))
+    agent = os.pidfd_open(agent_pid)
+    assert wait_until(lambda: janitor_of(root) is not None)
+    connection.send(janitor_of(root))
+    poll = select.poll()
+    poll.register(agent, select.POLLIN)
+    poll.poll()
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    assert wait_until(lambda: is_stopped(pid))
+
+
+def test_a_supervisor_that_was_stopped_goes_on(tmp_path: Path, start, start_agent) -> None:
+    supervisor = start(supervise, str(tmp_path), start_agent().pid, 0.5)
+    assert supervisor.hear()
+    stop(supervisor.pid)
+    assert supervisor.hear() == "goes on"
+
+
+def test_a_job_that_is_suspended_with_its_agent_stays_so(tmp_path: Path, start, start_agent) -> None:
+    agents = start_agent(), start_agent()
+    suspended, other = (start(supervise, str(tmp_path), agent.pid, 0.5) for agent in agents)
+    for process in (suspended, other):
+        assert process.hear()
+    stop(agents[0].pid)
+    stop(suspended.pid)
+    for _ in range(3):
+        stop(other.pid)
+        assert other.hear() == "goes on"
+    assert is_stopped(suspended.pid)
+    os.kill(agents[0].pid, signal.SIGCONT)
+    assert suspended.hear() == "goes on"
+
+
+def test_a_stopped_supervisor_ends_with_its_agent_and_its_memory_goes(tmp_path: Path, start, start_agent) -> None:
+    agent = start_agent()
+    supervisor = start(supervise, str(tmp_path), agent.pid, 1000.0)
+    assert supervisor.hear()
+    stop(supervisor.pid)
+    agent.kill()
+    assert supervisor.exit_status() == 0
+    assert wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_a_janitor_that_was_stopped_is_let_go_on_by_the_next_job(tmp_path: Path, start, start_agent) -> None:
+    agent = start_agent()
+    supervisor = start(supervise, str(tmp_path), agent.pid, 1000.0)
+    stop(supervisor.hear())
+    agent.kill()
+    assert supervisor.exit_status() == 0
+    [left] = tmp_path.iterdir()
+    memory_root_of(tmp_path, start_agent())
+    wait_until_gone(left)
+
+
+# Jobs in PID namespaces of their own, as containers have them: the agent's end kills the janitor.
+
+
+def train_in_container(base: Path, end: Ended | None) -> None:
+    """Be an agent, whose two supervisors end in a way; None: they are killed."""
+
+    def supervise(agent_pid: int, rank: int) -> None:
+        memory = begin_rank(open_memory_root(base, agent_pid), rank)
+        (memory / "snapshot").write_bytes(b"state")
+        if end:
+            end_rank(memory.parent, rank, range(2), end)
+
+    agent_pid = os.getpid()
+    assert agent_pid == 1
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                supervise(agent_pid, rank)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+
+
+def be_container(_: Connection, base: Path, end: Ended | None) -> None:
+    assert be_first_process(lambda: train_in_container(base, end)) == 0
+
+
+@needs_namespaces
+def test_ten_jobs_in_containers_leave_nothing(tmp_path: Path, start: Callable[..., Child]) -> None:
+    """Real namespaces: only the kernel ends a janitor with its container."""
+    for end in [W, F, None, G, None] * 2 + [W]:
+        assert start(be_container, tmp_path, end).exit_status() == 0
+        assert len(list(tmp_path.iterdir())) == (end in (None, G)), end
 
 
 @pytest.mark.parametrize("base", ["missing", "file", "/proc"])

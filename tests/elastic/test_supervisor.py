@@ -33,10 +33,10 @@ from moe_ckpt.elastic.supervisor import (
     start_beside,
 )
 from moe_ckpt.errors import StoreLostError
-from moe_ckpt.linux import is_alive
+from moe_ckpt.linux import is_alive, is_stopped
 from moe_ckpt.types import Phase
 from tests.elastic.processes import Child, Watch
-from tests.elastic.workers import open_store
+from tests.elastic.workers import open_store, wait_until
 from tests.waits import WAIT_S
 
 HANG_S = 1.0
@@ -345,6 +345,79 @@ def test_an_end_of_a_workers_processes_spares_the_daemon(supervised) -> None:
     rank.do(join_first_generation)
     assert store.get("daemons") == b"1"
     assert is_alive(int(store.get("daemon/1")))
+
+
+def supervisor_with_processes(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
+    """Supervisor with a daemon and a janitor, whose pids files have, and which notes how it frees memory."""
+    place = Path(folder)
+
+    def start(name: str) -> int:
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                signal.pause()
+        (place / name).write_text(str(pid))
+        return pid
+
+    def free_memory(status: int) -> None:
+        daemon = int((place / "daemon").read_text())
+        (place / "freed").write_text(f"{status}, daemon is {'alive' if is_alive(daemon) else 'dead'}")
+
+    janitor = start("janitor")
+    hooks = SupervisorHooks(
+        start_daemon=lambda: start("daemon"),
+        janitor=lambda: janitor,
+        free_memory=free_memory,
+        save_last=lambda: 0,
+    )
+    supervisor_main(connection, folder, limits, hooks)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("daemon", "the daemon (process {})"), ("janitor", "the janitor of the node's memory (process {})")],
+)
+def test_a_process_beside_the_worker_that_was_stopped_goes_on(supervised, name: str, said: str) -> None:
+    rank = supervised(supervisor_with_processes, heartbeat_s=HANG_S)
+    pid = int((rank.folder / name).read_text())
+    os.kill(pid, signal.SIGSTOP)
+    assert wait_until(lambda: is_stopped(pid))
+    assert wait_until(rank.said)
+    assert not is_stopped(pid)
+    rank.do(join_first_generation)
+    assert rank.said() == f"rank 0: {said.format(pid)} was stopped, and goes on\n"
+
+
+def test_a_supervisor_that_was_stopped_says_so_and_none_of_its_processes(supervised) -> None:
+    rank = supervised(supervisor_with_processes)
+    pids = [rank.supervisor_pid, rank.worker_pid, int((rank.folder / "daemon").read_text())]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+        assert wait_until(lambda pid=pid: is_stopped(pid))
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert wait_until(rank.said)
+    rank.do(join_first_generation)
+    assert rank.said() == f"rank 0: the supervisor (process {rank.supervisor_pid}) was stopped, and goes on\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (return_zero, 0),
+        (return_three, 3),
+        (signal.SIGTERM, REQUEUE),
+        (signal.SIGINT, 128 + signal.SIGINT),
+    ],
+)
+def test_memory_is_freed_once_no_process_uses_it(supervised, end: Act | signal.Signals, status: int) -> None:
+    rank = supervised(supervisor_with_processes, stop_save_s=WAIT_S)
+    if isinstance(end, signal.Signals):
+        os.kill(rank.supervisor_pid, end)
+    else:
+        rank.tell(end)
+    assert rank.exit_status() == status
+    assert (rank.folder / "freed").read_text() == f"{status}, daemon is dead"
 
 
 class FinishesMeanwhile(Generations):

@@ -17,6 +17,7 @@ from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.replication.final_save import SaveTarget, save_last, saved_iterations, windows_in, write_save_target
 from moe_ckpt.run_elastic import RankPlace
+from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from tests.engine.job import TICKET, ThreadJob
 from tests.engine.model import PAIR, Shape
@@ -126,7 +127,8 @@ def test_a_rank_without_a_worker_so_far_saves_nothing(tmp_path: Path) -> None:
 def place_of(job: ThreadJob, rank: int) -> RankPlace:
     launch = Launch(global_rank=rank, world_size=2, local_rank=rank, local_world_size=2, attempt=0)
     facts: Any = {"ticket": TICKET, "ranks_per_node": 1, "replicas": 1, "has_daemon": True, "host": "127.0.0.1"}
-    return RankPlace(launch=launch, memory=job.memory(rank), **facts)
+    folder = RunFolder(path=job.memory(rank), run_id="run", clock_origin_unix_s=0.0)
+    return RankPlace(launch=launch, memory=job.memory(rank), folder=folder, **facts)
 
 
 def test_a_last_save_that_a_disk_ends_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from launcher.proc import stands_still
 from moe_ckpt.elastic.live_workers import is_running, read_live, read_written, remove_live, write_live
 from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.linux import is_alive, start_ticks
+from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
 from tests.jobs import rewrite_live
 
 
@@ -49,6 +49,8 @@ def test_the_calling_process_is_written(run: Path) -> None:
         "global_rank": 3,
         "node": 1,
         "host": socket.gethostname(),
+        "boot": boot_id(),
+        "pid_namespace": pid_namespace(),
         "pid": os.getpid(),
         "start_ticks": start_ticks(os.getpid()),
         "supervisor_pid": os.getppid(),
@@ -73,7 +75,8 @@ def test_workers_come_by_rank_in_their_newest_incarnation_and_go(run: Path) -> N
     [
         ({"start_ticks": 1}, True),  # the pid is another process's now; the supervisor lives
         ({"start_ticks": 1, "supervisor_start_ticks": 1}, False),  # the supervisor's, too
-        ({"host": "elsewhere"}, False),
+        ({"boot": "of another machine"}, False),
+        ({"pid_namespace": 1}, False),  # a container's: its pids are others' here
         ({"memory": "/nonexistent"}, True),
     ],
 )

@@ -5,25 +5,30 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from launcher.config import compose_settings
 from launcher.entry import start
-from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.elastic.job_store import part_of
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.linux import start_ticks
-from moe_ckpt.run_folder import find_run_folder, open_run_folder, wait_for_run_folder
+from moe_ckpt.linux import boot_id, pid_namespace, start_ticks
+from moe_ckpt.run_folder import JOB, find_run_folder, open_run_folder
 from moe_ckpt.run_lock import Holder
+from moe_ckpt.run_secret import SECRET_FILE, make_secret, read_secret, ticket_of
 from tests.launcher.errors import error_of
 from tests.ranks import rank_store, run_ranks
 from tests.training import fast
+from tests.waits import WAIT_S
+
+STRANGER = 54321
+"""Another user's number."""
 
 
 def start_without_torchruns_store() -> str:
@@ -36,38 +41,115 @@ def test_where_the_job_hosts_its_own_store_it_has_to_know_its_folder() -> None:
     assert run_ranks(2, start_without_torchruns_store) == [f"run.dir: got null, wanted {wanted}"] * 2
 
 
-def wait_in_vain(timeout_s: float) -> str:
+def host_store() -> dist.TCPStore:
+    """Start a store, and let this process find it as that of its agent."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    return error_of(wait_for_run_folder, timeout_s)
+    return store
+
+
+def found_by(rank: int, run_dir: str, timeout_s: float = WAIT_S) -> Any:
+    """Return the path of the folder that a rank finds, or its error."""
+    folder = replace(compose_settings(fast()).job.folder, dir=run_dir or None)
+    try:
+        return str(find_run_folder(folder, replace(read_launch(), global_rank=rank), timeout_s).path)
+    except ConfigError as error:
+        return str(error)
+
+
+def wait_in_vain() -> str:
+    store = host_store()
+    return found_by(1, "", 0.05) if store else ""
 
 
 def test_the_folder_is_waited_for_as_long_as_told() -> None:
-    assert run_ranks(1, wait_in_vain, 0.05) == ["run.dir: got no folder from rank 0 in 0.05 s"]
+    assert run_ranks(1, wait_in_vain) == ["run.dir: got no folder from rank 0 in 0.05 s"]
 
 
-def wait_with_a_page(folder: str) -> bool:
-    """Look for a folder that no rank makes; return whether this rank counted as waiting then."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
-    page = StatusPage(Path(folder) / "page")
-    run, launch = compose_settings(fast()).job.folder, replace(read_launch(), global_rank=1)
-    seen = list[bool]()
-
-    @contextmanager
-    def waits() -> Iterator[None]:
-        with page.waits():
-            seen.append(page.waiting)
-            yield
-
-    with pytest.raises(ConfigError, match="got no folder from rank 0"):
-        find_run_folder(run, launch, Path(folder), 0.05, waits)
-    return seen == [True] and not page.waiting
+def find_where_a_stranger_writes_the_store(real: str, planted: str) -> list[str]:
+    """Let rank 0 make a folder, and a stranger name another in the store, which has no authentication."""
+    store = host_store()
+    first = found_by(0, real)
+    part_of(store, JOB).set("run_folder", planted)
+    return [first, found_by(1, real), found_by(0, real)]
 
 
-def test_a_rank_that_waits_for_the_folder_counts_as_waiting(tmp_path: Path) -> None:
-    """Its supervisor would kill it as hung where rank 0 imports for minutes."""
-    assert run_ranks(1, wait_with_a_page, str(tmp_path)) == [True]
+def test_a_folder_that_a_setting_names_is_not_looked_up_in_the_store(tmp_path: Path) -> None:
+    real, planted = str(tmp_path / "real"), tmp_path / "planted"
+    planted.mkdir()
+    [found] = run_ranks(1, find_where_a_stranger_writes_the_store, real, str(planted))
+    assert found == [real] * 3
+    assert not list(planted.iterdir())
+
+
+def find_first(run_dir: str) -> str:
+    store = host_store()
+    return found_by(0, run_dir) if store else ""
+
+
+def find_in(run_dir: str) -> list[str]:
+    """Return the folder that ranks 0 and 1 find, twice, as after a restart by torchrun."""
+    store = host_store()
+    return [found_by(rank, run_dir) for rank in (0, 1, 0, 1)] if store else []
+
+
+def test_a_new_folder_is_found_again_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [(first, *others)] = run_ranks(1, find_without_a_name, str(tmp_path))
+    assert Path(first).is_relative_to(tmp_path / "outputs")
+    assert others == [first] * 3
+
+
+def find_without_a_name(work_dir: str) -> list[str]:
+    os.chdir(work_dir)
+    return find_in("")
+
+
+def test_no_stranger_can_read_or_choose_the_secret_of_a_run(tmp_path: Path) -> None:
+    [found] = run_ranks(1, find_in, str(tmp_path / "run"))
+    secret = Path(found[0]) / SECRET_FILE
+    assert (len(secret.read_text()), secret.stat().st_mode & 0o777) == (64, 0o600)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777, 0o1777])
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, mode: int) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    os.chown(run, STRANGER, STRANGER)
+    run.chmod(mode)
+    wanted = f"run.dir: got {str(run)!r} of user {STRANGER}, wanted a folder of this user's"
+    assert run_ranks(1, find_first, str(run)) == [wanted]
+    assert not list(run.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(lambda secret: os.chown(secret, STRANGER, STRANGER), id="of another user"),
+        pytest.param(lambda secret: secret.chmod(0o640), id="of another mode"),
+        pytest.param(lambda secret: secret.write_text(""), id="empty"),
+        pytest.param(
+            lambda secret: secret.rename(secret.with_name("s")).parent.joinpath("secret").symlink_to("s"), id="a link"
+        ),
+    ],
+)
+def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, plant: Callable[[Path], object]) -> None:
+    make_secret(tmp_path)
+    secret = tmp_path / SECRET_FILE
+    plant(secret)
+    with pytest.raises(ConfigError, match=rf"^run.dir: .*the run's secret '{secret}'"):
+        read_secret(secret)
+
+
+def test_each_start_of_a_job_has_another_token(tmp_path: Path) -> None:
+    make_secret(tmp_path)
+    make_secret(tmp_path)
+    secret = read_secret(tmp_path / SECRET_FILE)
+    tickets = [ticket_of(secret, job, None) for job in ("first", "first", "second")]
+    assert tickets[0] == tickets[1]
+    assert tickets[0].token != tickets[2].token
+    assert secret not in {ticket.token for ticket in tickets}
 
 
 def open_folder(path: str) -> str:
@@ -84,7 +166,15 @@ def test_a_run_without_supervisors_has_its_folder_for_itself(tmp_path: Path) -> 
     mine = run_ranks(2, open_folder, str(tmp_path))
     assert len(set(mine)) == 1
     assert run_ranks(2, open_folder, str(tmp_path)) == mine, "the same agent's"
-    other = Holder(host=socket.gethostname(), agent_pid=os.getpid(), start_ticks=start_ticks(os.getpid()), job="")
+    other = Holder(
+        host=socket.gethostname(),
+        boot=boot_id(),
+        pid_namespace=pid_namespace(),
+        agent_pid=os.getpid(),
+        start_ticks=start_ticks(os.getpid()),
+        job="",
+        job_id="",
+    )
     (tmp_path / "lock").write_text(json.dumps(asdict(other)))
     got = f"got {str(tmp_path)!r}, which the run of process {os.getpid()} uses"
     assert run_ranks(2, open_folder, str(tmp_path)) == [f"run.dir: {got}, wanted a folder of its own for every run"] * 2

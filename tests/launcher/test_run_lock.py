@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
+import signal
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from moe_ckpt import run_lock
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.linux import start_ticks
+from moe_ckpt.linux import boot_id, pid_namespace, start_ticks
 from moe_ckpt.run_lock import Holder, release_lock, take_lock
+from tests.elastic.processes import Child
 from tests.ranks import rank_store, run_ranks
 
-LIVES = Holder(host=socket.gethostname(), agent_pid=os.getpid(), start_ticks=start_ticks(os.getpid()), job="7")
+LIVES = Holder(
+    host=socket.gethostname(),
+    boot=boot_id(),
+    pid_namespace=pid_namespace(),
+    agent_pid=os.getpid(),
+    start_ticks=start_ticks(os.getpid()),
+    job="7",
+    job_id="number 7",
+)
 GONE = replace(LIVES, start_ticks=1)  # its pid is another's now
-ELSEWHERE = replace(LIVES, host="far-away")
+CONTAINED = replace(LIVES, pid_namespace=1)
+ELSEWHERE = replace(LIVES, host="far-away", boot="another")
+BOOTED = replace(LIVES, boot="the one before")
 
 
 def write(run: Path, holder: Holder) -> None:
@@ -30,10 +46,10 @@ def read(run: Path) -> Holder:
     return Holder(**json.loads((run / "lock").read_text()))
 
 
-def refusal(run: Path) -> str:
+def refusal(run: Path, job_id: str = "") -> str:
     """Try to take a folder; return why it is not to be had, or nothing where it is taken now."""
     try:
-        take_lock(run)
+        take_lock(run, job_id)
     except ConfigError as error:
         return str(error)
     return ""
@@ -49,19 +65,36 @@ def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_job_has_a_folder_in_all_its_lives_until_it_leaves_it(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
     for _ in range(2):
-        take_lock(tmp_path)
-    assert read(tmp_path) == replace(LIVES, agent_pid=os.getppid(), start_ticks=start_ticks(os.getppid()), job="8")
+        take_lock(tmp_path, "number 8")
+        assert names_in(tmp_path) == ["lock", read(tmp_path).held]
+    agent = {"agent_pid": os.getppid(), "start_ticks": start_ticks(os.getppid())}
+    assert read(tmp_path) == replace(LIVES, **agent, job="8", job_id="number 8")
     for _ in range(2):
         release_lock(tmp_path)
         assert (tmp_path / "lock").read_text() == ""
+        assert names_in(tmp_path) == ["lock"]
 
 
-@pytest.mark.parametrize("content", ["", json.dumps(asdict(GONE)), '{"host"'], ids=["empty", "gone", "torn"])
+def names_in(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        json.dumps(asdict(GONE)),
+        json.dumps(asdict(BOOTED)),
+        json.dumps(asdict(CONTAINED) | {"held": "lock-1"}),
+        '{"host"',
+    ],
+    ids=["empty", "gone", "of an earlier start of the machine", "of a container that is gone", "torn"],
+)
 def test_the_lock_of_a_dead_job_is_taken_over(tmp_path: Path, job: pytest.MonkeyPatch, content: str) -> None:
     (tmp_path / "lock").write_text(content)
     take_lock(tmp_path)
     assert read(tmp_path).job == "8"
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert names_in(tmp_path) == ["lock", read(tmp_path).held]
 
 
 def test_another_jobs_folder_is_refused_and_stays_its_own(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
@@ -76,6 +109,102 @@ def test_the_refusal_for_another_machines_job_names_its_lock(tmp_path: Path, job
     write(tmp_path, ELSEWHERE)
     hint = f"process {os.getpid()} of far-away uses, .* remove '{tmp_path}/lock'"
     assert re.search(hint, refusal(tmp_path))
+
+
+def hold(connection: Connection, run: Path, holder: Holder) -> None:
+    """Be a job, as another container or machine sees it, until told to end."""
+    run_lock.agent_pid = os.getpid
+    take_lock(run)
+    write(run, replace(holder, held=read(run).held))
+    connection.send("holds it")
+    connection.recv()
+
+
+@pytest.fixture
+def start_holder(tmp_path: Path, start: Callable[..., Child]) -> Callable[[Holder], Child]:
+    def started(holder: Holder) -> Child:
+        child = start(hold, tmp_path, holder)
+        assert child.hear() == "holds it"
+        return child
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("holder", "where"),
+    [
+        pytest.param(CONTAINED, f"process {os.getpid()} in another container uses", id="another PID namespace"),
+        pytest.param(ELSEWHERE, f"process {os.getpid()} of far-away uses", id="another machine"),
+        pytest.param(BOOTED, f"process {os.getpid()} of {socket.gethostname()} uses", id="a machine of the same name"),
+        pytest.param(GONE, f"process {os.getpid()}, uses".replace(",", ""), id="a pid that is seen as another's"),
+    ],
+)
+def test_a_folder_whose_holder_lives_is_refused_wherever_that_is(
+    tmp_path: Path, job: pytest.MonkeyPatch, start_holder: Callable[[Holder], Child], holder: Holder, where: str
+) -> None:
+    """The holder is a process: the kernel keeps its lock, whatever names and numbers this process can see."""
+    child = start_holder(holder)
+    assert where in refusal(tmp_path)
+    assert read(tmp_path) == holder
+    child.kill()
+    assert (refusal(tmp_path) == "") is (holder != ELSEWHERE), "another machine's locks may not reach this one"
+
+
+def test_a_job_that_moved_has_its_folder_while_the_process_that_it_left_lives(
+    tmp_path: Path, job: pytest.MonkeyPatch, start_holder: Callable[[Holder], Child]
+) -> None:
+    start_holder(ELSEWHERE)
+    assert refusal(tmp_path, "number 9") != ""
+    assert refusal(tmp_path, ELSEWHERE.job_id) == ""
+
+
+def fork_and_end(connection: Connection, run: Path) -> None:
+    """Take a folder, and leave a child that lives on."""
+    take_lock(run)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    connection.send(child)
+
+
+def test_a_process_that_a_holder_forks_does_not_keep_its_folder(
+    tmp_path: Path, job: pytest.MonkeyPatch, start: Callable[..., Child]
+) -> None:
+    parent = start(fork_and_end, tmp_path)
+    child = parent.hear()
+    try:
+        assert parent.exit_status() == 0
+        write(tmp_path, replace(CONTAINED, held=read(tmp_path).held))
+        assert refusal(tmp_path) == ""
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_two_jobs_of_one_script_do_not_share_a_folder(
+    tmp_path: Path, job: pytest.MonkeyPatch, start_holder: Callable[[Holder], Child]
+) -> None:
+    """Without torchrun, the process that starts both is the agent of both."""
+    agent = replace(LIVES, agent_pid=os.getppid(), start_ticks=start_ticks(os.getppid()))
+    child = start_holder(agent)
+    assert "uses" in refusal(tmp_path)
+    child.kill()
+    assert refusal(tmp_path) == ""
+
+
+def test_without_locks_in_the_file_system_another_container_is_asked_for(
+    tmp_path: Path, job: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    job.setattr(fcntl, "flock", flock)
+    take_lock(tmp_path)
+    assert "has no locks ([Errno 37] No locks available): another container's job in it is not noticed" in caplog.text
+    assert names_in(tmp_path) == ["lock"]
+    write(tmp_path, CONTAINED)
+    assert "in another container uses" in refusal(tmp_path)
+    write(tmp_path, GONE)
+    assert refusal(tmp_path) == ""
 
 
 @pytest.mark.parametrize(
@@ -101,10 +230,10 @@ def test_without_a_store_another_agents_job_is_known_by_its_name(
     assert (read(tmp_path) == holder) is not passes
 
 
-def test_a_folder_that_is_known_to_be_ours_is_ours(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
-    for holder in (LIVES, ELSEWHERE):
+def test_a_folder_of_the_same_store_is_ours(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
+    for holder in (LIVES, ELSEWHERE, CONTAINED):
         write(tmp_path, holder)
-        take_lock(tmp_path, is_ours=True)
+        take_lock(tmp_path, holder.job_id)
         assert read(tmp_path).job == "8"
 
 

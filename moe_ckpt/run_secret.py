@@ -1,0 +1,70 @@
+"""RUN/secret: what the processes of a job know and no stranger does, who may read all that crosses torchrun's store.
+
+Owns: the file, with mode 0600, and the ticket that follows from it for one start of a job. Must not: send the secret,
+or put it into a store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.private_files import is_private, open_private, user_in, write_private
+from moe_ckpt.replication.messages import Ticket
+from moe_ckpt.replication.tls import TlsEnds
+
+SECRET_FILE = "secret"
+_SECRET_BYTES = 32
+_RUN_ID_CHARS = 8
+
+
+def make_secret(run: Path) -> None:
+    """Create a run's secret unless there is one. For the process that has the run's folder.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    path = run / SECRET_FILE
+    if path.exists():
+        return
+    # replaced as a whole: other nodes may look at any time
+    unfinished = path.with_name(f"{SECRET_FILE}.tmp")
+    write_private(unfinished, secrets.token_hex(_SECRET_BYTES))
+    unfinished.replace(path)
+
+
+def read_secret(path: Path) -> str:
+    """Return the secret in a file.
+
+    Raises:
+        ConfigError: The file cannot be read, or other users could.
+    """
+    try:
+        with open(path, opener=open_private) as file:
+            is_safe = is_private(os.fstat(file.fileno()), user_in(path.parent))
+            secret = file.read()
+    except OSError as error:
+        raise ConfigError(f"run.dir: the run's secret {str(path)!r} cannot be read ({error})") from error
+    if not is_safe or not secret:
+        wanted = "one of this user's that no other can read (mode 0600)"
+        raise ConfigError(f"run.dir: got the run's secret {str(path)!r} of another user or mode, wanted {wanted}")
+    return secret
+
+
+def ticket_of(secret: str, job_id: str, tls: TlsEnds | None) -> Ticket:
+    """Return the ticket of one start of a job. Its token is the HMAC-SHA-256 of the job's number under the secret.
+
+    Args:
+        secret: The run's secret.
+        job_id: The job's number in its store, which is no secret.
+        tls: The ends of connections to other nodes, if these use TLS.
+
+    Returns:
+        The ticket.
+    """
+    token = hmac.new(secret.encode(), job_id.encode(), hashlib.sha256).hexdigest()
+    return Ticket(run_id=job_id[:_RUN_ID_CHARS], token=token, tls=tls)
