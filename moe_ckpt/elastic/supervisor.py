@@ -114,6 +114,7 @@ class Supervisor:
         self._daemon_deaths = _Budget(limits.max_deaths)
         self._deaths_here_s: list[float] = []
         self._is_sick = False
+        self._watched_s = time.monotonic()
         self._looked_s = 0.0
         self._look_for_stopped_s = 0.0
         self._stopped = StoppedProcesses(limits.heartbeat_s)
@@ -144,7 +145,7 @@ class Supervisor:
             before = signal.signal(number, self._stop)
             if number == signal.SIGUSR1:
                 self._user_handler = before or signal.SIG_DFL
-        signal.signal(signal.SIGCONT, functools.partial(_say_continued, os.getpid(), self._global_rank))
+        signal.signal(signal.SIGCONT, functools.partial(self._say_stopped, os.getpid()))
         # after the handlers: if the agent has ended already, the signal comes at once
         die_with_parent(signal.SIGTERM, parent=agent_pid())
         self._beside = set(children_of(os.getpid()))  # all others are the daemon, a worker, and what a worker leaves
@@ -236,6 +237,7 @@ class Supervisor:
         """Return when the worker is dead, or about to be: with the reason if this supervisor has killed it."""
         with watching([self._pid]) as ended:
             while not ended(_WATCH_EVERY_S):
+                self._watched_s = time.monotonic()
                 self._replace_dead_daemon()
                 # a number that is free again may become that of a process that a worker leaves, which is to be ended
                 self._beside -= reap_ended({self._pid, self._daemon_pid})
@@ -347,6 +349,14 @@ class Supervisor:
         for pid in self._stopped.look(pid for pid in names if pid):
             _complain(f"rank {self._global_rank}: the {names[pid]} (process {pid}) was stopped, and goes on")
 
+    def _say_stopped(self, supervisor_pid: int, _number: int, _frame: object) -> None:
+        """Report that this process was stopped for so long that a worker would be killed."""
+        stopped_s = time.monotonic() - self._watched_s
+        is_forked = os.getpid() != supervisor_pid  # the handler of a process that the supervisor has forked
+        if stopped_s >= self._limits.heartbeat_s and not is_forked:
+            stopped = f"was stopped for {stopped_s:.0f} s, and goes on"
+            _complain(f"rank {self._global_rank}: the supervisor (process {supervisor_pid}) {stopped}")
+
     def _exit(self, status: int) -> NoReturn:
         """End after the worker has: its successor may need its resources."""
         self._save_last()
@@ -402,11 +412,6 @@ class _Budget:
 
     def __str__(self) -> str:
         return f"{self._deaths} times in a row without progress (runtime.max_deaths={self._max_deaths})"
-
-
-def _say_continued(supervisor_pid: int, global_rank: int, _number: int, _frame: object) -> None:
-    if os.getpid() == supervisor_pid:  # and not a process that the supervisor has forked
-        _complain(f"rank {global_rank}: the supervisor (process {supervisor_pid}) was stopped, and goes on")
 
 
 def _complain(text: str) -> None:

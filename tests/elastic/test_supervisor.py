@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -388,17 +389,24 @@ def test_a_process_beside_the_worker_that_was_stopped_goes_on(supervised, name: 
     assert rank.said() == f"rank 0: {said.format(pid)} was stopped, and goes on\n"
 
 
-def test_a_supervisor_that_was_stopped_says_so_and_none_of_its_processes(supervised) -> None:
-    rank = supervised(supervisor_with_processes)
-    pids = [rank.supervisor_pid, rank.worker_pid, int((rank.folder / "daemon").read_text())]
+def stop_for(seconds: float, pids: Sequence[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
         assert wait_until(lambda pid=pid: is_stopped(pid))
+    stopped_s = time.monotonic()
+    assert wait_until(lambda: time.monotonic() - stopped_s > seconds)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_a_supervisor_that_was_stopped_for_long_says_so_and_none_of_its_processes(supervised) -> None:
+    rank = supervised(supervisor_with_processes, heartbeat_s=HANG_S)
+    pids = [rank.supervisor_pid, rank.worker_pid, int((rank.folder / "daemon").read_text())]
+    stop_for(0.0, pids)  # as a fault injector does, while it takes a node
+    stop_for(HANG_S, pids)
     assert wait_until(rank.said)
     rank.do(join_first_generation)
-    assert rank.said() == f"rank 0: the supervisor (process {rank.supervisor_pid}) was stopped, and goes on\n"
+    assert rank.said() == f"rank 0: the supervisor (process {rank.supervisor_pid}) was stopped for 1 s, and goes on\n"
 
 
 @pytest.mark.parametrize(
