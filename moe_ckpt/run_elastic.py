@@ -330,7 +330,7 @@ def run_elastic(
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
         # this node's agent ends as if the node were lost: torchrun keeps the rendezvous open for a spare node
         leave=(lambda: os.kill(agent_pid(), signal.SIGTERM)) if runtime.sick_place == "leave" else None,
-        free_memory=lambda status: end_rank(root, launch.global_rank, launch.local_ranks, _how_ended(launch, status)),
+        free_memory=lambda status: end_rank(root, launch.global_rank, launch.local_ranks, how_ended(launch, status)),
         janitor=lambda: janitor_of(root),
     )
     StopBoard(_open_store("stop", runtime), launch.world_size).begin(launch.global_rank)
@@ -463,8 +463,16 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
     )
 
 
-def _how_ended(launch: Launch, status: int) -> Ended:
-    """Return how a supervisor ends with an exit status."""
+def how_ended(launch: Launch, status: int) -> Ended:
+    """Return how a supervisor ends with an exit status.
+
+    Args:
+        launch: The rank's place in the job.
+        status: The exit status.
+
+    Returns:
+        Whether a later start on this node uses what the rank has in memory.
+    """
     if status == 0:
         return Ended.WELL
     if status == 128 + signal.SIGINT:

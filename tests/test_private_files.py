@@ -19,7 +19,7 @@ from moe_ckpt.elastic.live_workers import write_live
 from moe_ckpt.elastic.shared_memory import rank_memory, take_over
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.events import EventLog, write_events
-from moe_ckpt.private_files import make_private, write_private
+from moe_ckpt.private_files import make_private, open_private, write_private
 from moe_ckpt.replication.client import daemon_socket
 from moe_ckpt.replication.daemon import WorkerServer
 from moe_ckpt.replication.final_save import SaveTarget, write_save_target
@@ -85,6 +85,47 @@ def test_no_file_of_a_job_is_open_to_others(write: Callable[[Path], None], root:
     write(root)
     assert open_to_others(root) == []
     assert sum(path.is_file() for path in root.rglob("*")) > 0
+
+
+def read_only_by_owner(path: Path) -> str:
+    assert (path.stat().st_mode & 0o777, path.stat().st_uid) == (0o600, os.geteuid())
+    return path.read_text()
+
+
+def plant_link(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def plant_file(path: Path, victim: Path) -> None:
+    path.write_text("of a stranger")
+    path.chmod(0o666)
+
+
+def plant_hard_link(path: Path, victim: Path) -> None:
+    path.hardlink_to(victim)
+
+
+@pytest.mark.parametrize("plant", [plant_link, plant_file, plant_hard_link])
+def test_what_is_planted_in_place_of_a_file_is_replaced(root: Path, plant: Callable[[Path, Path], None]) -> None:
+    make_private(root)
+    victim, path = root / "victim", root / "file"
+    victim.write_text("of the victim")
+    plant(path, victim)
+    write_private(path, "of the job")
+    assert read_only_by_owner(path) == "of the job"
+    assert not path.is_symlink()
+    assert victim.read_text() == "of the victim"
+
+
+@pytest.mark.parametrize("flags", [os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, os.O_RDONLY])
+def test_no_link_is_opened(root: Path, flags: int) -> None:
+    make_private(root)
+    for name, target in (("link", "victim"), ("dangling", "nowhere")):
+        (root / "victim").touch()
+        (root / name).symlink_to(target)
+        with pytest.raises(OSError, match="symbolic links"):
+            open_private(root / name, flags)
+    assert not (root / "nowhere").exists()
 
 
 def test_a_folder_that_is_there_keeps_its_mode(root: Path) -> None:
