@@ -225,8 +225,6 @@ class LauncherLoop:
         self._print(f"run folder {folder.path}")
         policy, name = self._settings.ckpt.policy, self._settings.model.name
         self._print(f"model {name}, ckpt={policy}, {dist.get_world_size()} processes")
-        if done:
-            self._print(f"resumed after iteration {done}")
 
     def _print(self, text: str) -> None:
         if self._display:

@@ -663,6 +663,7 @@ class _Run:
         self._checks = StateChecks(checks, self._iteration.state, joined.events)
         self._committed: IterationCommitted | None = None
         self._noted = 0  # the newest iteration that this process has no need to log
+        self._beginning: list[str] = []  # lines of a start, for the log
 
     def start(self) -> int:
         """Return the iteration that a run without state in memory begins with."""
@@ -676,8 +677,7 @@ class _Run:
         done = self._loop.start()
         if course:
             course.write()
-        if done == 0 and self._joined.incarnation > 0 and self._joined.is_first_rank:
-            _log.warning("training begins with iteration 1: earlier processes of this run have left no state")
+        self._beginning = self._describe_beginning(done)
         by_default = job.deterministic and torch.cuda.is_available()
         if is_on(job.check_determinism, by_default=by_default):
             replay, setting = self._training.replay, self._training.check_setting
@@ -689,6 +689,7 @@ class _Run:
         """Train from the state after `done` iterations to the last iteration."""
         last, setting = self._training.last_iteration, self._training.length_setting
         require(done <= last, setting, last, f"at least {done}, done")
+        notes, self._beginning = [*notes, *self._beginning], []
         prepared = self._iteration.prepared
         if prepared and prepared.iteration == done > self._noted:
             self._note(prepared)  # ranks were lost before this rank could log the event
@@ -702,6 +703,20 @@ class _Run:
             except RolledBackError as back:
                 done = back.iteration
                 notes = [f"iteration {self._iteration.number:>6}: {back}"]
+
+    def _describe_beginning(self, done: int) -> list[str]:
+        """Return where a start begins and why, and what outlives torchrun, if that is nothing."""
+        if done:
+            source = self._loop.session.loaded_from or "a checkpoint of the loop's own"
+            return [f"training goes on after iteration {done}, from {source}"]
+        is_new = self._joined.incarnation == 0
+        why = "a new run" if is_new else "earlier processes of this run have left no state"
+        lines = [f"training begins with iteration 1: {why}"]
+        ckpt = self._joined.worker.job.ckpt.in_memory
+        if ckpt and not (ckpt.disk_every_iters or ckpt.durable_every_iters):
+            settings = "ckpt.disk_every_iters=0, ckpt.durable_every_iters=0"
+            lines.append(f"no state goes to disk: a run whose torchrun is killed begins anew ({settings})")
+        return lines
 
     def commit(self, committed: IterationCommitted) -> None:
         """All ranks have finished an iteration."""

@@ -28,6 +28,7 @@ from moe_ckpt.types import CheckpointRef, FileRecord, RunIdentity
 
 MARKER = "COMMITTED.json"
 _NAME = re.compile(r"iter_(\d{7,})(\.before)?")
+_OF_SAVES = (".distcp", ".json", ".metadata", ".pt")  # ends of the names in Megatron's format
 _CHUNK_BYTES = 1 << 20
 
 
@@ -178,6 +179,25 @@ def verify_files(directory: Path, expected: Iterable[FileRecord]) -> None:
                 f"{directory}/{record.name}: got {found.size_bytes} bytes with CRC-32 {found.crc32:08x}, "
                 f"wanted {record.size_bytes} bytes with {record.crc32:08x}"
             )
+
+
+def require_listed(directory: Path, manifest: Manifest) -> None:
+    """Check that a marker lists all files of a checkpoint: only those are verified.
+
+    Other files, which a user or a file system may have added, are left alone.
+
+    Args:
+        directory: The checkpoint.
+        manifest: The content of its marker.
+
+    Raises:
+        CheckpointLoadError: The marker is that of another save, or a part of one.
+    """
+    listed = {record.name for record in manifest.files}
+    missing = [name for name in file_names(directory) if name not in listed and name.endswith(_OF_SAVES)]
+    if missing:
+        got = f"got no checksum of {', '.join(missing)}"
+        raise CheckpointLoadError(f"{directory}/{MARKER}: {got}, wanted one of each file of the save")
 
 
 def _describe(directory: Path, name: str) -> FileRecord:

@@ -25,6 +25,7 @@ from moe_ckpt.durable.checkpoint_folder import (
     commit,
     file_names,
     read_manifest,
+    require_listed,
     seal_files,
     verify_files,
 )
@@ -186,6 +187,10 @@ class DurableTier:
         manifest = broadcast_result(self._ranks, lambda: read_manifest(directory), CheckpointLoadError)
         # without a collective: all ranks compare the same manifest
         self._require_fit(directory, manifest, run_id)
+        if manifest.iteration != ref.iteration:
+            got = f"got the marker of iteration {manifest.iteration}, wanted that of {ref.iteration}"
+            raise CheckpointLoadError(f"{directory}: {got}")
+        broadcast_result(self._ranks, lambda: require_listed(directory, manifest), CheckpointLoadError)
         # each file is hashed by one rank: together they read the checkpoint once
         mine = manifest.files[self._ranks.rank :: self._ranks.size]
         gather_results(self._ranks, lambda: verify_files(directory, mine), CheckpointLoadError)

@@ -188,4 +188,5 @@ class Fallback:
 
 def _nothing_common(disks: OnDisks) -> str:
     found = ", ".join(f"rank {rank}: {newest}" for rank, newest in enumerate(disks.of_each))
-    return f"{LOCAL_DISK}: got snapshots up to iteration ({found}), wanted the same on all, of this run and layout"
+    wanted = "whole ones, of this run and layout, that lead all ranks to one iteration"
+    return f"{LOCAL_DISK}: got snapshots up to iteration ({found}), wanted {wanted}"

@@ -42,6 +42,9 @@ class Session:
 
     Lifetime: that of the process. `enter` begins a generation: call it first, and again in every generation of an
     elastic job.
+
+    Attributes:
+        loaded_from: The source of the state that the last `resume` has loaded; None: that found none.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Session:
         self._has_left_start: bool | None = None  # None: this process has begun at no start
         self._has_base = False
         self._logged_window: tuple[int, int] | None = None
+        self.loaded_from: str | None = None
 
     @property
     def in_memory(self) -> InMemoryCheckpointing | None:
@@ -150,7 +154,10 @@ class Session:
         try:
             recovered = job_recovery.run(self._state)
         except NothingLeftError as error:
-            recovered = RecoveredState(iteration=self._go_back(error))
+            source = self._go_back(error)
+            recovered = RecoveredState(iteration=None)
+            if source:
+                recovered = RecoveredState(iteration=source.iteration, lines=[f"all stages: load {source}"])
         else:
             if recovered.went_back and recovered.iteration is not None:  # else the state that was live goes on
                 self._suspects.loaded(Source(place=HOST_MEMORY, iteration=recovered.iteration))
@@ -182,8 +189,10 @@ class Session:
             iteration = self._durable.resume_from(source)
             self._loaded(iteration, changes)
             self._suspects.loaded(Source(place=str(source), iteration=iteration))
+            self.loaded_from = str(source)
             return iteration
         loaded = self._load_best(self._fallback.look(self._job_recovery))
+        self.loaded_from = loaded.place if loaded else None
         if loaded is None:
             self._require_nothing_left()
         if loaded is None and self._job_recovery:
@@ -288,7 +297,7 @@ class Session:
         if self._in_memory:
             self._in_memory.tier.close()
 
-    def _go_back(self, error: NothingLeftError) -> int | None:
+    def _go_back(self, error: NothingLeftError) -> Source | None:
         """Load the newest state on disk; return its iteration, or None if all ranks are to start once more.
 
         They are if no state is on disk, and no rank has trained since its start, which may have loaded a checkpoint of
@@ -299,7 +308,7 @@ class Session:
         self._state.lose()  # first: a fault during the load must not find a state that is loaded in part live
         loaded = self._load_best(found, f"{HOST_MEMORY}: {error}")
         if loaded:
-            return loaded.iteration
+            return loaded
         have_left = gather_results(self._ranks, lambda: self._has_left_start, CheckpointLoadError)
         if True in have_left or False not in have_left:
             raise error

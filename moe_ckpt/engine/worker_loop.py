@@ -134,5 +134,5 @@ def _paragraph(event: Rejoined, reason: str, plan: Sequence[str]) -> str:
         f"detect {event.detect_s:.2f} s, rebuild {event.rebuild_s:.2f} s, fetch {event.fetch_s:.2f} s, "
         f"replay {event.replay_s:.2f} s"
     )
-    recovered = ". ".join(line[:1].upper() + line[1:] for line in plan) or "Nothing had to be replayed"
-    return f"{died}. {recovered}. Back at iteration {event.iteration}: {seconds}."
+    sentences = [died, *(line[:1].upper() + line[1:] for line in plan)]
+    return f"{'. '.join(sentences)}. Back at iteration {event.iteration}: {seconds}."

@@ -5,8 +5,12 @@ Rules that do not depend on the files are those of tests/engine/test_durable.py.
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import io
+import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 
 from launcher.config import Settings
 from launcher.run import run
+from moe_ckpt.durable.checkpoint_folder import MARKER
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, StateResumed
 from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.training import Kill, events_of, job_settings, train
@@ -62,6 +67,48 @@ def test_damaged_checkpoints_are_reported_and_an_older_one_taken(finished: Run, 
     assert result["digest_per_rank"] == finished[1]["digest_per_rank"]
 
 
+def _list_fewer_files(marker: dict[str, Any]) -> None:
+    marker["files"] = [file for file in marker["files"] if not file["name"].endswith("_0.distcp")]
+
+
+def _name_another_iteration(marker: dict[str, Any]) -> None:
+    marker["iteration"] = 3
+
+
+def _list_nothing(marker: dict[str, Any]) -> None:
+    marker["files"] = []
+
+
+def _swap_the_files(marker: dict[str, Any]) -> None:
+    first, second, *_ = (file for file in marker["files"] if file["name"].endswith(".distcp"))
+    first["name"], second["name"] = second["name"], first["name"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_list_fewer_files, r"COMMITTED.json: got no checksum of __0_0.distcp"),
+        (_list_nothing, r"COMMITTED.json: got no checksum of .metadata, .*metadata.json"),
+        (_name_another_iteration, r"got the marker of iteration 3, wanted that of 4"),
+        (_swap_the_files, r"__\d_0.distcp: got \d+ bytes with CRC-32"),
+    ],
+)
+def test_a_marker_that_is_not_that_of_its_files_is_passed_over(
+    interrupted: Run, change: Callable[[dict[str, Any]], None], reason: str
+) -> None:
+    folder, expected = interrupted
+    path = _checkpoint(folder, 4) / MARKER
+    marker = json.loads(path.read_text())
+    change(marker)
+    path.write_text(json.dumps(marker))
+    (_checkpoint(folder, 2) / "NOTES").write_text("of the user")
+    result = train(2, folder, *DENSE)
+    [skipped] = events_of(folder, CheckpointSkipped)
+    assert re.search(reason, skipped.reason)
+    assert [event.iteration for event in events_of(folder, StateResumed)] == [2]
+    assert result["digest_per_rank"] == expected["digest_per_rank"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -98,20 +145,25 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(interrupted: Run) 
     assert result["digest_per_rank"] == interrupted[1]["digest_per_rank"]
 
 
-def test_a_start_after_one_that_saved_nothing_says_where_it_begins(tmp_path: Path) -> None:
+def test_each_start_says_in_one_line_where_it_begins(interrupted: Run, tmp_path: Path) -> None:
+    folder, new = interrupted[0], tmp_path / "new"
     with pytest.raises(RankFailedError):
-        train(2, tmp_path, *DENSE, kill=Kill(ranks=(0, 1), iteration=2, phase="gradients"))
-    settings = job_settings(tmp_path, *DENSE)
-    assert run_ranks(2, _begins, settings) == [["training begins with iteration 1"], []]
+        train(2, new, *DENSE, kill=Kill(ranks=(0, 1), iteration=2, phase="gradients"))
+    resumed, second = tmp_path / "resumed", _checkpoint(folder, 2)
+    for run_folder, begins, *overrides in [
+        (tmp_path / "first", "begins with iteration 1: a new run"),
+        (new, "begins with iteration 1: earlier processes of this run have left no state"),
+        (folder, f"goes on after iteration 4, from {_checkpoint(folder, 4)}"),
+        (resumed, f"goes on after iteration 2, from {second}", f"train.resume={second}"),
+    ]:
+        settings = job_settings(run_folder, *DENSE, "run.progress=lines", *overrides)
+        assert run_ranks(2, _begins, settings) == [[f"training {begins}"], []]
 
 
 def _begins(settings: Settings) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage().partition(":")[0])  # type: ignore[method-assign]
-    logging.getLogger("moe_ckpt.loop").addHandler(handler)
-    run(settings, store=rank_store())
-    return said
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        run(settings, store=rank_store())
+    return [line for line in said.getvalue().splitlines() if line.startswith("training ")]
 
 
 def test_resume_from_the_folder_of_another_run(interrupted: Run, tmp_path: Path) -> None:

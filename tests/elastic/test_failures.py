@@ -18,6 +18,7 @@ from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.run_elastic import RankPlace, Worker
+from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import runtime_config
 from tests.elastic.processes import Child
 from tests.elastic.workers import caused
@@ -110,6 +111,7 @@ def lose_a_file_system(_: Connection, memory: Path) -> None:
 def work_in(memory: Path, work: Callable[[Worker], int]) -> None:
     launch = Launch(global_rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0)
     facts: Any = {"ticket": TICKET, "ranks_per_node": 1, "replicas": 0, "has_daemon": False, "host": "127.0.0.1"}
+    facts |= {"folder": RunFolder(path=memory, run_id="run", clock_origin_unix_s=0.0)}
     folder = RunFolderConfig(dir=None, name="run", configuration="")
     job = JobConfig(ckpt=config_of("moevement"), runtime=runtime_config(), folder=folder)
     place = RankPlace(launch=launch, memory=memory, **facts)
