@@ -57,13 +57,13 @@ class TargetJob:
         return [worker for worker in known if worker.is_alive and worker not in self._hit]
 
     def elsewhere(self, ranks: Sequence[int]) -> list[LiveWorker]:
-        """Return those of the ranks' workers that run on other machines."""
+        """Return those of the ranks' workers that run on other machines, or in other containers."""
         return [self.workers[rank] for rank in ranks if rank in self.workers and not self.workers[rank].is_here]
 
     def leave(self, workers: Sequence[LiveWorker]) -> None:
         """Say that these are not struck from here."""
         for worker in workers:
-            self.say(f"rank {worker.global_rank} runs on {worker.host}: left to that machine")
+            self.say(f"rank {worker.global_rank} runs {worker.where}: left to processes there")
 
     def inject(self, workers: Sequence[LiveWorker], fault: TimedFault) -> None:
         """Send the signal to these workers; with a node goes the host memory of all the fault's ranks."""

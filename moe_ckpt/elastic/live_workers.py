@@ -66,6 +66,11 @@ class LiveWorker:
         return (self.boot, self.pid_namespace) == (boot_id(), pid_namespace())
 
     @property
+    def where(self) -> str:
+        """Where a worker is that is not here, for messages."""
+        return "in another container" if self.boot == boot_id() else f"on {self.host}"
+
+    @property
     def is_alive(self) -> bool:
         """Whether it is here, lives, and has its page."""
         return self.is_here and is_alive(self.pid, started=self.start_ticks) and self._page_path.is_file()

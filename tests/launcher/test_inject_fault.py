@@ -385,9 +385,9 @@ def test_a_run_whose_processes_have_died_counts_as_ended_after_a_while(tmp_path:
 def test_ranks_of_another_machine_are_left_to_it(tmp_path: Path, kills: Sequence[Kill]) -> None:
     said: list[str] = []
     with parked_job(tmp_path, 2) as (job, _):
-        rewrite_live(job.run, 0, host="far-away")
+        rewrite_live(job.run, 0, host="far-away", boot="of far-away")
         assert not carry_out([*kills, Kill(rank=1, after_s=0.0)], job.run, ranks_per_node=1, say=said.append)
-        assert "rank 0 runs on far-away: left to that machine" in said
+        assert "rank 0 runs on far-away: left to processes there" in said
         job.wait_for_death(1)
         assert job.deaths(0) == []
         assert not job.page(0).has_order

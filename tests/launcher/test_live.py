@@ -87,6 +87,15 @@ def test_a_stale_file_is_no_live_worker(run: Path, changes: dict[str, Any], runn
     assert is_running(read_written(run)) is running
 
 
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [({"boot": "another", "host": "far-away"}, "on far-away"), ({"pid_namespace": 1}, "in another container")],
+)
+def test_a_worker_that_is_not_here_is_named_by_its_place(run: Path, changes: dict[str, Any], where: str) -> None:
+    rewrite_live(run, 3, **changes)
+    assert [worker.where for worker in read_written(run)] == [where]
+
+
 def test_a_zombie_is_dead_and_only_its_supervisor_keeps_the_run_going(
     run: Path, other: subprocess.Popen[bytes]
 ) -> None:
