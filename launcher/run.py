@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import AUTO, Settings
 from launcher.data import Batches, CorpusSize, TokenSource, open_source
-from launcher.layout import check_fit, check_supervised, fit_layout
+from launcher.job_checks import lay_out
 from launcher.loop import NEVER, LauncherLoop, checkpoint_at
 from launcher.model import build_training
 from launcher.parameters import padded_vocab_size
@@ -70,10 +70,7 @@ def run_in(
     worker: WorkerProcess, settings: Settings, *, around_hooks: AroundHooks = lambda hooks: hooks
 ) -> dict[str, Any]:
     """Train in one process of a rank, supervised or not; `run` has the rest."""
-    layout = fit_layout(settings.parallel, worker.launch.world_size, num_experts=settings.model.num_experts)
-    check_fit(layout, settings.model, settings.train)
-    if worker.is_supervised:
-        check_supervised(layout, settings.model, settings.train)
+    layout = lay_out(settings, worker.launch.world_size, is_supervised=worker.is_supervised)
     build = functools.partial(_build, settings, layout)
     result = run_worker(worker, build, use_cpu=use_cpu, around_hooks=around_hooks)
     if worker.launch.global_rank == 0:

@@ -15,10 +15,7 @@ import pytest
 
 import moe_ckpt
 from moe_ckpt import cli
-from moe_ckpt.run_settings import _parser
 from scripts.write_configuration import PAGE, ROOT, page
-
-RUNS = ("train", "demo")  # jobs, which other tests and `make demo` run
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -32,7 +29,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
         moe_ckpt.attached  # noqa: B018
 
 
-@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name not in RUNS])
+@pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_a_program(name: str) -> None:
     place = ROOT.joinpath(*cli.program(name).split("."))
     assert place.with_suffix(".py").exists() or place.is_dir()
@@ -42,20 +39,6 @@ def test_every_command_has_a_program(name: str) -> None:
 def test_an_unknown_command_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulat"]) == 2
     assert capsys.readouterr().err == f"moe-ckpt: got simulat, wanted one of {', '.join(cli.COMMANDS)}\n"
-
-
-def test_leading_options_of_a_training_are_those_of_torchrun() -> None:
-    command = cli.train_command(["--nproc-per-node=4", "--max-restarts=1", "+ckpt=gemini", "model=small"])
-    assert command[1:] == [
-        *("-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=1"),
-        *(str(ROOT / "launcher" / "train.py"), "+ckpt=gemini", "model=small"),
-    ]
-
-
-@pytest.mark.parametrize("option", _parser()._option_string_actions)
-def test_options_of_an_attached_run_are_not_those_of_torchrun(option: str) -> None:
-    command = cli.run_command(["--nproc-per-node=4", option, "--", "train.py"])
-    assert command[3:] == ["--nproc-per-node=4", "-m", "moe_ckpt.run", option, "--", "train.py"]
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

@@ -21,6 +21,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.exact_json import ExactDecoder
 from moe_ckpt.replication.daemon import MirrorSettings
 from moe_ckpt.replication.messages import Address
+from moe_ckpt.server_process import find_store
 from tests.elastic.processes import Child
 from tests.elastic.workers import NotingStore, wait_until
 from tests.replication.peers import TICKET
@@ -52,7 +53,7 @@ def test_settings_reach_servers_as_they_are(mirror: MirrorSettings | None) -> No
 
 def test_a_job_is_found_by_its_store_or_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / STORE_FILE).write_text("10.0.0.1:29500\n")
-    assert server._find_store(str(tmp_path)) == server._find_store("10.0.0.1:29500") == address(29500)
+    assert find_store(str(tmp_path)) == find_store("10.0.0.1:29500") == address(29500)
     assert server.main(["nowhere:x"]) == 1
     assert capsys.readouterr().err == "error: JOB: got 'nowhere:x', wanted a run folder, or HOST:PORT\n"
 
