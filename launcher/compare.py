@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.config import CONF_DIR, compose_settings
+from launcher.config import CONF_DIR, Settings, compose_settings
 from launcher.faults.outside import inject_from_outside
 from launcher.job_checks import check_job
+from launcher.memory import require_host_memory
 from launcher.output_folder import log_of, make_output_folder
 from launcher.overrides import require_one_value_each
 from launcher.proc import end_job
@@ -105,7 +106,7 @@ def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
     wanted = "at, poisson, trace or none: kills, which every policy can be put to"
     require(not settings.fault.losses, "fault.kind", settings.fault.kind, wanted)
     if wants_supervisor(settings.ckpt, settings.runtime):
-        check_job(settings, world_size)
+        _check(settings, world_size)
         return Variant(name=name, overrides=tuple(overrides), kills=())
     kills = settings.fault.kills(world_size)
     for kill in kills:
@@ -114,8 +115,14 @@ def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
     # this process inflicts the faults: a job without supervisors would refuse them
     others = [each for each in overrides if not each.startswith(("fault=", "fault.", "+fault="))]
     without = (*others, "fault=none")
-    check_job(compose_settings(without), world_size)
+    _check(compose_settings(without), world_size)
     return Variant(name=name, overrides=without, kills=kills)
+
+
+def _check(settings: Settings, world_size: int) -> None:
+    """Raise ConfigError for a job that cannot run on this machine."""
+    layout = check_job(settings, world_size)
+    require_host_memory(settings, layout, range(world_size), is_idle=True)
 
 
 def _run(variant: Variant, folder: Path, num_ranks: int, limit_s: float) -> Path:

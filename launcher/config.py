@@ -1,4 +1,4 @@
-"""From a composed Hydra configuration to frozen values. The only place that sees OmegaConf.
+"""From a composed Hydra configuration to frozen values. The only place that sees OmegaConf and Hydra.
 
 Every YAML under conf/ spells out every key of the dataclass it becomes; a missing, unknown or mistyped one is a
 ConfigError that names it.

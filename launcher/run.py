@@ -20,6 +20,7 @@ from launcher.config import AUTO, Settings
 from launcher.data import Batches, CorpusSize, TokenSource, open_source
 from launcher.job_checks import lay_out
 from launcher.loop import NEVER, LauncherLoop, checkpoint_at
+from launcher.memory import require_room, state_bytes
 from launcher.model import build_training
 from launcher.parameters import padded_vocab_size
 from moe_ckpt.collectives import TorchRanks, gather_results
@@ -105,6 +106,10 @@ def form_groups(layout: ParallelLayout, seed: int) -> None:
 def _build(settings: Settings, layout: ParallelLayout, joined: JoinedWorker[Any]) -> Training:
     """Return this rank's training, for which a supervised rank waits for no other."""
     train = settings.train
+    if torch.cuda.is_available():
+        _, there_bytes = torch.cuda.mem_get_info()
+        needed_bytes = state_bytes(settings, layout, joined.worker.launch.global_rank)
+        require_room(settings, needed_bytes, there_bytes, "memory of its GPU")
     form_groups(layout, train.seed)
     size = _corpus_size(settings, joined.folder)
     source = _open_source_everywhere(settings, joined.folder, size)

@@ -51,11 +51,14 @@ def train_command(arguments: Sequence[str]) -> list[str]:
         return []
     from launcher.config import compose_settings  # noqa: PLC0415 - Hydra: not for help
     from launcher.job_checks import check_job  # noqa: PLC0415
+    from launcher.memory import require_host_memory  # noqa: PLC0415
 
     settings = compose_settings(options.overrides)
     num_processes, num_nodes = count_processes(options), count_nodes(options)
     if num_processes is not None and num_nodes is not None:
-        check_job(settings, num_processes * num_nodes)
+        layout = check_job(settings, num_processes * num_nodes)
+        # the first node of several has as many ranks as each, and those of the first stage
+        require_host_memory(settings, layout, range(num_processes), is_idle=True)
     return torchrun_command(options, [str(_SCRIPT), *options.overrides])
 
 

@@ -62,10 +62,15 @@ def _train(overrides: Sequence[str]) -> int:
     choose_warnings()
     from launcher.config import compose_settings  # noqa: PLC0415 - Hydra: not for help
     from launcher.job_checks import check_job  # noqa: PLC0415
+    from launcher.memory import require_host_memory  # noqa: PLC0415
 
     settings = compose_settings(overrides)
     # before the imports below, so that a start that cannot work is refused at once
-    check_job(settings, read_launch("launcher/train.py").world_size)
+    launch = read_launch("launcher/train.py")
+    layout = check_job(settings, launch.world_size)
+    first = launch.global_rank - launch.local_rank
+    here = range(first, first + launch.local_world_size)
+    require_host_memory(settings, layout, here, is_idle=False)
     from launcher.entry import start  # noqa: PLC0415 - seconds of imports: not for help, not for a mistyped key
 
     return start(settings)

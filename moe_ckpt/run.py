@@ -26,7 +26,7 @@ if __name__ == "__main__":
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
 from moe_ckpt.config import require
-from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch
+from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch, write_error_file
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.run_settings import Command, RunSettings, parse_run
 
@@ -165,6 +165,7 @@ def report_error(message: str) -> None:
         return
     from moe_ckpt.elastic.job_store import say_once  # noqa: PLC0415
 
+    write_error_file(f"error: {message}")
     say_once(message)
 
 

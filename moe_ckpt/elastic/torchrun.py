@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from moe_ckpt.errors import ConfigError
 
@@ -51,3 +55,15 @@ def has_agent_store() -> bool:
 def job_name() -> str:
     """Return torchrun's name of this job: `none` unless --rdzv-id names it; empty without torchrun."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def write_error_file(message: str) -> None:
+    """Let torchrun's own report end with this error, where a hint about tracebacks would stand else.
+
+    torchrun prints a traceback of its own, and then this report, after any process that ends with an error.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        record = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):  # the message has been printed
+            Path(path).write_text(json.dumps({"message": record}))
