@@ -27,7 +27,7 @@ from moe_ckpt.collectives import TorchRanks, gather_results
 from moe_ckpt.config import require
 from moe_ckpt.durable.checkpoint_folder import read_manifest
 from moe_ckpt.durable.course import RunCourse, Setting, read_course
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic.torchrun import is_set_by_user, read_launch
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.loop import JoinedWorker, Training, WorkerProcess, run_worker
 from moe_ckpt.megatron import cpu_stand_in
@@ -84,9 +84,10 @@ def use_cpu() -> bool:
     """Let Megatron-Core run on CPUs if there is no GPU; return whether there is none."""
     if not cpu_stand_in.enable():
         return False
-    # a share that no load changes: sums depend on the number of threads
-    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+    if not is_set_by_user("OMP_NUM_THREADS", "1"):
+        # a share that no load changes: sums depend on the number of threads
+        num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
     return True
 
 

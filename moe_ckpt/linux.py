@@ -44,6 +44,16 @@ def descendants_of(pid: int) -> list[int]:
     return [each for child in children_of(pid) for each in (child, *descendants_of(child))]
 
 
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; empty for one that has ended or is another user's."""
+    try:
+        content = Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    pairs = (os.fsdecode(word).partition("=") for word in content.split(b"\0") if word)
+    return {name: value for name, _, value in pairs}
+
+
 def thread_states(pid: int) -> str:
     """Return a letter, as in /proc/PID/stat, for each thread of a process; empty for one that has ended."""
     try:
