@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moe_ckpt import __version__
 from moe_ckpt.arguments import Parser
-from moe_ckpt.config import require, require_choice
+from moe_ckpt.config import is_utf8, require, require_choice
 from moe_ckpt.errors import ConfigError
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -63,10 +63,11 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def require_one_value_each(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for a setting, or a choice of a file, that has two different values."""
+    """Raise ConfigError for a setting, or a choice of a file, that has two different values, or no text."""
     values: dict[str, str] = {}
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
+        require(is_utf8(override), key, value, "a text in UTF-8")
         first = values.setdefault(key, value)
         if first != value:
             raise ConfigError(f"{key}: got {first!r} and {value!r}, wanted one value")

@@ -26,6 +26,7 @@ from moe_ckpt.config import (
     CkptConfig,
     RunFolderConfig,
     RuntimeConfig,
+    is_utf8,
     require,
     require_choice,
     require_switch,
@@ -99,7 +100,9 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
     job = JobConfig(
         ckpt=section_of(CKPT_CONFIGS[policy], "ckpt", ckpt),
         runtime=section_of(RuntimeConfig, "runtime", runtime),
-        folder=RunFolderConfig(dir=run.get("dir"), name=policy, configuration=configuration),
+        folder=RunFolderConfig(
+            dir=_converted(run.get("dir"), str | None, "run.dir"), name=policy, configuration=configuration
+        ),
         ranks_per_node=changes["parallel"].get("ranks_per_node", AUTO),
         checks=replace(NO_CHECKS, **checks),
         losses=tuple(_converted(run.get("lose", []), list[StateLoss], "run.lose")),
@@ -189,6 +192,7 @@ def _read_defaults(group: str, name: str) -> dict[str, Any]:
 
 def _assignment(text: str) -> dict[str, Any]:
     """Return KEY=VALUE as nested sections; a KEY without a section is the policy's."""
+    require(is_utf8(text), "--set", text, "a text in UTF-8")
     key, equals, value = text.partition("=")
     require(bool(equals and key), "--set", text, "KEY=VALUE, such as window=4 or runtime.join_s=60")
     words = key.split(".")

@@ -52,7 +52,8 @@ def _serve(store: dist.Store, where: Address, interface: str | None, memory: Pat
     of_servers = part_of(store, PART)
     settings = ExactDecoder(ServerSettings).decode(of_servers.get(SETTINGS))
     token = part_of(store, "generations").get("token").decode()
-    host = address_on(interface, "--interface") if interface else route_to(where.host, where.port)
+    setting = "--interface"
+    host = address_on(interface, setting) if interface else route_to(where.host, where.port, setting)
     tls = open_tls(settings.tls)
     numbers = ServerNumbers(of_servers, settings.num_servers)
     capture = open_mirror(settings.mirror, os.getpid()) if settings.mirror else None

@@ -76,6 +76,8 @@ def test_a_file_is_read_first_and_assignments_replace_its_keys(tmp_path: Path) -
         (["--set", "run.dr=x", *SCRIPT], "run.dr: no such setting, wanted dir"),
         (["--set", "runtime.join_s=1", *SCRIPT], "runtime.join_s: got 1.0, wanted more than"),
         (["--set", "parallel.ranks_per_node=0", *SCRIPT], "parallel.ranks_per_node: got 0, wanted auto or a number"),
+        (["--set", "run.dir=a\udcff", *SCRIPT], "--set: got 'run.dir=a\\udcff', wanted a text in UTF-8"),
+        (["--set", "run.dir=5", *SCRIPT], "run.dir: got 5, wanted str or null"),
         (["--config", "/nowhere.yaml", *SCRIPT], "--config: got '/nowhere.yaml', wanted a YAML file"),
     ],
 )

@@ -39,6 +39,7 @@ MAINS = pytest.mark.parametrize("main", [train.main, simulate.main], ids=["train
         (["ckpt.window=range(1,3)"], "ckpt.window: got 'range(1,3)', wanted one value"),
         (["ckpt=moc", "+ckpt=gemini"], "ckpt: got 'moc' and 'gemini', wanted one value"),
         (["ckpt=gemini", "ckpt.every_iters=1", "+ckpt.every_iters=2"], "ckpt.every_iters: got '1' and '2', wanted one"),
+        (["run.dir=a\udcff"], "run.dir: got 'a\\udcff', wanted a text in UTF-8"),
         (["hydra.run.dir=x"], 'hydra.run.dir: got "a setting of Hydra\'s own", wanted one of the settings'),
         (["hydra/launcher=x"], "hydra/launcher: got"),
     ],

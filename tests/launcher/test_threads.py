@@ -10,7 +10,10 @@ import torch
 
 from launcher.run import use_cpu
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU use no threads")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU use no threads"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # torch's about kernels that the CPU stand-in replaces
+]
 
 
 @pytest.fixture(autouse=True)
