@@ -18,6 +18,9 @@ from moe_ckpt.arguments import Parser
 from moe_ckpt.elastic.live_workers import LATEST, LiveWorker, read_world_size, read_written
 from moe_ckpt.errors import ConfigError, exit_status
 
+_WORDS = ("host", "phase", "state")
+"""Columns that are words, and no numbers."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Doing:
@@ -143,17 +146,29 @@ def _loss(result: dict[str, Any]) -> list[str]:
 
 
 def _table(ranks: Sequence[RankStatus]) -> Table:
-    table = Table(
-        "rank", "node", "host", "pid", "incarnation", "generation", "iteration", "phase", "state", "heartbeat"
+    """Return a row for each rank; all of it fits into 80 columns, but for long names of hosts, which are folded."""
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    heads = (
+        "rank",
+        "node",
+        "host",
+        "pid",
+        "incar-\nnation",
+        "gener-\nation",
+        "iter-\nation",
+        "phase",
+        "state",
+        "heart-\nbeat",
     )
+    for head in heads:
+        table.add_column(head, overflow="fold", justify="left" if head in _WORDS else "right")
     for rank in ranks:
         known = [rank.rank, rank.node, rank.host, rank.pid, rank.incarnation]
         doing = rank.doing
         if doing is None:
             seen = ["-", "-", "-", rank.state, "-"]
         else:
-            age = f"{1e3 * doing.heartbeat_age_s:.0f} ms ago"
-            seen = [doing.generation, doing.iteration, doing.phase, rank.state, age]
+            seen = [doing.generation, doing.iteration, doing.phase, rank.state, f"{1e3 * doing.heartbeat_age_s:.0f} ms"]
         table.add_row(*map(str, [*known, *seen]))
     return table
 

@@ -20,6 +20,12 @@ def start_ticks(pid: int) -> int:
     return _number(pid, _START_TICKS)
 
 
+def age_s(pid: int) -> float:
+    """Return the time since the start of a process. Raises ProcessLookupError."""
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime_s - start_ticks(pid) / os.sysconf("SC_CLK_TCK")
+
+
 def is_alive(pid: int, *, started: int | None = None) -> bool:
     """Return whether a process, if given the one that was `started` then, is alive: a zombie is not."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
