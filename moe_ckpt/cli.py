@@ -25,9 +25,11 @@ COMMANDS = {
     "compare": "policies on one job under the same faults",
     "server": "hold checkpoints on a machine that trains nothing: moe-ckpt server RUN_FOLDER (ckpt.servers=hosts)",
     "simulate": "simulate a policy on a cluster, or rank all of them: plan=true",
+    "door": "let the variable MOE_CKPT attach to programs of this environment: moe-ckpt door install|remove",
     "profile": "this machine's constants for the simulator, from runs",
 }
 _MODULES = {
+    "door": "moe_ckpt.door_file",
     "train": "launcher.start_train",
     "run": "moe_ckpt.start_run",
     "inject": "launcher.inject_fault",

@@ -19,7 +19,7 @@ LAUNCHER = ("train", "start_train", "simulate", "inject_fault", "status", "repor
 COMMANDS = (
     *("moe-ckpt", *(f"moe-ckpt {name}" for name in cli.COMMANDS)),
     *(f"-m launcher.{name}" for name in (*LAUNCHER, "cluster_profile")),
-    *("-m moe_ckpt.cli", "-m moe_ckpt.run", "-m moe_ckpt.start_run", "-m moe_ckpt.server"),
+    *("-m moe_ckpt.cli", "-m moe_ckpt.run", "-m moe_ckpt.start_run", "-m moe_ckpt.server", "-m moe_ckpt.door_file"),
 )
 SCRIPTS = tuple(
     f"scripts/{name}.py"
@@ -30,6 +30,8 @@ SCRIPTS = tuple(
 )
 """Without those that import training for seconds: endurance, write_captures, write_golden."""
 NEEDED = {
+    "door": ["install"],
+    "door_file": ["install"],
     "server": ["job"],
     "cluster_profile": ["run"],
     "profile": ["run"],
@@ -72,3 +74,9 @@ def test_help_is_shown_and_an_unknown_option_refused_by_name(entry: str) -> None
 @pytest.mark.parametrize("entry", COMMANDS)
 def test_help_imports_nothing_slow(entry: str) -> None:
     assert made_once(run_all)[entry]["--help"][2] == []
+
+
+def test_the_help_of_a_command_names_no_file_of_a_checkout() -> None:
+    """A wheel has none of these files."""
+    said = made_once(run_all)["moe-ckpt train"]["--help"][1]
+    assert re.findall(r"\b(?:launcher|scripts|docs|benchmarks)/\S+", said) == []
