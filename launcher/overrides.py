@@ -73,6 +73,12 @@ def require_one_value_each(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{key}: got {first!r} and {value!r}, wanted one value")
 
 
+def last_values(overrides: Sequence[str]) -> list[str]:
+    """Return overrides without those whose setting has another value later: defaults of a script, then its user's."""
+    last = {override.lstrip("+").partition("=")[0]: override for override in overrides}
+    return list(last.values())
+
+
 def help_text(name: str, overrides: Sequence[str]) -> str:
     """Return the files that a command composes: keys, defaults, meanings as comments.
 

@@ -11,7 +11,7 @@ import pytest
 from launcher import simulate, train
 from launcher.config import GROUPS, Settings, compose_settings
 from launcher.faults.config import FAULT_CONFIGS
-from launcher.overrides import help_text
+from launcher.overrides import help_text, last_values
 from moe_ckpt.config import CKPT_CONFIGS
 
 MAINS = pytest.mark.parametrize("main", [train.main, simulate.main], ids=["train", "simulate"])
@@ -85,3 +85,8 @@ def test_help_names_the_choices_where_there_is_no_such_one(main: object, capsys:
     assert callable(main)
     assert main(["--help", "ckpt=moevemnt"]) == 1
     assert "ckpt: got 'moevemnt', wanted one of checkfreq, dense" in capsys.readouterr().err
+
+
+def test_of_several_values_a_script_keeps_the_last() -> None:
+    words = ["+ckpt=dense", "train.lr=1", "train.lr=2", "ckpt=gemini", "~run.x"]
+    assert last_values(words) == ["ckpt=gemini", "train.lr=2", "~run.x"]
