@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.marks import rewrite  # noqa: E402
 from benchmarks.recovery import WARM_ITERATIONS, Job  # noqa: E402
 from benchmarks.runs import current_commit, default_model, hardware  # noqa: E402
+from launcher.overrides import last_values  # noqa: E402
 from moe_ckpt.elastic.live_workers import read_live  # noqa: E402
 
 DEFAULTS = ("ckpt=moevement", "ckpt.window=12", "ckpt.replicas=0")
@@ -148,7 +149,7 @@ def main() -> int:
     options, overrides = parser.parse_known_args()
     if shutil.which(options.py_spy) is None:
         sys.exit(f"--py-spy: got {options.py_spy}, wanted the program of `pip install py-spy`")
-    arguments = [*default_model(overrides), *DEFAULTS, *QUIET, *overrides]
+    arguments = last_values([*default_model(overrides), *DEFAULTS, *QUIET, *overrides])
     with tempfile.TemporaryDirectory() as folder:
         stacks = read_stacks(sample(Path(folder), arguments, options.py_spy, options.seconds))
     if not stacks:

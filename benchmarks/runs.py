@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from launcher.overrides import last_values
+
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
 _LIMIT_S = 3600.0
@@ -21,7 +23,7 @@ def finished_run(name: str, folder: Path, arguments: Sequence[str], more: Sequen
     `more` are arguments that come after `run.dir`.
     """
     path = folder / name.replace(",", "").replace(" ", "-")
-    given = [*arguments, f"run.dir={path}", *more]
+    given = last_values([*arguments, f"run.dir={path}", *more])
     if _is_done(path, given):
         return path
     folder.mkdir(parents=True, exist_ok=True)

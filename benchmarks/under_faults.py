@@ -51,6 +51,7 @@ from benchmarks.overhead import QUIET, student  # noqa: E402
 from benchmarks.runs import current_commit, default_model, hardware, packages  # noqa: E402
 from launcher.cluster_profile import constants_of  # noqa: E402
 from launcher.compare import plan_variants, run_job  # noqa: E402
+from launcher.overrides import last_values  # noqa: E402
 from launcher.simulator.comparison import predict_events  # noqa: E402
 from launcher.simulator.real_run import (  # noqa: E402
     MeasuredRecovery,
@@ -182,7 +183,7 @@ def plan_cells(policies: Sequence[str], runs: Mapping[float, int]) -> Iterator[C
 
 def arguments_of(cell: Cell, *, cap_bytes_per_s: float | None, seconds: float, common: Sequence[str]) -> list[str]:
     """Return the words with which `launcher.compare` describes a run; a cap of None: copies as fast as the machine."""
-    words = [*QUIET, f"train.iterations={_MANY}", *common]
+    words = last_values([*QUIET, f"train.iterations={_MANY}", *common])
     if cell.policy == PLAIN:
         return ["none", *words, "fault=none", "runtime.guard=false"]
     policy, _, own = cell.policy.partition(":")

@@ -10,8 +10,14 @@ Kill a rank while the program runs: a new process takes the rank's place, and th
 """
 # Megatron-Core takes other layer specifications than its annotations say:
 # pyright: reportArgumentType=false
+# Warnings are chosen before imports that warn:
+# ruff: noqa: E402
 
 import sys
+import warnings
+
+# of Megatron-Core and torch, in each process: kernels that a CPU or an environment lacks
+warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
 
 # first: the import keeps later ones from starting CUDA, which no forked worker could use
 from moe_ckpt.own_loop import LoopConfig, train_elastic

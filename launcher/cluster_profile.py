@@ -7,7 +7,6 @@ from real training runs).
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import sys
@@ -27,6 +26,7 @@ from launcher.simulator.real_run import (
     recoveries_of,
     setup_of,
 )
+from moe_ckpt.arguments import Parser
 from moe_ckpt.errors import exit_status
 from moe_ckpt.events import (
     CheckpointSaved,
@@ -53,12 +53,12 @@ _TEMPLATE = CONF_DIR / "cluster" / "local.yaml"
 
 def main(arguments: Sequence[str]) -> int:
     """Print or write the constants of the machine that some runs ran on; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m launcher.cluster_profile", description=_WHAT)
+    parser = Parser(prog="python -m launcher.cluster_profile", description=_WHAT)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a real run on this machine")
     parser.add_argument("--write", type=Path, help="file for the constants (default: standard output)")
-    options = parser.parse_args(arguments)
 
     def profile() -> None:
+        options = parser.parse_args(arguments)
         runs = [read_run(folder) for folder in options.runs]
         cluster, _ = compose_machine(["cluster=local"])
         text = fill_in(_TEMPLATE.read_text(), measure(runs, cluster), options.runs)

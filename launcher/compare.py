@@ -8,7 +8,6 @@ starts all ranks again.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import subprocess
 import sys
@@ -17,15 +16,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.config import CONF_DIR, compose_settings
+from launcher.config import CONF_DIR, Settings, compose_settings
 from launcher.faults.outside import inject_from_outside
+from launcher.job_checks import check_job
+from launcher.memory import require_host_memory
 from launcher.output_folder import log_of, make_output_folder
+from launcher.overrides import require_one_value_each
 from launcher.proc import end_job
 from launcher.report.__main__ import main as report
 from launcher.report.facts import gather
 from launcher.report.markdown import to_markdown
 from launcher.report.read import read_runs
 from launcher.report.summary import headline
+from moe_ckpt.arguments import Parser
 from moe_ckpt.config import require, wants_supervisor
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import Kill, TimedFault
@@ -60,9 +63,9 @@ class JobOutcome:
 
 def main(arguments: Sequence[str]) -> int:
     """Run, report, and return the exit status: that of the report; a run that fails is part of it."""
-    # policies, settings and options may come in any order, which `parse_args` refuses
-    options = _parser().parse_intermixed_args(arguments)
     try:
+        # policies, settings and options may come in any order, which `parse_args` refuses
+        options = _parser().parse_intermixed_args(arguments)
         variants = plan_variants(options.what, options.ranks)
         folder = make_output_folder(options.output, "compare")
         there = sorted(path.parent.name for path in folder.glob("*/run.json"))
@@ -97,18 +100,29 @@ def plan_variants(words: Sequence[str], world_size: int) -> list[Variant]:
 
 
 def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
+    require_one_value_each(overrides)
     settings = compose_settings(overrides)
+    require(settings.run.dir is None, "run.dir", settings.run.dir, "none: each run has a folder below that of -o")
     wanted = "at, poisson, trace or none: kills, which every policy can be put to"
     require(not settings.fault.losses, "fault.kind", settings.fault.kind, wanted)
     if wants_supervisor(settings.ckpt, settings.runtime):
+        _check(settings, world_size)
         return Variant(name=name, overrides=tuple(overrides), kills=())
     kills = settings.fault.kills(world_size)
     for kill in kills:
         wanted = f"one of {', '.join(_FROM_OUTSIDE)} under ckpt={settings.ckpt.policy}: nobody there finds a hang"
         require(kill.signal in _FROM_OUTSIDE, "fault: signal", kill.signal, wanted)
     # this process inflicts the faults: a job without supervisors would refuse them
-    without = [each for each in overrides if not each.startswith(("fault=", "fault.", "+fault="))]
-    return Variant(name=name, overrides=(*without, "fault=none"), kills=kills)
+    others = [each for each in overrides if not each.startswith(("fault=", "fault.", "+fault="))]
+    without = (*others, "fault=none")
+    _check(compose_settings(without), world_size)
+    return Variant(name=name, overrides=without, kills=kills)
+
+
+def _check(settings: Settings, world_size: int) -> None:
+    """Raise ConfigError for a job that cannot run on this machine."""
+    layout = check_job(settings, world_size)
+    require_host_memory(settings, layout, range(world_size), is_idle=True)
 
 
 def _run(variant: Variant, folder: Path, num_ranks: int, limit_s: float) -> Path:
@@ -157,12 +171,11 @@ def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], b
     return JobOutcome(status=process.returncode, was_stopped=was_stopped, left=left)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m launcher.compare",
         description="Run policies one after the other, under the same faults, and report on them side by side.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("what", nargs="*", metavar="POLICY|SETTING=VALUE", help=f"default: {' '.join(_ALL)}, without faults")

@@ -1,4 +1,4 @@
-"""From a composed Hydra configuration to frozen values. The only place that sees OmegaConf.
+"""From a composed Hydra configuration to frozen values. The only place that sees OmegaConf and Hydra.
 
 Every YAML under conf/ spells out every key of the dataclass it becomes; a missing, unknown or mistyped one is a
 ConfigError that names it.
@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
 
-import hydra
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
+from launcher.overrides import CONF_DIR
 from moe_ckpt.config import (
     AUTO,
     CKPT_CONFIGS,
@@ -37,11 +32,13 @@ from moe_ckpt.config import (
     require_choice,
     require_switch,
 )
-from moe_ckpt.errors import ConfigError, exit_status
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.state_format import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
 
-CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
 GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "fault", "runtime")
 _WARMUP_ITERS = 10
 
@@ -333,11 +330,19 @@ def compose_as(
 
     `kinds` are the classes of its sections, for what is said of a key that there is not. Raises ConfigError.
     """
+    # here, as most commands need Hydra for a part of their work only, and none for `--help`
+    from hydra import compose, initialize_config_dir  # noqa: PLC0415
+    from hydra.core.global_hydra import GlobalHydra  # noqa: PLC0415
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # noqa: PLC0415
+    from hydra.errors import HydraException, OverrideParseException  # noqa: PLC0415
+
     bare = (group_choice_without_plus(argument, groups) for argument in arguments)
     overrides = [_choice_as_text(argument, groups) for argument in bare]
     # Hydra keeps one configuration a process, and refuses a second one: compare and the simulator compose many
     GlobalHydra.instance().clear()
     try:
+        for override in OverridesParser.create().parse_overrides(overrides):
+            _require_one_value(override)
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             return convert(compose(name, overrides=overrides))
     except OverrideParseException as error:
@@ -346,39 +351,20 @@ def compose_as(
         raise ConfigError(_explain(str(error), kinds)) from None
 
 
+def _require_one_value(override: Override) -> None:
+    """Raise ConfigError for a sweep over values, and for a setting of Hydra's own, which would do nothing."""
+    key = override.key_or_group
+    is_hydras = re.split(r"[./]", key)[0] == "hydra"
+    require(not is_hydras, key, "a setting of Hydra's own", "one of the settings that --help lists")
+    if override.is_sweep_override():
+        _, _, values = (override.input_line or "").partition("=")
+        raise ConfigError(f"{key}: got {values!r}, wanted one value (start once for each), or a list as [a, b]")
+
+
 def group_choice_without_plus(argument: str, groups: Sequence[str] = GROUPS) -> str:
     """Make `+ckpt=X` mean `ckpt=X`: every group has a default here, which Hydra refuses to append to."""
     bare = argument.lstrip("+")
     return bare if bare.partition("=")[0] in groups else argument
-
-
-def show_with_hydra(name: str, arguments: Sequence[str], groups: Sequence[str]) -> int:
-    """Answer `--help`; let Hydra answer `--cfg job`, `--info` and the like; return the exit status."""
-    if {"-h", "--help"} & set(arguments):
-        return exit_status(lambda: print(help_text(name, arguments)))
-    sys.argv[1:] = [group_choice_without_plus(argument, groups) for argument in arguments]
-    hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(lambda _: None)()
-    return 0
-
-
-def help_text(name: str, arguments: Sequence[str]) -> str:
-    """Return the header of `--help`, then the files that a command composes: keys, defaults, meanings as comments.
-
-    Raises ConfigError for a choice that there is not.
-    """
-    text, _, own = (CONF_DIR / f"{name}.yaml").read_text().partition("\nhydra:")
-    header = cast("Any", OmegaConf.create(f"hydra:{own}")).hydra.help.header
-    chosen = re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE)
-    pairs = (argument.lstrip("+").partition("=") for argument in arguments)
-    asked = {group: choice for group, _, choice in pairs}
-    parts = [header, text.replace("\ndefaults:", "\n\ndefaults:", 1)]
-    for group, default in chosen:
-        choices = sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
-        choice = asked.get(group) or default
-        require_choice(group, choice, choices)
-        parts.append(f"# {group}={choice}; GROUP=CHOICE chooses another one: {', '.join(choices)}")
-        parts.append(textwrap.indent((CONF_DIR / group / f"{choice}.yaml").read_text(), "  "))
-    return "\n".join(parts)
 
 
 def _choice_as_text(argument: str, groups: Sequence[str]) -> str:

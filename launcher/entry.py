@@ -15,8 +15,6 @@ from launcher.faults.carry_out import carry_out
 
 # Megatron is among these imports: imported after the fork, it took 3 s of every replacement
 from launcher.run import run_in
-from launcher.servers import require_servable
-from moe_ckpt.config import require
 from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.faults.schedule import Kill
@@ -29,13 +27,8 @@ def start(settings: Settings) -> int:
     os.umask(0o077)  # of files that other libraries write into the run folder: TensorBoard's, torch's checkpoints
     # Megatron calls `gc.collect()` twice at every save, which takes 0.3 s over all that torch and Megatron import
     gc.freeze()
-    require_servable(settings)
-    job = settings.job
-    kills_none = settings.fault.kind in ("none", "state_loss")
-    wanted = "none or state_loss: no supervisor replaces a killed worker with this policy"
-    require(job.is_supervised or kills_none, "fault.kind", settings.fault.kind, wanted)
     return start_rank(
-        job,
+        settings.job,
         read_launch(),
         lambda worker: run_in(worker, settings),
         beside=lambda place: _start_faults(settings, place),

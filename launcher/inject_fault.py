@@ -13,11 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from launcher.faults.carry_out import carry_out
 from launcher.faults.config import read_trace
 from launcher.faults.job import LOOK_EVERY_S
+from moe_ckpt.arguments import Parser
 from moe_ckpt.config import require
 from moe_ckpt.elastic.live_workers import LATEST, LiveWorker, is_running, read_live, read_world_size, read_written
 from moe_ckpt.errors import ConfigError
@@ -54,8 +54,8 @@ what happened is added to RUN/faults.jsonl; exit status: 0 all was carried out, 
 
 def main(arguments: Sequence[str]) -> int:
     """Inject faults as the arguments say; return the exit status."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         return _inject(options, Path(options.run).resolve())
     except ConfigError as error:
         return _fail(_WRONG_USE, str(error))
@@ -141,20 +141,11 @@ def _fail(status: int, message: str) -> int:
     return status
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(_WRONG_USE, f"error: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="inject_fault.sh",
         description="Inject faults into a running job. Without options: SIGKILL to one random live worker.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--run", metavar="DIR", default=LATEST, help="the run's folder (default: outputs/latest, the newest)")

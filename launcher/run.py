@@ -18,15 +18,16 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from launcher.config import AUTO, Settings
 from launcher.data import Batches, CorpusSize, TokenSource, open_source
-from launcher.layout import check_fit, check_supervised, fit_layout
+from launcher.job_checks import lay_out
 from launcher.loop import NEVER, LauncherLoop, checkpoint_at
+from launcher.memory import require_room, state_bytes
 from launcher.model import build_training
 from launcher.parameters import padded_vocab_size
 from moe_ckpt.collectives import TorchRanks, gather_results
 from moe_ckpt.config import require
 from moe_ckpt.durable.checkpoint_folder import read_manifest
 from moe_ckpt.durable.course import RunCourse, Setting, read_course
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic.torchrun import is_set_by_user, read_launch
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.loop import JoinedWorker, Training, WorkerProcess, run_worker
 from moe_ckpt.megatron import cpu_stand_in
@@ -70,10 +71,7 @@ def run_in(
     worker: WorkerProcess, settings: Settings, *, around_hooks: AroundHooks = lambda hooks: hooks
 ) -> dict[str, Any]:
     """Train in one process of a rank, supervised or not; `run` has the rest."""
-    layout = fit_layout(settings.parallel, worker.launch.world_size, num_experts=settings.model.num_experts)
-    check_fit(layout, settings.model, settings.train)
-    if worker.is_supervised:
-        check_supervised(layout, settings.model, settings.train)
+    layout = lay_out(settings, worker.launch.world_size, is_supervised=worker.is_supervised)
     build = functools.partial(_build, settings, layout)
     result = run_worker(worker, build, use_cpu=use_cpu, around_hooks=around_hooks)
     if worker.launch.global_rank == 0:
@@ -86,9 +84,10 @@ def use_cpu() -> bool:
     """Let Megatron-Core run on CPUs if there is no GPU; return whether there is none."""
     if not cpu_stand_in.enable():
         return False
-    # a share that no load changes: sums depend on the number of threads
-    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+    if not is_set_by_user("OMP_NUM_THREADS", "1"):
+        # a share that no load changes: sums depend on the number of threads
+        num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
     return True
 
 
@@ -108,6 +107,10 @@ def form_groups(layout: ParallelLayout, seed: int) -> None:
 def _build(settings: Settings, layout: ParallelLayout, joined: JoinedWorker[Any]) -> Training:
     """Return this rank's training, for which a supervised rank waits for no other."""
     train = settings.train
+    if torch.cuda.is_available():
+        _, there_bytes = torch.cuda.mem_get_info()
+        needed_bytes = state_bytes(settings, layout, joined.worker.launch.global_rank)
+        require_room(settings, needed_bytes, there_bytes, "memory of its GPU")
     form_groups(layout, train.seed)
     size = _corpus_size(settings, joined.folder)
     source = _open_source_everywhere(settings, joined.folder, size)

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from launcher.config import show_with_hydra
+from launcher.overrides import help_text, make_parser, parse
 from launcher.simulator.comparison import compare
-from launcher.simulator.config import GROUPS, compose_machine, compose_request, compose_simulation
+from launcher.simulator.config import compose_machine, compose_request, compose_simulation, compose_yaml
 from launcher.simulator.plan_lines import host_memory, plan_lines
 from launcher.simulator.planning import rank_policies
 from launcher.simulator.published_page import read_cells, write_page
@@ -24,13 +24,26 @@ from moe_ckpt.errors import exit_status
 from moe_ckpt.sim.saving import Recovery
 
 _NOTHING = "-"
+_DESCRIPTION = """Simulates training under faults: predicts ETTR, overhead and memory of policies, and ranks them.
+
+    python -m launcher.simulate [OVERRIDES]
+    python -m launcher.simulate plan=true model=deepseek_moe cluster=h200 mtbf_s=1800"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Simulate what the arguments say, or say in one message why not; return the exit status."""
-    if any(argument.startswith("-") for argument in arguments):
-        return show_with_hydra("simulate", arguments, GROUPS)
-    return exit_status(lambda: _simulate(arguments))
+    return exit_status(lambda: _answer(arguments))
+
+
+def _answer(arguments: Sequence[str]) -> None:
+    parser = make_parser("python -m launcher.simulate", _DESCRIPTION)
+    options = parse(parser, arguments)
+    if options.help:
+        print(parser.format_help(), help_text("simulate", options.overrides), sep="\n")
+    elif options.cfg:
+        print(compose_yaml(options.overrides), end="")
+    else:
+        _simulate(options.overrides)
 
 
 def _simulate(arguments: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -15,9 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.fault_classes import count_faults_in
+from moe_ckpt.arguments import Parser
 from moe_ckpt.elastic.live_workers import LATEST, LiveWorker, read_world_size, read_written
+from moe_ckpt.errors import ConfigError, exit_status
 
-_FAILED = 1
+_WORDS = ("host", "phase", "state")
+"""Columns that are words, and no numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,26 +53,31 @@ def read_status(run: Path) -> list[RankStatus]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the status of a run; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m launcher.status", description="Show what a run's ranks are doing.")
+    parser = Parser(prog="python -m launcher.status", description="Show what a run's ranks are doing.")
     parser.add_argument("run", nargs="?", default=LATEST, help="the run's folder (default: outputs/latest, the newest)")
     parser.add_argument("--json", action="store_true", help="for programs")
-    options = parser.parse_args(arguments)
-    run = Path(options.run).resolve()
+
+    def show() -> None:
+        options = parser.parse_args(arguments)
+        _show(Path(options.run).resolve(), as_json=options.json)
+
+    return exit_status(show)
+
+
+def _show(run: Path, *, as_json: bool) -> None:
     try:
         world_size = read_world_size(run)
     except FileNotFoundError:
-        print(f"error: no run in {run}: start one, or name another's folder", file=sys.stderr)
-        return _FAILED
+        raise ConfigError(f"no run in {run}: start one, or name another's folder") from None
     ranks, faults, path = read_status(run), count_faults_in(run), run / "result.json"
     result = json.loads(path.read_text()) if path.exists() else None
-    if options.json:
+    if as_json:
         record = {"run": str(run), "ended": _has_ended(ranks), "result": result, "faults": faults}
         print(json.dumps({**record, "ranks": [asdict(rank) for rank in ranks]}, indent=1))
     else:
         _print(run, world_size, ranks, result)
         counts = ", ".join(f"{count} {name}" for name, count in faults.items())
         print(f"faults so far: {counts or 'none'}")
-    return 0
 
 
 def _status_of(worker: LiveWorker) -> RankStatus:
@@ -139,17 +146,29 @@ def _loss(result: dict[str, Any]) -> list[str]:
 
 
 def _table(ranks: Sequence[RankStatus]) -> Table:
-    table = Table(
-        "rank", "node", "host", "pid", "incarnation", "generation", "iteration", "phase", "state", "heartbeat"
+    """Return a row for each rank; all of it fits into 80 columns, but for long names of hosts, which are folded."""
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    heads = (
+        "rank",
+        "node",
+        "host",
+        "pid",
+        "incar-\nnation",
+        "gener-\nation",
+        "iter-\nation",
+        "phase",
+        "state",
+        "heart-\nbeat",
     )
+    for head in heads:
+        table.add_column(head, overflow="fold", justify="left" if head in _WORDS else "right")
     for rank in ranks:
         known = [rank.rank, rank.node, rank.host, rank.pid, rank.incarnation]
         doing = rank.doing
         if doing is None:
             seen = ["-", "-", "-", rank.state, "-"]
         else:
-            age = f"{1e3 * doing.heartbeat_age_s:.0f} ms ago"
-            seen = [doing.generation, doing.iteration, doing.phase, rank.state, age]
+            seen = [doing.generation, doing.iteration, doing.phase, rank.state, f"{1e3 * doing.heartbeat_age_s:.0f} ms"]
         table.add_row(*map(str, [*known, *seen]))
     return table
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import warnings
@@ -19,36 +20,60 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where this file was not installed under its name
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
-from launcher.config import GROUPS, compose_settings, show_with_hydra
-from moe_ckpt import __version__
+from launcher.overrides import help_text, make_parser, parse
+from moe_ckpt.arguments import Parser
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.run import report_error
 
 _FAILED = 1
+DESCRIPTION = "Trains a Mixture-of-Experts model with Megatron-Core and fault tolerance from moe_ckpt."
+_EXAMPLE = "\n\n    torchrun --nproc-per-node=4 launcher/train.py [OVERRIDES]"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train, show help, or say in one message why not; return the exit status."""
-    if "--version" in arguments:
-        print(f"moe-ckpt {__version__}")
-        return 0
-    if any(argument.startswith("-") for argument in arguments):
-        return show_with_hydra("config", arguments, GROUPS)
+    parser = make_parser("launcher/train.py", DESCRIPTION + _EXAMPLE)
+    try:
+        options = parse(parser, arguments)
+        if show(parser, options):
+            return 0
+        return _train(options.overrides)
+    except MoeCkptError as error:
+        report_error(str(error))
+        return _FAILED
+
+
+def show(parser: Parser, options: argparse.Namespace) -> bool:
+    """Print what `--help` or `--cfg` ask for; return whether either was given."""
+    if options.help:
+        print(parser.format_help(), help_text("config", options.overrides), sep="\n")
+    elif options.cfg:
+        from launcher.config import compose_settings  # noqa: PLC0415 - Hydra: not for help
+
+        print(compose_settings(options.overrides).composed_yaml, end="")
+    return bool(options.help or options.cfg)
+
+
+def _train(overrides: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("moe_ckpt.engine.session").setLevel(logging.INFO)  # what ckpt.window=auto chooses
     logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script
     choose_warnings()
-    try:
-        settings = compose_settings(arguments)
-        # before the imports below, so that a start without torchrun is refused at once
-        read_launch("launcher/train.py")
-        from launcher.entry import start  # noqa: PLC0415 - seconds of imports: not for help, not for a mistyped key
+    from launcher.config import compose_settings  # noqa: PLC0415 - Hydra: not for help
+    from launcher.job_checks import check_job  # noqa: PLC0415
+    from launcher.memory import require_host_memory  # noqa: PLC0415
 
-        return start(settings)
-    except MoeCkptError as error:
-        report_error(str(error))
-        return _FAILED
+    settings = compose_settings(overrides)
+    # before the imports below, so that a start that cannot work is refused at once
+    launch = read_launch("launcher/train.py")
+    layout = check_job(settings, launch.world_size)
+    first = launch.global_rank - launch.local_rank
+    here = range(first, first + launch.local_world_size)
+    require_host_memory(settings, layout, here, is_idle=False)
+    from launcher.entry import start  # noqa: PLC0415 - seconds of imports: not for help, not for a mistyped key
+
+    return start(settings)
 
 
 def choose_warnings() -> None:

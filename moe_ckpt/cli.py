@@ -6,7 +6,6 @@ others may use. Must not: import the launcher before a command is chosen.
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -26,9 +25,13 @@ COMMANDS = {
     "compare": "policies on one job under the same faults",
     "server": "hold checkpoints on a machine that trains nothing: moe-ckpt server RUN_FOLDER (ckpt.servers=hosts)",
     "simulate": "simulate a policy on a cluster, or rank all of them: plan=true",
+    "door": "let the variable MOE_CKPT attach to programs of this environment: moe-ckpt door install|remove",
     "profile": "this machine's constants for the simulator, from runs",
 }
 _MODULES = {
+    "door": "moe_ckpt.door_file",
+    "train": "launcher.start_train",
+    "run": "moe_ckpt.start_run",
     "inject": "launcher.inject_fault",
     "profile": "launcher.cluster_profile",
     "server": "moe_ckpt.server",
@@ -53,28 +56,6 @@ def usage() -> str:
     return "\n".join(["usage: moe-ckpt COMMAND [ARGUMENTS]; moe-ckpt COMMAND --help", "", *lines])
 
 
-def train_command(arguments: Sequence[str]) -> list[str]:
-    """Return the torchrun command of a training: leading options are torchrun's, all others the launcher's."""
-    script = str(app_root() / "launcher" / "train.py")
-    # torchrun would take this option for its own, and print its own help
-    if any(argument in ("-h", "--help") for argument in arguments):
-        return [sys.executable, script, "--help"]
-    split = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
-    return [sys.executable, "-m", "torch.distributed.run", *arguments[:split], script, *arguments[split:]]
-
-
-def run_command(arguments: Sequence[str]) -> list[str]:
-    """Return the torchrun command of an attached run: options up to the first of `moe_ckpt.run` are torchrun's."""
-    split = next((i for i, word in enumerate(arguments) if is_option_of_run(word)), len(arguments))
-    start = [sys.executable, "-m", "torch.distributed.run", *arguments[:split]]
-    return [*start, "-m", "moe_ckpt.run", *arguments[split:]]
-
-
-def is_option_of_run(word: str) -> bool:
-    """Return whether a word of a command line begins the options or the program of `moe_ckpt.run`."""
-    return word == "--" or word.partition("=")[0] in ("--loop", "--ckpt", "--set", "--config", "--plain")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status."""
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
@@ -87,12 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"moe-ckpt: got {name}, wanted one of {', '.join(COMMANDS)}", file=sys.stderr)
         return _USAGE
-    root = str(app_root())
-    sys.path.insert(0, root)
-    if name in ("train", "run"):
-        command = train_command(rest) if name == "train" else run_command(rest)
-        # torchrun takes the place of this process: a signal, and the exit status, are torchrun's own
-        os.execv(command[0], command)
+    sys.path.insert(0, str(app_root()))
     sys.argv = [f"moe-ckpt {name}", *rest]
     runpy.run_module(program(name), run_name="__main__", alter_sys=True)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ def require(condition: bool, setting: str, got: object, wanted: str) -> None:
     """Raise ConfigError naming the setting, its value and its allowed values, unless the condition holds."""
     if not condition:
         raise ConfigError(f"{setting}: got {got!r}, wanted {wanted}")
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be written in UTF-8: a file name of other bytes cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def require_choice(setting: str, got: str, choices: Sequence[str]) -> None:
@@ -535,6 +541,11 @@ class RunFolderConfig:
     dir: str | None
     name: str
     configuration: str
+
+    def __post_init__(self) -> None:
+        # the path goes into JSON, and to the other ranks; the working directory is a part of a relative one
+        path = os.path.realpath(self.dir or ".")
+        require(is_utf8(path), "run.dir", path, "a path in UTF-8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,9 +3,10 @@
     MOE_CKPT=moevement                              as `--ckpt moevement`
     MOE_CKPT="--ckpt gemini --set every_iters=5"    options of `python -m moe_ckpt.run`
 
-The wheel installs moe_ckpt_door.pth, which Python reads at its start; without the variable it does nothing. A process
-that torchrun has started becomes `moe_ckpt.run` on the same program, with the same pid. Any other process stays as it
-is, but Megatron-LM's training loop cannot be imported there: a run must not look protected without being so.
+`moe-ckpt door install` puts moe_ckpt_door.pth into the environment (door_file.py), which Python reads at its start;
+without the variable the file does nothing. A process that torchrun has started becomes `moe_ckpt.run` on the same
+program, with the same pid. Any other process stays as it is, but Megatron-LM's training loop cannot be imported there:
+a run must not look protected without being so.
 
 Must not: import anything slow, or raise: Python only reports an exception of a .pth file, and goes on.
 """

@@ -51,6 +51,10 @@ class WorkerStarted(Event):
     host: str
     incarnation: int
     device: str
+    launch_s: float | None = None
+    """Time from the start of the rank's first process to this event, which is mostly imports.
+
+    None for a later process of the rank."""
 
 
 class StateResumed(_IterationEvent):

@@ -20,6 +20,12 @@ def start_ticks(pid: int) -> int:
     return _number(pid, _START_TICKS)
 
 
+def age_s(pid: int) -> float:
+    """Return the time since the start of a process. Raises ProcessLookupError."""
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime_s - start_ticks(pid) / os.sysconf("SC_CLK_TCK")
+
+
 def is_alive(pid: int, *, started: int | None = None) -> bool:
     """Return whether a process, if given the one that was `started` then, is alive: a zombie is not."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
@@ -58,6 +64,16 @@ def children_of(pid: int) -> list[int]:
 def descendants_of(pid: int) -> list[int]:
     """Return the pids of all processes below a process, parents before children."""
     return [each for child in children_of(pid) for each in (child, *descendants_of(child))]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; empty for one that has ended or is another user's."""
+    try:
+        content = Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    pairs = (os.fsdecode(word).partition("=") for word in content.split(b"\0") if word)
+    return {name: value for name, _, value in pairs}
 
 
 def thread_states(pid: int) -> str:

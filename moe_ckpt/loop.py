@@ -74,6 +74,7 @@ from moe_ckpt.events import (
     read_events,
 )
 from moe_ckpt.job_config import JobConfig
+from moe_ckpt.linux import age_s
 from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.megatron.checks import StateChecks, job_digest
 from moe_ckpt.megatron.determinism import make_deterministic, require_repeatable
@@ -566,12 +567,15 @@ def join_run(worker: W, *, use_cpu: Callable[[], bool] = cpu_stand_in.enable) ->
     num_finished = sum(isinstance(event, RunFinished) for event in earlier)
     events = _open_events(folder, worker.launch)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    # a supervised worker is a fork of the process that torchrun has started
+    started = os.getppid() if worker.is_supervised else os.getpid()
     events.append(
         WorkerStarted(
             pid=os.getpid(),
             host=socket.gethostname(),
             incarnation=incarnation,
             device=device,
+            launch_s=None if incarnation else round(age_s(started), 3),
         )
     )
     return JoinedWorker(

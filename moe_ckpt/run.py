@@ -26,7 +26,7 @@ if __name__ == "__main__":
     end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
 
 from moe_ckpt.config import require
-from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch
+from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch, write_error_file
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.run_settings import Command, RunSettings, parse_run
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _require_outermost()
         settings = parse_run(arguments)
-        imports = _require_guarded(settings.command)
+        imports = require_guarded(settings.command)
         launch = read_launch("-m moe_ckpt.run -- " + settings.command.name)
         return _start(settings, launch, imports)
     except MoeCkptError as error:
@@ -140,7 +140,7 @@ def _require_outermost() -> None:
     require(not any(map(is_attached, loops)), "moe_ckpt.run", "a second one", wanted)
 
 
-def _require_guarded(command: Command) -> list[str]:
+def require_guarded(command: Command) -> list[str]:
     """Return the modules of Megatron that a script imports; raise ConfigError if it is missing or trains on import.
 
     Processes that Megatron-LM spawns, to write checkpoints say, import the script again.
@@ -165,6 +165,7 @@ def report_error(message: str) -> None:
         return
     from moe_ckpt.elastic.job_store import say_once  # noqa: PLC0415
 
+    write_error_file(f"error: {message}")
     say_once(message)
 
 

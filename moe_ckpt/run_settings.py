@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
+from moe_ckpt.arguments import Parser, parse_before_program
 from moe_ckpt.cli import app_root
 from moe_ckpt.config import (
     AUTO,
@@ -25,6 +26,7 @@ from moe_ckpt.config import (
     CkptConfig,
     RunFolderConfig,
     RuntimeConfig,
+    is_utf8,
     require,
     require_choice,
     require_switch,
@@ -35,11 +37,9 @@ from moe_ckpt.job_config import JobConfig
 
 T = TypeVar("T")
 
-USAGE = (
-    "torchrun --nproc-per-node=N -m moe_ckpt.run [--ckpt POLICY] [--loop LOOP] [--set KEY=VALUE] [--config FILE] "
-    "[--plain] -- SCRIPT ARGUMENTS"
-)
-_FLAGS = ("--plain",)
+_DESCRIPTION = """Runs a script of Megatron-LM, Megatron-Bridge or ms-swift, unchanged, with fault tolerance.
+
+    torchrun --nproc-per-node=N -m moe_ckpt.run [OPTIONS] -- SCRIPT ARGUMENTS"""
 LOOPS = ("megatron-lm", "megatron-bridge", "ms-swift")
 _DEFAULT_POLICY, _DEFAULT_LOOP = "moevement", LOOPS[0]
 _SECTIONS = ("ckpt", "runtime", "parallel", "run")
@@ -82,11 +82,11 @@ class RunSettings:
 
 def parse_run(arguments: Sequence[str]) -> RunSettings:
     """Return the run that a command line describes. Raises ConfigError naming the argument or the setting."""
-    options, command = split_arguments(arguments)
-    parsed = _parser().parse_args(options)
+    parsed, command = parse_options(arguments)
     changes = _merged(_read_file(parsed.config), *(_assignment(text) for text in parsed.set))
     policy = parsed.ckpt or changes["ckpt"].pop("policy", _DEFAULT_POLICY)
-    require_choice("--loop", parsed.loop, LOOPS)
+    loop = parsed.loop or _DEFAULT_LOOP
+    require_choice("--loop", loop, LOOPS)
     require_choice("--ckpt", policy, list(CKPT_CONFIGS))
     ckpt = _merged_section(_read_defaults("ckpt", policy), {**changes["ckpt"], "policy": policy})
     runtime = _merged_section(_read_defaults("runtime", "default"), changes["runtime"])
@@ -100,7 +100,9 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
     job = JobConfig(
         ckpt=section_of(CKPT_CONFIGS[policy], "ckpt", ckpt),
         runtime=section_of(RuntimeConfig, "runtime", runtime),
-        folder=RunFolderConfig(dir=run.get("dir"), name=policy, configuration=configuration),
+        folder=RunFolderConfig(
+            dir=_converted(run.get("dir"), str | None, "run.dir"), name=policy, configuration=configuration
+        ),
         ranks_per_node=changes["parallel"].get("ranks_per_node", AUTO),
         checks=replace(NO_CHECKS, **checks),
         losses=tuple(_converted(run.get("lose", []), list[StateLoss], "run.lose")),
@@ -109,7 +111,7 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
     kept_bytes = run.get("keep_batches_bytes", _KEEP_BATCHES_BYTES)
     return RunSettings(
         command=_command(command),
-        loop=parsed.loop,
+        loop=loop,
         job=job,
         is_plain=parsed.plain or policy == "none",
         keep_batches_bytes=_converted(kept_bytes, int, "run.keep_batches_bytes"),
@@ -138,42 +140,36 @@ def section_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
     return kind(**{key: _converted(values[key], hints[key], f"{name}.{key}") for key in known})
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the runner's own arguments, and the program's: all after `--`, or from the first that is no option."""
-    arguments = list(arguments)
-    if "--" in arguments:
-        at = arguments.index("--")
-        return arguments[:at], arguments[at + 1 :]
-    at = 0
-    while at < len(arguments) and arguments[at].startswith("-"):
-        at += 1 if "=" in arguments[at] or arguments[at] in _FLAGS else 2
-    return arguments[:at], arguments[at:]
+def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of `moe_ckpt.run`, and the program after them. Raises ConfigError."""
+    parser = Parser(prog="python -m moe_ckpt.run", description=_DESCRIPTION)
+    add_run_options(parser)
+    return parse_before_program(parser, arguments)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `moe_ckpt.run` to a parser."""
+    add = parser.add_argument
+    add("--ckpt", metavar="POLICY", help=f"{', '.join(CKPT_CONFIGS)} (default: {_DEFAULT_POLICY})")
+    add("--loop", help=f"{', '.join(LOOPS)} (default: {_DEFAULT_LOOP})")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting: window=4, runtime.join_s=60")
+    add("--config", metavar="FILE", help=f"a YAML file with sections {', '.join(_SECTIONS)}")
+    add("--plain", action="store_true", help="without supervisors and attachment, for comparison")
+
+
+def run_words(options: argparse.Namespace) -> list[str]:
+    """Return the parsed options of `moe_ckpt.run` as words."""
+    words = [f"--{name}={getattr(options, name)}" for name in ("loop", "ckpt", "config") if getattr(options, name)]
+    words += [f"--set={text}" for text in options.set]
+    return [*words, "--plain"] if options.plain else words
 
 
 def _command(words: Sequence[str]) -> Command:
-    require(bool(words), "SCRIPT", "nothing", f"the program that trains: {USAGE}")
+    require(bool(words), "SCRIPT", "nothing", "the program that trains: [OPTIONS] -- SCRIPT ARGUMENTS")
     is_module = words[0] == "-m"
     require(not is_module or len(words) > 1, "-m", "nothing", "the name of a module")
     name, *arguments = words[1:] if is_module else words
     return Command(name=name, is_module=is_module, arguments=tuple(arguments))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises an error where argparse would end the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"moe_ckpt.run: {message}; usage: {USAGE}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    # no abbreviations: `cli.is_option_of_run` finds the options in torchrun's command by their whole names
-    parser = _Parser(prog="moe_ckpt.run", usage=USAGE, allow_abbrev=False, add_help=False)
-    parser.add_argument("--loop", default=_DEFAULT_LOOP)
-    parser.add_argument("--ckpt")
-    parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--config")
-    parser.add_argument("--plain", action="store_true")
-    return parser
 
 
 def _read_file(path: str | None) -> dict[str, Any]:
@@ -196,6 +192,7 @@ def _read_defaults(group: str, name: str) -> dict[str, Any]:
 
 def _assignment(text: str) -> dict[str, Any]:
     """Return KEY=VALUE as nested sections; a KEY without a section is the policy's."""
+    require(is_utf8(text), "--set", text, "a text in UTF-8")
     key, equals, value = text.partition("=")
     require(bool(equals and key), "--set", text, "KEY=VALUE, such as window=4 or runtime.join_s=60")
     words = key.split(".")
@@ -226,9 +223,10 @@ def _merged_section(values: Mapping[str, Any], changes: Mapping[str, Any]) -> di
 
 
 def _require_known(setting: str, key: str, known: Sequence[str]) -> None:
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"{close[0]}?" if close else "one of the keys " + ", ".join(sorted(known))
-    require(key in known, setting, "a value", hint)
+    if key not in known:
+        close = difflib.get_close_matches(key, known)
+        wanted = " or ".join(close) if close else "one of " + ", ".join(sorted(known))
+        raise ConfigError(f"{setting}: no such setting, wanted {wanted}")
 
 
 def _converted(value: Any, hint: Any, setting: str) -> Any:

@@ -8,6 +8,7 @@ the sums.
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import struct
@@ -81,8 +82,15 @@ def write_pcap(path: Path, frames: Sequence[bytes]) -> None:
 
 
 def main() -> int:
-    if len(sys.argv) > 1:
-        be_rank(int(sys.argv[2])) if sys.argv[1] == "rank" else be_mirror(Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # be this rank
+    parser.add_argument("--mirror", type=Path, help=argparse.SUPPRESS)  # be the process that captures into this file
+    options = parser.parse_args()
+    if options.rank is not None:
+        be_rank(options.rank)
+        return 0
+    if options.mirror is not None:
+        be_mirror(options.mirror)
         return 0
     CAPTURES.mkdir(parents=True, exist_ok=True)
     hosts.up(NUM_RANKS)
@@ -99,12 +107,12 @@ def capture(path: Path) -> None:
         *("ip", "netns", "exec", namespace, sys.executable, __file__, *arguments)
     ]
     mirror = subprocess.Popen(
-        inside(hosts.mirror_namespace(), "mirror", str(path)), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        inside(hosts.mirror_namespace(), "--mirror", str(path)), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert mirror.stdin is not None
     assert mirror.stdout is not None
     assert mirror.stdout.readline() == _READY
-    ranks = [subprocess.Popen(inside(hosts.name_of(rank), "rank", str(rank))) for rank in range(NUM_RANKS)]
+    ranks = [subprocess.Popen(inside(hosts.name_of(rank), "--rank", str(rank))) for rank in range(NUM_RANKS)]
     statuses = [rank.wait(60) for rank in ranks]
     assert statuses == [0] * NUM_RANKS, statuses
     mirror.communicate(_DONE)

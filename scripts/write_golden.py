@@ -6,6 +6,7 @@ differ.
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -38,6 +39,7 @@ def _train(folder: Path, iterations: int) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         golden = json.loads(GOLDEN.read_text()) | {RELEASE: losses_of_tiny(Path(folder), NUM_ITERATIONS)}
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

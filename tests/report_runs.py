@@ -111,7 +111,7 @@ class Story:
 
     def _start(self, rank: int) -> list[Timed]:
         return [
-            (0.25, WorkerStarted(pid=10 + rank, host="here", incarnation=0, device="cpu")),
+            (0.25, WorkerStarted(pid=10 + rank, host="here", incarnation=0, device="cpu", launch_s=20.0 + rank)),
             (1.0, ModelBuilt(seconds=0.7)),
             (FIRST_S, Evaluated(iteration=0, loss=5.0)),
         ]

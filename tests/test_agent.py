@@ -34,7 +34,7 @@ else:
 
 def test_an_agent_killed_while_its_processes_import_leaves_no_orphan(tmp_path: Path, stack: ExitStack) -> None:
     (tmp_path / "hydra.py").write_text(LONG_IMPORT)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-c", AGENT, str(ROOT / "launcher" / "train.py")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout

@@ -6,7 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-import tomllib
 import venv
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from launcher.check.__main__ import EXACT
 from launcher.check.__main__ import main as check
 from moe_ckpt.door import attached_command, split_command, unprotected_loop
+from moe_ckpt.door_file import NAME, change_file, main
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.megatron_lm_options import require_alone
 from scripts.fetch_megatron_lm import FOLDER
@@ -87,13 +87,16 @@ def test_another_library_that_is_active_is_named(environment: list[str], modules
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An environment's Python with the wheel's .pth file, and with this checkout and this environment's packages."""
+    """An environment's Python with the door, and with this checkout and this environment's packages."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "a_paths.pth").write_text(f"{ROOT}\n{Path(pytest.__file__).parents[1]}\n")
-    (site / "moe_ckpt_door.pth").write_text((ROOT / "moe_ckpt_door.pth").read_text())
-    return str(folder / "bin" / "python")
+    python = str(folder / "bin" / "python")
+    for action, is_there in (("install", True), ("remove", False), ("remove", False), ("install", True)):
+        subprocess.run([python, "-m", "moe_ckpt.cli", "door", action], check=True)
+        assert (site / NAME).exists() is is_there
+    return python
 
 
 def outcome(python: str, *words: str, **variables: str) -> tuple[int, str, str]:
@@ -137,9 +140,14 @@ def test_a_launched_process_becomes_the_runner(python: str, tmp_path: Path) -> N
     assert "--ckpt: got 'gemni', wanted one of none, dense, moevement" in error
 
 
-def test_the_wheel_has_the_file() -> None:
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-    assert build["targets"]["wheel"]["force-include"]["moe_ckpt_door.pth"] == "moe_ckpt_door.pth"
+def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^site-packages: got '.*nowhere', wanted a folder that can be written"):
+        change_file(tmp_path / "nowhere", is_wanted=True)
+
+
+def test_an_unknown_action_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["open"]) == 1
+    assert capsys.readouterr().err == "error: ACTION: got 'open', wanted one of install, remove\n"
 
 
 @pytest.mark.full

@@ -40,7 +40,7 @@ OWN_LOOP = ROOT / "examples" / "own_loop.py"
 
 def run_own_loop(run: Path) -> int:
     """Be what torchrun starts; return the exit status."""
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("default")  # as a process that torchrun starts has it, and no test
     torch.set_num_threads(1)  # as torchrun has it
     sys.argv = [str(OWN_LOOP), str(run)]
     with pytest.raises(SystemExit) as ended:
@@ -150,6 +150,7 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
         "plain": ended_of(tmp_path / "plain", setup=without_supervisors),
     }
     assert [status for status, _ in jobs.values()] == [0, 0, 0], jobs
+    assert [name for name, (_, log) in jobs.items() if "Warning" in log] == []
     losses = {name: losses_in(log) for name, (_, log) in jobs.items()}
     assert losses["killed"] == losses["plain"] == losses["alone"]
     assert set(losses["alone"]) == {str(iteration) for iteration in range(1, 9)}

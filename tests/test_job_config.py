@@ -158,5 +158,19 @@ def test_an_attached_loop_has_supervisors_unless_it_is_plain() -> None:
 
 @pytest.mark.parametrize("key", ["progress", "tensorboard", "name"])
 def test_settings_of_the_launchers_display_are_refused_elsewhere(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"run.{key}: got 'a value', wanted "):
+    with pytest.raises(ConfigError, match=f"run.{key}: no such setting, wanted "):
         parse_run(["--set", f"run.{key}=1", "--", "train.py"])
+
+
+def test_a_run_folder_that_is_no_utf8_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its path goes into JSON and to other ranks, also where only the working directory has such a name."""
+    named = r"^run.dir: got '.*run\\udcff.*', wanted a path in UTF-8$"
+    with pytest.raises(ConfigError, match=named):
+        RunFolderConfig(dir="outputs/run\udcff", name="run", configuration="")
+    RunFolderConfig(dir="outputs/r\u00fcn", name="run", configuration="")
+    (tmp_path / "run\udcff").mkdir()
+    monkeypatch.chdir(tmp_path / "run\udcff")
+    for folder in (None, "outputs/run"):
+        with pytest.raises(ConfigError, match=named):
+            RunFolderConfig(dir=folder, name="run", configuration="")
+    RunFolderConfig(dir=str(tmp_path), name="run", configuration="")

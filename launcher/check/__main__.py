@@ -8,7 +8,6 @@ not have found anything.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
@@ -24,6 +23,7 @@ from launcher.check.compare import Difference, Digests, first_difference, read_d
 from launcher.faults.carry_out import carry_out
 from launcher.output_folder import log_of, make_output_folder
 from launcher.proc import end_job
+from moe_ckpt.arguments import Parser, parse_before_program
 from moe_ckpt.config import require
 from moe_ckpt.door import VARIABLE
 from moe_ckpt.errors import ConfigError, MoeCkptError, exit_status
@@ -60,10 +60,9 @@ class RunFailedError(MoeCkptError):
 
 def main(arguments: Sequence[str]) -> int:
     """Check the command that follows the options; print a few lines and return the exit status."""
-    options = _parser().parse_args(arguments)
-    words = options.command[1:] if options.command[:1] == ["--"] else options.command
 
     def check() -> int:
+        options, words = parse_before_program(_parser(), arguments)
         command = parse_command(words, os.environ.get(VARIABLE, ""))
         folder = make_output_folder(options.output, "check")
         require(not any(folder.iterdir()), "-o", str(folder), "an empty folder")
@@ -157,16 +156,14 @@ def run_job(command: Sequence[str], run: Path, kills: Sequence[Kill], *, limit_s
         raise RunFailedError(f"{run.name}: ended with status {process.returncode}; log: {log}\n{''.join(said[-1:])}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="moe-ckpt check",
         description="Check that a training command under faults is bit for bit the same without them.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of all runs (outputs/DATE/TIME-check)")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds after which a run is stopped (3600)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     return parser
 
 

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher.config import compose_settings
-from moe_ckpt.cli import is_option_of_run
+from launcher.overrides import make_parser, parse
+from launcher.start_train import parse_train
 from moe_ckpt.config import require, wants_supervisor
 from moe_ckpt.door import VARIABLE, attached_command
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
-from moe_ckpt.run_settings import parse_run, split_arguments
+from moe_ckpt.run_settings import parse_options, parse_run, run_words
+from moe_ckpt.start_run import parse_start
+from moe_ckpt.torchrun_options import torchrun_words
 
 NOTHING, MOMENTS = "nothing", "moments"
 _DIGESTS = {"run.digest_every_iters": "1", "run.digest_tensors": "true"}
@@ -63,10 +66,9 @@ class AttachedCommand:
     loses_state: bool
 
     def varied(self, variation: Variation) -> list[str]:
-        words = [f"{key}={value}" for key, value in variation.settings.items()]
+        ours = [f"--set={key}={value}" for key, value in variation.settings.items()]
         if variation.losses:
-            words.append(f"run.lose={_as_yaml(variation.losses)}")
-        ours = [word for setting in words for word in ("--set", setting)]
+            ours.append(f"--set=run.lose={_as_yaml(variation.losses)}")
         plain = ["--plain"] if variation.is_plain else []
         return [*self.start, *self.options, *ours, *plain, "--", *self.program]
 
@@ -96,7 +98,8 @@ class LauncherCommand:
     loses_state: bool
 
     def varied(self, variation: Variation) -> list[str]:
-        kept = [word for word in self.overrides if not _sets(word, "fault")]
+        replaced = ("fault", *variation.settings)
+        kept = [word for word in self.overrides if not any(_sets(word, name) for name in replaced)]
         if variation.is_plain:
             # settings of the policy are unknown keys to `none`, which has no supervisors either
             kept = [word for word in kept if not _sets(word, "ckpt") and not _sets(word, "runtime.guard")]
@@ -112,20 +115,22 @@ def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand:
     Raises ConfigError for a command that a check cannot run.
     """
     if variable and words:
-        own, _ = split_arguments(attached_command(variable, ["python", "SCRIPT"])[2:])
-        attached = _attached((), [*own, "--", "SCRIPT"])
+        attached = _attached((), attached_command(variable, ["python", "SCRIPT"])[2:])
         return EnvironmentCommand(attached=replace(attached, program=()), words=tuple(words))
     for at, (first, second) in enumerate(pairwise(words)):
         if (first, second) == ("-m", "moe_ckpt.run"):
             return _attached(words[: at + 2], words[at + 2 :])
         if Path(first).name == "moe-ckpt" and second == "run":
-            own = next((i for i, word in enumerate(words) if i > at + 1 and is_option_of_run(word)), len(words))
-            return _attached(words[:own], words[own:])
+            options, program = parse_start(words[at + 2 :])
+            start = [*words[: at + 2], *torchrun_words(options)]
+            return _attached(start, [*run_words(options), "--", *program])
         if Path(first).name == "moe-ckpt" and second == "train":
-            return _launched(words[: at + 2], words[at + 2 :])
+            options = parse_train(words[at + 2 :])
+            return _launched([*words[: at + 2], *torchrun_words(options)], options.overrides)
     for at, word in enumerate(words):
         if Path(word).parts[-2:] == ("launcher", "train.py"):
-            return _launched(words[: at + 1], words[at + 1 :])
+            options = parse(make_parser("launcher/train.py", ""), words[at + 1 :])
+            return _launched(words[: at + 1], options.overrides)
     wanted = "one with `-m moe_ckpt.run`, launcher/train.py, `moe-ckpt run`, `moe-ckpt train` or MOE_CKPT"
     raise ConfigError(f"COMMAND: got {' '.join(words) or 'nothing'!r}, wanted {wanted}")
 
@@ -133,25 +138,21 @@ def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand:
 def _attached(start: Sequence[str], words: Sequence[str]) -> AttachedCommand:
     settings = parse_run(words)
     ckpt = settings.job.ckpt
-    options, program = split_arguments(words)
+    options, program = parse_options(words)
     require(not settings.is_plain, "COMMAND: policy", ckpt.policy, "one that recovers, and no --plain")
     return AttachedCommand(
         start=tuple(start),
-        options=tuple(options),
+        options=tuple(run_words(options)),
         program=tuple(program),
         loses_state=ckpt.recovers_locally,
     )
 
 
-def _launched(start: Sequence[str], words: Sequence[str]) -> LauncherCommand:
-    split = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
-    overrides = words[split:]
+def _launched(start: Sequence[str], overrides: Sequence[str]) -> LauncherCommand:
     settings = compose_settings(overrides)
     recovers = wants_supervisor(settings.ckpt, settings.runtime)
     require(recovers, "COMMAND: policy", settings.ckpt.policy, "one whose supervisors replace a killed worker")
-    return LauncherCommand(
-        start=(*start, *words[:split]), overrides=tuple(overrides), loses_state=settings.ckpt.recovers_locally
-    )
+    return LauncherCommand(start=tuple(start), overrides=tuple(overrides), loses_state=settings.ckpt.recovers_locally)
 
 
 def _sets(word: str, group: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from launcher.report.markdown import to_markdown
 from launcher.report.page import to_html
 from launcher.report.read import read_runs
 from launcher.report.timeline import to_trace
+from moe_ckpt.arguments import Parser
 from moe_ckpt.elastic.live_workers import LATEST
 from moe_ckpt.errors import ConfigError, exit_status
 
@@ -32,10 +32,10 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str]) -> int:
     """Write a report as the arguments say; return the exit status."""
-    options = _parser().parse_args(arguments)
-    chosen = options.format or _format_of(options.output)
 
     def report() -> None:
+        options = _parser().parse_args(arguments)
+        chosen = options.format or _format_of(options.output)
         text = _FORMATS[chosen]([gather(run) for run in read_runs(options.run)])
         _write(text, _place(options.output, chosen, options.run[0]))
 
@@ -65,12 +65,11 @@ def _write(report: str, place: Path | None) -> None:
     print(f"wrote {place}, {len(report.encode()) / 1e6:.1f} MB")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m launcher.report",
         description="Report on runs: what was trained, what failed, where the time went.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("run", nargs="*", type=Path, default=[LATEST], help="folders of runs, or of several (default: the newest run)")

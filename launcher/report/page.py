@@ -17,7 +17,17 @@ from launcher.report.plots_of_runs import plots_of_runs
 from launcher.report.summary import QUANTITIES, headline, shown
 from launcher.report.tables import compared, faults, numbers_of, recoveries, time_of_ranks, time_of_runs
 
-_CARDS = ("ettr", "wall_s", "recoveries", "faults_cost_s", "stall_percent", "stall_ms", "memory_mib", "tokens_lost")
+_CARDS = (
+    "ettr",
+    "wall_s",
+    "launch_s",
+    "recoveries",
+    "faults_cost_s",
+    "stall_percent",
+    "stall_ms",
+    "memory_mib",
+    "tokens_lost",
+)
 _WIDE = ("time", "ranks", "recoveries")
 
 

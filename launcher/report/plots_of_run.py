@@ -126,7 +126,8 @@ def _area(tables: Sequence[Columns], grid_us: np.ndarray, column: str, label: st
     for table in tables:
         known = np.append(0.0, np.nan_to_num(table[column]))  # nothing before a rank's first event
         total += known[np.searchsorted(table.at_us, grid_us, side="right")]
-    color = f"--{column.removesuffix('_bytes').replace('_', '-')}"
+    # of compute weights: `--compute` is the colour of a part of time, and that of the full state
+    color = "--compute-weights" if column == "compute_bytes" else f"--{column.removesuffix('_bytes').replace('_', '-')}"
     area = {"stackgroup": "parts", "line": {"width": 0.5, "color": color}, "fillcolor": color}
     style = {"line": {"color": "--text", "width": 1.3, "dash": dash}} if dash else area
     at: Trace = {"x": numbers(grid_us / 1e6), "y": numbers(total / MIB)}

@@ -9,6 +9,7 @@ import numpy as np
 
 from launcher.report.facts import Facts
 from launcher.report.parts import OF_FAULTS, RECOVERY, PagePart
+from moe_ckpt.events import WorkerStarted
 
 MIB = 1 << 20
 _BECAME = {
@@ -34,10 +35,12 @@ def headline(facts: Facts) -> str:
     ettr = facts.ettr
     if ettr is None:
         return f"The run {_BECAME[facts.run.state]}. No event tells of an iteration that was committed."
+    launch_s = _launch_s(facts)
+    before = f", after {duration(launch_s)} of launch" if launch_s else ""
     last = int(facts.series.iteration[-1]) if len(facts.series.iteration) else 0
     said = [
         f"{100 * ettr:.1f} % of the time without startup and evaluation was training: "
-        f"{last:,} iterations in {duration(facts.end_us / 1e6)} of wall time."
+        f"{last:,} iterations in {duration(facts.end_us / 1e6)} of wall time{before}."
     ]
     lost_s = facts.mean_us(*OF_FAULTS) / 1e6
     if facts.episodes:
@@ -102,6 +105,13 @@ def _first(values: Iterable[float | None]) -> float | None:
     return next((value for value in values if value is not None), None)
 
 
+def _launch_s(facts: Facts) -> float | None:
+    started = [
+        noted.event for rank in facts.run.ranks for noted in rank.events if isinstance(noted.event, WorkerStarted)
+    ]
+    return max((event.launch_s for event in started if event.launch_s is not None), default=None)
+
+
 def _tokens_lost(facts: Facts) -> float | None:
     return float(sum(map(sum, (event.lost_by_layer for event in facts.lost)))) if facts.lost else None
 
@@ -116,6 +126,13 @@ QUANTITIES = (
     ),
     Quantity(
         "wall_s", "wall time", "s", "from the start of the run to its last event", lambda facts: facts.end_us / 1e6
+    ),
+    Quantity(
+        "launch_s",
+        "launch",
+        "s",
+        "before the wall time: from the start of the slowest rank's process to its first event, mostly imports",
+        _launch_s,
     ),
     Quantity(
         "iterations",

@@ -107,6 +107,11 @@ def compose_simulation(arguments: Sequence[str]) -> Simulation:
     return compose_as("simulate", arguments, GROUPS, _to_simulation, _ALL_KINDS)
 
 
+def compose_yaml(arguments: Sequence[str]) -> str:
+    """Return all settings of the simulator as YAML. Raises ConfigError, naming the setting."""
+    return compose_as("simulate", arguments, GROUPS, OmegaConf.to_yaml, _ALL_KINDS)
+
+
 def shape_of(model: ModelConfig, *, sequence_length: int, skewness: float = 0.0, seed: int = 0) -> ModelShape:
     """Return the operators of a model; a vocabulary that follows from data is taken to be that of bytes.
 

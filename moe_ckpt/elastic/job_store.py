@@ -155,7 +155,7 @@ def say_once(message: str) -> None:
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # with the attempt: the store outlives a restart by torchrun, after which the same error is to be printed again
-    key = hashlib.sha256(f"{attempt} {message}".encode()).hexdigest()
+    key = hashlib.sha256(f"{attempt} {message}".encode(errors="backslashreplace")).hexdigest()
     printed = f"{key}/printed"
 
     def is_first(store: dist.Store | None) -> bool:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
+from moe_ckpt.agent import agent_pid
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.linux import environment_of
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -71,3 +77,31 @@ def has_agent_store() -> bool:
 def job_name() -> str:
     """Return torchrun's name of this job: `none` unless --rdzv-id names it; empty without torchrun."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def is_set_by_user(variable: str, torchruns: str) -> bool:
+    """Return whether a variable has the user's value, and not one that torchrun has given it.
+
+    torchrun adds variables to its own environment after its start, which the kernel does not show: /proc has the
+    environment that a process was started with.
+
+    Args:
+        variable: The name of the variable.
+        torchruns: The value that torchrun sets where the user has set none.
+    """
+    value = os.environ.get(variable)
+    if value is None or value != torchruns or not job_name():
+        return value is not None
+    return variable in environment_of(agent_pid())
+
+
+def write_error_file(message: str) -> None:
+    """Let torchrun's own report end with this error, where a hint about tracebacks would stand else.
+
+    torchrun prints a traceback of its own, and then this report, after any process that ends with an error.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        record = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):  # the message has been printed
+            Path(path).write_text(json.dumps({"message": record}))

@@ -11,7 +11,11 @@ from types import ModuleType
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.loop_seams import require_seams
 
-_INSTALL = "pip install 'megatron-core>=0.18,<0.20', or such a checkout of Megatron-LM on PYTHONPATH"
+# for Python 3.11 pip has 0.16.1 at most, and newer releases import `typing.override`
+_INSTALL = (
+    "Python 3.12 or newer and pip install 'megatron-core>=0.18,<0.20' (for Python 3.11 the repository of moe-ckpt has "
+    "scripts/fetch_megatron_lm.py, whose folder goes on PYTHONPATH)"
+)
 _PARAMETERS = {  # of each function those that the attachment passes or reads, in their order
     "initialize_megatron": ("allow_no_cuda",),
     "load_checkpoint": ("ddp_model", "optimizer", "opt_param_scheduler"),

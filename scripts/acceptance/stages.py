@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from launcher.overrides import last_values
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -330,7 +332,7 @@ def _train(
     environment = {**_environment(), "OMP_NUM_THREADS": "1", **hidden}
     with log.open("w") as said:
         ended = subprocess.run(
-            [*command, *scale.model, *common, *settings],
+            [*command, *last_values([*scale.model, *common, *settings])],
             cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
     assert ended.returncode == 0, f"{name}: status {ended.returncode}: {log.read_text()[-2000:]}"

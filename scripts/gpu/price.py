@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.overhead import QUIET, Ratio, ratio  # noqa: E402
+from launcher.overrides import last_values  # noqa: E402
 from moe_ckpt.events import IterationCommitted, LoggedEvent, SnapshotTaken, WindowReplicated, read_events  # noqa: E402
 from moe_ckpt.linux import descendants_of  # noqa: E402
 from moe_ckpt.run_folder import read_run_folder  # noqa: E402
@@ -98,7 +99,7 @@ class Job:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
             *(f"--nproc-per-node={num_ranks}", "launcher/train.py", f"run.dir={folder}"),
-            *(f"train.iterations={_NO_END}", *QUIET, *settings),
+            *last_values([f"train.iterations={_NO_END}", *QUIET, *settings]),
         ]
         hidden = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         with self.log.open("w") as said:

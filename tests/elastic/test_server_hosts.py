@@ -23,6 +23,7 @@ from moe_ckpt.replication.daemon import MirrorSettings
 from moe_ckpt.replication.messages import Address
 from moe_ckpt.run_folder import JOB, JOB_ID
 from moe_ckpt.run_secret import SECRET_FILE, make_secret
+from moe_ckpt.server_process import find_job
 from tests.elastic.processes import Child
 from tests.elastic.workers import NotingStore, wait_until
 from tests.replication.peers import TICKET
@@ -55,7 +56,7 @@ def test_a_job_is_found_by_its_store_or_its_folder(tmp_path: Path, capsys: pytes
     make_secret(tmp_path)
     secret = tmp_path / SECRET_FILE
     found = (address(29500), secret.read_text())
-    assert server.find_job(str(tmp_path), None) == server.find_job("10.0.0.1:29500", secret) == found
+    assert find_job(str(tmp_path), None) == find_job("10.0.0.1:29500", secret) == found
     assert server.main(["nowhere:x"]) == 1
     assert capsys.readouterr().err == "error: JOB: got 'nowhere:x', wanted a run folder, or HOST:PORT\n"
     assert server.main(["10.0.0.1:29500"]) == 1

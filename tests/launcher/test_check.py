@@ -51,21 +51,21 @@ def test_the_launcher_gets_overrides_and_no_faults_of_its_own(start: tuple[str, 
 @pytest.mark.parametrize("start", [ATTACHED, ("moe-ckpt", "run", "--nproc-per-node=2")])
 def test_an_attached_run_gets_options_before_its_script(start: tuple[str, ...]) -> None:
     command = parse_command([*start, "--ckpt", "gemini", "--set", "every_iters=2", "train.py", "--set", "x"])
-    ours = [word for setting in (*SETTINGS, "run.leave_out=nothing") for word in ("--set", setting)]
-    own = ("--ckpt", "gemini", "--set", "every_iters=2")
+    ours = [f"--set={setting}" for setting in (*SETTINGS, "run.leave_out=nothing")]
+    own = ("--ckpt=gemini", "--set=every_iters=2")
     assert not command.loses_state
     wanted = [*start, *own, *ours, "--plain", "--", "train.py", "--set", "x"]
     assert command.varied(Variation(run=Path("there"), is_plain=True)) == wanted
     losing = command.varied(Variation(run=Path("there"), losses=(LOSS,)))
-    assert "run.lose=[{iteration: 9, stage: 0, phase: step, dp_rank: null}]" in losing
+    assert "--set=run.lose=[{iteration: 9, stage: 0, phase: step, dp_rank: null}]" in losing
     assert parse_run(losing[len(start) :]).job.losses == (LOSS,)
 
 
 def test_the_variable_gets_the_options_of_each_run() -> None:
     words = ["torchrun", "train.py", "--x"]
     command = parse_command(words, "moevement --set window=2")
-    ours = " ".join(f"--set {setting}" for setting in (*SETTINGS, "run.leave_out=nothing"))
-    value = f"MOE_CKPT=--ckpt moevement --set window=2 {ours} --plain"
+    ours = " ".join(f"--set={setting}" for setting in (*SETTINGS, "run.leave_out=nothing"))
+    value = f"MOE_CKPT=--ckpt=moevement --set=window=2 {ours} --plain"
     assert command.loses_state
     assert command.varied(Variation(run=Path("there"), is_plain=True)) == ["env", value, *words]
 

@@ -19,8 +19,6 @@ from launcher.config import (
     TrainConfig,
     compose_settings,
     group_choice_without_plus,
-    help_text,
-    show_with_hydra,
     to_settings,
 )
 from launcher.faults.config import FAULT_CONFIGS
@@ -110,8 +108,7 @@ def test_a_yaml_of_a_policy_or_kind_of_fault_is_named_after_it() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONF_DIR.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF_DIR)))
 def test_every_key_is_explained_beside_it(path: Path) -> None:
-    ours = path.read_text().partition("\nhydra:")[0]  # below that are Hydra's own keys
-    with_value = [line for line in ours.splitlines() if re.match(r"\s*(- )?\w+:\s*[^\s#]", line)]
+    with_value = [line for line in path.read_text().splitlines() if re.match(r"\s*(- )?\w+:\s*[^\s#]", line)]
     assert with_value
     assert [line for line in with_value if not re.search(r"\s#\s*\S", line)] == []
 
@@ -471,17 +468,3 @@ def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | N
         path.write_bytes(content)
     message = error_of(kills_of, "fault=trace", f"fault.path={path}")
     assert message.startswith(f"fault.path: got '{path}', wanted a file with a trace (")
-
-
-@pytest.mark.parametrize("policy", sorted(CKPT_CONFIGS))
-def test_help_explains_every_key_of_the_chosen_files(policy: str) -> None:
-    shown = help_text("config", ["--help", f"+ckpt={policy}", "train.iterations=5"])
-    kinds = {**KINDS, "ckpt": CKPT_CONFIGS[policy], "fault": FAULT_CONFIGS["none"]}
-    for group in (*GROUPS, "run"):
-        for field in fields(kinds[group]):
-            assert re.search(rf"^  {field.name}: .*# \S", shown, re.MULTILINE), (group, field.name)
-
-
-def test_help_names_the_choices_where_there_is_no_such_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show_with_hydra("config", ["--help", "ckpt=moevemnt"], GROUPS) == 1
-    assert "ckpt: got 'moevemnt', wanted one of checkfreq, dense" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.config import compose_settings
-from launcher.entry import start
+from launcher.job_checks import check_job
 from launcher.servers import require_servable
 from moe_ckpt.errors import ConfigError
 
@@ -43,7 +43,7 @@ _WHOLE = "train.distributed_optimizer=false"
 )
 def test_what_servers_cannot_follow_is_named(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        start(compose_settings(["ckpt=flowcheck", *overrides]))
+        check_job(compose_settings(["ckpt=flowcheck", *overrides]), world_size=4)
     assert str(caught.value).startswith(says)
 
 

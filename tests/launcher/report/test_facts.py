@@ -112,6 +112,7 @@ def test_quantities(tmp_path: Path) -> None:
     wanted = {
         "ettr": 100 * compute_s / counted_s,
         "wall_s": wall_s,
+        "launch_s": 23.0,
         "iterations": 10,
         "recoveries": 1,
         "faults_cost_s": 1.0,
@@ -166,13 +167,15 @@ HEADLINES = {
     "a run with a fault": (
         Story(iterations=10),
         True,
-        "73.8 % of the time without startup and evaluation was training: 10 iterations in 8.30 s of wall time. "
+        "73.8 % of the time without startup and evaluation was training: "
+        "10 iterations in 8.30 s of wall time, after 23.0 s of launch. "
         "1 recovery cost 1.00 s, with what had to be computed again. Checkpointing took 0.50 s from iterations.",
     ),
     "a run without a fault, which ended badly": (
         Story(iterations=2, fault_after=None),
         False,
-        "90.0 % of the time without startup and evaluation was training: 2 iterations in 3.20 s of wall time. "
+        "90.0 % of the time without startup and evaluation was training: "
+        "2 iterations in 3.20 s of wall time, after 23.0 s of launch. "
         "No rank had to recover. Checkpointing took 0.10 s from iterations. The run ended without a result, or goes on "
         "where this machine does not see it.",
     ),

@@ -16,11 +16,12 @@ from playwright.sync_api import Browser, Page
 
 from launcher.report.facts import Facts, gather
 from launcher.report.page import to_html
-from launcher.report.plots_of_run import plots_of_run
+from launcher.report.plots_of_run import memory, plots_of_run
 from launcher.report.plots_of_runs import plots_of_runs
 from launcher.report.read import read_runs
 from tests.browser import ARTEFACTS, chromium
 from tests.report_runs import Story, write_run
+from tests.scenarios import ROOT
 
 ALL_PLOTS = 7  # of all runs together
 OWN_PLOTS = 8  # of each run
@@ -111,6 +112,25 @@ def test_themes_color_what_is_drawn(seen: Seen) -> None:
     seen.page.wait_for_function(f"{fill} === 'rgb(77, 143, 203)'")
     seen.page.emulate_media(color_scheme="light")
     seen.page.wait_for_function(f"{fill} === 'rgb(47, 111, 168)'")
+
+
+def test_the_table_of_recoveries_has_room(browser: Browser, runs: list[Facts], tmp_path: Path) -> None:
+    """At 1280 pixels no column of a run's own page is beyond the edge."""
+    alone = Seen(browser, to_html(runs[:1]), tmp_path)
+    inside, there = alone.page.evaluate(
+        "(e => [e.scrollWidth, e.clientWidth])(document.querySelector('#table-recoveries-0').parentElement)"
+    )
+    assert inside <= there
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_the_parts_of_memory_have_a_colour_each(runs: list[Facts], theme: int) -> None:
+    ((_, shown),) = memory(runs[0]).choices
+    style = (ROOT / "launcher" / "report" / "page.css").read_text().split("@media (prefers-color-scheme: dark)")[theme]
+    colors = dict(re.findall(r"(--[\w-]+): (#\w+)", style))
+    filled = [colors[trace["fillcolor"]] for trace in shown["data"] if "fillcolor" in trace]
+    assert len(filled) == 5
+    assert len(set(filled)) == len(filled)
 
 
 def test_a_click_on_a_heading_sorts(seen: Seen) -> None:

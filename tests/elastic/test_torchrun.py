@@ -1,0 +1,61 @@
+"""The end of torchrun's report is our error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from moe_ckpt.elastic.torchrun import write_error_file
+from scripts.write_configuration import ROOT
+
+
+def report_of(path: Path) -> str:
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+    return str(ChildFailedError("train.py", {0: failure}))
+
+
+def test_the_report_names_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert "To enable traceback see" in report_of(path)
+    write_error_file("error: train.lr: got 0, wanted more")
+    said = report_of(path)
+    assert "traceback : error: train.lr: got 0, wanted more\n" in said
+    assert "To enable traceback see" not in said
+
+
+@pytest.mark.parametrize("path", ["", "/nowhere/error.json"])
+def test_without_a_file_nothing_is_written(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    write_error_file("error: train.lr: got 0, wanted more")
+
+
+@pytest.mark.parametrize(
+    ("before", "at_start", "wanted"),
+    [
+        ({}, {}, False),
+        ({"OMP_NUM_THREADS": "3"}, {}, True),
+        ({"OMP_NUM_THREADS": "1"}, {}, True),
+        ({"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "3"}, {}, True),
+        ({"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}, {}, False),
+        ({"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}, True),
+    ],
+)
+def test_a_variable_of_the_user_is_told_from_one_of_torchrun(
+    before: dict[str, str], at_start: dict[str, str], wanted: bool
+) -> None:
+    """The process that asks is a child of one that was started with `at_start`, and sets `before` as torchrun does.
+
+    Two processes: what is asked for is the environment of another process, which the kernel keeps.
+    """
+    child = "import moe_ckpt.elastic.torchrun as t; print(t.is_set_by_user('OMP_NUM_THREADS', '1'))"
+    agent = (
+        f"import os, subprocess, sys; os.environ.update({before!r}); subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    environment = {"PYTHONPATH": str(ROOT), **at_start}
+    said = subprocess.run([sys.executable, "-c", agent], env=environment, check=True, capture_output=True, text=True)
+    assert said.stdout == f"{wanted}\n"

@@ -1,0 +1,38 @@
+"""A process on a CPU takes its share of the machine's cores, or the number of threads that the user asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from launcher.run import use_cpu
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU use no threads"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # torch's about kernels that the CPU stand-in replaces
+]
+
+
+@pytest.fixture(autouse=True)
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Begin with a number of threads that is nobody's share."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(os.sched_getaffinity(0))))
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_process_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    use_cpu()
+    assert torch.get_num_threads() == 1
+
+
+def test_the_number_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    use_cpu()
+    assert torch.get_num_threads() == 3
