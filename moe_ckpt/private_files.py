@@ -8,8 +8,10 @@ owner has chosen.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
@@ -69,3 +71,22 @@ def user_in(folder: Path) -> int:
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.fstat(file.fileno()).st_uid
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[Path]:
+    """Lock a file exclusively inside the block; the file is created if it is missing.
+
+    Args:
+        path: The file.
+        wait: Whether to wait for another process that has it locked.
+
+    Raises:
+        BlockingIOError: Another process has it locked, and this one is not to wait.
+    """
+    fd = open_private(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield path
+    finally:
+        os.close(fd)

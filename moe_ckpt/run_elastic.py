@@ -36,6 +36,7 @@ from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, text_of, write_failure
 from moe_ckpt.elastic.generations import Generations, Member, Membership
 from moe_ckpt.elastic.heartbeat import start_heartbeat
+from moe_ckpt.elastic.janitor import janitor_of
 from moe_ckpt.elastic.job_store import (
     hosts_store,
     open_store,
@@ -48,7 +49,7 @@ from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.network import own_host
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerHosts, ServerRules, ServerSettings
-from moe_ckpt.elastic.shared_memory import Ended, begin_rank, end_rank, janitor_of, open_memory_root, take_over
+from moe_ckpt.elastic.shared_memory import Ended, begin_rank, end_rank, open_memory_root, take_over
 from moe_ckpt.elastic.sick_place import SickPlaceRules
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.stop_board import StopBoard

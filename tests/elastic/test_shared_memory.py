@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from moe_ckpt.elastic.janitor import janitor_of
 from moe_ckpt.elastic.shared_memory import (
     Ended,
     begin_rank,
     end_rank,
-    janitor_of,
     open_memory_root,
     rank_memory,
     take_over,

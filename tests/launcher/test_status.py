@@ -57,7 +57,7 @@ def test_the_table_has_a_row_for_each_rank_in_80_columns(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    rewrite_live(run, 1, host="h" * 14, pid=2**22)
+    rewrite_live(run, 1, host="h" * 14, boot="of h", pid=2**22)
     lines = text_of(capsys, run).splitlines()
     assert max(map(len, lines[1:])) <= 80
     (row,) = [line for line in lines if str(2**22) in line]
@@ -99,7 +99,7 @@ def test_a_rank_that_waits_for_others_is_shown(run: Path, tmp_path: Path, capsys
     [
         ({"start_ticks": 1}, "being replaced", False),
         ({"start_ticks": 1, "supervisor_pid": 2**22 + 1}, "dead", True),
-        ({"host": "far-away"}, "elsewhere", False),
+        ({"host": "far-away", "boot": "of far-away"}, "elsewhere", False),
     ],
 )
 def test_a_worker_that_cannot_be_asked_is_shown(

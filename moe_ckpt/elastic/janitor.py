@@ -1,0 +1,141 @@
+"""The janitor of a node's folder in shared memory: a process that removes the folder once the agent has ended.
+
+    ROOT/janitor                      locked by the janitor as long as it lives
+    ROOT/process-janitor-PID-TICKS    the janitor, and when it was started
+    ROOT/process-rankNNNN-PID-TICKS   a rank's supervisor
+
+Owns: these files, and supervisors that a signal has stopped: the janitor lets them go on. Must not: know what the
+folder holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from moe_ckpt.elastic.stopped import StoppedProcesses
+from moe_ckpt.linux import is_alive, is_stopped, start_ticks
+from moe_ckpt.private_files import locked
+
+JANITOR = "janitor"
+"""The file that the janitor has locked, and the janitor's name among the processes."""
+
+_SUPERVISORS = "rank*"
+_LOOKS = 4  # in the time for which a supervisor may be stopped
+_END_S = 60.0  # more than a supervisor takes to end its processes
+_LOOK_S = 0.1
+
+
+def start_janitor(root: Path, users: int, agent_pid: int, patience_s: float) -> None:
+    """Start a janitor unless there is one.
+
+    Args:
+        root: The node's folder.
+        users: The descriptor by which the calling process has the folder locked.
+        agent_pid: The process whose end ends the folder.
+        patience_s: The time after which the janitor lets a stopped supervisor go on.
+    """
+    with contextlib.suppress(BlockingIOError), locked(root / JANITOR, wait=False):
+        _fork_janitor(root, users, agent_pid, patience_s)
+
+
+def janitor_of(root: Path) -> int | None:
+    """Return the pid of a folder's janitor; None if it has none."""
+    return next(iter(_processes(root, JANITOR)), None)
+
+
+def note_process(root: Path, name: str) -> None:
+    """Note that the calling process is the janitor, or a rank's supervisor, in place of an earlier one.
+
+    Args:
+        root: The node's folder.
+        name: `JANITOR`, or the name of the rank's folder.
+    """
+    for earlier in root.glob(f"process-{name}-*"):
+        earlier.unlink(missing_ok=True)
+    (root / f"process-{name}-{os.getpid()}-{start_ticks(os.getpid())}").touch()
+
+
+def _processes(root: Path, name: str) -> list[int]:
+    """Return the pids of processes of this name, a pattern, that are alive."""
+    found = (path.name.rsplit("-", 2)[1:] for path in root.glob(f"process-{name}-*"))
+    return [int(pid) for pid, started in found if is_alive(int(pid), started=int(started))]
+
+
+def _fork_janitor(root: Path, users: int, agent_pid: int, patience_s: float) -> None:
+    # before the forks: later the number may belong to another process
+    agent = os.pidfd_open(agent_pid)
+    child = os.fork()
+    if child == 0:
+        os.setsid()  # torchrun's signals to its children's groups are not for it
+        # twice: the janitor is then no child of a supervisor, which ends the processes that its workers leave
+        if os.fork() == 0:
+            os.close(users)  # inherited: the janitor would wait for itself
+            _wait_and_remove(root, agent_pid, agent, patience_s)
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(agent)
+
+
+def _wait_and_remove(root: Path, agent_pid: int, agent: int, patience_s: float) -> None:
+    """Be the janitor of a folder until its agent, also given by its pidfd, has ended."""
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):  # a reader of the job's output must not wait for this process
+            os.dup2(null, standard)
+        os.chdir("/")
+        note_process(root, JANITOR)
+        users = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        _watch_supervisors(root, agent_pid, agent, patience_s)
+        supervisors = _opened(_processes(root, _SUPERVISORS))
+        shutil.rmtree(root, ignore_errors=True)
+        _await_unlocked(users, supervisors)  # daemons may outlive the agent for a while, and make their folders again
+        shutil.rmtree(root, ignore_errors=True)
+    finally:
+        os._exit(0)
+
+
+def _watch_supervisors(root: Path, agent_pid: int, agent: int, patience_s: float) -> None:
+    """Return when the agent has ended; until then let supervisors go on that are stopped, but if the agent is, too."""
+    poll = select.poll()
+    poll.register(agent, select.POLLIN)
+    stopped = StoppedProcesses(patience_s)
+    while not poll.poll(1000 * patience_s / _LOOKS):
+        # a user who stops the agent as well, as Ctrl-Z does, has suspended the job
+        stopped.look([] if is_stopped(agent_pid) else _processes(root, _SUPERVISORS))
+
+
+def _await_unlocked(users: int, supervisors: list[int]) -> None:
+    """Return when no process has a folder locked. Its supervisors, by pidfd, end with the agent, or by SIGKILL."""
+    until_s = time.monotonic() + _END_S
+    while supervisors and time.monotonic() < until_s:
+        # one that is stopped has yet to receive the signal of its parent's death
+        _send_all(supervisors, signal.SIGCONT)
+        poll = select.poll()
+        for fd in supervisors:
+            poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(1000 * _LOOK_S):
+            supervisors.remove(fd)
+    _send_all(supervisors, signal.SIGKILL)
+    fcntl.flock(users, fcntl.LOCK_EX)
+
+
+def _opened(pids: list[int]) -> list[int]:
+    """Return the pidfds of processes that have not ended."""
+    pidfds: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            pidfds.append(os.pidfd_open(pid))
+    return pidfds
+
+
+def _send_all(pidfds: list[int], number: signal.Signals) -> None:
+    for fd in pidfds:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, number)
