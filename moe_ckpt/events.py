@@ -277,6 +277,10 @@ class WindowPersisted(Event):
     seconds: float
 
 
+class LastSaveDone(_IterationEvent):
+    """As the job was told to stop, a window went to this rank's local disk: it leads to the iteration."""
+
+
 class HostMemoryUsed(Event):
     """A rank's host memory once a window is complete, by part; `allocated_bytes` includes buffers to reuse."""
 

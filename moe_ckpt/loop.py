@@ -67,6 +67,7 @@ from moe_ckpt.events import (
     Event,
     EventLog,
     IterationCommitted,
+    LastSaveDone,
     ModelBuilt,
     RunFinished,
     WindowPersisted,
@@ -100,7 +101,7 @@ from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_OF_EARLIER = ("WorkerStarted", "Evaluated", "CheckpointSaved", "WindowPersisted", "RunFinished")
+_OF_EARLIER = ("WorkerStarted", "Evaluated", "CheckpointSaved", "WindowPersisted", "LastSaveDone", "RunFinished")
 
 Losses = Sequence[dict[str, torch.Tensor]]
 """Loss reports of an iteration's micro-batches, as Megatron's schedules return them:
@@ -474,6 +475,8 @@ class JoinedWorker(Generic[W]):
                 left.add(LeftState(event.iteration, "saved a checkpoint"))
             elif isinstance(event, WindowPersisted):
                 left.add(LeftState(event.window_start, "saved a window on local disks"))
+            elif isinstance(event, LastSaveDone):
+                left.add(LeftState(event.iteration, "saved windows on local disks as it was stopped"))
             elif isinstance(event, RunFinished):
                 left.add(LeftState(event.iteration, "finished"))
         return frozenset(left)

@@ -58,7 +58,7 @@ from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import GenerationLoop, TrainingRun
 from moe_ckpt.errors import ConfigError, MoeCkptError
-from moe_ckpt.events import EventLog
+from moe_ckpt.events import EventLog, LastSaveDone
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.replication.client import DaemonClient
@@ -380,6 +380,9 @@ def _save_last(place: RankPlace, limit_s: float) -> int:
     if not saved:
         return status  # no window was complete, or the policy has none: an older state serves
     print(f"rank {rank}: iteration {saved[-1]} is on disk", flush=True)
+    events = place.folder.open_events(rank)
+    for iteration in saved:  # a later start sees by them that the run has a state, also if the disk is gone by then
+        events.append(LastSaveDone(iteration=iteration))
     answers: list[int | None] = []
     asking = Thread(target=_ask_if_safe, args=(rank, world_size, saved, answers), name="stop-board", daemon=True)
     asking.start()

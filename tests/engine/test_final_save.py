@@ -15,6 +15,7 @@ from moe_ckpt import run_elastic
 from moe_ckpt.elastic import job_store
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.events import LastSaveDone, read_events
 from moe_ckpt.replication.final_save import SaveTarget, save_last, saved_iterations, windows_in, write_save_target
 from moe_ckpt.run_elastic import RankPlace
 from moe_ckpt.run_folder import RunFolder
@@ -156,6 +157,8 @@ def test_a_disk_with_room_for_the_older_window_alone_has_that(
     assert said.err.startswith("error: rank 1: not saved, the next start uses an older state: local disk")
     assert said.out.startswith(f"rank 1: iteration {older[-1]} is on disk")
     assert saved_iterations(job.memory(1)) == older, newest
+    logged = [each.event for each in read_events(place_of(job, 1).folder.events(1))]
+    assert logged == [LastSaveDone(iteration=iteration) for iteration in older]
 
 
 def test_a_rank_that_is_cut_off_saves_and_says_so(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP, SIGTERM
 
@@ -54,7 +55,8 @@ def test_the_next_start_goes_on_from_local_disks(tmp_path: Path) -> None:
 def test_a_job_stopped_with_notice_goes_on_where_it_was_safe_to_kill(tmp_path: Path) -> None:
     """One worker stands still: supervisors bring its window to disk without it.
 
-    The next start trains for longer: it replays the window, and goes on, under the schedule of the first.
+    A start without these disks is an error, as no other state is left. The next one trains for longer: it replays the
+    window, and goes on, under the schedule of the first.
     """
     run = tmp_path / "run"
 
@@ -70,6 +72,12 @@ def test_a_job_stopped_with_notice_goes_on_where_it_was_safe_to_kill(tmp_path: P
         said = job.wait_for_failure()
     [safe] = re.findall(r"safe to kill at iteration (\d+): all 2 ranks have it on disk", said)
     assert int(safe) >= 6
+    (run / "snapshots").rename(tmp_path / "away")
+    with start(3) as job:
+        gone = f"saved windows on local disks as it was stopped at iteration {safe}, and no state of it is on disk"
+        assert gone in job.wait_for_failure()
+    shutil.rmtree(run / "snapshots", ignore_errors=True)
+    (tmp_path / "away").rename(run / "snapshots")
     with start(2, "train.iterations=30") as job:
         result = job.wait()
     resumed = [event for rank in range(2) for event in events_of(run, StateResumed, rank)]
