@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from moe_ckpt.private_files import write_private
 from moe_ckpt.replication.local_disk import persist
 from moe_ckpt.replication.publisher import is_unfinished, read_snapshots
+from moe_ckpt.reserved_file import ReservedFile
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.step_log import START, window_steps
 from moe_ckpt.snapshot.windows import group_windows
@@ -34,11 +34,22 @@ class SaveTarget:
 
 
 def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
-    """Leave the target for the last save, in place of an earlier worker's."""
-    # replaced as a whole: a worker that dies while it writes leaves the earlier target to the last save
-    unfinished = rank_folder / f"{_TARGET}.tmp"
-    write_private(unfinished, json.dumps(asdict(target)))
-    unfinished.replace(rank_folder / _TARGET)
+    """Leave the target for the last save, in place of an earlier worker's.
+
+    The first worker's target takes its room before any snapshot; a replacement needs none.
+
+    Args:
+        rank_folder: The rank's folder in shared memory.
+        target: The target.
+
+    Raises:
+        ConfigError: The memory has no room for the first target.
+    """
+    content = json.dumps(asdict(target), ensure_ascii=False)
+    file = ReservedFile(rank_folder / _TARGET)
+    file.reserve()
+    # a path may have bytes that are no UTF-8
+    file.write(content.encode(errors="surrogateescape"))
 
 
 def save_last(rank_folder: Path) -> None:
@@ -69,8 +80,10 @@ def saved_iterations(rank_folder: Path) -> list[int]:
 
 
 def _target_of(rank_folder: Path) -> SaveTarget | None:
-    path = rank_folder / _TARGET
-    return SaveTarget(**json.loads(path.read_text())) if path.exists() else None
+    content = ReservedFile(rank_folder / _TARGET).read()
+    if not content:
+        return None
+    return SaveTarget(**json.loads(content.decode(errors="surrogateescape")))
 
 
 def windows_in(folder: BlobFolder) -> Iterator[list[str]]:

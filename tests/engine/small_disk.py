@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -25,6 +26,12 @@ class SmallDisk:
         there = os.statvfs(self.path)
         with (self.path / "filling").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, there.f_bavail * there.f_frsize - _LEFT_BYTES)
+
+    def fill_to_the_last_page(self) -> None:
+        """Take all room, also while other threads write."""
+        with (self.path / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(_LEFT_BYTES))
 
     def empty(self) -> None:
         (self.path / "filling").unlink()
