@@ -15,6 +15,11 @@ _PARENT = 1
 _START_TICKS = 19
 
 
+def machine_id() -> str:
+    """Return a name of this machine since its boot, the same in all of its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def start_ticks(pid: int) -> int:
     """Return the start time of a process: with the pid, a name that is never used again. Raises ProcessLookupError."""
     return _number(pid, _START_TICKS)
