@@ -33,7 +33,15 @@ from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.backends import die
 from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.elastic.failures import WORKER_FAULT, failure_of, is_fault, take_failure, text_of, write_failure
+from moe_ckpt.elastic.failures import (
+    WORKER_FAULT,
+    failure_of,
+    is_fault,
+    reserve_failure,
+    take_failure,
+    text_of,
+    write_failure,
+)
 from moe_ckpt.elastic.generations import Generations, Member, Membership
 from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.janitor import janitor_of
@@ -314,6 +322,7 @@ def run_elastic(
         MirrorPort(mirror.interface).close()  # an error of the user's, before training begins
     beside(place)
     root, page = place.memory.parent, StatusPage(place.memory / "page")
+    reserve_failure(place.failure)
     gc.freeze()  # all workers share the imports: no garbage collection is to touch their pages
     limits = SupervisorLimits(
         heartbeat_s=runtime.heartbeat_s,

@@ -25,6 +25,7 @@ from moe_ckpt.replication.daemon import WorkerServer
 from moe_ckpt.replication.final_save import SaveTarget, write_save_target
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_lock import take_lock
+from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.types import ParallelLayout, RunIdentity
 from tests.modes import no_umask, open_to_others
 from tests.replication.blobs import publish
@@ -59,7 +60,10 @@ def write_memory(root: Path) -> None:
     folder = rank_memory(root, 1)
     StatusPage(folder / "page")
     write_failure(folder / "failure", failure_of(ValueError("x"), 3))
-    write_save_target(folder, SaveTarget(path="disk", limit_bytes=None, global_rank=1))
+    shard = ShardIdentity(global_rank=1, pp_rank=0, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=1)
+    identity = RunIdentity(run_id="a", model="b", layout=ParallelLayout(pp=1, dp=2, ep=1, tp=1))
+    target = SaveTarget(path="disk", limit_bytes=None, identity=identity, shard=shard)
+    write_save_target(folder, target)
     take_over(root, range(2, 3))
 
 

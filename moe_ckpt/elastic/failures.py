@@ -14,12 +14,12 @@ import json
 import re
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from moe_ckpt.errors import causes_of
-from moe_ckpt.private_files import write_private
+from moe_ckpt.reserved_file import CONTENT_BYTES, ReservedFile
 
 WORKER_FAULT = 77
 """Exit status of a worker that failed by a fault of the hardware, with a failure file."""
@@ -73,28 +73,60 @@ def is_fault(error: BaseException, *, replace_on: Sequence[str] = (), end_on: Se
 def failure_of(error: BaseException, iteration: int) -> Failure:
     """Return the facts of an exception that a supervisor needs."""
     frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1] if frames else None
+    place = type(error).__name__
+    if frames:
+        place += f" at {frames[-1].filename}:{frames[-1].lineno}"
     return Failure(
         error=text_of(error),
-        place=f"{type(error).__name__} at {last.filename}:{last.lineno}" if last else type(error).__name__,
+        place=place[-_MESSAGE_CHARS:],
         iteration=iteration,
         traceback="".join(traceback.format_exception(error)),
     )
 
 
+def reserve_failure(path: Path) -> None:
+    """Reserve the room of the failure file before snapshots can take it.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigError: The memory has no room.
+    """
+    ReservedFile(path).reserve()
+
+
 def write_failure(path: Path, failure: Failure) -> None:
-    """Leave a failure for the supervisor."""
-    write_private(path, json.dumps(asdict(failure)))
+    """Leave a failure for the supervisor.
+
+    Args:
+        path: The file.
+        failure: The failure; of a long traceback the end is kept, with the newest frames.
+
+    Raises:
+        OSError: The file was not reserved, and the memory has no room.
+    """
+    content = _encode(failure)
+    while len(content) > CONTENT_BYTES and failure.traceback:
+        rest = failure.traceback[len(failure.traceback) // 2 + 1 :]
+        failure = replace(failure, traceback=rest)
+        content = _encode(failure)
+    ReservedFile(path).write(content)
 
 
 def take_failure(path: Path) -> Failure | None:
-    """Return the failure of the last worker, and remove its file; None if it left none."""
-    if not path.exists():
+    """Return the failure of the last worker, and forget it; None if it left none."""
+    file = ReservedFile(path)
+    content = file.read()
+    if not content:
         return None
-    text = path.read_text()
-    # removed: the next worker that ends with this status would seem to have failed in the same way
-    path.unlink()
-    return Failure(**json.loads(text))
+    # the next worker that ends with this status would seem to have failed in the same way
+    file.write(b"")
+    return Failure(**json.loads(content))
+
+
+def _encode(failure: Failure) -> bytes:
+    return json.dumps(asdict(failure)).encode()
 
 
 def text_of(error: BaseException) -> str:

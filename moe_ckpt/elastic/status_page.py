@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
 
-from moe_ckpt.config import require
 from moe_ckpt.private_files import open_private
+from moe_ckpt.reserved_file import reserve
 from moe_ckpt.types import Phase
 
 _SIZE_BYTES = 4096
@@ -73,7 +73,8 @@ class StatusPage:
         self._execute = execute
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
-            _reserve(fd, path)
+            # without it, a later write to the page would end the process by SIGBUS
+            reserve(fd, path, _SIZE_BYTES)
             self._words = memoryview(mmap.mmap(fd, _SIZE_BYTES)).cast("q")
         finally:
             os.close(fd)
@@ -211,12 +212,3 @@ class StatusPage:
         number, words[_Word.ORDER_SIGNAL] = words[_Word.ORDER_SIGNAL], 0
         words[_Word.ORDERS_OBEYED] += 1
         self._execute(number)
-
-
-def _reserve(fd: int, path: Path) -> None:
-    """Allocate the file's memory now: if none were left, a later write to the page would end the process by SIGBUS."""
-    try:
-        os.posix_fallocate(fd, 0, _SIZE_BYTES)
-    except OSError as error:
-        wanted = f"room for {_SIZE_BYTES} more bytes ({error})"
-        require(False, "runtime.shared_memory", str(path.parent), wanted)

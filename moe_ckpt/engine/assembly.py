@@ -34,6 +34,7 @@ from moe_ckpt.engine.partial_recovery import PartialPolicy, PartialRecovery
 from moe_ckpt.engine.rank_memory import RankMemory
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.server_states import ServerStates
+from moe_ckpt.engine.shared_room import require_shared_room
 from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.engine.stage_profiles import share_profiles
 from moe_ckpt.engine.stage_recovery import StageRecovery
@@ -61,6 +62,10 @@ class InMemoryPolicy(Policy, Protocol):
 
     def own_forecast(self) -> MemoryForecast:
         """Return the most host memory that a rank of this stage can need."""
+        ...
+
+    def start_forecast(self) -> MemoryForecast:
+        """Return the host memory that a rank of this stage needs as training begins."""
         ...
 
     def notes(self) -> list[str]:
@@ -144,6 +149,7 @@ class InMemoryAssembly:
             stage_recovery=stage_recovery,
             job_recovery=self._job_recovery(parts, store, partial, stage_recovery),
             notes=[*policy.notes(), *self._adapter.notes, *self._placement()],
+            require_room=lambda: self._require_room(policy),
         )
         return policy, checkpointing
 
@@ -168,6 +174,12 @@ class InMemoryAssembly:
             meter=Measurements(num_experts),
             events=self._events,
         )
+
+    def _require_room(self, policy: InMemoryPolicy) -> None:
+        """Raise ConfigError on all ranks if shared memory has no room for the forecast."""
+        if self._elastic is not None:
+            needed_bytes = policy.start_forecast().shared_bytes
+            require_shared_room(self._place.ranks, self._elastic.memory, needed_bytes)
 
     def _snapshots_limit_bytes(self, policy: InMemoryPolicy) -> int | None:
         """Return the most bytes of snapshots: the budget without the logs and the copies that the policy forecasts."""

@@ -6,7 +6,7 @@ Owns: the recovery of state that living processes have lost. Must not: bring ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.job_recovery import JobRecovery
@@ -30,6 +30,7 @@ class InMemoryCheckpointing:
         stage_recovery: StageRecovery | None,
         job_recovery: JobRecovery | None,
         notes: Sequence[str],
+        require_room: Callable[[], None] = lambda: None,
     ) -> None:
         self.parts = parts
         """The rank's training, host memory and measurements."""
@@ -45,6 +46,12 @@ class InMemoryCheckpointing:
 
         self.notes = notes
         """A forecast of the cost, line by line, for the log."""
+
+        self.require_room = require_room
+        """Checks that shared memory has room for what training will take. Collective.
+
+        Raises ConfigError on all ranks.
+        """
 
         self._stage_recovery = stage_recovery
 

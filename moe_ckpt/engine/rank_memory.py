@@ -136,6 +136,11 @@ def _open_disk(config: InMemoryConfig, place: StagePlace, elastic: ElasticContex
     rank = place.shard.global_rank
     disk = LocalDisk(folder, rank, elastic.daemon, config.disk_budget_bytes)
     if not config.loses_tokens:  # the last save knows windows only: units go on from those on disk
-        target = SaveTarget(path=str(disk.path), limit_bytes=disk.limit_bytes, global_rank=rank)
+        target = SaveTarget(
+            path=str(disk.path),
+            limit_bytes=disk.limit_bytes,
+            identity=place.identity,
+            shard=place.shard,
+        )
         write_save_target(elastic.memory, target)
     return disk

@@ -146,6 +146,8 @@ class Session:
 
         Raises:
             CheckpointLoadError: Neither memory nor disks lead to a common state; on all ranks.
+            ConfigError: Training is about to begin, and shared memory has less room than its snapshots will take; on
+                all ranks.
         """
         assert self._in_memory is not None
         job_recovery = self._in_memory.job_recovery
@@ -164,6 +166,8 @@ class Session:
         if recovered.iteration is None:
             # no state of memory goes on; `resume` names the source if there is one on disk
             self._suspects.clear()
+            # only where training begins: later a full memory costs the protection, and not the job
+            self._in_memory.require_room()
         else:  # first: a window of one slot needs it, and peers are about to drop earlier blobs
             self._in_memory.tier.logs.log_start(recovered.iteration + 1)
         job_recovery.copies.resume_copying()

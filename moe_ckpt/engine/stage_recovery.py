@@ -10,7 +10,6 @@ which stages roll back (`recovery.plan` does) or in which steps (`recovery.conve
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +22,13 @@ from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.state_loss import LostStages
 from moe_ckpt.errors import CheckpointLoadError, DataError
 from moe_ckpt.events import CheckpointSkipped, ReplayDiffered, StageRecovered
-from moe_ckpt.recovery.convert import ReplayStep, SnapshotContents, plan_conversion
+from moe_ckpt.recovery.convert import ReplayStep, plan_conversion
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
-from moe_ckpt.snapshot.codec import ShardIdentity, Snapshot, verify
+from moe_ckpt.snapshot.codec import Snapshot
+from moe_ckpt.snapshot.verified_windows import contents_of, cut_of, verified_window
 from moe_ckpt.snapshot.windows import Window
-from moe_ckpt.types import RunIdentity
 
 _log = logging.getLogger(__name__)
 
@@ -183,8 +182,8 @@ class StageRecovery:
     def _roll_back(self, rollback: Rollback, target: int, progress: Progress) -> int:
         """Load and replay, or go on with a replay; return the bytes received from neighbours."""
         window = next(window for window in self._memory.snapshots.windows() if window.start == rollback.window_start)
-        contents = [_contents(snapshot) for snapshot in window.snapshots]
-        cut = _cut(contents)
+        contents = [contents_of(snapshot) for snapshot in window.snapshots]
+        cut = cut_of(contents)
 
         def reach(iteration: int) -> None:
             progress(ReplayedState(states=rollback.states, cut=cut, iteration=iteration))
@@ -281,39 +280,3 @@ class StageRecovery:
             f"{', '.join(differing)} than the rank had, which lost nothing: {CORRUPT}, or {NOT_DETERMINISTIC} "
             "(runtime.on_divergence=window goes on)"
         )
-
-
-def verified_window(
-    snapshots: Sequence[Snapshot], identity: RunIdentity, shard: ShardIdentity, steps_to: int | None
-) -> WindowRef | None:
-    """Return the reference of the complete window of these snapshots, by slot, with steps up to `steps_to`, or None.
-
-    None: the steps do not reach the window's end. Raises CheckpointLoadError if the window is damaged, incomplete, or
-    of another run or shard.
-    """
-    for snapshot in snapshots:
-        verify(snapshot, identity=identity, shard=shard)
-    contents = [_contents(snapshot) for snapshot in snapshots]
-    last = contents[-1].iteration
-    plan_conversion(contents, last)  # raises for slots that make no whole window
-    if steps_to is None or steps_to < last:
-        return None
-    start = contents[0].window_start
-    return WindowRef(start=start, num_slots=len(contents), steps_to=steps_to, cut=_cut(contents))
-
-
-def _cut(slots: Sequence[SnapshotContents]) -> str:
-    """Return the identity of the assignment of operators to the slots of a window, which are in order."""
-    return hashlib.sha256(repr([(slot.full, slot.compute) for slot in slots]).encode()).hexdigest()[:12]
-
-
-def _contents(snapshot: Snapshot) -> SnapshotContents:
-    header = snapshot.header
-    return SnapshotContents(
-        iteration=header.iteration,
-        window_start=header.window_start,
-        slot=header.slot,
-        num_slots=header.num_slots,
-        full=header.full,
-        compute=header.compute,
-    )

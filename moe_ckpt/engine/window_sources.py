@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.stage_recovery import StageRecovery, verified_window
+from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import Fetch, RecoveryPlan
@@ -20,6 +20,7 @@ from moe_ckpt.replication.local_disk import LocalDisk, copy_blobs
 from moe_ckpt.replication.publisher import Publisher, belongs_to, newest_snapshot, read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.step_log import StepLog
+from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import Window, group_windows
 from moe_ckpt.types import ReadyGradients
 

@@ -24,6 +24,11 @@ class MemoryForecast:
     total_bytes: int
     double_buffered_dense_bytes: int
 
+    @property
+    def shared_bytes(self) -> int:
+        """The bytes in `runtime.shared_memory`: all but boundary logs, which end with their worker."""
+        return self.total_bytes - self.boundary_log_bytes
+
     def lines(self) -> list[str]:
         """Return a readable line for each part."""
         parts = {
@@ -56,6 +61,10 @@ class StageForecasts(ABC, Generic[S]):
     def own_forecast(self) -> MemoryForecast:
         """Return the most host memory that a rank of this stage can need."""
         return self._forecast(self._stage)
+
+    def start_forecast(self) -> MemoryForecast:
+        """Return the host memory that a rank of this stage needs as training begins."""
+        return self.own_forecast()
 
 
 def forecast(
@@ -98,3 +107,45 @@ def require_budget(budget_bytes: int | None, needed: MemoryForecast) -> None:
     if budget_bytes is not None and needed.total_bytes > budget_bytes:
         wanted = f"at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
         raise ConfigError(f"ckpt.memory_budget_bytes: got {budget_bytes}, wanted {wanted}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedUse:
+    """One rank's use of a memory that several ranks may share."""
+
+    memory: str
+    """The name of the memory: the same for ranks that share one."""
+
+    free_bytes: int
+    """The bytes that are free there."""
+
+    held_bytes: int
+    """The bytes that the rank has there already, as after torchrun has started it again."""
+
+    needed_bytes: int
+    """The bytes that the rank will have there."""
+
+
+def require_room(uses: Sequence[SharedUse]) -> None:
+    """Check that each memory has room for all ranks that share it.
+
+    Two ranks that need 40 each fit into 60 free bytes if each holds 10 already.
+
+    Args:
+        uses: The use of each rank, by rank.
+
+    Raises:
+        ConfigError: A memory has less room, with its ranks.
+    """
+    for memory in dict.fromkeys(use.memory for use in uses):
+        ranks = [rank for rank, use in enumerate(uses) if use.memory == memory]
+        free_bytes = min(uses[rank].free_bytes for rank in ranks)
+        room_bytes = free_bytes + sum(uses[rank].held_bytes for rank in ranks)
+        needed_bytes = sum(uses[rank].needed_bytes for rank in ranks)
+        if needed_bytes > room_bytes:
+            raise ConfigError(
+                f"runtime.shared_memory: got {room_bytes} bytes for ranks {', '.join(map(str, ranks))}, of which "
+                f"{free_bytes} are free, wanted the {needed_bytes} that their snapshots and copies will take: enlarge "
+                "the memory (docker run --shm-size), take smaller or fewer snapshots, or train without protection, "
+                "by ckpt=none"
+            )

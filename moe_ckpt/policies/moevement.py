@@ -123,11 +123,19 @@ class SparseWindows:
         """Return the host memory of the rank of this stage that needs the most."""
         return self._sizes.forecast_of(self._own_stage, self.max_slots, self._pause_iters)
 
+    def start_forecast(self) -> MemoryForecast:
+        """Return the host memory of a rank of this stage with the windows that training begins with."""
+        return self._sizes.forecast_of(self._own_stage, self._first_slots, self._pause_iters)
+
+    @property
+    def _first_slots(self) -> int:
+        return 1 if self._config.window == AUTO else self.max_slots
+
     def notes(self) -> list[str]:
         """Return the costs, line by line, for the log."""
-        slots, later = self.max_slots, ""
+        slots, later = self._first_slots, ""
         if self._config.window == AUTO:
-            slots, later = 1, f", up to {slots} once iterations have been measured"
+            later = f", up to {self.max_slots} once iterations have been measured"
         lines = self._sizes.forecast(slots, self._pause_iters).lines()
         return [f"host memory of the largest rank, window {slots}{later}:", *lines]
 

@@ -10,35 +10,63 @@ the daemon, which are dead by then: a worker may hang, and two processes must no
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from moe_ckpt.private_files import write_private
+import msgspec
+
+from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.replication.local_disk import persist
-from moe_ckpt.replication.publisher import is_unfinished, read_snapshots
+from moe_ckpt.replication.publisher import is_unfinished, read_kept, read_snapshots
+from moe_ckpt.reserved_file import ReservedFile
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
-from moe_ckpt.snapshot.step_log import START, window_steps
+from moe_ckpt.snapshot.codec import ShardIdentity
+from moe_ckpt.snapshot.step_log import StepLog, window_steps
+from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import group_windows
+from moe_ckpt.types import RunIdentity
+
+_log = logging.getLogger(__name__)
 
 _TARGET = "save_target"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveTarget:
-    """The folder of a rank on its disk, and the limit on its bytes there."""
+    """The place of a rank's last save, and the windows that belong there."""
 
     path: str
+    """The folder of the rank on its disk."""
+
     limit_bytes: int | None
-    global_rank: int
+    """The most bytes there; None: no limit."""
+
+    identity: RunIdentity
+    """The run."""
+
+    shard: ShardIdentity
+    """The rank."""
 
 
 def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
-    """Leave the target for the last save, in place of an earlier worker's."""
-    # replaced as a whole: a worker that dies while it writes leaves the earlier target to the last save
-    unfinished = rank_folder / f"{_TARGET}.tmp"
-    write_private(unfinished, json.dumps(asdict(target)))
-    unfinished.replace(rank_folder / _TARGET)
+    """Leave the target for the last save, in place of an earlier worker's.
+
+    The first worker's target takes its room before any snapshot; a replacement needs none.
+
+    Args:
+        rank_folder: The rank's folder in shared memory.
+        target: The target.
+
+    Raises:
+        ConfigError: The memory has no room for the first target.
+    """
+    content = json.dumps(asdict(target), ensure_ascii=False)
+    file = ReservedFile(rank_folder / _TARGET)
+    file.reserve()
+    # a path may have bytes that are no UTF-8
+    file.write(content.encode(errors="surrogateescape"))
 
 
 def save_last(rank_folder: Path) -> None:
@@ -51,7 +79,7 @@ def save_last(rank_folder: Path) -> None:
     target = _target_of(rank_folder)
     if target is None:
         return
-    own, served = BlobFolder(own_path(rank_folder)), BlobFolder(held_path(rank_folder, target.global_rank))
+    own, served = BlobFolder(own_path(rank_folder)), BlobFolder(held_path(rank_folder, target.shard.global_rank))
     disk = Path(target.path)
     for folder in (own, served):  # a checkpoint server of the rank itself has newer states than the rank
         if is_unfinished(folder):
@@ -62,15 +90,43 @@ def save_last(rank_folder: Path) -> None:
 
 
 def saved_iterations(rank_folder: Path) -> list[int]:
-    """Return the iterations that the windows on a rank's disk lead to, in order."""
+    """Return the iterations to which a rank's disk leads, by the checks of a start.
+
+    All bytes on the disk are read and hashed: the job may be killed on this answer.
+
+    Args:
+        rank_folder: The rank's folder in shared memory.
+
+    Returns:
+        The iterations, in order; none without a target.
+    """
     target = _target_of(rank_folder)
-    windows = windows_in(BlobFolder(Path(target.path))) if target else ()
-    return sorted({int(keys[0].removeprefix(START)) - 1 for keys in windows})
+    if target is None:
+        return []
+    kept = read_kept(BlobFolder(Path(target.path)))
+    steps = StepLog()
+    steps.adopt(kept.starts, kept.records)
+    found: set[int] = set()
+    for window in group_windows(kept.snapshots):
+        if not window.complete:
+            continue
+        steps_to = steps.reaches(window.start + 1)
+        try:
+            ref = verified_window(window.snapshots, target.identity, target.shard, steps_to)
+        except CheckpointLoadError as error:
+            _log.warning("on disk, and of no use to a start: %s", error)
+            continue
+        if ref is not None:
+            found.add(ref.end)
+    return sorted(found)
 
 
 def _target_of(rank_folder: Path) -> SaveTarget | None:
-    path = rank_folder / _TARGET
-    return SaveTarget(**json.loads(path.read_text())) if path.exists() else None
+    content = ReservedFile(rank_folder / _TARGET).read()
+    if not content:
+        return None
+    fields = json.loads(content.decode(errors="surrogateescape"))
+    return msgspec.convert(fields, SaveTarget)
 
 
 def windows_in(folder: BlobFolder) -> Iterator[list[str]]:

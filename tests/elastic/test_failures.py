@@ -13,7 +13,15 @@ import pytest
 
 from moe_ckpt import run_elastic
 from moe_ckpt.config import RunFolderConfig, require_patterns
-from moe_ckpt.elastic.failures import WORKER_FAULT, Failure, failure_of, is_fault, take_failure, write_failure
+from moe_ckpt.elastic.failures import (
+    WORKER_FAULT,
+    Failure,
+    failure_of,
+    is_fault,
+    reserve_failure,
+    take_failure,
+    write_failure,
+)
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.job_config import JobConfig
@@ -22,6 +30,7 @@ from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import runtime_config
 from tests.elastic.processes import Child
 from tests.elastic.workers import caused
+from tests.engine.small_disk import small_disk
 from tests.policies.profiles import config as config_of
 from tests.replication.peers import TICKET
 
@@ -87,6 +96,32 @@ def test_a_supervisor_takes_a_failure_once(tmp_path: Path) -> None:
     write_failure(path, failure)
     assert take_failure(path) == failure
     assert take_failure(path) is None, "a script may end with the same status"
+
+
+@pytest.mark.parametrize("earlier", [None, "T", "T" * 100_000])
+def test_a_failure_is_written_while_the_memory_is_full(earlier: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "failure"
+    with small_disk(tmp_path) as memory:
+        reserve_failure(path)
+        memory.fill_to_the_last_page()
+        if earlier is not None:
+            write_failure(path, Failure(error="x", place="a.py:1", iteration=3, traceback=earlier))
+            assert take_failure(path) is not None
+        failure = Failure(error="OSError: x", place="a.py:3", iteration=4, traceback="T")
+        write_failure(path, failure)
+        assert take_failure(path) == failure
+        assert take_failure(path) is None
+
+
+@pytest.mark.parametrize("character", ["T", "\N{SNOWMAN}", "\udc80"])
+def test_of_a_long_traceback_the_newest_frames_stay(character: str, tmp_path: Path) -> None:
+    path = tmp_path / "failure"
+    text = character * 50_000 + "the last line"
+    write_failure(path, Failure(error="x", place="a.py:1", iteration=3, traceback=text))
+    kept = take_failure(path)
+    assert kept is not None
+    assert text.endswith(kept.traceback)
+    assert len(kept.traceback) > 500
 
 
 def raise_a_fault(_: Worker) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 _SIZE_BYTES = 64 << 20
-_LEFT_BYTES = 4096
+_PAGE_BYTES = 4096
 
 
 class SmallDisk:
@@ -20,11 +21,17 @@ class SmallDisk:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def fill(self) -> None:
-        """Take all room but a page."""
+    def fill(self, *, left_bytes: int = _PAGE_BYTES) -> None:
+        """Take all room but so much."""
         there = os.statvfs(self.path)
         with (self.path / "filling").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, there.f_bavail * there.f_frsize - _LEFT_BYTES)
+            os.posix_fallocate(file.fileno(), 0, there.f_bavail * there.f_frsize - left_bytes)
+
+    def fill_to_the_last_page(self) -> None:
+        """Take all room, also while other threads write."""
+        with (self.path / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(_PAGE_BYTES))
 
     def empty(self) -> None:
         (self.path / "filling").unlink()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from moe_ckpt.replication.final_save import SaveTarget, save_last, saved_iterati
 from moe_ckpt.run_elastic import RankPlace
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
+from moe_ckpt.types import RunIdentity
+from tests.engine.damage import flip_a_bit_of, rewrite_headers
 from tests.engine.job import TICKET, ThreadJob
 from tests.engine.model import PAIR, Shape
 from tests.engine.stops import At, StoppedError, started_again
@@ -40,6 +44,17 @@ def saved(memory: Path) -> list[int]:
     """Save a rank for the last time; return the iterations that its disk leads to."""
     save_last(memory)
     return saved_iterations(memory)
+
+
+def limit_disk(job: ThreadJob, rank: int, limit_bytes: int) -> None:
+    """Let a rank's last save take so many bytes of its disk at most."""
+    target = SaveTarget(
+        path=str(job.disk(rank)),
+        limit_bytes=limit_bytes,
+        identity=job.identity,
+        shard=job.in_memory(rank).parts.adapter.place.shard,
+    )
+    write_save_target(job.memory(rank), target)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +101,7 @@ def test_where_a_rank_never_saved_all_begin_anew(fails: bool, tmp_path: Path) ->
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     assert saved(job.memory(0))[-1] == 5
     if fails:
-        target = SaveTarget(path=str(job.disk(1)), limit_bytes=1, global_rank=1)
-        write_save_target(job.memory(1), target)
+        limit_disk(job, 1, 1)
         with pytest.raises(CheckpointSaveError, match=r"wanted at most ckpt.disk_budget_bytes=1"):
             save_last(job.memory(1))
     assert started_again(job) == []
@@ -125,6 +139,87 @@ def test_a_rank_without_a_worker_so_far_saves_nothing(tmp_path: Path) -> None:
     assert saved(tmp_path) == []
 
 
+def flip_payload(folder: Path) -> None:
+    flip_a_bit_of(folder, lambda header: header.iteration == 5)
+
+
+def cut_payloads(folder: Path) -> None:
+    for buffer in (folder / "buffers").iterdir():
+        os.truncate(buffer, buffer.stat().st_size // 2)
+
+
+def flip_entries(kind: str) -> Callable[[Path], None]:
+    def flip(folder: Path) -> None:
+        paths = list((folder / "index").glob(f"{kind}*.blob"))
+        assert paths
+        for path in paths:
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+
+    return flip
+
+
+def name_another_run(folder: Path) -> None:
+    identity = RunIdentity(run_id="another", model="model", layout=PAIR.layout)
+    rewrite_headers(folder, lambda header: replace(header, identity=identity))
+
+
+def name_another_model(folder: Path) -> None:
+    identity = RunIdentity(run_id="run", model="another", layout=PAIR.layout)
+    rewrite_headers(folder, lambda header: replace(header, identity=identity))
+
+
+DAMAGES = pytest.mark.parametrize(
+    "damage",
+    [
+        flip_payload,
+        cut_payloads,
+        flip_entries("snapshot"),
+        flip_entries("start-"),
+        flip_entries("record-"),
+        name_another_run,
+        name_another_model,
+    ],
+    ids=["bit", "cut", "entry", "start", "record", "another run", "another model"],
+)
+
+
+@DAMAGES
+def test_a_window_on_disk_that_a_start_refuses_is_not_saved(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    job = stopped(tmp_path, "moevement", window=2, pause_iters=1)
+    assert saved(job.memory(1))[-1] == 5
+    damage(job.disk(1))
+    assert 5 not in saved_iterations(job.memory(1))
+    assert saved(job.memory(0))[-1] == 5, "the disk of another rank is another"
+
+
+def test_a_window_that_was_damaged_in_memory_is_not_saved(tmp_path: Path) -> None:
+    job = stopped(tmp_path, "gemini", every_iters=2)
+    flip_a_bit_of(own_path(job.memory(1)), lambda header: header.iteration == 4)
+    assert 4 not in saved(job.memory(1))
+
+
+def test_an_intact_window_beside_a_damaged_one_counts(tmp_path: Path) -> None:
+    job = stopped(tmp_path, "moevement", window=1, pause_iters=1, keep_windows=2)
+    *older, newest = saved(job.memory(1))
+    assert older
+    flip_a_bit_of(job.disk(1), lambda header: header.iteration == newest)
+    assert saved_iterations(job.memory(1)) == older
+
+
+def test_no_rank_says_that_it_is_safe_to_kill_at_a_damaged_window(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a start that has refused the windows on disk: nothing in memory replaces them."""
+    job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
+    save_last(job.memory(1))
+    flip_a_bit_of(job.disk(1), lambda _: True)
+    BlobFolder(own_path(job.memory(1))).clear()
+    assert run_elastic._save_last(place_of(job, 1), WAIT_S) == 0
+    assert capsys.readouterr().out == ""
+
+
 def place_of(job: ThreadJob, rank: int) -> RankPlace:
     launch = Launch(global_rank=rank, world_size=2, local_rank=rank, local_world_size=2, attempt=0)
     facts: Any = {"ticket": TICKET, "ranks_per_node": 1, "replicas": 1, "has_daemon": True, "host": "127.0.0.1"}
@@ -134,8 +229,7 @@ def place_of(job: ThreadJob, rank: int) -> RankPlace:
 
 def test_a_last_save_that_a_disk_ends_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
-    target = SaveTarget(path=str(job.disk(1)), limit_bytes=1, global_rank=1)
-    write_save_target(job.memory(1), target)
+    limit_disk(job, 1, 1)
     assert run_elastic._save_last(place_of(job, 1), WAIT_S) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: rank 1: not saved, the next start uses an older state: local disk")
@@ -151,7 +245,7 @@ def test_a_disk_with_room_for_the_older_window_alone_has_that(
     *older, newest = saved(job.memory(0))
     assert older
     there = sum(file.stat().st_size for file in job.disk(0).rglob("*") if file.is_file())
-    write_save_target(job.memory(1), SaveTarget(path=str(job.disk(1)), limit_bytes=5 * there // 6, global_rank=1))
+    limit_disk(job, 1, 5 * there // 6)
     assert run_elastic._save_last(place_of(job, 1), WAIT_S) == 1
     said = capsys.readouterr()
     assert said.err.startswith("error: rank 1: not saved, the next start uses an older state: local disk")
