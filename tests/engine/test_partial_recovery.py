@@ -324,7 +324,7 @@ def test_after_a_checkpoint_nothing_on_disks_is_of_the_epoch(tmp_path: Path) -> 
     assert _epochs_in(job) == {1}
 
 
-_SAME = "wanted the same on all, of this run and layout"
+_SAME = "wanted whole ones, of this run and layout, that lead all ranks to one iteration"
 
 
 def _lose_copies(job: ThreadJob) -> None:
