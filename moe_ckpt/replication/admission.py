@@ -1,8 +1,12 @@
 """Admission to a server: both ends prove that they have the run's token, and neither sends it.
 
     server -> client   Challenge: a random nonce
-    client -> server   Hello: the run, a nonce of its own, HMAC of "client" and both nonces under the token
-    server -> client   Welcome: HMAC of "server" and both nonces; or Refused
+    client -> server   Hello: the run, a nonce of its own, HMAC of "client", the server's address and both nonces
+                       under the token
+    server -> client   Welcome: HMAC of "server", the address and both nonces; or Refused
+
+The address is that to which the client has connected and which the server has announced. So a process that puts its own
+address into the job's store, and passes on all bytes between a client and a server, is admitted by neither.
 
 Before that, messages have at most MOST_GREETING_BYTES. With `Ticket.tls` all of it is inside TLS. A server whose
 strangers are too many closes a connection without an answer (`strangers`): the client then connects again.
@@ -54,7 +58,7 @@ def open_connection(
         left_s = max(_LEAST_S, until_s - time.monotonic())
         link = Connection(socket.create_connection((address.host, address.port), left_s))
         try:
-            return _admitted(link, ticket, until_s)
+            return _admitted(link, address, ticket, until_s)
         except _CLOSED:
             if time.monotonic() + pause_s >= until_s:
                 raise
@@ -62,14 +66,14 @@ def open_connection(
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _admitted(link: Connection, ticket: Ticket, until_s: float) -> Connection:
+def _admitted(link: Connection, address: Address, ticket: Ticket, until_s: float) -> Connection:
     """Return a new connection once it is admitted; close it after a failure."""
     try:
         link.allow(until_s - time.monotonic())
         with _naming_refusals():
             if ticket.tls:
                 link.secure(ticket.tls.client, server_side=False)
-            _be_admitted(link, ticket)
+            _be_admitted(link, address, ticket)
     except BaseException:
         link.close()
         raise
@@ -87,18 +91,27 @@ def _naming_refusals() -> Iterator[None]:
         raise RefusedError(describe_refusal(error), garbled=False) from error
 
 
-def _be_admitted(link: Connection, ticket: Ticket) -> None:
+def _be_admitted(link: Connection, address: Address, ticket: Ticket) -> None:
     theirs, own = link.expect(Challenge, MOST_GREETING_BYTES).nonce, secrets.token_hex(_NONCE_BYTES)
-    link.send(Hello(run_id=ticket.run_id, nonce=own, proof=_proof(ticket, "client", theirs, own)))
+    link.send(Hello(run_id=ticket.run_id, nonce=own, proof=_proof(ticket, "client", address, theirs, own)))
     proof = link.expect(Welcome, MOST_GREETING_BYTES).proof
-    if not _equal(proof, _proof(ticket, "server", theirs, own)):
+    if not _equal(proof, _proof(ticket, "server", address, theirs, own)):
         raise RefusedError(f"the server has another token than that of run {ticket.run_id}", garbled=False)
 
 
-def admit(link: Connection, ticket: Ticket) -> str | None:
-    """Admit the client of a new connection; return None, or the reason of a refusal, which the client got as well.
+def admit(link: Connection, address: Address, ticket: Ticket) -> str | None:
+    """Admit the client of a new connection.
 
-    Raises OSError.
+    Args:
+        link: The connection.
+        address: The address that this server has announced.
+        ticket: The run, and its secret.
+
+    Returns:
+        None, or the reason of a refusal, which the client got as well.
+
+    Raises:
+        OSError: The connection has ended, or its time is over.
     """
     if ticket.tls:
         try:
@@ -112,18 +125,18 @@ def admit(link: Connection, ticket: Ticket) -> str | None:
         reason = f"got {type(hello).__name__} first, wanted Hello"
     elif hello.run_id != ticket.run_id:
         reason = f"got run {hello.run_id}, wanted {ticket.run_id}"
-    elif not _equal(hello.proof, _proof(ticket, "client", own, hello.nonce)):
+    elif not _equal(hello.proof, _proof(ticket, "client", address, own, hello.nonce)):
         reason = f"got another token than that of run {ticket.run_id}"
     else:
-        link.send(Welcome(proof=_proof(ticket, "server", own, hello.nonce)))
+        link.send(Welcome(proof=_proof(ticket, "server", address, own, hello.nonce)))
         return None
     link.send(Refused(reason=reason, garbled=False))
     return reason
 
 
-def _proof(ticket: Ticket, role: str, server_nonce: str, client_nonce: str) -> str:
+def _proof(ticket: Ticket, role: str, address: Address, server_nonce: str, client_nonce: str) -> str:
     """Return an HMAC-SHA-256, in hex; `role` keeps one end's proof from serving as the other's."""
-    content = f"{role}|{ticket.run_id}|{server_nonce}|{client_nonce}"
+    content = f"{role}|{ticket.run_id}|{address}|{server_nonce}|{client_nonce}"
     return hmac.new(ticket.token.encode(), content.encode(), hashlib.sha256).hexdigest()
 
 

@@ -111,7 +111,7 @@ class CopyServer:
     def _admits(self, link: Connection) -> bool:
         with self._strangers.waiting(link):
             link.allow(min(self._timeout_s, _ADMISSION_S))
-            reason = admit(link, self._ticket)
+            reason = admit(link, self.address, self._ticket)
         if reason:
             self._refusals.give(reason)
         return reason is None

@@ -21,6 +21,16 @@ class Damage:
     cut: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProxyAddress(Address):
+    """Where a proxy listens, under the name of the server behind it: as if the network were the proxy."""
+
+    proxy: Proxy
+
+    def __str__(self) -> str:
+        return str(self.proxy.target)
+
+
 class Proxy:
     """Passes bytes on to `target`, which may be changed, and back; the next connections suffer `damages` in turn."""
 
@@ -32,7 +42,8 @@ class Proxy:
         self.may_pass = threading.Event()  # what clients send waits while it is not set
         self.may_pass.set()
         self._listening = socket.create_server(("127.0.0.1", 0))
-        self.address = Address(host="127.0.0.1", port=self._listening.getsockname()[1])
+        self.port: int = self._listening.getsockname()[1]
+        self.address = ProxyAddress(host="127.0.0.1", port=self.port, proxy=self)
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept_all)]
         self._threads[0].start()

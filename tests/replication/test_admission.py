@@ -14,8 +14,18 @@ import pytest
 from moe_ckpt.replication import copy_server
 from moe_ckpt.replication.admission import admit, open_connection
 from moe_ckpt.replication.connection import Connection, RefusedError
-from moe_ckpt.replication.messages import Address, Challenge, Hello, Message, Ticket, Welcome, message_to_json
+from moe_ckpt.replication.messages import (
+    Address,
+    Challenge,
+    Hello,
+    Message,
+    Ticket,
+    Welcome,
+    message_to_json,
+    parse_address,
+)
 from moe_ckpt.replication.strangers import RareWarning
+from tests.replication.blobs import publish
 from tests.replication.peers import TICKET, Ranks
 from tests.waits import WAIT_S
 
@@ -30,7 +40,7 @@ class Server:
 
     def admit(self, ticket: Ticket) -> str | None:
         with self.accepted() as link:
-            return admit(link, ticket)
+            return admit(link, self.address, ticket)
 
     def pretend(self, proof: str) -> Message:
         with self.accepted() as link:
@@ -90,6 +100,17 @@ def test_only_a_client_with_the_token_is_admitted(server: Server, changes: dict[
 def test_a_server_without_the_token_is_refused_and_does_not_learn_it(server: Server) -> None:
     assert TICKET.token.encode() not in message_to_json(heard_by(server))
     assert TICKET.token not in repr(TICKET)
+
+
+def test_a_process_that_passes_a_greeting_on_is_admitted_by_neither_end(ranks: Ranks) -> None:
+    """It needs no place in the network: the address of a daemon is in torchrun's store, which any process can write."""
+    publish(ranks.own(1), "a")
+    relay = ranks.proxy(ranks.serve(1).address)
+    planted = parse_address(f"127.0.0.1:{relay.port}")
+    with pytest.raises(RefusedError, match="got another token"):
+        open_connection(planted, TICKET, WAIT_S)
+    assert b"header" not in bytes(relay.passed)
+    open_connection(relay.address, TICKET, WAIT_S).close()
 
 
 def test_a_hello_that_was_heard_admits_no_second_connection(server: Server, ranks: Ranks) -> None:

@@ -26,7 +26,6 @@ from tests.elastic.workers import wait_until
 from tests.ranks import RankFailedError, run_ranks
 from tests.replication.blobs import buffers_of, content_of, publish
 from tests.replication.peers import TICKET
-from tests.replication.proxy import Proxy
 from tests.waits import WAIT_S
 
 MIB = 1 << 20
@@ -120,13 +119,21 @@ def third_rank(tmp_path: Path, stack: ExitStack) -> Rank:
     return Rank(tmp_path, 2, stack)
 
 
+class SlowPeer:
+    """A rank whose daemon is stopped, and answers nothing until a test lets it go on."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.address = rank.address
+        self._daemon_pid = rank.daemon_pid
+        os.kill(self._daemon_pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self._daemon_pid, signal.SIGCONT)
+
+
 @pytest.fixture
-def slow_peer(ranks: list[Rank], stack: ExitStack) -> Proxy:
-    """Return what stands between the ranks, and lets nothing pass until a test says so."""
-    proxy = Proxy(ranks[1].address)
-    stack.callback(proxy.close)
-    proxy.may_pass.clear()
-    return proxy
+def slow_peer(ranks: list[Rank]) -> SlowPeer:
+    return SlowPeer(ranks[1])
 
 
 def test_copies_reach_all_peers_and_come_back(ranks: list[Rank], third_rank: Rank) -> None:
@@ -160,14 +167,14 @@ def test_a_copy_that_fails_says_why(ranks: list[Rank], third_rank: Rank) -> None
     assert ranks[1].held(0).keys() == ["a"]
 
 
-def test_the_worker_goes_on_while_a_peer_is_slow(ranks: list[Rank], slow_peer: Proxy) -> None:
+def test_the_worker_goes_on_while_a_peer_is_slow(ranks: list[Rank], slow_peer: SlowPeer) -> None:
     worker = ranks[0].worker(slow_peer.address)
     publish(ranks[0].own(), "a")
     copied = [worker.copy(["a"]) for _ in range(200)]
     worker.drop(["a"])
     assert not any(future.done() for future in copied)
     assert not copied[0].cancel()
-    slow_peer.may_pass.set()
+    slow_peer.go_on()
     for future in copied:
         future.result(WAIT_S)
 
@@ -236,7 +243,7 @@ def test_a_lost_node_starts_from_nothing_with_the_same_daemon(ranks: list[Rank])
     assert lost.held(1).keys() == ["c"]
 
 
-def test_a_dead_daemon_fails_its_copies_and_its_successor_has_the_peers(ranks: list[Rank], slow_peer: Proxy) -> None:
+def test_a_dead_daemon_fails_its_copies_and_its_successor_has_the_peers(ranks: list[Rank], slow_peer: SlowPeer) -> None:
     worker = ranks[0].worker(slow_peer.address)
     publish(ranks[0].own(), "a")
     pending = [worker.copy(["a"]) for _ in range(3)]
@@ -247,13 +254,13 @@ def test_a_dead_daemon_fails_its_copies_and_its_successor_has_the_peers(ranks: l
     with pytest.raises(CheckpointSaveError, match=r"daemon\.sock: got no daemon: .*refused"):
         worker.copy(["a"]).result(WAIT_S)
     worker.drop(["a"])
-    slow_peer.may_pass.set()
+    slow_peer.go_on()
     ranks[0].start_daemon()
     worker.copy(["a"]).result(WAIT_S)
     assert ranks[1].held(0).keys() == ["a"]
 
 
-def test_a_request_does_not_wait_until_earlier_ones_have_failed(ranks: list[Rank], slow_peer: Proxy) -> None:
+def test_a_request_does_not_wait_until_earlier_ones_have_failed(ranks: list[Rank], slow_peer: SlowPeer) -> None:
     """The caller may hold a lock that these need as they fail, as a rank's publisher does."""
     worker, caller = ranks[0].worker(slow_peer.address), get_ident()
     publish(ranks[0].own(), "a")
