@@ -57,7 +57,7 @@ from moe_ckpt.config import is_on, require
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.backend_choice import use_gpu
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun import Launch, job_name
 from moe_ckpt.engine.inputs import Inputs
 from moe_ckpt.engine.session import LeftState, Session
 from moe_ckpt.engine.worker_loop import TrainingRun
@@ -95,7 +95,7 @@ from moe_ckpt.megatron.step import (
 from moe_ckpt.plain_worker import PlainWorker
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.run_elastic import RankPlace, run_elastic
-from moe_ckpt.run_folder import RunFolder
+from moe_ckpt.run_folder import RunFolder, require_lasting
 from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
 
 _log = logging.getLogger(__name__)
@@ -515,6 +515,8 @@ def start_rank(
 
     if job.is_supervised:
         return run_elastic(job, launch, work_to_the_end, beside=beside)
+    if job_name():  # torchrun may start all ranks again
+        require_lasting(job.folder)
     return work_to_the_end(PlainWorker(job, launch))
 
 

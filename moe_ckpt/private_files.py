@@ -42,6 +42,24 @@ def write_private(path: Path, content: str | bytes) -> None:
         file.write(data)
 
 
+def replace_private(path: Path, content: str) -> None:
+    """Write a file that other processes may read at any time, in place of one that is there.
+
+    After a loss of power the path has the old content or the new one.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    write_private(temporary, content)
+    fd = open_private(temporary, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.replace(path)
+
+
 def open_private(path: str | Path, flags: int) -> int:
     """Open a file as `os.open` does, but follow no link; this is the `opener` of `open`, too.
 

@@ -76,6 +76,7 @@ from moe_ckpt.replication.messages import Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.replication.tls import open_tls
 from moe_ckpt.run_folder import RunFolder, find_run_folder, job_id, require_lasting
+from moe_ckpt.run_lock import release_lock
 from moe_ckpt.run_secret import SECRET_FILE, read_secret, ticket_of
 from moe_ckpt.types import ParallelLayout, Phase
 
@@ -306,6 +307,7 @@ def run_elastic(
     ckpt, runtime = job.in_memory, job.runtime
     require_lasting(job.folder)
     require(not _supervised, "run_elastic", "a second one, inside a worker of the first", "one a process")
+    require(agent_pid() > 0, "torchrun", "a rank that is the first process of its container", "torchrun as its parent")
     _supervised.append(launch.global_rank)
     if runtime.etcd:
         use_etcd(runtime.etcd)
@@ -340,7 +342,7 @@ def run_elastic(
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
         # this node's agent ends as if the node were lost: torchrun keeps the rendezvous open for a spare node
         leave=(lambda: os.kill(agent_pid(), signal.SIGTERM)) if runtime.sick_place == "leave" else None,
-        free_memory=lambda status: end_rank(root, launch.global_rank, launch.local_ranks, how_ended(launch, status)),
+        free_memory=lambda status: _leave(place, status),
         janitor=lambda: janitor_of(root),
     )
     StopBoard(_open_store("stop", runtime), launch.world_size).begin(launch.global_rank)
@@ -474,6 +476,15 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
         has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.served is not None,
         host=host,
     )
+
+
+def _leave(place: RankPlace, status: int) -> None:
+    """Leave the node's memory and, if the job ends with this supervisor, the run folder."""
+    launch, how = place.launch, how_ended(place.launch, status)
+    if launch.global_rank == 0 and (status == REQUEUE or how is not Ended.TO_GO_ON):
+        with contextlib.suppress(OSError):  # the folder's file system is gone: its lock is, too
+            release_lock(place.folder.path)
+    end_rank(place.memory.parent, launch.global_rank, launch.local_ranks, how)
 
 
 def how_ended(launch: Launch, status: int) -> Ended:

@@ -12,11 +12,14 @@ secret              what its processes know and no stranger: `run_secret`
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 import json
+import logging
 import os
 import platform
+import stat
 import sys
 import time
 import uuid
@@ -33,11 +36,13 @@ from moe_ckpt.elastic.job_store import agent_store
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import EventLog
-from moe_ckpt.private_files import make_private, user_in, write_private
+from moe_ckpt.private_files import make_private, replace_private, user_in
 from moe_ckpt.run_lock import release_lock, take_lock
 from moe_ckpt.run_secret import make_secret
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
+_log = logging.getLogger(__name__)
+
 JOB = "job"
 """The part of the job's store that outlives its restarts."""
 
@@ -76,7 +81,7 @@ class RunFolder:
         Raises ConfigError, naming run.dir, if it cannot be written.
         """
         try:
-            _write_whole(self.path / "result.json", json.dumps(result, indent=1) + "\n")
+            replace_private(self.path / "result.json", json.dumps(result, indent=1) + "\n")
             release_lock(self.path)
         except OSError as error:
             raise ConfigError(f"run.dir: result.json could not be written to {str(self.path)!r} ({error})") from error
@@ -124,9 +129,12 @@ def find_run_folder(run: RunFolderConfig, launch: Launch, timeout_s: float) -> R
     except dist.DistStoreError as error:
         raise ConfigError(f"run.dir: got no folder from rank 0 in {timeout_s:g} s") from error
     # not that in the store, which has no authentication, where a setting names the folder
-    folder = read_run_folder(Path(run.dir).resolve() if run.dir else Path(store.get("run_folder").decode()))
-    _require_own(folder.path)
-    return folder
+    path = Path(run.dir).resolve() if run.dir else Path(store.get("run_folder").decode())
+    try:
+        _require_own(path, is_of_settings=run.dir is not None)
+    except OSError as error:
+        raise ConfigError(f"run.dir: {str(path)!r} is not the folder of a run ({error!r})") from error
+    return read_run_folder(path)
 
 
 def job_id() -> str:
@@ -140,26 +148,37 @@ def _create_or_find(run: RunFolderConfig, launch: Launch) -> RunFolder:
     path = _remembered_folder(store, run) or _choose_path(run)
     try:
         make_private(path)
-        _require_own(path)
+        _require_own(path, is_of_settings=run.dir is not None)
         take_lock(path, job_id())
         make_secret(path)
         if not (path / "run.json").exists():
-            _write_whole(path / "config.yaml", run.configuration)
+            replace_private(path / "config.yaml", run.configuration)
             # last: an attempt that dies before it leaves no run, and the next one writes both files
-            _write_whole(path / "run.json", json.dumps(_describe_run(launch), indent=1) + "\n")
-        _point_latest(path)
+            replace_private(path / "run.json", json.dumps(_describe_run(launch), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"run.dir: got {str(path)!r}, wanted a folder that can be written ({error})") from error
+    _point_latest(path)
     if store is not None:
         store.set("run_folder", str(path))
     return read_run_folder(path)
 
 
-def _require_own(path: Path) -> None:
-    """Raise ConfigError for a folder of another user, who reads and changes all in it; OSError if it is read only."""
-    owner = path.stat().st_uid
-    if owner not in (user_in(path), _ROOT):
-        raise ConfigError(f"run.dir: got {str(path)!r} of user {owner}, wanted a folder of this user's")
+def _require_own(path: Path, *, is_of_settings: bool) -> None:
+    """Check that no other user has made a folder, in which that user could read and change all files.
+
+    Args:
+        path: The folder.
+        is_of_settings: Whether a setting names the folder, which root may have made. Another one was made by this job,
+            or is named by a stranger who has written to the job's store.
+
+    Raises:
+        ConfigError: The folder is another user's.
+        OSError: The folder is missing, or cannot be written.
+    """
+    about, user = path.stat(), user_in(path)
+    is_own = about.st_uid == user and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not is_own and not (is_of_settings and about.st_uid in (user, _ROOT)):
+        raise ConfigError(f"run.dir: got {str(path)!r} of user {about.st_uid}, wanted a folder of this user's")
 
 
 def read_run_folder(path: Path) -> RunFolder:
@@ -206,17 +225,15 @@ def _point_latest(path: Path) -> None:
     outputs = Path("outputs")
     if not outputs.is_dir():
         return
-    temporary = outputs / f".latest-{os.getpid()}"
-    # a new link that takes the old one's place: at every moment `latest` names a whole run
-    temporary.symlink_to(os.path.relpath(path, outputs.resolve()))
-    temporary.replace(outputs / "latest")
-
-
-def _write_whole(path: Path, content: str) -> None:
-    # other ranks, and tools beside the job, read these files as soon as they are there
-    temporary = path.with_name(path.name + ".tmp")
-    write_private(temporary, content)
-    temporary.replace(path)
+    temporary = outputs / f".latest-{uuid.uuid4().hex}"
+    try:
+        # a new link that takes the old one's place: at every moment `latest` names a whole run
+        temporary.symlink_to(os.path.relpath(path, outputs.resolve()))
+        temporary.replace(outputs / "latest")
+    except OSError as error:  # a convenience, in a folder that may be another user's
+        _log.warning("outputs/latest does not name this run: %s", error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _remembered_folder(store: dist.Store | None, run: RunFolderConfig) -> Path | None:

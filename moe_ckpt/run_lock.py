@@ -3,9 +3,10 @@
     RUN/lock             the job that has the folder; locked while a process reads and changes it
     RUN/lock-NUMBER      locked by that job's first process as long as this lives
 
-Owns: both files. A job has lost a folder if no process has the second file locked, which the kernel tells across
-containers, and its agent (torchrun's process) has ended, as far as this process can see it: in its own PID namespace.
-Must not: decide by a pid or the name of a host alone, which another container may have, too.
+Owns: both files. Another job may take the folder of a job of which no process has the second file locked, as the kernel
+says across containers, and whose agent (torchrun's process) has ended. That is known where the agent was in this PID
+namespace, or in another container of this machine, or on this machine before it was started again. A job that torchrun
+has moved takes its own folder: its number in torchrun's store, or its --rdzv-id, is the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TextIO
 
@@ -29,6 +30,8 @@ from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import open_private
 
 _ANY_JOB = ("", "none")  # torchrun's names of jobs without --rdzv-id
+_OF_MACHINE = 0xEFFFFFFC  # PROC_PID_INIT_INO, the PID namespace of processes outside of containers
+_OLDER = {"boot": "", "pid_namespace": 0, "job_id": "", "held": ""}  # what the files of older versions lack
 _held: dict[str, int] = {}  # the files that this process has locked, and their descriptors
 
 _log = logging.getLogger(__name__)
@@ -72,7 +75,9 @@ class Holder:
         if self.has_lock(run):
             return False
         if not self.is_here:
-            return self.host == socket.gethostname()  # the machine was started again
+            # a machine that was started again; containers on several machines may have one name
+            is_of_machine = self.pid_namespace == pid_namespace() == _OF_MACHINE
+            return is_of_machine and self.host == socket.gethostname()
         if self.pid_namespace == pid_namespace():
             return not is_alive(self.agent_pid, started=self.start_ticks)
         return self.held != ""
@@ -122,7 +127,7 @@ def used_by(run: Path, whose: str, hint: str = "") -> ConfigError:
 
 
 def _this_job(job_id: str) -> Holder:
-    agent = agent_pid()
+    agent = agent_pid() or os.getpid()  # the first process of a container has no parent
     return Holder(
         host=socket.gethostname(),
         boot=boot_id(),
@@ -140,19 +145,20 @@ def _agent_of(holder: Holder) -> tuple[str, int, int, int]:
 
 
 def _may_take(holder: Holder, mine: Holder, run: Path) -> bool:
-    """Return whether a holder has ended, or is this job before torchrun moved its rank 0 to another agent.
-
-    If torchrun keeps a store, the job's number there identifies it, or the agent; else its name must.
-    """
+    """Return whether a holder has ended, or is this job before torchrun moved its rank 0 to another agent."""
     if holder.job_id == mine.job_id != "":
         return True
     if _agent_of(holder) == _agent_of(mine):
         return not holder.has_lock(run)  # a script may start several jobs without torchrun
+    is_named = holder.job == mine.job and mine.job not in _ANY_JOB
     if has_agent_store():
-        same_job = not holder.is_here and holder.job == mine.job and mine.job not in _ANY_JOB
-    else:
-        same_job = holder.job == mine.job != ""
-    return same_job or holder.is_gone(run)
+        # on this machine the numbers would be the same
+        return (is_named and not holder.is_here) or holder.is_gone(run)
+    if is_named:
+        return True
+    # torchrun's `none`: this job, which has no other sign, or any other one
+    is_left = holder.job == mine.job != "" and not holder.has_lock(run)
+    return is_left or holder.is_gone(run)
 
 
 def _described(holder: Holder, run: Path) -> tuple[str, str]:
@@ -216,8 +222,10 @@ def _read(file: TextIO) -> Holder | None:
     """Return the owner of the folder; None without one, also if an owner was killed before it wrote its name."""
     file.seek(0)
     try:
-        return Holder(**json.loads(file.read()))
-    except (ValueError, TypeError):
+        there = _OLDER | json.loads(file.read())
+        # another version's job may have facts that this one does not know
+        return Holder(**{each.name: there[each.name] for each in fields(Holder)})
+    except (ValueError, TypeError, KeyError):
         return None
 
 

@@ -13,13 +13,14 @@ import secrets
 from pathlib import Path
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.private_files import is_private, open_private, user_in, write_private
+from moe_ckpt.private_files import is_private, open_private, replace_private, user_in
 from moe_ckpt.replication.messages import Ticket
 from moe_ckpt.replication.tls import TlsEnds
 
 SECRET_FILE = "secret"
 _SECRET_BYTES = 32
 _RUN_ID_CHARS = 8
+_ROOT = 0  # a user
 
 
 def make_secret(run: Path) -> None:
@@ -29,29 +30,36 @@ def make_secret(run: Path) -> None:
         OSError: The folder cannot be written.
     """
     path = run / SECRET_FILE
-    if path.exists():
-        return
-    # replaced as a whole: other nodes may look at any time
-    unfinished = path.with_name(f"{SECRET_FILE}.tmp")
-    write_private(unfinished, secrets.token_hex(_SECRET_BYTES))
-    unfinished.replace(path)
+    if not path.exists():
+        replace_private(path, secrets.token_hex(_SECRET_BYTES))
 
 
-def read_secret(path: Path) -> str:
+def read_secret(path: Path, setting: str = "run.dir") -> str:
     """Return the secret in a file.
 
+    Args:
+        path: The file, in the run folder or a copy.
+        setting: The setting that names the folder, or the copy, which may be a link to a file of root's.
+
+    Returns:
+        The secret.
+
     Raises:
-        ConfigError: The file cannot be read, or other users could.
+        ConfigError: The file cannot be read, other users could read it, or it is empty.
     """
+    is_copy = setting != "run.dir"
     try:
-        with open(path, opener=open_private) as file:
-            is_safe = is_private(os.fstat(file.fileno()), user_in(path.parent))
+        owners = (os.geteuid(), _ROOT) if is_copy else (user_in(path.parent),)
+        with open(path.resolve() if is_copy else path, opener=open_private) as file:
+            is_safe = any(is_private(os.fstat(file.fileno()), user) for user in owners)
             secret = file.read()
     except OSError as error:
-        raise ConfigError(f"run.dir: the run's secret {str(path)!r} cannot be read ({error})") from error
-    if not is_safe or not secret:
-        wanted = "one of this user's that no other can read (mode 0600)"
-        raise ConfigError(f"run.dir: got the run's secret {str(path)!r} of another user or mode, wanted {wanted}")
+        raise ConfigError(f"{setting}: the run's secret {str(path)!r} cannot be read ({error})") from error
+    wanted = "one of this user's that no other can read (mode 0600)"
+    if not is_safe:
+        raise ConfigError(f"{setting}: got the run's secret {str(path)!r} of another user or mode, wanted {wanted}")
+    if not secret:
+        raise ConfigError(f"{setting}: got the run's secret {str(path)!r}, which is empty, wanted {wanted}: remove it")
     return secret
 
 

@@ -28,6 +28,7 @@ from moe_ckpt.run_secret import SECRET_FILE, read_secret, ticket_of
 from moe_ckpt.snapshot.arriving_update import no_capture
 
 NO_RANK = -1
+_COPY = "--secret"
 _LOOK_EVERY_S = 0.5
 
 
@@ -115,10 +116,11 @@ def find_job(job: str, secret: Path | None) -> tuple[Address, str]:
         except ValueError:
             raise ConfigError(f"JOB: got {job!r}, wanted a run folder, or HOST:PORT") from None
         wanted = f"a copy of the run folder's file {SECRET_FILE!r}, which is not in the job's store"
-        require(secret is not None, "--secret", None, wanted)
+        require(secret is not None, _COPY, None, wanted)
         assert secret is not None
-        return where, read_secret(secret)
+        return where, read_secret(secret, _COPY)
     path = Path(job) / STORE_FILE
     while not path.exists():
         time.sleep(_LOOK_EVERY_S)  # another machine writes it: no event reaches this one
-    return parse_address(path.read_text().strip()), read_secret(secret or Path(job) / SECRET_FILE)
+    known = read_secret(secret, _COPY) if secret else read_secret(Path(job) / SECRET_FILE)
+    return parse_address(path.read_text().strip()), known

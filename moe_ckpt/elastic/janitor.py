@@ -4,8 +4,8 @@
     ROOT/process-janitor-PID-TICKS    the janitor, and when it was started
     ROOT/process-rankNNNN-PID-TICKS   a rank's supervisor
 
-Owns: these files, and supervisors that a signal has stopped: the janitor lets them go on. Must not: know what the
-folder holds.
+Owns: these files. The janitor also lets supervisors go on that a signal has stopped. Must not: know what the folder
+holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from moe_ckpt.elastic.stopped import StoppedProcesses
-from moe_ckpt.linux import is_alive, is_stopped, start_ticks
+from moe_ckpt.linux import is_alive, is_stopped, signals_held, start_ticks
 from moe_ckpt.private_files import locked
 
 JANITOR = "janitor"
@@ -71,15 +71,16 @@ def _processes(root: Path, name: str) -> list[int]:
 def _fork_janitor(root: Path, users: int, agent_pid: int, patience_s: float) -> None:
     # before the forks: later the number may belong to another process
     agent = os.pidfd_open(agent_pid)
-    child = os.fork()
-    if child == 0:
-        os.setsid()  # torchrun's signals to its children's groups are not for it
-        # twice: the janitor is then no child of a supervisor, which ends the processes that its workers leave
-        if os.fork() == 0:
-            os.close(users)  # inherited: the janitor would wait for itself
-            _wait_and_remove(root, agent_pid, agent, patience_s)
-        os._exit(0)
-    os.waitpid(child, 0)
+    with signals_held():  # by the janitor for good: a scheduler sends signals to all processes of a job
+        child = os.fork()
+        if child == 0:
+            os.setsid()  # torchrun's signals to its children's groups are not for it
+            # twice: the janitor is then no child of a supervisor, which ends the processes that its workers leave
+            if os.fork() == 0:
+                os.close(users)  # inherited: the janitor would wait for itself
+                _wait_and_remove(root, agent_pid, agent, patience_s)
+            os._exit(0)
+        os.waitpid(child, 0)
     os.close(agent)
 
 

@@ -32,7 +32,7 @@ from moe_ckpt.linux import is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import FOLDER_MODE, is_private, locked, make_private
 from moe_ckpt.snapshot.blobs import held_path, own_path
 
-_NAME = re.compile(r"moe_ckpt-(\d+)-(\d+)-(\d+)")  # the agent's pid, when it was started, whose pids are meant
+_NAME = re.compile(r"moe_ckpt-(\d+)-(\d+)-(\d+)")  # the agent's pid, when it was started, its PID namespace
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _PATIENCE_S = 5.0
 

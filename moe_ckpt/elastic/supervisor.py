@@ -131,6 +131,7 @@ class Supervisor:
             status = STORE_LOST
         except Exception:
             self._save_last()  # an error of this process loses no iteration, either
+            self._free_memory(_FAILED)
             raise
         if status not in (0, FENCED):  # the successor of a fenced worker may be writing the same folder
             self._save_last()  # an error of the program loses no iteration, either

@@ -87,8 +87,9 @@ class CopyServer:
         self._timeout_s = timeout_s
         self._own = BlobFolder(own_path(rank_folder))
         self._lock = Lock()
-        self._refusals = RareWarning(_log, f"rank {global_rank}'s daemon refused a connection")
-        self._strangers = Strangers(_MOST_STRANGERS, RareWarning(_log, f"rank {global_rank}'s daemon"))
+        name = f"rank {global_rank}'s daemon" if global_rank >= 0 else "a checkpoint server"
+        self._refusals = RareWarning(_log, f"{name} refused a connection")
+        self._strangers = Strangers(_MOST_STRANGERS, RareWarning(_log, name))
         self._held: dict[int, ReplicaFolder] = {}  # by the owner's rank
         self._updaters = ThreadPoolExecutor(max_workers=_MOST_UPDATERS, thread_name_prefix="updater")
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]

@@ -118,6 +118,19 @@ def test_a_folder_that_a_daemon_makes_after_its_agents_end_goes_with_it(tmp_path
     wait_until_gone(root)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_janitor_outlives_a_signal_to_all_processes_of_a_job(
+    tmp_path: Path, start, start_agent, number: signal.Signals
+) -> None:
+    """As Slurm and systemd send it: the agent ends by it, and somebody has to empty the memory."""
+    agent = start_agent()
+    supervisor = start(supervise, str(tmp_path), agent.pid, 1000.0)
+    os.kill(supervisor.hear(), number)
+    agent.kill()
+    assert supervisor.exit_status() == 0
+    assert wait_until(lambda: not list(tmp_path.iterdir()))
+
+
 def test_a_folder_whose_supervisor_died_before_it_had_a_janitor_gets_one(tmp_path: Path, start_agent) -> None:
     agent = start_agent()
     name = memory_root_of(tmp_path, agent).name

@@ -74,6 +74,30 @@ def find_where_a_stranger_writes_the_store(real: str, planted: str) -> list[str]
     return [first, found_by(1, real), found_by(0, real)]
 
 
+def find_where_a_stranger_names_a_folder_first(planted: str) -> Any:
+    store = host_store()
+    part_of(store, JOB).set("run_folder", planted)
+    return [found_by(0, ""), found_by(1, "")]
+
+
+def test_a_folder_that_all_users_may_write_is_not_taken_from_the_store(tmp_path: Path) -> None:
+    """As /tmp: a checkpoint that a stranger has put there has pickles."""
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    planted.chmod(0o1777)
+    (planted / "run.json").write_text('{"run_id": "planted", "clock_origin_unix_s": 0}')
+    [found] = run_ranks(1, find_where_a_stranger_names_a_folder_first, str(planted))
+    wanted = f"run.dir: got {str(planted)!r} of user {os.geteuid()}, wanted a folder of this user's"
+    assert found == [wanted] * 2
+
+
+def test_a_link_to_the_newest_run_that_cannot_be_made_ends_no_job(tmp_path: Path) -> None:
+    (tmp_path / "outputs" / "latest").mkdir(parents=True)
+    [(found, *_)] = run_ranks(1, find_without_a_name, str(tmp_path))
+    assert Path(found).is_relative_to(tmp_path / "outputs")
+    assert [path.name for path in (tmp_path / "outputs").iterdir() if path.name.startswith(".")] == []
+
+
 def test_a_folder_that_a_setting_names_is_not_looked_up_in_the_store(tmp_path: Path) -> None:
     real, planted = str(tmp_path / "real"), tmp_path / "planted"
     planted.mkdir()
@@ -104,7 +128,7 @@ def find_without_a_name(work_dir: str) -> list[str]:
     return find_in("")
 
 
-def test_no_stranger_can_read_or_choose_the_secret_of_a_run(tmp_path: Path) -> None:
+def test_no_stranger_can_read_the_secret_of_a_run(tmp_path: Path) -> None:
     [found] = run_ranks(1, find_in, str(tmp_path / "run"))
     secret = Path(found[0]) / SECRET_FILE
     assert (len(secret.read_text()), secret.stat().st_mode & 0o777) == (64, 0o600)
@@ -140,6 +164,12 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, plant: Callabl
     plant(secret)
     with pytest.raises(ConfigError, match=rf"^run.dir: .*the run's secret '{secret}'"):
         read_secret(secret)
+
+
+def test_a_copy_of_a_secret_may_be_a_link_as_kubernetes_makes_it(tmp_path: Path) -> None:
+    make_secret(tmp_path)
+    (tmp_path / "copy").symlink_to(SECRET_FILE)
+    assert read_secret(tmp_path / "copy", "--secret") == read_secret(tmp_path / SECRET_FILE)
 
 
 def test_each_start_of_a_job_has_another_token(tmp_path: Path) -> None:

@@ -18,15 +18,18 @@ import pytest
 
 from moe_ckpt import run_lock
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.linux import boot_id, pid_namespace, start_ticks
+from moe_ckpt.linux import boot_id, start_ticks
 from moe_ckpt.run_lock import Holder, release_lock, take_lock
 from tests.elastic.processes import Child
 from tests.ranks import rank_store, run_ranks
 
+OF_MACHINE = 0xEFFFFFFC
+"""The PID namespace outside of containers, in which these tests seem to run."""
+
 LIVES = Holder(
     host=socket.gethostname(),
     boot=boot_id(),
-    pid_namespace=pid_namespace(),
+    pid_namespace=OF_MACHINE,
     agent_pid=os.getpid(),
     start_ticks=start_ticks(os.getpid()),
     job="7",
@@ -60,6 +63,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A job that torchrun calls 8 and keeps a store for."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "8")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(run_lock, "pid_namespace", lambda: OF_MACHINE)
     return monkeypatch
 
 
@@ -148,6 +152,43 @@ def test_a_folder_whose_holder_lives_is_refused_wherever_that_is(
     assert read(tmp_path) == holder
     child.kill()
     assert (refusal(tmp_path) == "") is (holder != ELSEWHERE), "another machine's locks may not reach this one"
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
+        ("none", False),  # torchrun's name of any job
+        ("", False),
+        ("7", True),  # its --rdzv-id: rank 0 has moved, and the process that it left is cut off, and lives
+    ],
+)
+@pytest.mark.parametrize("where", [LIVES, ELSEWHERE], ids=["here", "elsewhere"])
+def test_without_a_store_a_name_that_all_jobs_have_takes_no_live_jobs_folder(
+    tmp_path: Path,
+    job: pytest.MonkeyPatch,
+    start_holder: Callable[[Holder], Child],
+    where: Holder,
+    name: str,
+    passes: bool,
+) -> None:
+    job.setenv("TORCHELASTIC_RUN_ID", name)
+    job.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    start_holder(replace(where, job=name))
+    assert (refusal(tmp_path) == "") is passes
+
+
+def test_a_machines_name_counts_outside_of_containers_only(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
+    """Pods of several machines may have one name, and pids of their own."""
+    write(tmp_path, BOOTED)
+    job.setattr(run_lock, "pid_namespace", lambda: OF_MACHINE + 1)
+    assert "remove" in refusal(tmp_path)
+
+
+def test_a_live_job_of_another_version_keeps_its_folder(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
+    older = {name: value for name, value in asdict(LIVES).items() if name not in ("job_id", "held")}
+    for there in (asdict(LIVES) | {"new": 1}, older):
+        (tmp_path / "lock").write_text(json.dumps(there))
+        assert f"process {os.getpid()} uses" in refusal(tmp_path)
 
 
 def test_a_job_that_moved_has_its_folder_while_the_process_that_it_left_lives(
