@@ -15,8 +15,8 @@ from moe_ckpt.integrations.megatron_lm_options import (
     OTHER_LIBRARY,
     REFUSALS,
     Refusal,
-    require_optimizer_everywhere,
 )
+from moe_ckpt.megatron.layer_split import CONFIG_FIELDS, LayerSplit
 
 _SECTIONS = (
     *("model", "ddp", "optimizer", "train", "validation", "dist", "dataset", "checkpoint", "ft"),
@@ -59,13 +59,10 @@ def require_supported(config: Any, *, on_gpu: bool) -> None:
         _require_allowed(config, section, refusal)
     for refusal in _WHOLE:
         refusal.require_allowed(refusal.option, config)
-    model = config.model
-    require_optimizer_everywhere(
-        num_experts=model.num_moe_experts,
-        layer_freq=getattr(model, "moe_layer_freq", 1),
-        is_sharded=config.optimizer.use_distributed_optimizer,
-        num_stages=model.pipeline_model_parallel_size,
-    )
+    split = LayerSplit.of(config.model, CONFIG_FIELDS, "model.{}")
+    split.require_layers()
+    is_sharded = config.optimizer.use_distributed_optimizer
+    split.require_experts(is_sharded=is_sharded, setting="optimizer.use_distributed_optimizer")
 
 
 def shaping_of(config: Any) -> dict[str, object]:

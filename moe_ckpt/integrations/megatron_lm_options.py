@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.layer_split import MEGATRON_LM_FIELDS, LayerSplit
 
 LAYER_SHAPE = (  # settings of all loops that shape the saved tensors
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -182,22 +183,10 @@ def require_supported(arguments: Any, *, on_gpu: bool) -> None:
     """Raise ConfigError for the first option of Megatron-LM's parsed arguments that cannot be exact."""
     for refusal in (*REFUSALS, DETERMINISTIC) if on_gpu else REFUSALS:
         refusal.require_allowed(refusal.flag, arguments)
-    require_optimizer_everywhere(
-        num_experts=arguments.num_experts,
-        layer_freq=getattr(arguments, "moe_layer_freq", 1),
-        is_sharded=arguments.use_distributed_optimizer,
-        num_stages=arguments.pipeline_model_parallel_size,
-    )
-
-
-def require_optimizer_everywhere(
-    *, num_experts: int | None, layer_freq: int | list[int], is_sharded: bool, num_stages: int
-) -> None:
-    """Raise ConfigError for a stage without experts if the optimizer is not sharded."""
-    everywhere = not num_experts or layer_freq == 1 or (isinstance(layer_freq, list) and all(layer_freq))
-    reason = "a rank that builds its model alone makes no optimizer for experts of other stages"
-    wanted = f"True with --moe-layer-freq: {reason}"
-    require(is_sharded or num_stages <= 1 or everywhere, "--use-distributed-optimizer", is_sharded, wanted)
+    split = LayerSplit.of(arguments, MEGATRON_LM_FIELDS, "--{}")
+    split.require_layers()
+    is_sharded = arguments.use_distributed_optimizer
+    split.require_experts(is_sharded=is_sharded, setting="--use-distributed-optimizer")
 
 
 def option_table() -> list[str]:
