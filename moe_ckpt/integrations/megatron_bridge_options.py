@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moe_ckpt.integrations.megatron_lm_options import (
+    AGAIN,
     COURSE,
     DETERMINISTIC,
     LAYER_SHAPE,
@@ -35,6 +36,8 @@ _OF_SECTIONS: Sequence[tuple[str, Refusal]] = (
     ("dist", Refusal(option="lazy_init", allowed=_OFF, reason="a loop is entered with all groups")),
     ("dist", Refusal(option="eval_context_parallel_size", allowed=(None,), reason=_NOT_TRIED)),
     ("dataset", Refusal(option="dataloader_type", allowed=("single",), reason="samples need random access")),
+    ("profiling", Refusal(option="use_pytorch_profiler", allowed=_OFF, reason=AGAIN)),
+    ("profiling", Refusal(option="use_nsys_profiler", allowed=_OFF, reason=AGAIN)),
     ("inprocess_restart", Refusal(option="enabled", allowed=_OFF, reason=OTHER_LIBRARY)),
 )
 _WHOLE: Sequence[Refusal] = tuple(

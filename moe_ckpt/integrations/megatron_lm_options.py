@@ -111,6 +111,7 @@ _NOT_THE_STATE = "snapshots do not hold its state"
 _OTHER_STEP = "the split optimizer step would leave it out"
 _DRAWS = "its draws in an evaluation are in no log: training after a recovery would draw others"
 _TWICE = "a pass that runs twice in an iteration is logged twice"
+AGAIN = "`train`, which a recovery enters again, opens its output: the trace would be doubled or cut off"
 _OTHER_LOOP = "it changes the loop that is entered again after a recovery"
 OTHER_LIBRARY = "another library would replace or restart the same processes"
 REFUSALS: Sequence[Refusal] = (
@@ -141,6 +142,7 @@ REFUSALS: Sequence[Refusal] = (
     *_off("the number of samples of an iteration must not change", "phase_transition_iterations"),
     *_off(_OTHER_LOOP, "iterations_to_skip", "perform_rl_step", "skip_train", "lazy_mpu_init"),
     *_off(_OTHER_LOOP, "moe_use_upcycling", "hybrid_context_parallel", "fake_process_group"),
+    *_off(AGAIN, "profile", "run_workload_inspector_server", "moe_routing_trace_path"),
     *_off("the position in several or whole validation sets", "full_validation", "multiple_validation_sets"),
     Refusal(option="dataloader_type", allowed=("single", "external"), reason="not tried"),
     *_off(_OTHER_LOOP, "moe_expert_rank_capacity_factor", "gpu_sniff_test_interval"),

@@ -21,6 +21,7 @@ FINE = SimpleNamespace(
     **{name: SimpleNamespace() for name in ("ddp", "train", "validation", "dist", "dataset", "checkpoint")},
     ft=None,
     inprocess_restart=None,
+    profiling=None,
     peft=None,
 )
 
