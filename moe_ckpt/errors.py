@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Iterator
 
@@ -51,6 +52,11 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Return whether an error, or one of its causes, says that a file system is full."""
+    return any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes_of(error))
 
 
 def exit_status(command: Callable[[], int | None], *, failed: int = 1) -> int:

@@ -80,6 +80,7 @@ from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.megatron.checks import StateChecks, job_digest
 from moe_ckpt.megatron.determinism import make_deterministic, require_repeatable
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
+from moe_ckpt.megatron.layer_split import require_recoverable
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.read_batches import ReadBatches
 from moe_ckpt.megatron.state import TrainingState
@@ -630,6 +631,8 @@ def train(
         MoeCkptError: Settings or checkpoints that cannot work.
     """
     worker, job, events = joined.worker, joined.worker.job, joined.events
+    if job.ckpt.in_memory is not None:
+        require_recoverable(training.iteration.state)
     session = attach(
         ckpt=job.ckpt,
         identity=RunIdentity(run_id=joined.folder.run_id, model=training.model, layout=training.layout),

@@ -108,10 +108,16 @@ class RankMemory:
 
     def clear(self) -> None:
         """Drop everything: training continues from a state that no snapshot here leads to."""
-        self.snapshots.clear()
-        self.steps.clear()
         if self.boundary:
             self.boundary.clear()
+        self.drop_published()
+
+    def drop_published(self) -> None:
+        """Drop snapshots and step log, and give their memory back."""
+        self.snapshots.clear()
+        self.steps.clear()
+        for pool in self.buffers:
+            pool.free_unused()
 
     def adopt_kept(self) -> None:
         """Register the blobs in the publisher's folder, which an earlier process left or a recovery fetched."""

@@ -90,15 +90,6 @@ class StageRecovery:
             logged_to=last,
         )
 
-    def require(self, plan: RecoveryPlan) -> None:
-        """Raise CheckpointLoadError unless this rank has the intact window to which the plan rolls it back."""
-        rollback, target = plan.rollback_of(self._place.stage), plan.target_iteration
-        if rollback is None:
-            return
-        found = [window for window in self.inventory(target).windows if window.states == rollback.states]
-        if not any(window.steps_to >= target for window in found):
-            raise CheckpointLoadError(f"no window of {rollback.states} that leads to iteration {target}")
-
     def carry_out(self, plan: RecoveryPlan, *, live: bool, progress: Progress = lambda _: None) -> int:
         """Bring this rank to the plan's target; return the number of iterations that it executed.
 

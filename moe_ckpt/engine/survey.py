@@ -101,11 +101,13 @@ class CopySurvey:
     def drop_all(self) -> None:
         """Empty the memory; peers keep their copies until `resume_copying`."""
         self._has_dropped_all = True
-        self._memory.clear()
-        if self._memory.publisher:
-            # a fault before copying resumes still finds the copies of peers
-            self._memory.publisher.stop_copying()
-            self._memory.publisher.replace(lambda _: 0)
+        publisher = self._memory.publisher
+        if publisher is None:
+            self._memory.clear()
+            return
+        # first: a fault before copying resumes still finds the copies of peers
+        publisher.stop_copying()
+        publisher.replace(lambda _: 0, self._memory.clear)
 
     def held_for_me(self) -> list[frozenset[str]]:
         """Return the keys of this rank's blobs that each peer reported."""

@@ -196,10 +196,11 @@ class WindowRecovery:
             plan = self._plan(target, inventories)
             fetch_own = functools.partial(self._sources.fetch, plan)
             fetched = gather_results(self._place.ranks, fetch_own, CheckpointLoadError)
-            failed = {rank for rank, size_bytes in enumerate(fetched) if size_bytes is None}
+            failed = {rank for rank, (size_bytes, _) in enumerate(fetched) if size_bytes is None}
             if not failed:
-                return plan, sum(nbytes or 0 for nbytes in fetched)
-            inventories = after_fetches(inventories, plan.fetches, failed)
+                return plan, sum(nbytes or 0 for nbytes, _ in fetched)
+            emptied = {rank for rank in failed if not fetched[rank][1]}
+            inventories = after_fetches(inventories, plan.fetches, failed, emptied)
 
     def _plan(self, target: Target | None, inventories: Sequence[Inventory]) -> RecoveryPlan:
         lost = target.lost_stages if target else frozenset(range(self._place.num_stages))

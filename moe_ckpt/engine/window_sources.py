@@ -6,13 +6,13 @@ Owns: finding them, and bringing those that a plan names into the rank's own mem
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.stage_recovery import StageRecovery
-from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, lacks_room
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import Fetch, RecoveryPlan
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
@@ -57,7 +57,7 @@ class WindowSources:
 
     def restore(self, publisher: Publisher, disk: LocalDisk) -> None:
         """Replace this rank's memory by the windows on its disk."""
-        publisher.replace(disk.restore)
+        publisher.replace(disk.restore, self._memory.drop_published)
         self._memory.adopt_kept()
 
     def own(self, goal: int | None) -> Inventory:
@@ -111,31 +111,71 @@ class WindowSources:
             _log.warning("a copy of rank %d's memory cannot be used: %s", owner, error)
             return None
 
-    def fetch(self, plan: RecoveryPlan) -> int | None:
-        """Fetch this rank's memory if the plan says so; return its bytes, or None if that failed."""
+    def fetch(self, plan: RecoveryPlan) -> tuple[int | None, bool]:
+        """Fetch this rank's memory if the plan says so.
+
+        Args:
+            plan: The plan of all ranks.
+
+        Returns:
+            The bytes, or None if the fetch failed; and whether this rank's own windows may be planned with after that.
+        """
         mine, publisher = self._place.shard.global_rank, self._memory.publisher
         fetch = next((fetch for fetch in plan.fetches if fetch.global_rank == mine), None)
         start = self._start_on_own_server(plan) if fetch is None else None
         if publisher is None or (fetch is None and start is None):
-            return 0
+            return 0, True
         facts = dict(self._memory.steps.gradients)  # the fetched log may lack the last ones
-        self._memory.snapshots.clear()
-        self._memory.steps.clear()
-        try:
+
+        def bring(folder: BlobFolder) -> int:
             if fetch is not None:
-                size_bytes = publisher.replace(lambda folder: self._fetch_from(fetch, folder))
+                size_bytes = self._fetch_from(fetch, folder)
             else:
-                publisher.replace(lambda folder: self._read_own_server(start, folder))
+                self._read_own_server(start, folder)
                 size_bytes = 0  # nothing crosses the network
-            self._memory.adopt_kept()
-            self.fill_records(facts)
-            self._stage_recovery.require(plan)  # a copy may be damaged on its way: here all ranks can still plan again
+            self._require(plan, folder)  # a copy may be damaged: here all ranks can still plan again
+            return size_bytes
+
+        has_own = bool(self._memory.snapshots.snapshots())
+        try:
+            size_bytes = self._replace(publisher, bring)
         except CheckpointLoadError as error:
             self.fill_records(facts)  # the next holder's copy may lack them too
             holder = mine if fetch is None else fetch.source_rank
             _log.warning("rank %d cannot have its copy in rank %d's memory: %s", mine, holder, error)
-            return None
-        return size_bytes
+            # a state on its own node's server would be planned with again, and fail again
+            return None, fetch is not None and has_own == bool(self._memory.snapshots.snapshots())
+        self._memory.adopt_kept()
+        self.fill_records(facts)
+        return size_bytes, True
+
+    def _replace(self, publisher: Publisher, bring: Callable[[BlobFolder], int]) -> int:
+        """Replace this rank's memory by the windows that `bring` brings, which are whole before the others go."""
+        drop = self._memory.drop_published
+        try:
+            return publisher.replace(bring, drop)
+        except CheckpointLoadError as error:
+            if not lacks_room(error):
+                raise
+            # the plan leads to the state of the new ones: those that are here do not
+            _log.warning(
+                "runtime.shared_memory has no room for the windows that rank %d needs beside those that it has, "
+                "which are dropped first: %s",
+                self._place.shard.global_rank,
+                error,
+            )
+        publisher.replace(lambda _: 0, drop)
+        return publisher.replace(bring, drop)
+
+    def _require(self, plan: RecoveryPlan, folder: BlobFolder) -> None:
+        """Raise CheckpointLoadError unless a folder has the intact window to which the plan rolls this rank back."""
+        rollback, target = plan.rollback_of(self._place.stage), plan.target_iteration
+        if rollback is None:
+            return
+        usable = self._usable(folder, self._place.shard.global_rank, target)
+        found = [window for window in usable if window.states == rollback.states]
+        if not any(window.steps_to >= target for window in found):
+            raise CheckpointLoadError(f"no window of {rollback.states} that leads to iteration {target}")
 
     def _fetch_from(self, fetch: Fetch, folder: BlobFolder) -> int:
         """Fetch a peer's copies of this rank's blobs; of a server's states only the one that the plan needs."""

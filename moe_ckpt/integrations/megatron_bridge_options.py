@@ -9,14 +9,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moe_ckpt.integrations.megatron_lm_options import (
+    AGAIN,
     COURSE,
     DETERMINISTIC,
     LAYER_SHAPE,
     OTHER_LIBRARY,
     REFUSALS,
     Refusal,
-    require_optimizer_everywhere,
 )
+from moe_ckpt.megatron.layer_split import CONFIG_FIELDS, LayerSplit
 
 _SECTIONS = (
     *("model", "ddp", "optimizer", "train", "validation", "dist", "dataset", "checkpoint", "ft"),
@@ -35,6 +36,8 @@ _OF_SECTIONS: Sequence[tuple[str, Refusal]] = (
     ("dist", Refusal(option="lazy_init", allowed=_OFF, reason="a loop is entered with all groups")),
     ("dist", Refusal(option="eval_context_parallel_size", allowed=(None,), reason=_NOT_TRIED)),
     ("dataset", Refusal(option="dataloader_type", allowed=("single",), reason="samples need random access")),
+    ("profiling", Refusal(option="use_pytorch_profiler", allowed=_OFF, reason=AGAIN)),
+    ("profiling", Refusal(option="use_nsys_profiler", allowed=_OFF, reason=AGAIN)),
     ("inprocess_restart", Refusal(option="enabled", allowed=_OFF, reason=OTHER_LIBRARY)),
 )
 _WHOLE: Sequence[Refusal] = tuple(
@@ -59,13 +62,10 @@ def require_supported(config: Any, *, on_gpu: bool) -> None:
         _require_allowed(config, section, refusal)
     for refusal in _WHOLE:
         refusal.require_allowed(refusal.option, config)
-    model = config.model
-    require_optimizer_everywhere(
-        num_experts=model.num_moe_experts,
-        layer_freq=getattr(model, "moe_layer_freq", 1),
-        is_sharded=config.optimizer.use_distributed_optimizer,
-        num_stages=model.pipeline_model_parallel_size,
-    )
+    split = LayerSplit.of(config.model, CONFIG_FIELDS, "model.{}")
+    split.require_layers()
+    is_sharded = config.optimizer.use_distributed_optimizer
+    split.require_experts(is_sharded=is_sharded, setting="optimizer.use_distributed_optimizer")
 
 
 def shaping_of(config: Any) -> dict[str, object]:

@@ -47,7 +47,9 @@ def attach(training: Any, joined: JoinedWorker[Worker], settings: RunSettings) -
     """
     mark_attached(training)
     route_groups()
-    batches = IterationBatches(training, settings.keep_batches_bytes)
+    # a replacement compares what it reads with what was read before it
+    tries_iterators = joined.worker.incarnation == 0
+    batches = IterationBatches(training, settings.keep_batches_bytes, tries_iterators=tries_iterators)
     attachment = Attachment(joined)
     loop = AttachedMegatronLm(training, attachment, batches)  # keeps the functions that are replaced below
     training.initialize_megatron = _checked(training.initialize_megatron, training.get_args, settings)

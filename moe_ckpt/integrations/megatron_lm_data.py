@@ -9,6 +9,7 @@ torch's, which a plain run does once. With `--dataloader-type external` the prov
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,8 @@ from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.consumed_samples import ConsumedSamples, generator_kept
 from moe_ckpt.megatron.chunk_batches import ChunkBatches
-from moe_ckpt.megatron.kept_batches import KeptBatches
+from moe_ckpt.megatron.kept_batches import KeptBatches, has_state
+from moe_ckpt.megatron.repeatable import require_repeatable_reads
 
 
 class IterationBatches:
@@ -29,7 +31,15 @@ class IterationBatches:
     External iterators may take `keep_bytes` of host memory, and as much again for validation.
     """
 
-    def __init__(self, training: ModuleType, keep_bytes: int) -> None:
+    def __init__(self, training: ModuleType, keep_bytes: int, *, tries_iterators: bool = False) -> None:
+        """Begin without data sets.
+
+        Args:
+            training: Megatron-LM's module of this name.
+            keep_bytes: The most host memory for batches of external iterators.
+            tries_iterators: Whether external iterators are first opened in other processes, and compared.
+        """
+        self._tries_iterators = tries_iterators
         self._keep_bytes = keep_bytes
         self.consumed = ConsumedSamples()
         self._training: Any = training
@@ -42,6 +52,8 @@ class IterationBatches:
         """Stand in for Megatron-LM's function of this name, and keep its result: it is called once a model chunk."""
         datasets = self._build_datasets(*arguments, **options)
         if self._is_external:
+            if self._tries_iterators:
+                self._require_repeatable(datasets, lambda: self._build_datasets(*arguments, **options))
             train, valid, *rest = datasets
             # evaluations come after the next iteration's start has been saved, with the generators as they are then
             datasets = (self._kept(train), self._kept(valid, moves_generators=False), *rest)
@@ -107,6 +119,12 @@ class IterationBatches:
     def _is_external(self) -> bool:
         return self._training.get_args().dataloader_type == "external"
 
+    def _require_repeatable(self, datasets: Any, build: Callable[[], Any]) -> None:
+        """Raise ConfigError for an iterator without `state_dict` that gives other batches in another process."""
+        for index, loader in enumerate(datasets[:2]):
+            if hasattr(loader, "__next__") and not has_state(loader):
+                require_repeatable_reads(functools.partial(_opened, build, index), "--dataloader-type external")
+
     def _kept(self, loader: Any, *, moves_generators: bool = True) -> KeptBatches | None:
         require(not isinstance(loader, list), "--dataloader-type external", "several iterators", "one of each kind")
         if loader is None:
@@ -131,6 +149,11 @@ class IterationBatches:
         with generator_kept():
             loader = self._training.build_pretraining_data_loader(dataset, num_consumed)
             return None if loader is None else RerunDataIterator(iter(loader))
+
+
+def _opened(build: Callable[[], Any], index: int) -> Any:
+    """Build the data sets, or iterators, anew; return one of them."""
+    return build()[index]
 
 
 def build_in_turns(build: Callable[..., Any], turn: Callable[[], contextlib.AbstractContextManager[None]]) -> Any:

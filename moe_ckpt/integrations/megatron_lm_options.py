@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.layer_split import MEGATRON_LM_FIELDS, LayerSplit
 
 LAYER_SHAPE = (  # settings of all loops that shape the saved tensors
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -110,6 +111,7 @@ _NOT_THE_STATE = "snapshots do not hold its state"
 _OTHER_STEP = "the split optimizer step would leave it out"
 _DRAWS = "its draws in an evaluation are in no log: training after a recovery would draw others"
 _TWICE = "a pass that runs twice in an iteration is logged twice"
+AGAIN = "`train`, which a recovery enters again, opens its output: the trace would be doubled or cut off"
 _OTHER_LOOP = "it changes the loop that is entered again after a recovery"
 OTHER_LIBRARY = "another library would replace or restart the same processes"
 REFUSALS: Sequence[Refusal] = (
@@ -140,6 +142,7 @@ REFUSALS: Sequence[Refusal] = (
     *_off("the number of samples of an iteration must not change", "phase_transition_iterations"),
     *_off(_OTHER_LOOP, "iterations_to_skip", "perform_rl_step", "skip_train", "lazy_mpu_init"),
     *_off(_OTHER_LOOP, "moe_use_upcycling", "hybrid_context_parallel", "fake_process_group"),
+    *_off(AGAIN, "profile", "run_workload_inspector_server", "moe_routing_trace_path"),
     *_off("the position in several or whole validation sets", "full_validation", "multiple_validation_sets"),
     Refusal(option="dataloader_type", allowed=("single", "external"), reason="not tried"),
     *_off(_OTHER_LOOP, "moe_expert_rank_capacity_factor", "gpu_sniff_test_interval"),
@@ -182,22 +185,10 @@ def require_supported(arguments: Any, *, on_gpu: bool) -> None:
     """Raise ConfigError for the first option of Megatron-LM's parsed arguments that cannot be exact."""
     for refusal in (*REFUSALS, DETERMINISTIC) if on_gpu else REFUSALS:
         refusal.require_allowed(refusal.flag, arguments)
-    require_optimizer_everywhere(
-        num_experts=arguments.num_experts,
-        layer_freq=getattr(arguments, "moe_layer_freq", 1),
-        is_sharded=arguments.use_distributed_optimizer,
-        num_stages=arguments.pipeline_model_parallel_size,
-    )
-
-
-def require_optimizer_everywhere(
-    *, num_experts: int | None, layer_freq: int | list[int], is_sharded: bool, num_stages: int
-) -> None:
-    """Raise ConfigError for a stage without experts if the optimizer is not sharded."""
-    everywhere = not num_experts or layer_freq == 1 or (isinstance(layer_freq, list) and all(layer_freq))
-    reason = "a rank that builds its model alone makes no optimizer for experts of other stages"
-    wanted = f"True with --moe-layer-freq: {reason}"
-    require(is_sharded or num_stages <= 1 or everywhere, "--use-distributed-optimizer", is_sharded, wanted)
+    split = LayerSplit.of(arguments, MEGATRON_LM_FIELDS, "--{}")
+    split.require_layers()
+    is_sharded = arguments.use_distributed_optimizer
+    split.require_experts(is_sharded=is_sharded, setting="--use-distributed-optimizer")
 
 
 def option_table() -> list[str]:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_ckpt.config import require
-from moe_ckpt.integrations.megatron_lm_options import LAYER_SHAPE, REFUSALS, Refusal, require_optimizer_everywhere
+from moe_ckpt.integrations.megatron_lm_options import LAYER_SHAPE, REFUSALS, Refusal
+from moe_ckpt.megatron.layer_split import CONFIG_FIELDS, LayerSplit
 
 TRAINER = "MegatronTrainer"
 _NOT_TRIED = "not tried with ms-swift's loop"
@@ -44,13 +45,11 @@ def require_supported(trainer: str, args: Any) -> None:
 
 
 def require_supported_model(args: Any, config: Any) -> None:
-    """Raise ConfigError for a model whose stages without experts a rank cannot build alone."""
-    require_optimizer_everywhere(
-        num_experts=config.num_moe_experts,
-        layer_freq=config.moe_layer_freq,
-        is_sharded=args.use_distributed_optimizer,
-        num_stages=args.pipeline_model_parallel_size,
-    )
+    """Raise ConfigError for a model with stages without layers, or without experts that a rank builds alone."""
+    split = LayerSplit.of(config, CONFIG_FIELDS, "--{}")
+    split.require_layers()
+    is_sharded = args.use_distributed_optimizer
+    split.require_experts(is_sharded=is_sharded, setting="--use_distributed_optimizer")
 
 
 def shaping_of(args: Any, config: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class KeptBatches:
         self.position = 0
         self._moves_generators = moves_generators
         self._loader = loader
-        self._has_state = callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
+        self._has_state = has_state(loader)
         self._limit_bytes = limit_bytes
         self._head = self._checksum = 0  # of all that the loader has given
         self._kept: dict[int, _Kept] = {}
@@ -200,7 +200,7 @@ class KeptBatches:
         at_each = moved and self._head == 1 and first is not None and first.generators is not None
         wanted = "a generator of its own: a new process cannot repeat draws from those of torch, NumPy and Python"
         require(not at_each, "data loader", "draws from the process's generators at each read", wanted)
-        self._checksum, size_bytes = _checked(batch, self._checksum)
+        self._checksum, size_bytes = checked(batch, self._checksum)
         # a copy: the pass may change the batch, and a replay reads it again
         self._kept[self._head] = _Kept(
             batch=_copied(batch), checksum=self._checksum, generators=after if moved else None, size_bytes=size_bytes
@@ -219,6 +219,11 @@ class KeptBatches:
         self._kept = {position: kept for position, kept in self._kept.items() if position >= end}
 
 
+def has_state(loader: Any) -> bool:
+    """Return whether a loader can save its state, and go on from it in a new process."""
+    return callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
+
+
 def _copied(batch: Any) -> Any:
     """Return a copy of a nest of dictionaries, lists, tuples and tensors."""
     if isinstance(batch, torch.Tensor):
@@ -234,7 +239,7 @@ def _copied(batch: Any) -> Any:
     return batch
 
 
-def _checked(batch: Any, checksum: int) -> tuple[int, int]:
+def checked(batch: Any, checksum: int) -> tuple[int, int]:
     """Return the checksum that goes on with a batch, and the batch's bytes."""
     if isinstance(batch, torch.Tensor):
         content = batch.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -245,7 +250,7 @@ def _checked(batch: Any, checksum: int) -> tuple[int, int]:
         return zlib.crc32(repr(batch).encode(), checksum), 0
     total_bytes = 0
     for value in batch.values() if isinstance(batch, dict) else batch:
-        checksum, size_bytes = _checked(value, checksum)
+        checksum, size_bytes = checked(value, checksum)
         total_bytes += size_bytes
     return checksum, total_bytes
 

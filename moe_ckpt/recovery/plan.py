@@ -227,23 +227,35 @@ def _plan_fetches(
 
 
 def after_fetches(
-    inventories: Sequence[Inventory], fetches: Iterable[Fetch], failed: Collection[int]
+    inventories: Sequence[Inventory],
+    fetches: Iterable[Fetch],
+    failed: Collection[int],
+    emptied: Collection[int] = (),
 ) -> list[Inventory]:
-    """Return the sources that are left when the fetches of the ranks in `failed` have failed. `inventories`: by rank.
+    """Return the sources that are left after fetches of which some have failed.
 
-    A fetch clears the memory that it fills, so every rank that fetched has lost its own windows. Where it succeeded,
-    the copy is still on its holder, and the next plan may need another window of it.
+    A fetch that succeeded has replaced its rank's own windows; one that failed has left them. The copy is still on its
+    holder, and the next plan may need another window of it.
+
+    Args:
+        inventories: The sources before, by rank.
+        fetches: The fetches of the plan.
+        failed: The ranks whose fetches have failed.
+        emptied: The ranks among these whose own windows are gone all the same.
+
+    Returns:
+        The sources, by rank.
     """
-    fetching = {fetch.global_rank for fetch in fetches} | set(failed)
+    fetches = tuple(fetches)
+    without_own = {fetch.global_rank for fetch in fetches}.difference(failed).union(emptied)
     bad = {(fetch.source_rank, fetch.global_rank) for fetch in fetches if fetch.global_rank in failed}
-    return [
-        replace(
-            inventory,
-            windows=() if inventory.global_rank in fetching else inventory.windows,
-            held={owner: held for owner, held in inventory.held.items() if (inventory.global_rank, owner) not in bad},
-        )
-        for inventory in inventories
-    ]
+    left: list[Inventory] = []
+    for inventory in inventories:
+        mine = inventory.global_rank
+        held = {owner: windows for owner, windows in inventory.held.items() if (mine, owner) not in bad}
+        own = () if mine in without_own else inventory.windows
+        left.append(replace(inventory, windows=own, held=held))
+    return left
 
 
 def _nothing_found(lost: Collection[int], target: int | None, ranks: Iterable[Inventory], memories: Memories) -> str:

@@ -19,7 +19,7 @@ import msgspec
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.replication.local_disk import persist
-from moe_ckpt.replication.publisher import is_unfinished, read_kept, read_snapshots
+from moe_ckpt.replication.publisher import read_kept, read_snapshots
 from moe_ckpt.reserved_file import ReservedFile
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
@@ -72,8 +72,8 @@ def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
 def save_last(rank_folder: Path) -> None:
     """Copy all complete windows of a rank to its disk, the oldest first.
 
-    All ranks have the oldest one, and may lack a newer one. A rank that was being recovered, or has not opened its
-    memory yet, saves nothing. Raises CheckpointSaveError if the disk has no room; windows
+    All ranks have the oldest one, and may lack a newer one. A rank that has not opened its memory yet saves nothing.
+    Raises CheckpointSaveError if the disk has no room; windows
     that are on the disk by then stay.
     """
     target = _target_of(rank_folder)
@@ -82,8 +82,7 @@ def save_last(rank_folder: Path) -> None:
     own, served = BlobFolder(own_path(rank_folder)), BlobFolder(held_path(rank_folder, target.shard.global_rank))
     disk = Path(target.path)
     for folder in (own, served):  # a checkpoint server of the rank itself has newer states than the rank
-        if is_unfinished(folder):
-            continue
+        folder.settle()  # a worker may have died as it replaced what is there
         for keys in windows_in(folder):
             # nothing is stale: if another rank saves less, all ranks go on from an older state
             persist(folder, disk, keys, [], target.limit_bytes)

@@ -18,7 +18,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotInTimeError
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol
 
@@ -28,7 +27,6 @@ from safetensors.torch import load, save
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, PeersLostError
 from moe_ckpt.mirror.plan import Mirrored
-from moe_ckpt.private_files import make_private, write_private
 from moe_ckpt.replication.copy_times import CopyTimes, SentCopy
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.replication.server_work import NO_WORK, ServerWork
@@ -54,7 +52,6 @@ _SNAPSHOT, _LOCAL = "snapshot-", "local-"
 _KEY = re.compile(rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{RECORD})([0-9]+))")
 _TIED = "tied_gradient"
 _GRADIENTS, _BATCHES = "gradients", "batches"
-_UNFINISHED = "unfinished"
 
 
 class Copies(Protocol):
@@ -378,46 +375,49 @@ class Publisher:
     def adopt(self) -> FolderContents:
         """Return the contents of the folder, left there by an earlier process or fetched from a peer.
 
-        Blobs that an earlier process had fetched in part are dropped.
+        Of a replacement that an earlier process had begun, only whole contents count.
         """
-        # the mark goes last: a process that dies in between leaves it, and its successor clears again
-        if is_unfinished(self.folder):
-            self.folder.clear()
-            self._unfinished.unlink()
+        self.folder.settle()
         for key in filter(is_update, self.folder.keys()):
             self.folder.discard(key)  # of a process that died before it saw the copy complete
         blobs = self.folder.adopt()
         self._keys = {id(blob.payload): key for key, blob in blobs.items() if _is_snapshot(key)}
         return _kept(blobs)
 
-    def replace(self, fetch: Callable[[BlobFolder], int]) -> int:
-        """Replace the folder's contents by those that `fetch` puts there; return the result of `fetch`.
+    def replace(self, fetch: Callable[[BlobFolder], int], forget: Callable[[], None]) -> int:
+        """Replace the folder's contents by those that `fetch` puts into the folder that it is given.
 
-        The new contents count only once they are complete. Raises what `fetch` raises; the folder is then empty.
+        Until the new contents are whole, the others stay, also after a death.
+
+        Args:
+            fetch: Brings the new contents, and checks them.
+            forget: Lets all holders of this folder's blobs drop them.
+
+        Returns:
+            The result of `fetch`.
+
+        Raises:
+            Exception: An error of `fetch`; the folder then has its contents from before.
         """
         assert self._copying is None, "peers would drop what is being fetched"
-        make_private(self.folder.path)
-        # before the first change: after a death in between, the successor must adopt nothing
-        write_private(self._unfinished, "")
-        self.folder.clear()
+        incoming = self.folder.incoming()
         with self._waiting():
             try:
-                return fetch(self.folder)
+                result = fetch(incoming)
             except BaseException:
-                self.folder.clear()
+                self.folder.sweep()  # of what has arrived
                 raise
-            finally:
-                self._unfinished.unlink(missing_ok=True)
+        self.folder.keep_incoming()
+        forget()
+        self.folder.settle()
+        self.folder.sweep()
+        return result
 
     def _keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
         return window_steps(snapshots) + [self._keys[id(snapshot.payload)] for snapshot in snapshots]
 
     def _copied_keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
         return [key for key in self._keys_of(snapshots) if not key.startswith(_LOCAL)]
-
-    @property
-    def _unfinished(self) -> Path:
-        return self.folder.path / _UNFINISHED
 
     def _put(self, key: str, content: bytes) -> None:
         try:
@@ -516,11 +516,6 @@ def _done() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
-
-
-def is_unfinished(folder: BlobFolder) -> bool:
-    """Return whether a process is replacing the contents of a folder, or has died meanwhile."""
-    return (folder.path / _UNFINISHED).exists()
 
 
 def read_snapshots(folder: BlobFolder) -> dict[str, Snapshot]:

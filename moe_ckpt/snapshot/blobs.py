@@ -6,6 +6,7 @@ payload belongs into its header), or communicate with a peer.
 
     buffers/000001       a blob's payload, or memory that is being filled
     index/snapshot.blob  names the buffer and holds the header; written as .tmp and renamed
+    incoming/            an index that is to replace the other; renamed to arrived/ once it is whole, and then to index/
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import logging
 import os
 import re
 import secrets
+import shutil
 from dataclasses import dataclass
 from io import FileIO
-from itertools import count
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -32,6 +33,7 @@ from moe_ckpt.snapshot.index_entry import IndexEntry, entry_from_bytes, entry_to
 _KEY = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _BUFFER = re.compile(r"[0-9]{6,}")
 _ENTRY, _UNFINISHED = ".blob", ".tmp"
+_INDEX, _INCOMING, _ARRIVED = "index", "incoming", "arrived"
 
 _log = logging.getLogger(__name__)
 
@@ -130,15 +132,15 @@ class BlobFolder:
     device before it becomes visible.
     """
 
-    def __init__(self, path: Path, *, pinned: bool = False, synced: bool = False) -> None:
+    def __init__(self, path: Path, *, pinned: bool = False, synced: bool = False, index: str = _INDEX) -> None:
         self.path = path
         self._pinned = pinned and torch.cuda.is_available()
-        self._index = _Index(path / "index", synced=synced)
+        self._index = _Index(path / index, synced=synced)
         self._lock = RLock()
         self._mapped: dict[str, torch.Tensor] = {}  # by the buffer's name: memory that was allocated or adopted here
         self._names: dict[int, str] = {}  # by the tensor's id
-        # past the buffers of an earlier process: blobs that `adopt` takes over keep theirs
-        self._numbers = count(1 + max((int(buffer.name) for buffer in self._buffers()), default=0))
+        self._number = 0  # of the last buffer
+        self._pass_all()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return new shared memory: uint8, [nbytes], of arbitrary contents.
@@ -146,7 +148,8 @@ class BlobFolder:
         Raises CheckpointSaveError if the file system has no room.
         """
         with self._lock:
-            name = f"{next(self._numbers):06d}"
+            self._number += 1
+            name = f"{self._number:06d}"
             try:
                 tensor = _create(self._buffer_path(name), nbytes, pinned=self._pinned)
             except (OSError, RuntimeError, OverflowError) as error:
@@ -206,6 +209,30 @@ class BlobFolder:
                 self.discard(key)
             self.sweep()
 
+    def incoming(self) -> BlobFolder:
+        """Begin to replace all blobs; only the one writer may call this, and may allocate nothing here meanwhile.
+
+        Returns:
+            An empty folder, whose blobs take the place of this folder's once `keep_incoming` and `settle` were called.
+        """
+        self.settle()
+        make_private(self.path / _INCOMING)
+        return BlobFolder(self.path, index=_INCOMING)
+
+    def keep_incoming(self) -> None:
+        """From now on the incoming blobs count: after a death, too, `settle` puts them into the place of all others."""
+        (self.path / _INCOMING).rename(self.path / _ARRIVED)
+
+    def settle(self) -> None:
+        """Finish a replacement whose blobs are whole, and forget one whose blobs are not."""
+        with self._lock:
+            shutil.rmtree(self.path / _INCOMING, ignore_errors=True)
+            arrived, index = self.path / _ARRIVED, self.path / _INDEX
+            if arrived.exists():
+                shutil.rmtree(index, ignore_errors=True)
+                arrived.rename(index)
+            self._pass_all()
+
     def keys(self) -> list[str]:
         """Return the keys of all blobs, sorted."""
         return self._index.keys()
@@ -232,8 +259,9 @@ class BlobFolder:
             return {key: self._blob(key, hold=True) for key in self.keys()}
 
     def sweep(self) -> None:
-        """Remove damaged blobs and unfinished files. Only the one writer may call this."""
+        """Settle, and remove damaged blobs and unfinished files. Only the one writer may call this."""
         with self._lock:
+            self.settle()
             for key in self.keys():
                 try:
                     self.get(key)
@@ -295,6 +323,10 @@ class BlobFolder:
 
     def _buffer_path(self, name: str) -> Path:
         return self.path / "buffers" / name
+
+    def _pass_all(self) -> None:
+        """Count on past the buffers of an earlier process, and of incoming blobs, which keep theirs."""
+        self._number = max(self._number, *(int(buffer.name) for buffer in self._buffers()), 0)
 
     def _buffers(self) -> list[Path]:
         return [path for path in _listed(self.path / "buffers") if _BUFFER.fullmatch(path.name)]

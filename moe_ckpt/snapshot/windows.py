@@ -111,6 +111,12 @@ class HostBuffers:
             assert id(buffer) in self._in_use, "released a tensor that is not a buffer in use"
             self._free.append(self._in_use.pop(id(buffer)))
 
+    def free_unused(self) -> None:
+        """Free the memory of all buffers that are not in use."""
+        with self._lock:
+            while self._free:
+                self._memory.free(self._free.pop())
+
     def _use(self, buffer: torch.Tensor) -> None:
         self._in_use[id(buffer)] = buffer
         self._peak_bytes = max(self._peak_bytes, _total(self._in_use.values()))

@@ -119,11 +119,14 @@ def test_where_a_ranks_saved_state_is_lost_none_begins_anew(lose: Callable[[Path
     assert windows_in(BlobFolder(job.disk(0)))
 
 
-def test_a_rank_whose_memory_is_being_replaced_saves_none_of_it(tmp_path: Path) -> None:
+def test_a_rank_whose_memory_is_being_replaced_saves_what_is_whole(tmp_path: Path) -> None:
     job = stopped(tmp_path, "gemini", every_iters=2)
-    (own_path(job.memory(0)) / "unfinished").touch()
-    assert saved(job.memory(0)) == []
-    assert saved(job.memory(1))[-1] == 4
+    folders = [BlobFolder(own_path(job.memory(rank))) for rank in job.ranks]
+    for folder in folders:
+        folder.incoming()
+    folders[1].keep_incoming()  # nothing, as before a load from disks
+    assert saved(job.memory(0))[-1] == 4
+    assert saved(job.memory(1)) == []
 
 
 def test_a_window_without_its_steps_is_not_saved(tmp_path: Path) -> None:

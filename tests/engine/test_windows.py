@@ -28,9 +28,9 @@ from moe_ckpt.events import (
     WindowChosen,
     read_events,
 )
-from moe_ckpt.snapshot.blobs import BlobFolder, held_path
+from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
-from moe_ckpt.snapshot.step_log import RECORD
+from moe_ckpt.snapshot.step_log import RECORD, START
 from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.copies import answer_copies
@@ -38,6 +38,7 @@ from tests.engine.covering import fault_of, rows_of, shape_of
 from tests.engine.damage import flip_a_bit, rewrite_headers
 from tests.engine.job import MOMENTS, Fault, Observer, ThreadJob, exact, uninterrupted
 from tests.engine.model import MICRO_BATCHES, PAIR, PIPE, Model, Shape
+from tests.engine.small_disk import small_disk
 from tests.policies.profiles import config
 
 AXES: dict[str, Sequence[Any]] = {
@@ -430,6 +431,59 @@ def test_a_copy_that_cannot_be_fetched_is_not_asked_for_again(tmp_path: Path) ->
     with pytest.raises(NothingLeftError):
         job.run()
     assert len(asked) == 1
+
+
+def lose_start(job: ThreadJob) -> None:
+    """Lose the start from which rank 1's own windows lead to the target: it asks for its copy."""
+    BlobFolder(own_path(job.memory(1))).discard(f"{START}{AT_REDUCE.iteration - 1}")
+
+
+def damage_copy(job: ThreadJob, holder: int) -> None:
+    flip_a_bit(held_path(job.memory(holder), 1))
+
+
+def end_holder(job: ThreadJob, holder: int) -> None:
+    job.daemons[holder].server.close()
+
+
+def drop_copies(job: ThreadJob, holder: int) -> None:
+    BlobFolder(held_path(job.memory(holder), 1)).clear()
+
+
+@pytest.mark.parametrize("spoil", [damage_copy, end_holder, drop_copies])
+def test_own_windows_stay_where_a_fetch_fails(spoil: Callable[[ThreadJob, int], None], tmp_path: Path) -> None:
+    """They lead to an earlier iteration, to which all ranks go back."""
+    job = made(tmp_path, replace(AT_REDUCE, before_restart=lose_start))
+    asked: list[int] = []
+
+    def spoil_it(_: int, holder: int) -> None:
+        asked.append(holder)
+        spoil(job, holder)
+
+    job.before_fetch = spoil_it
+    exact(job)
+    assert asked == [2]
+    assert [event.iteration for event in rejoined(job)] == [AT_REDUCE.iteration - 2] * 3
+
+
+def test_windows_that_find_no_room_beside_others_take_their_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The memory is full as rank 1 fetches its windows: one line says that its others are dropped first."""
+    asked: list[int] = []
+    with small_disk(tmp_path / "memory") as memory:
+
+        def fill(_: int, holder: int) -> None:
+            asked.append(holder)
+            if len(asked) == 1:
+                memory.fill(left_bytes=8 * 4096)  # for the start and the newer snapshot that its own memory lacks
+
+        job = made(tmp_path, replace(AT_REDUCE, before_restart=lose_start))
+        job.before_fetch = fill
+        exact(job)
+    said = [record.message for record in caplog.records if "are dropped first" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("runtime.shared_memory has no room for the windows that rank 1 needs")
 
 
 def test_the_next_holders_copy_may_lack_the_last_record(tmp_path: Path) -> None:

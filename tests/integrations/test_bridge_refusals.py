@@ -16,11 +16,12 @@ from moe_ckpt.integrations.loop_seams import require_seams
 from moe_ckpt.integrations.megatron_lm_options import REFUSALS, Refusal
 
 FINE = SimpleNamespace(
-    model=SimpleNamespace(num_moe_experts=4, moe_layer_freq=1, pipeline_model_parallel_size=2),
+    model=SimpleNamespace(num_layers=2, num_moe_experts=4, moe_layer_freq=1, pipeline_model_parallel_size=2),
     optimizer=SimpleNamespace(use_distributed_optimizer=True, optimizer="adam"),
     **{name: SimpleNamespace() for name in ("ddp", "train", "validation", "dist", "dataset", "checkpoint")},
     ft=None,
     inprocess_restart=None,
+    profiling=None,
     peft=None,
 )
 
@@ -74,7 +75,13 @@ def test_a_stage_without_experts_needs_a_sharded_optimizer() -> None:
     config = changed("model", "moe_layer_freq", [0, 1])
     options.require_supported(config, on_gpu=False)
     config.optimizer.use_distributed_optimizer = False
-    with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer: got False, wanted True"):
+    with pytest.raises(ConfigError, match=r"^optimizer\.use_distributed_optimizer: got False, wanted True"):
+        options.require_supported(config, on_gpu=False)
+
+
+def test_a_stage_without_layers_is_refused() -> None:
+    config = changed("model", "pipeline_model_parallel_layout", "Ett|L")
+    with pytest.raises(ConfigError, match=r"^model\.pipeline_model_parallel_layout: got 'Ett\|L', wanted a layer"):
         options.require_supported(config, on_gpu=False)
 
 

@@ -27,6 +27,7 @@ from tests.scenarios import ROOT
 
 FINE = {
     "num_experts": 4,
+    "num_layers": 2,
     "use_distributed_optimizer": True,
     "pipeline_model_parallel_size": 2,
     **{refusal.option: refusal.allowed[0] for refusal in REFUSALS},
@@ -92,6 +93,24 @@ def test_a_stage_without_experts_needs_a_sharded_optimizer(frequency: Any) -> No
     require_supported(Namespace(**fine), on_gpu=False)
     with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer: got False, wanted True"):
         require_supported(Namespace(**fine | {"use_distributed_optimizer": False}), on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"pipeline_model_parallel_layout": "Ett|L"}, "--pipeline-model-parallel-layout: got 'Ett|L'"),
+        ({"decoder_first_pipeline_num_layers": 2}, "--decoder-first-pipeline-num-layers: got 2"),
+        ({"decoder_last_pipeline_num_layers": 2}, "--decoder-last-pipeline-num-layers: got 2"),
+        (
+            {"account_for_loss_in_pipeline_split": True, "num_layers": 1},
+            "--account-for-loss-in-pipeline-split: got True",
+        ),
+    ],
+    ids=str,
+)
+def test_a_stage_without_layers_is_refused(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(flag)}, wanted a layer in each stage"):
+        require_supported(Namespace(**FINE | options), on_gpu=False)
 
 
 def test_a_version_that_was_not_tried_is_refused_by_its_name() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import num_microbatches_calculator as calculator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import tests.preload  # noqa: F401 - imports Megatron without its warnings
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.consumed_samples import ReplayedSamples
 from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
 from moe_ckpt.integrations.megatron_lm_data import IterationBatches
@@ -187,3 +189,49 @@ def test_replays_read_and_draw_as_in_a_plain_run(loop: Loop) -> None:
             assert read(training, loop.num_read) == samples
         torch.rand(3)
         assert torch.equal(torch.get_rng_state(), after), iteration
+
+
+class Numbers:
+    """An external iterator over samples in order, or shuffled by torch's generator."""
+
+    def __init__(self, shuffle: bool) -> None:
+        self.loader = iter(DataLoader(TensorDataset(torch.arange(40)), batch_size=1, shuffle=shuffle))
+
+    def __next__(self) -> Any:
+        return next(self.loader)
+
+
+class StatefulNumbers(Numbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+
+def external(train: Callable[[], Any], valid: Callable[[], Any], *, tries: bool = True) -> IterationBatches:
+    settings = {"dataloader_type": "external", "virtual_pipeline_model_parallel_size": None}
+    training: Any = ModuleType("training")
+    training.get_args = lambda: SimpleNamespace(**settings)
+    training.build_train_valid_test_datasets = lambda: (train(), valid(), None)
+    batches = IterationBatches(training, keep_bytes=1 << 20, tries_iterators=tries)
+    batches.build_datasets()
+    return batches
+
+
+ORDERED, SHUFFLED = partial(Numbers, shuffle=False), partial(Numbers, shuffle=True)
+
+
+def test_external_iterators_that_a_new_process_repeats_are_fine() -> None:
+    """Also one that reads no data, and one that would be found out later only, as a replacement opens its own."""
+    external(ORDERED, ORDERED)
+    external(ORDERED, lambda: None)
+    external(partial(StatefulNumbers, shuffle=True), ORDERED)
+    external(SHUFFLED, SHUFFLED, tries=False)
+
+
+@pytest.mark.parametrize(("train", "valid"), [(SHUFFLED, ORDERED), (ORDERED, SHUFFLED), (SHUFFLED, lambda: None)])
+def test_an_external_iterator_that_shuffles_by_the_process_is_refused(train: Any, valid: Any) -> None:
+    """The test forks, as the check does: whether a new process reads the same is what it is about."""
+    with pytest.raises(ConfigError, match=r"^--dataloader-type external: got 'other micro-batches in another process'"):
+        external(train, valid)

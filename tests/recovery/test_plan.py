@@ -157,3 +157,20 @@ def test_a_rank_that_fetched_has_no_window_of_its_own_any_more() -> None:
     assert [rollback.window_start for rollback in again.rollbacks] == [5]
     assert [(fetch.global_rank, fetch.source_rank) for fetch in again.fetches] == [(1, 3), (2, 3)]
     assert left[0].held == {1: (NEW,)}  # the copy that rank 1 fetched is still there
+
+
+@pytest.mark.parametrize(("emptied", "start"), [((), 5), ((1,), None)])
+def test_a_rank_whose_fetch_failed_has_its_own_windows_still(emptied: tuple[int, ...], start: int | None) -> None:
+    """Rank 1's window 5 leads to an earlier iteration: all go back to it, unless it was dropped to make room."""
+    old = window(5, steps_to=9)
+    inventories = [inventory(0, [NEW, old], {1: [NEW]}), inventory(1, [old])]
+    first = plan_recovery([1], inventories, target_iteration=TARGET, boundary_log=True)
+    assert [(fetch.global_rank, fetch.source_rank) for fetch in first.fetches] == [(1, 0)]
+    left = after_fetches(inventories, first.fetches, failed={1}, emptied=emptied)
+    if start is None:
+        with pytest.raises(CheckpointLoadError):
+            plan_recovery([1], left, target_iteration=TARGET, boundary_log=True)
+        return
+    again = plan_recovery([1], left, target_iteration=TARGET, boundary_log=True)
+    assert [rollback.window_start for rollback in again.rollbacks] == [start]
+    assert again.fetches == ()

@@ -76,6 +76,12 @@ class Life:
         self.memory.adopt(kept.snapshots)
         self.steps.adopt(kept.starts, kept.records)
 
+    def forget(self) -> None:
+        """Drop all blobs, as a rank's memory does."""
+        self.memory.clear()
+        self.steps.clear()
+        self.buffers.free_unused()
+
     def begin(self, *held: set[str], drop_stale: bool = True) -> None:
         """Begin copying to peers that hold these."""
         self.publisher.begin_copying(held, drop_stale=drop_stale)
@@ -378,6 +384,10 @@ def fetch_of(folder: BlobFolder, *, fail_after: int | None = None) -> Callable[[
     return fetch
 
 
+def buffers_of(path: Path) -> list[Path]:
+    return list((path / "buffers").iterdir())
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> BlobFolder:
     """A peer's copy of a window and its steps."""
@@ -389,17 +399,19 @@ def copy(tmp_path: Path) -> BlobFolder:
 
 def test_fetched_blobs_take_the_place_of_all_others(life: Life, live: Callable[[], Life], copy: BlobFolder) -> None:
     life.log(1)
-    assert life.publisher.replace(fetch_of(copy)) == len(copy.keys())
-    life.steps = StepLog(life.publisher)
+    assert life.publisher.replace(fetch_of(copy), life.forget) == len(copy.keys())
     life.adopt()
     assert starts_of(life.memory) == starts_of(live().memory) == [4]
     assert not life.steps.has_start(1)
 
 
 @pytest.mark.parametrize("arrived", range(4))
-def test_nothing_is_made_of_a_fetch_that_failed(life: Life, copy: BlobFolder, arrived: int, tmp_path: Path) -> None:
+def test_a_fetch_that_failed_leaves_what_there_was(life: Life, copy: BlobFolder, arrived: int, tmp_path: Path) -> None:
     """As the folder is while a fetch goes on, copied away, so is it after kill -9."""
-    half = tmp_path / "half"
+    life.persist(2)
+    life.log(3)
+    before, half = life.keys(), tmp_path / "half"
+    num_buffers = len(buffers_of(life.publisher.folder.path))
 
     def die(into: BlobFolder) -> int:
         try:
@@ -408,10 +420,49 @@ def test_nothing_is_made_of_a_fetch_that_failed(life: Life, copy: BlobFolder, ar
             shutil.copytree(into.path, half)
 
     with pytest.raises(CheckpointLoadError, match="the peer is gone"):
-        life.publisher.replace(die)
-    assert life.keys() == set()
+        life.publisher.replace(die, life.forget)
+    assert life.keys() == before
     successor = Life(half, NoCopies())
-    assert (successor.keys(), starts_of(successor.memory), successor.steps.size_bytes) == (set(), [], 0)
+    assert successor.keys() == before
+    assert starts_of(successor.memory) == starts_of(life.memory) == [2]
+    for path in (half, life.publisher.folder.path):
+        assert len(buffers_of(path)) == num_buffers, "nothing of the fetch is left"
+
+
+def test_a_death_after_all_has_arrived_leaves_what_arrived(life: Life, copy: BlobFolder, tmp_path: Path) -> None:
+    """Also where the keys of both are the same, as those of a damaged window and its copy are."""
+    for key in copy.keys():  # noqa: SIM118 - not a mapping
+        header, content = content_of(copy, key)
+        payload = None if content is None else filled(life.publisher.folder, content)
+        life.publisher.folder.deposit(key, header, payload, len(content or b""))
+    life.adopt()
+    folder = life.publisher.folder
+    moments = [tmp_path / "before", tmp_path / "between", tmp_path / "after"]
+
+    def forget() -> None:
+        shutil.copytree(folder.path, moments[0])
+        life.forget()
+        shutil.copytree(folder.path, moments[1])
+        shutil.copytree(folder.path, moments[2])
+        shutil.rmtree(moments[2] / "index")  # the last moment before the new index is in place
+
+    life.publisher.replace(fetch_of(copy), forget)
+    assert life.keys() == set(copy.keys())
+    for moment in moments:
+        successor = Life(moment, NoCopies())
+        assert successor.keys() == set(copy.keys())
+        assert starts_of(successor.memory) == [4]
+        assert len(buffers_of(moment)) == len(buffers_of(copy.path))
+
+
+def test_memory_that_is_taken_after_a_fetch_is_no_fetched_blob(life: Life, copy: BlobFolder) -> None:
+    folder, keys = life.publisher.folder, copy.keys()
+    life.persist(2)
+    life.publisher.replace(fetch_of(copy), life.forget)
+    before = [content_of(folder, key) for key in keys]
+    for _ in range(3):
+        folder.allocate(400).fill_(1)
+    assert [content_of(folder, key) for key in keys] == before
 
 
 @pytest.mark.parametrize("key", ["snapshot-1", "snapshot-a-0-bb", "local-", "snapshot-1-0-aa-2"])

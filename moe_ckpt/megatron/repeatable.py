@@ -1,0 +1,142 @@
+"""Tries, before the first iteration, whether an iterator gives the same again in a new process.
+
+Owns: two forked processes, which open the iterator anew with other generators each and
+compare checksums. Must not: read the iterator of this process, or move its generators.
+
+    this process   fork, fork                                                    compare
+    each fork      close sockets | seed | open | read | checksums --> pipe --> exit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import select
+import signal
+import stat
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_ckpt.config import require
+from moe_ckpt.megatron.kept_batches import checked
+
+_log = logging.getLogger(__name__)
+_NUM_BATCHES = 8
+_DEADLINE_S = 30.0
+_SEEDS = (1, 2)
+_READ_BYTES = 1 << 16
+
+
+def require_repeatable_reads(
+    open_iterator: Callable[[], Any],
+    setting: str,
+    *,
+    num_batches: int = _NUM_BATCHES,
+    deadline_s: float = _DEADLINE_S,
+) -> None:
+    """Check that an iterator, opened in new processes, gives the same micro-batches.
+
+    An iterator that cannot be tried so is let through with a warning: a fork has no
+    communication and no GPU.
+
+    Args:
+        open_iterator: Opens the iterator anew.
+        setting: The name of the setting in errors.
+        num_batches: The micro-batches that are compared.
+        deadline_s: The time that a process may take.
+
+    Raises:
+        ConfigError: Two processes get other micro-batches.
+    """
+    found: list[list[int]] = []
+    for seed in _SEEDS:
+        outcome = _in_new_process(lambda: _read(open_iterator, num_batches, seed), deadline_s)  # noqa: B023
+        if isinstance(outcome, str):
+            _log.warning("%s: whether a new process gets the same micro-batches was not tried: %s", setting, outcome)
+            return
+        found.append(outcome)
+    wanted = (
+        "the same micro-batches in each new process, which a recovery reads again: an order from a generator with a "
+        "seed of its own (DataLoader(generator=torch.Generator().manual_seed(...))), or an iterator with state_dict"
+    )
+    require(found[0] == found[1], setting, "other micro-batches in another process", wanted)
+
+
+def _read(open_iterator: Callable[[], Any], num_batches: int, seed: int) -> list[int]:
+    # a pool of threads of the process that was forked does not exist here: its waits would not end
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    loader = open_iterator()
+    checksums: list[int] = []
+    for _ in range(num_batches):
+        try:
+            batch = next(loader)
+        except StopIteration:
+            break
+        checksums.append(checked(batch, 0)[0])
+    return checksums
+
+
+def _in_new_process(compute: Callable[[], list[int]], deadline_s: float) -> list[int] | str:
+    """Return the result of a forked process, or the reason why there is none."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _be_child(compute, writes)
+    os.close(writes)
+    try:
+        data = _received(reads, deadline_s)
+    finally:
+        os.close(reads)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if data is None:
+        return f"no answer in {deadline_s:g} s"
+    return json.loads(data) if data else "its process died"
+
+
+def _be_child(compute: Callable[[], list[int]], writes: int) -> None:
+    """Write the result, or the reason why there is none, and end."""
+    try:
+        _close_sockets()
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (1, 2):  # what the user's code prints has been printed already
+            os.dup2(null, standard)
+        try:
+            answer: Any = compute()
+        except Exception as error:  # of any type: the iterator is the user's
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writes, json.dumps(answer).encode())
+    finally:
+        os._exit(0)  # no handlers of the process that was forked
+
+
+def _close_sockets() -> None:
+    """Close inherited connections: bytes that this process sent would be those of its parent."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.close(int(name))
+
+
+def _received(reads: int, deadline_s: float) -> bytes | None:
+    """Return all that a pipe brings until its end; None after the deadline."""
+    until_s, data = time.monotonic() + deadline_s, b""
+    while True:
+        ready, _, _ = select.select([reads], [], [], max(0.0, until_s - time.monotonic()))
+        if not ready:
+            return None
+        more = os.read(reads, _READ_BYTES)
+        if not more:
+            return data
+        data += more
