@@ -86,7 +86,7 @@ def attach_ms_swift(save: Callable[..., Any], *place: Any) -> Callable[..., Any]
 def test_a_rank_is_not_hung_while_its_loop_saves(attach: Callable[..., Callable[..., Any]], tmp_path: Path) -> None:
     page = StatusPage(tmp_path / "page")
     page.reset()
-    joined = SimpleNamespace(worker=SimpleNamespace(page=page, turn=None))
+    joined = SimpleNamespace(worker=SimpleNamespace(page=page, turn=None, incarnation=0))
     save = attach(lambda *_: page.waiting, joined, parse_run(["script.py"]))
     assert save()
     assert not page.waiting
