@@ -632,7 +632,7 @@ def train(
     """
     worker, job, events = joined.worker, joined.worker.job, joined.events
     if job.ckpt.in_memory is not None:
-        require_recoverable(training.iteration.state)
+        require_recoverable(training.iteration.state, is_supervised=worker.is_supervised)
     session = attach(
         ckpt=job.ckpt,
         identity=RunIdentity(run_id=joined.folder.run_id, model=training.model, layout=training.layout),

@@ -40,7 +40,7 @@ class Silence:
         self._read = read
         self._since_s = 0.0
         self._looked_s = 0.0
-        self._asked_s = math.inf
+        self._asked_s = -math.inf
         self._before: Readings | None = None
         self._starved_s = 0.0
 

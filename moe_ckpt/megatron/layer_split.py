@@ -167,16 +167,20 @@ class LayerSplit:
         return value if isinstance(value, str | int | list) else str(value)
 
 
-def require_recoverable(state: TrainingState) -> None:
+def require_recoverable(state: TrainingState, *, is_supervised: bool) -> None:
     """Check the split of a model that is built: loops whose settings are not known before that.
 
     Args:
         state: A rank's training state.
+        is_supervised: Whether a replaced rank builds its model alone.
 
     Raises:
-        ConfigError: A stage has no layer, or no expert and no sharded optimizer.
+        ConfigError: A stage has no layer; or a replaced rank builds alone, and a stage has no expert and no sharded
+            optimizer.
     """
     split = LayerSplit.of(bare_model(state.model[0]).config, CONFIG_FIELDS, "{}")
     split.require_layers()
+    if not is_supervised:
+        return
     is_sharded = any(isinstance(each, DistributedOptimizer) for each in state.inner_optimizers)
     split.require_experts(is_sharded=is_sharded, setting="use_distributed_optimizer")

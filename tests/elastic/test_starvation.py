@@ -100,6 +100,14 @@ def test_time_in_which_nothing_was_looked_at_does_not_count() -> None:
     assert silence.exceeds_limit(100.0, 107.0), "it had one"
 
 
+def test_time_before_the_first_look_does_not_count() -> None:
+    """A supervisor can be stopped with its worker before it has looked at all."""
+    silence = Silence(LIMIT_S, Process().read)
+    assert not silence.exceeds_limit(100.0, 106.0)
+    assert not any(silence.exceeds_limit(100.0, now_s) for now_s in (106.2, 106.4, 106.6, 106.8, 106.9))
+    assert silence.exceeds_limit(100.0, 107.1)
+
+
 def test_a_process_that_gives_signs_of_life_is_not_looked_at() -> None:
     process = Process()
     silence = Silence(LIMIT_S, process.read)

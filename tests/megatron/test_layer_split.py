@@ -124,9 +124,16 @@ class BuiltState:
     ],
 )
 def test_a_model_that_is_built_is_asked_the_same(settings: dict[str, Any], message: str) -> None:
-    require_recoverable(cast("Any", BuiltState()))
+    require_recoverable(cast("Any", BuiltState()), is_supervised=True)
     with pytest.raises(ConfigError, match=message):
-        require_recoverable(cast("Any", BuiltState(**settings)))
+        require_recoverable(cast("Any", BuiltState(**settings)), is_supervised=True)
+
+
+def test_ranks_that_build_together_need_no_experts_in_each_stage() -> None:
+    """Without supervisors all ranks are started again, and make their optimizers together."""
+    require_recoverable(cast("Any", BuiltState(moe_layer_freq=[0, 1])), is_supervised=False)
+    with pytest.raises(ConfigError, match="wanted a layer"):
+        require_recoverable(cast("Any", BuiltState(**{FIRST: 2})), is_supervised=False)
 
 
 def test_options_of_megatron_lm_are_named_as_they_are_written() -> None:
