@@ -23,8 +23,9 @@ from moe_ckpt.events import IterationCommitted, read_events
 from moe_ckpt.linux import descendants_of, parent_of
 from tests.scenarios import ROOT
 from tests.training import fast
+from tests.waits import JOB_S
 
-_PATIENT = ("runtime.join_s=150", "runtime.progress_s=60", "runtime.operation_s=90")
+_PATIENT = ("runtime.join_s=900", "runtime.progress_s=300", "runtime.operation_s=300")
 _LOOK_EVERY_S = 0.05
 _TORCHRUN = Path(sys.executable).with_name("torchrun")
 _SOON = "keep_alive_interval=1,keep_alive_max_attempt=5"  # seconds until torchrun gives up a node that is lost
@@ -40,11 +41,10 @@ class AgentsJob:
         num_nodes: int,
         rendezvous: tuple[str, ...],
         *overrides: str,
-        timeout_s: float = 240.0,
     ) -> None:
         self.run = folder / "run"
         self._folder = folder
-        self._until_s = time.monotonic() + timeout_s
+        self._until_s = time.monotonic() + JOB_S
         self._agents: list[subprocess.Popen[bytes]] = []
         where = (f"run.dir={self.run}", "parallel.ranks_per_node=1")
         torchrun = (str(_TORCHRUN), f"--nnodes={num_nodes}:{num_nodes}", "--nproc-per-node=1", "--max-restarts=3")

@@ -265,7 +265,6 @@ def survive(
     settings: Sequence[str] = (),
     setup: Callable[[], None] | None = None,
     is_exact: bool = True,
-    timeout_s: float = 300.0,
 ) -> ElasticJob:
     """Run a job of these overrides through all faults, check each, and return the job, which has ended.
 
@@ -274,7 +273,7 @@ def survive(
     """
     prepare = functools.partial(_prepare, list(_orders(faults)), setup)
     overrides = (*training, *settings, "run.digest_every_iters=1")
-    with ElasticJob(world_size, folder, *overrides, ckpt=ckpt, timeout_s=timeout_s, setup=prepare) as job:
+    with ElasticJob(world_size, folder, *overrides, ckpt=ckpt, setup=prepare) as job:
         try:
             _carry_out(job, faults)
             result = job.wait()

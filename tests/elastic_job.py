@@ -28,16 +28,17 @@ from moe_ckpt.types import Phase
 from tests.agent import run_agent, supervisor_log
 from tests.ranks import CONTEXT
 from tests.training import fast
+from tests.waits import JOB_S
 
 T = TypeVar("T")
 
 _PATIENT = (
     "runtime.heartbeat_s=30",
-    "runtime.progress_s=60",
-    "runtime.form_s=60",
-    "runtime.operation_s=90",
-    "runtime.join_s=150",
-    "runtime.copy_s=60",
+    "runtime.progress_s=300",
+    "runtime.form_s=300",
+    "runtime.operation_s=300",
+    "runtime.join_s=900",
+    "runtime.copy_s=300",
 )
 SHARED_MEMORY = Path("/dev/shm")
 _LOOK_EVERY_S = 0.002
@@ -60,7 +61,7 @@ class ElasticJob:
         folder: Path,
         *overrides: str,
         ckpt: str = "moevement",
-        timeout_s: float = 60.0,
+        timeout_s: float = JOB_S,
         setup: Callable[[], None] | None = None,
     ) -> None:
         self.world_size = world_size

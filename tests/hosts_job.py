@@ -27,6 +27,7 @@ from scripts import hosts
 from tests.made_once import FOLDER
 from tests.scenarios import ROOT
 from tests.training import fast
+from tests.waits import JOB_S
 
 _IMPATIENT = (
     *("runtime.heartbeat_s=5", "runtime.progress_s=10", "runtime.form_s=10", "runtime.operation_s=15"),
@@ -58,12 +59,9 @@ def network_of(num_hosts: int) -> Iterator[None]:
 class HostsJob:
     """A job of one rank on each host, and checkpoint servers on the hosts that follow; its files are in `folder`."""
 
-    def __init__(
-        self, num_hosts: int, folder: Path, *overrides: str, timeout_s: float = 240.0, num_servers: int = 0
-    ) -> None:
+    def __init__(self, num_hosts: int, folder: Path, *overrides: str, num_servers: int = 0) -> None:
         self.run = folder / "run"
         self._log = folder / f"said{len(list(folder.iterdir()))}"
-        self._timeout_s = timeout_s
         where = (f"run.dir={self.run}", "parallel.ranks_per_node=1")
         job = [str(ROOT / "launcher" / "train.py"), *fast(*_IMPATIENT, *where, *overrides)]
         run_on_hosts = (sys.executable, str(ROOT / "scripts" / "run_on_hosts.py"))
@@ -108,10 +106,10 @@ class HostsJob:
     def end(self) -> int:
         """Wait for the end of the job; return its exit status."""
         try:
-            return self._process.wait(self._timeout_s)
+            return self._process.wait(JOB_S)
         except subprocess.TimeoutExpired as error:
             self._process.send_signal(signal.SIGINT)
-            raise AssertionError(f"the job did not end in {self._timeout_s:g} s: {self.said()}") from error
+            raise AssertionError(f"the job did not end in {JOB_S:g} s: {self.said()}") from error
 
     def result(self) -> dict[str, Any]:
         """Wait for the end of a job that ends well; return result.json."""
@@ -125,7 +123,7 @@ class HostsJob:
         return max(later - earlier for earlier, later in itertools.pairwise(times) if later > since_unix_s)
 
     def _wait(self, is_there: Callable[[], bool], what: str) -> None:
-        until_s = time.monotonic() + self._timeout_s
+        until_s = time.monotonic() + JOB_S
         while not is_there():
             assert self._process.poll() is None, f"the job ended before {what}: {self.said()}"
             assert time.monotonic() < until_s, f"no time left to wait for {what}: {self.said()}"

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.waits import JOB_S
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preload"])
 
@@ -27,7 +29,7 @@ class RankFailedError(AssertionError):
     """At least one rank raised, died or did not finish in time."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = JOB_S) -> list[Any]:
     """Return `function(*arguments)` of each rank, by global rank. Rank and world size are in the environment.
 
     `function` must be importable: defined at the top of a test module. Raises RankFailedError.

@@ -48,5 +48,5 @@ def uninterrupted(world_size: int, *overrides: str) -> Outcome:
 
 def _uninterrupted(world_size: int, *overrides: str) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        result = train(world_size, Path(folder), *overrides, "run.digest_every_iters=1", timeout_s=240.0)
+        result = train(world_size, Path(folder), *overrides, "run.digest_every_iters=1")
         return outcome_of(Path(folder), result)

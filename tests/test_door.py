@@ -19,6 +19,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.megatron_lm_options import require_alone
 from scripts.fetch_megatron_lm import FOLDER
 from tests.integrations.attached_jobs import ARGUMENTS, EXAMPLE
+from tests.waits import START_S
 
 ROOT = Path(__file__).parents[1]
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -103,7 +104,9 @@ def outcome(python: str, *words: str, **variables: str) -> tuple[int, str, str]:
     """Return the exit status of a Python process, and what it wrote to standard output and error."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MOE_CKPT", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    ended = subprocess.run([python, *words], env=environment | variables, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [python, *words], env=environment | variables, capture_output=True, text=True, timeout=START_S
+    )
     return ended.returncode, ended.stdout, ended.stderr
 
 
@@ -151,7 +154,6 @@ def test_an_unknown_action_is_one_error(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
 def test_a_job_with_the_variable_alone_is_exact_under_kills(
     python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from moe_ckpt.types import ReadyGradients
 from tests.made_once import made_once
 from tests.ranks import rank_store, run_ranks
 from tests.scenarios import ROOT
+from tests.waits import JOB_S
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ def train(
     *overrides: str,
     kill: Kill | None = None,
     max_file_bytes: int | None = None,
-    timeout_s: float = 90.0,
+    timeout_s: float = JOB_S,
 ) -> dict[str, Any]:
     """Run on forked ranks with run.dir=`folder` and return the result; raises RankFailedError where a rank fails.
 

@@ -62,7 +62,6 @@ def test_a_run_that_fails_ends_the_command_with_its_log(tmp_path: Path, monkeypa
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)  # two starts of torchrun
 def test_two_real_runs_make_a_page_and_a_figure(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     command = [sys.executable, "benchmarks/partial.py", "--to", str(docs), "--runs", str(tmp_path / "runs")]

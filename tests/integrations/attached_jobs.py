@@ -27,6 +27,7 @@ from tests.elastic.processes import Watch
 from tests.integrations import bridge_stubs, swift_stubs
 from tests.run_files import kinds_of_events
 from tests.scenarios import ROOT
+from tests.waits import JOB_S
 
 T = TypeVar("T")
 EXAMPLE = ROOT / "examples" / "megatron_lm.py"
@@ -83,7 +84,7 @@ class Ended:
                 yield logged.event
 
 
-def run_jobs(folder: Path, *jobs: Job, timeout_s: float = 150.0, sources: Path | None = None) -> dict[str, Ended]:
+def run_jobs(folder: Path, *jobs: Job, sources: Path | None = None) -> dict[str, Ended]:
     """Run jobs to their ends, good or bad; return how each has ended, by its name.
 
     `sources` of another Megatron-LM replace those of the wheel, which has the other packages that they import.
@@ -94,7 +95,7 @@ def run_jobs(folder: Path, *jobs: Job, timeout_s: float = 150.0, sources: Path |
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment["TORCHDYNAMO_DISABLE"] = "1"  # no compiler to import
     with (folder / "log").open("w") as log:
-        subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=timeout_s, check=True, cwd=folder)
+        subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=JOB_S, check=True, cwd=folder)
     _require_no_process(folder)
     statuses = json.loads((folder / "statuses.json").read_text())
     return {job.name: _ended(folder, job.name, statuses[job.name]) for job in jobs}

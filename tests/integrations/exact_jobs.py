@@ -51,7 +51,7 @@ def require_exact_under_all_faults(
         Job(name="lost", options=(*options, "--set", "runtime.heartbeat_s=8"), kills=lost, script=str(script)),
     )
     plain = Job(name="plain", options=(*PLAIN.options, *loop), script=str(script))
-    ended = run_jobs(folder, plain, *jobs, timeout_s=550.0, sources=sources)
+    ended = run_jobs(folder, plain, *jobs, sources=sources)
     for job in jobs:
         require_equal(ended[job.name], ended["plain"])
     assert ended["attached"].num_processes == [1] * NUM_RANKS
@@ -74,7 +74,6 @@ def require_exact_through_checkpoints(
         replace(killed, name="killed", kills=KILLS, arguments=_saving(folder / "of-killed")),
         replace(plain, name="on", arguments=_loading(folder / "of-plain")),
         replace(killed, name="killed on", kills=(on,), arguments=_loading(folder / "of-killed")),
-        timeout_s=350.0,
         sources=sources,
     )
     require_equal(ended["killed"], ended["plain"])

@@ -94,14 +94,12 @@ def test_a_job_whose_inputs_change_ends_at_the_next_death(tmp_path: Path, change
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", OPTIONS)
 def test_each_policy_is_exact_under_all_faults(tmp_path: Path, policy: str) -> None:
     require_exact_under_all_faults(tmp_path, policy)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["moevement", "gemini", "moc"])
 @pytest.mark.parametrize("tag", TAGS)
 def test_the_script_of_a_tag_is_exact_under_all_faults(tmp_path: Path, tag: str, policy: str) -> None:
@@ -172,7 +170,6 @@ def test_recipes_are_exact_under_kills(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
 def test_megatrons_own_checkpoints_are_written_and_loaded(tmp_path: Path) -> None:
     require_exact_through_checkpoints(tmp_path)
 

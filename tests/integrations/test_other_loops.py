@@ -26,7 +26,6 @@ def require_sources(tag: str) -> None:
         pytest.skip(f"get it by: .venv/bin/python scripts/fetch_megatron_lm.py {tag}")
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["moevement", "gemini", "moc"])
 @pytest.mark.parametrize("tag", LOOPS)
 def test_a_loop_is_exact_under_all_faults(tmp_path: Path, tag: str, policy: str) -> None:
@@ -34,7 +33,6 @@ def test_a_loop_is_exact_under_all_faults(tmp_path: Path, tag: str, policy: str)
     require_exact_under_all_faults(tmp_path, policy, **LOOPS[tag])
 
 
-@pytest.mark.timeout(400)
 def test_bridges_own_checkpoints_are_written_and_loaded(tmp_path: Path) -> None:
     require_sources(BRIDGE_TAG)
     require_exact_through_checkpoints(tmp_path, **OF_BRIDGE)

@@ -207,7 +207,6 @@ def test_a_command_that_fails_is_an_error_with_its_last_line(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
 def test_a_run_of_the_launcher_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +218,6 @@ def test_a_run_of_the_launcher_is_checked(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
 def test_an_attached_run_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -110,7 +110,6 @@ def test_where_no_run_has_begun_there_is_no_report(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)  # three starts of torchrun
 def test_two_real_policies_under_the_same_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["none", "gemini", *SETTINGS, *AT, "--ranks", "2", "-o", str(tmp_path)]) == 0
     said = capsys.readouterr().out

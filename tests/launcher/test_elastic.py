@@ -40,8 +40,6 @@ from tests.replication.certificates import Authority
 from tests.scenarios import BIAS_EVALUATED_OFTEN, PP4, THIRTY_SIX
 from tests.training import events_of
 
-pytestmark = pytest.mark.timeout(330)
-
 BUILD, JOIN, RECOVERY, DONE = Phase.BUILD, Phase.JOIN, Phase.RECOVERY, Phase.DONE
 FORWARD, BACKWARD, REDUCE, STEP = Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP
 SNAPSHOT, BETWEEN = Phase.SNAPSHOT, Phase.BETWEEN

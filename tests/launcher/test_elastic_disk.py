@@ -28,7 +28,7 @@ def test_the_next_start_goes_on_from_local_disks(tmp_path: Path) -> None:
 
     def start(number: int, *more: str) -> ElasticJob:
         overrides = (*TRAINING, "ckpt.every_iters=3", f"run.dir={run}", *more)
-        job = ElasticJob(2, tmp_path / f"start{number}", *overrides, ckpt="checkfreq", timeout_s=150.0)
+        job = ElasticJob(2, tmp_path / f"start{number}", *overrides, ckpt="checkfreq")
         job.run = run
         return job
 

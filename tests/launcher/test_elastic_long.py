@@ -17,9 +17,9 @@ from tests.elastic_job import ElasticJob
 from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 from tests.training import events_of
+from tests.waits import JOB_S
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.full
 @pytest.mark.parametrize("deaths", [9, 50])
 def test_deaths_of_one_rank_cost_the_others_nothing_that_stays(deaths: int, tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_deaths_of_one_rank_cost_the_others_nothing_that_stays(deaths: int, tmp_
 
     faults = [_death(chosen.choice(PHASES), 3 + 2 * death, measure_and_kill) for death in range(deaths)]
     training = (*PP2, f"train.iterations={2 * deaths + 4}")
-    survive(tmp_path, faults, *training, world_size=2, settings=ENDURING, setup=_cache_little, timeout_s=580)
+    survive(tmp_path, faults, *training, world_size=2, settings=ENDURING, setup=_cache_little)
     for early, late in zip(zip(*used[1:5], strict=True), zip(*used[-4:], strict=True), strict=True):
         assert min(use.files for use in late) <= max(use.files for use in early)
         assert min(use.threads for use in late) <= max(use.threads for use in early)
@@ -60,7 +60,7 @@ def _cache_little() -> None:
     os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "8"
 
 
-def _survive_chaos(folder: Path, seed: int, *, deaths: int, iterations: int, timeout_s: float) -> None:
+def _survive_chaos(folder: Path, seed: int, *, deaths: int, iterations: int, timeout_s: float = JOB_S) -> None:
     """Kill until so many processes have died, and compare what the job leads to with the uninterrupted one."""
     training = (f"train.iterations={iterations}",)
     with ElasticJob(4, folder, *training, *ENDURING, timeout_s=timeout_s) as job:
@@ -77,10 +77,9 @@ def _num_deaths(job: ElasticJob) -> int:
     return sum(len(events_of(job.run, WorkerStarted, rank)) - 1 for rank in range(job.world_size))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.full
 def test_a_hundred_random_faults_end_exactly(tmp_path: Path) -> None:
-    _survive_chaos(tmp_path, seed=7, deaths=100, iterations=150, timeout_s=550)
+    _survive_chaos(tmp_path, seed=7, deaths=100, iterations=150)
 
 
 @pytest.mark.chaos

@@ -82,7 +82,6 @@ def test_a_job_with_lost_frames_takes_snapshots_and_ends_exactly(tmp_path: Path)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("pp", [1, 2])
 def test_servers_on_hosts_follow_a_hundred_iterations(pp: int, tmp_path: Path) -> None:
     """Four hosts, each with its own address and mirror port; a rank is killed at iteration 60."""

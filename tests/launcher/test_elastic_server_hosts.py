@@ -14,7 +14,7 @@ from tests.hosts_job import HostsJob, network_of
 from tests.references import outcome_of, uninterrupted
 from tests.training import events_of
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.full
 
 TRAINING = ("train.iterations=60", "parallel.pp=1", "parallel.ep=1", UNSHARDED)
 ON_HOSTS = ("ckpt=flowcheck", "ckpt.servers=hosts", "ckpt.max_lag_iters=0")

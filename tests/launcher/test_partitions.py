@@ -19,7 +19,7 @@ from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 from tests.training import events_of
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.full
 
 TWO = (*PP2, "parallel.ep=1", "train.iterations=60")
 FOUR = (*PP2, "train.iterations=40")

@@ -21,7 +21,7 @@ from tests.ports import held_port
 from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.full
 
 TRAINING = (*PP2, "parallel.ep=1", "train.iterations=60")
 WINDOW = ("ckpt=moevement", "ckpt.window=2", "ckpt.replicas=1")

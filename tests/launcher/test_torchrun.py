@@ -18,6 +18,7 @@ from moe_ckpt.events import IterationCommitted, StateResumed, WorkerStarted
 from tests.references import Outcome, uninterrupted
 from tests.scenarios import PP2, ROOT
 from tests.training import events_of, fast
+from tests.waits import JOB_S
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 FASTER = tuple(setting for setting in fast() if setting != "run.progress=none")
@@ -33,9 +34,9 @@ def _start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
     )
 
 
-def _finish(process: subprocess.Popen[str], timeout_s: float = 120.0) -> tuple[int, str, str]:
+def _finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=timeout_s)
+        out, err = process.communicate(timeout=JOB_S)
     except subprocess.TimeoutExpired:
         process.kill()
         raise

@@ -29,7 +29,6 @@ from tests.recovery.protocol import At, Move, Protocol, Rules, World
     ],
     ids=["a worker dies", "a worker or a node is lost", "a node is cut off", "two workers die"],
 )
-@pytest.mark.timeout(900)
 def test_every_interleaving_keeps_the_invariants(protocol: Protocol, least: int) -> None:
     report = check(protocol)
     print(f"{report.states} states, {report.moves} moves")

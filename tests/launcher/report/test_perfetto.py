@@ -96,7 +96,7 @@ def two_stories(folder: Path) -> list[Path]:
 def real(folder: Path) -> list[Path]:
     """Return a run in which a rank dies and all lanes are filled."""
     saves = ("ckpt.disk_every_iters=2", "ckpt.durable_every_iters=4", "ckpt.window=2")
-    with ElasticJob(2, folder, *PP2, "train.iterations=10", *saves, timeout_s=120.0) as job:
+    with ElasticJob(2, folder, *PP2, "train.iterations=10", *saves) as job:
         job.order(1, Phase.BACKWARD, iteration=5)
         job.wait()
     return [job.run]
