@@ -25,7 +25,7 @@ from tests.scenarios import ROOT
 from tests.training import fast
 from tests.waits import JOB_S
 
-_PATIENT = ("runtime.join_s=900", "runtime.progress_s=300", "runtime.operation_s=300")
+_PATIENT = ("runtime.join_s=900", "runtime.progress_s=300", "runtime.operation_s=400")
 _LOOK_EVERY_S = 0.05
 _TORCHRUN = Path(sys.executable).with_name("torchrun")
 _SOON = "keep_alive_interval=1,keep_alive_max_attempt=5"  # seconds until torchrun gives up a node that is lost

@@ -36,7 +36,7 @@ _PATIENT = (
     "runtime.heartbeat_s=30",
     "runtime.progress_s=300",
     "runtime.form_s=300",
-    "runtime.operation_s=300",
+    "runtime.operation_s=400",
     "runtime.join_s=900",
     "runtime.copy_s=300",
 )
