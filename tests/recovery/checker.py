@@ -68,7 +68,7 @@ def check(protocol: Protocol) -> Report:
             if after not in came_from:
                 came_from[after] = (world, name)
                 waiting.append(after)
-        if is_stuck and not _is_over(world):
+        if is_stuck and not is_over(world):
             violation = Violation(invariant=GOES_ON, moves=_way_to(world, came_from))
             return Report(states=len(came_from), moves=num_moves, violation=violation)
     return Report(states=len(came_from), moves=num_moves, violation=None)
@@ -94,7 +94,8 @@ def _broken(before: World, name: str, after: World) -> Iterator[str]:
     if is_needed and has_source(before.own, before.held):
         if not has_source(after.own, after.held):
             yield KEEPS_LAST_COPY
-        is_choice = " drops windows " in name or " replays " in name  # with the last replay, one window is kept
+        # with the last replay, one window is kept
+        is_choice = any(each in name for each in (" keeps window ", " drops window ", " replays "))
         if is_choice and not after.memories_lost and not _survives_a_node(after):
             yield KEEPS_LAST_COPY
     if after.has_failed and after.memories_lost < 2:
@@ -147,6 +148,6 @@ def _stays_finished(world: World) -> bool:
     return True
 
 
-def _is_over(world: World) -> bool:
+def is_over(world: World) -> bool:
     """Return whether the job has ended: with an error, or finished."""
     return world.has_failed or any(each.outcome == "finished" for each in world.generations)

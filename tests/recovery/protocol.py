@@ -1,22 +1,26 @@
 """The protocol of generations, steps and windows as an executable model, for a checker that visits every interleaving.
 
 Three ranks, one a stage; the copies of rank r are in the memory of rank r + 1. A window has one slot. Each write to the
-store is an action of its own. Plans come from the real code: `plan_target` and `plan_recovery`. A fault kills a worker
-(its node's memory stays), loses a node (memory and worker), or cuts a node off (memory is lost to the job, and the old
-worker lives on beside its replacement, as long as it is not fenced).
+store is an action of its own, and so is each message: a copy, a record and a drop travel from a rank's daemon to its
+peer, in the order in which they were sent. Plans come from the real code: `plan_target` and
+`plan_recovery`. A fault kills a worker (its node's memory and daemon stay), loses a node (memory, daemon and worker),
+or cuts a node off (memory is lost to the job, and the old worker lives on beside its replacement, as long as it is not
+fenced).
 
-    worker       READ (> DECIDE) > WAIT > FORMED (> CARRY > REPLAY) > CARRIED > COMPUTE > VOTED > SNAP >
-                 COMPUTE ... > DONE (> FINISH) > LAST > OVER
-    end(g)       outcome, generation, decision and end: three writes of a supervisor
+    worker       READ > ARRIVE (> DECIDE) > WAIT > FORMED > LISTED (> CARRY > REPLAY) > CARRIED > COMPUTE (> KEEP)
+                 > RECORD > VOTED > COMPUTE ... > DONE (> FINISH) > LAST > OVER
+    end(g)       outcome, generation, decision and end: three writes of a supervisor, or of a worker that misses a rank
+
+`tests/recovery/traces.py` has the same sentences for what real processes do, and requires each trace to be a path of
+this model. Names of moves that begin with `(` are of moves that no trace shows.
 
 Simplified: the job begins with all ranks in generation 1, with their first windows; the loss of a node restarts its
-rank only, without new numbers; a fetch with its replay is one action, and so is the end of a generation by a worker
-that misses a rank, and the way of a worker into the next generation; a worker that was cut off writes to no peer.
+rank only, without new numbers; a fetch with its replay is one action; a worker that was cut off writes to no peer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -35,21 +39,23 @@ OWNER = (2, 0, 1)  # whose copies a rank holds
 class At(IntEnum):
     """The next action of a worker."""
 
-    READ = 0
+    READ = 0  # the newest generation
     ARRIVE = 1
-    DECIDE = 2
-    WAIT = 3
+    DECIDE = 2  # that the generation begins: the last that arrives
+    WAIT = 3  # for the decision
     FORMED = 4
-    CARRY = 5
-    REPLAY = 6
-    CARRIED = 7
-    COMPUTE = 8
-    VOTED = 9
-    SNAP = 10
-    DONE = 11
-    FINISH = 12
-    LAST = 13
-    OVER = 14
+    LISTED = 5  # it has listed the copies that its memory holds
+    CARRY = 6  # it is to roll back
+    REPLAY = 7
+    CARRIED = 8
+    COMPUTE = 9
+    KEEP = 10  # its newest window, once all peers have those of their ranks, and drop older ones
+    RECORD = 11  # its peer is to have the iteration's record
+    VOTED = 12
+    DONE = 13
+    FINISH = 14
+    LAST = 15
+    OVER = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,7 @@ class Rules:
 
 
 class Worker(NamedTuple):
-    """A process that trains. `reached` is -1 without state; the boundary log begins at `log_from`."""
+    """A process that trains. `reached` is -1 without state; the boundary log has iterations from `log_from` on."""
 
     incarnation: int
     at: int = At.READ
@@ -75,10 +81,14 @@ class Worker(NamedTuple):
     reached: int = -1
     is_prepared: bool = False
     log_from: int = 1
-
-    @property
-    def log_to(self) -> int:
-        return self.reached + self.is_prepared
+    log_to: int = 0
+    takes: bool = False  # the snapshot of this state is not complete yet
+    awaits: bool = False  # the newest window is not kept by all ranks yet
+    copies: bool = False  # since it goes on in its generation, and until it lists copies in the next one
+    acked: int = -1  # its newest window that its peer has, as far as it knows
+    acked_record: int = 0
+    stale: frozenset[int] = frozenset()  # windows that its peer is to drop once it has all others
+    ending: int = 0  # the number of the three writes that end its generation that it has made
 
 
 class Place(NamedTuple):
@@ -103,16 +113,26 @@ class Generation(NamedTuple):
     arrived: tuple[int, ...] = ()
     done: int = 0
     votes: tuple[int, ...] = (0,) * 3  # by rank: the iteration
-    based: tuple[int, ...] = (0,) * 3  # by rank: how many windows it has with the one that the generation begins with
     carried: frozenset[int] = frozenset()
+    listed: tuple[Place | None, ...] = (None,) * 3  # by owner: the copies that its peer has listed
+    has_base: bool = False  # all ranks have a window of the state that the generation begins with
     plan: tuple[int, tuple[tuple[int, int], ...]] | None = None  # the target, and (stage, window) that roll back
+
+
+class Message(NamedTuple):
+    """A message of a rank's daemon to its peer. The worker that sent it waits for an answer if it `counts`."""
+
+    kind: str  # "copy", "record" or "drop"
+    number: int  # a window, or the iteration of a record
+    counts: bool = True
 
 
 class World(NamedTuple):
     """A state of the whole job.
 
     `supervisors`: the next action of each (0: none), the generation that it ends, and whether it has announced the next
-    worker.
+    worker. `lanes` and `records`: the messages of each rank's daemon on their way, about windows and about steps; None:
+    its peer is gone.
     """
 
     workers: tuple[Worker | None, ...]
@@ -120,6 +140,8 @@ class World(NamedTuple):
     supervisors: tuple[tuple[int, int, bool], ...]
     own: tuple[Place, ...]
     held: tuple[Place, ...]  # by owner
+    lanes: tuple[tuple[Message, ...] | None, ...]
+    records: tuple[tuple[Message, ...] | None, ...]
     lives: tuple[int, ...]
     current: int
     generations: tuple[Generation, ...]
@@ -134,21 +156,23 @@ class World(NamedTuple):
 Move = tuple[str, World]
 _IDLE = (0, 0, False)
 _GONE = Generation(outcome="ended", decision="stop", has_ended=True)
-_S_DEATH, _S_END, _S_START, _S_FENCE, _S_READ = 1, 2, 5, 6, 7  # actions of a supervisor; END has three
+_S_END, _S_START, _S_FENCE, _S_READ = 1, 4, 5, 6  # actions of a supervisor; END has three
 
 
 def start() -> World:
     """Return the state in which all ranks have met, and taken their first windows, with copies."""
     first = Place(windows=frozenset({0}))
     return World(
-        workers=(Worker(incarnation=0, at=At.COMPUTE, generation=1, reached=0),) * 3,
+        workers=(Worker(incarnation=0, at=At.COMPUTE, generation=1, reached=0, copies=True, acked=0),) * 3,
         cut_off=(),
         supervisors=(_IDLE,) * 3,
         own=(first,) * 3,
         held=(first,) * 3,
+        lanes=((),) * 3,
+        records=((),) * 3,
         lives=(0,) * 3,
         current=1,
-        generations=(Generation(decision="go", arrived=(0, 1, 2), based=(1, 1, 1)),),
+        generations=(Generation(decision="go", arrived=(0, 1, 2)),),
         faults=0,
         memories_lost=0,
     )
@@ -177,6 +201,7 @@ class Protocol:
                 yield from self._worker(world, rank, worker)
             yield from self._supervisor(world, rank)
             yield from self._fault(world, rank)
+            yield from self._messages(world, rank)
         for position, (rank, worker) in enumerate(world.cut_off):
             yield from self._stale(world, position, rank, worker)
         yield from self._survey(world)
@@ -191,7 +216,7 @@ class Protocol:
             return
         dead = world._replace(workers=_put(world.workers, rank, None), faults=world.faults + 1)
         if "kill" in self.kinds:
-            supervisor = (_S_DEATH if worker.generation else _S_START, worker.generation, False)
+            supervisor = (_S_END if worker.generation else _S_START, worker.generation, False)
             yield f"rank {rank}'s worker dies", dead._replace(supervisors=_put(world.supervisors, rank, supervisor))
         if not {"lose", "cut off"} & {*self.kinds} or any(_finished(world, g) for g in _numbers(world)):
             return
@@ -199,13 +224,18 @@ class Protocol:
         lost = dead._replace(
             own=_put(world.own, rank, Place()),
             held=_put(world.held, OWNER[rank], Place()),
+            lanes=_put(_put(world.lanes, OWNER[rank], None), rank, ()),
+            records=_put(_put(world.records, OWNER[rank], None), rank, ()),
             memories_lost=world.memories_lost + 1,
             supervisors=_put(world.supervisors, rank, (first, 0, False)),
         )
         if "lose" in self.kinds:
             yield f"rank {rank}'s node is lost", lost
         if "cut off" in self.kinds:
-            yield f"rank {rank}'s node is cut off", lost._replace(cut_off=(*world.cut_off, (rank, worker)))
+            yield (
+                f"rank {rank}'s node is cut off",
+                lost._replace(cut_off=(*world.cut_off, (rank, worker._replace(takes=False, ending=0)))),
+            )
 
     def _supervisor(self, world: World, rank: int) -> Iterator[Move]:
         at, generation, is_announced = world.supervisors[rank]
@@ -215,21 +245,18 @@ class Protocol:
             supervisors=_put(world.supervisors, rank, (at, generation, announced))
         )
         name = f"rank {rank}'s supervisor"
-        if at == _S_DEATH:
-            over = _finished(world, generation)
-            yield f"{name} finds the death", then(0 if over else _S_END)
-        elif at == _S_FENCE:
+        if at == _S_FENCE:
             lives = _put(world.lives, rank, world.lives[rank] + 1)
             yield f"{name} announces the next worker", then(_S_READ, True)._replace(lives=lives)
         elif at == _S_READ:
             supervisor = (_S_END, world.current, is_announced)
             reads = world._replace(supervisors=_put(world.supervisors, rank, supervisor))
-            yield f"{name} reads generation {world.current}", reads
+            yield f"({name} reads generation {world.current})", reads
         elif _S_END <= at < _S_START:
             ended, goes_on = self._end(world, generation, at - _S_END)
             after = at + 1 if goes_on else (0 if self.rules.heeds_finish else _S_START)
             yield (
-                f"{name} ends generation {generation}, write {at - _S_END + 1}",
+                _write(world, ended, name, generation, at - _S_END),
                 ended._replace(supervisors=_put(world.supervisors, rank, (after, generation, is_announced))),
             )
         elif at == _S_START:
@@ -283,62 +310,99 @@ class Protocol:
         put = lambda to=world, **fields: to._replace(  # noqa: E731
             workers=_put(to.workers, rank, worker._replace(**fields))
         )
+        if worker.takes and (worker.at <= At.FORMED or worker.at >= At.COMPUTE):
+            yield self._take(put(takes=False), rank, worker)
         if worker.at == At.READ:
-            yield self._join(world, rank, worker)
+            yield f"({name} reads generation {world.current})", put(at=At.ARRIVE, generation=world.current, ending=0)
             return
         generation = world.generation(number)
+        if worker.ending:
+            yield self._worker_ends(world, rank, worker)
+            return
         if generation.has_ended and worker.at > At.WAIT:
-            name, after = self._join(world, rank, worker)
-            yield f"{name}: generation {number} has ended", after
-        elif At.WAIT < worker.at < At.SNAP and worker.at != At.CARRY and _misses_a_rank(world, number):
-            ended = world
-            for write in range(3):
-                ended, _ = self._end(ended, number, write)
-            yield f"{name} misses a rank and ends generation {number}", put(ended, at=At.READ)
+            yield f"({name} leaves generation {number})", put(at=At.READ)
+        elif At.WAIT < worker.at < At.FINISH and worker.at != At.CARRY and _misses_a_rank(world, number):
+            yield self._worker_ends(world, rank, worker)
+        yield from self._recover(world, rank, worker)
+        yield from self._train(world, rank, worker)
+
+    def _worker_ends(self, world: World, rank: int, worker: Worker) -> Move:
+        """A worker that misses a rank makes the next of the three writes that end its generation."""
+        ended, goes_on = self._end(world, worker.generation, worker.ending)
+        there = (
+            worker._replace(ending=worker.ending + 1)
+            if goes_on and worker.ending < 2
+            else worker._replace(at=At.READ, ending=0)
+        )
+        name = _write(world, ended, f"rank {rank}", worker.generation, worker.ending)
+        return name, ended._replace(workers=_put(ended.workers, rank, there))
+
+    def _recover(self, world: World, rank: int, worker: Worker) -> Iterator[Move]:
+        """Yield the moves of a worker from its arrival in a generation to its first iteration there."""
+        name, number = f"rank {rank}", worker.generation
+        generation = world.generation(number)
+        put = lambda to=world, **fields: to._replace(  # noqa: E731
+            workers=_put(to.workers, rank, worker._replace(**fields))
+        )
         match worker.at:
+            case At.ARRIVE:
+                arrived, is_last = self._arrive(generation, rank)
+                there = put(at=At.DECIDE if is_last else At.WAIT)
+                yield f"{name} arrives in generation {number}", _with(there, number, arrived=arrived)
             case At.DECIDE:
                 decision = generation.decision or "go"
-                yield f"{name} decides: {decision}", _with(put(at=At.WAIT), number, decision=decision)
+                decided = _with(put(at=At.WAIT), number, decision=decision)
+                yield (f"({name} is late)" if generation.decision else f"{name} decides: go"), decided
+            case At.FORMED:
+                yield f"({name} lists copies)", _list_copies(world, rank, worker)
             case At.CARRY:
                 lost = put(at=At.REPLAY, reached=-1, is_prepared=False)
-                yield f"{name} gives up its state", lost
+                yield f"({name} gives up its state)", lost
             case At.REPLAY if not _misses_a_rank(world, number):
                 yield self._replay(world, rank, worker)
             case At.CARRIED if len(generation.carried) == len(RANKS):
-                after = self._take(put(at=self._next(worker.reached)), rank, worker.reached)
-                based = _put(generation.based, rank, len(after.own[rank].windows))
-                yield f"{name} takes window {worker.reached}, and trains", _with(after, number, based=based)
-            case At.SNAP:
-                taken = self._take(put(at=self._next(worker.reached)), rank, worker.reached)
-                yield f"{name} takes window {worker.reached}", taken
-            case At.COMPUTE if self._are_safe(world, generation) and _all_compute(world, number, worker.reached):
-                yield self._compute(world, rank, worker)
-            case At.VOTED if min(generation.votes) > worker.reached or not self.rules.votes:
-                yield (
-                    f"{name} steps to {worker.reached + 1}",
-                    put(at=At.SNAP, reached=worker.reached + 1, is_prepared=False),
-                )
-            case At.DONE if self._are_safe(world, generation):
+                yield f"({name} goes on after iteration {worker.reached})", self._go_on(world, rank, worker)
+            case _:
+                pass
+
+    def _train(self, world: World, rank: int, worker: Worker) -> Iterator[Move]:
+        """Yield the moves of a worker that trains."""
+        name, number, iteration = f"rank {rank}", worker.generation, worker.reached + 1
+        generation = world.generation(number)
+        put = lambda to=world, **fields: to._replace(  # noqa: E731
+            workers=_put(to.workers, rank, worker._replace(**fields))
+        )
+        if worker.stale and worker.copies and not any(message.counts for message in world.lanes[rank] or ()):
+            drops = (Message("drop", start, counts=False) for start in sorted(worker.stale))
+            dropped = _send(put(stale=frozenset()), rank, "lanes", *drops)
+            yield f"({name}'s peer has all windows, and is to drop others)", dropped
+        match worker.at:
+            case At.COMPUTE if _all_compute(world, number, worker.reached):
+                logged = world._replace(own=_put(world.own, rank, world.own[rank]._replace(steps_to=iteration)))
+                sent = _send(logged, rank, "records", Message("record", iteration)) if worker.copies else logged
+                at = At.KEEP if worker.awaits else At.RECORD
+                yield f"({name} has complete gradients of {iteration})", put(sent, at=at, log_to=iteration)
+            case At.KEEP if self._agree(world, worker):
+                kept = self._keep_newest(world, rank, worker)
+                fields = {"at": At.RECORD, "awaits": False, "log_from": max(worker.log_from, iteration)}
+                yield f"{name} keeps window {worker.reached} only", put(kept, **fields)
+            case At.RECORD if worker.acked_record >= iteration:
+                votes = _put(generation.votes, rank, iteration)
+                voted = _with(put(at=At.VOTED, is_prepared=True), number, votes=votes)
+                yield f"{name} votes for iteration {iteration}", voted
+            case At.VOTED if min(generation.votes) >= iteration or not self.rules.votes:
+                fields = {"reached": iteration, "is_prepared": False, "takes": True, "awaits": True}
+                yield f"{name} steps to {iteration}", put(at=self._next(iteration), **fields)
+            case At.DONE:
                 done = generation.done + 1
                 at = At.FINISH if done == len(RANKS) else At.LAST
                 yield f"{name} is done", _with(put(at=at), number, done=done)
             case At.FINISH:
                 outcome = generation.outcome or "finished"
-                yield f"{name} decides: {outcome}", _with(put(at=At.LAST), number, outcome=outcome)
+                decided = _with(put(at=At.LAST), number, outcome=outcome)
+                yield (f"({name} is too late)" if generation.outcome else f"{name} finishes the job"), decided
             case _:
                 pass
-        if At.CARRIED < worker.at < At.OVER and world.own[rank].windows - world.held[rank].windows:
-            own = world.own[rank]
-            held = Place(own.windows | world.held[rank].windows, max(own.steps_to, world.held[rank].steps_to))
-            yield f"{name}'s windows reach their peer", world._replace(held=_put(world.held, rank, held))
-
-    def _join(self, world: World, rank: int, worker: Worker) -> Move:
-        """The worker reads the newest generation and arrives there."""
-        number = world.current
-        arrived, is_last = self._arrive(world.generation(number), rank)
-        joins = worker._replace(at=At.DECIDE if is_last else At.WAIT, generation=number)
-        after = _with(world._replace(workers=_put(world.workers, rank, joins)), number, arrived=arrived)
-        return f"rank {rank} arrives in generation {number}", after
 
     def _arrive(self, generation: Generation, rank: int) -> tuple[tuple[int, ...], bool]:
         """Return the ranks that have arrived with this one, and whether it is the last."""
@@ -348,17 +412,84 @@ class Protocol:
     def _next(self, reached: int) -> At:
         return At.COMPUTE if reached < self.iterations else At.DONE
 
-    def _take(self, world: World, rank: int, reached: int) -> World:
-        own = world.own[rank]
-        return world._replace(own=_put(world.own, rank, own._replace(windows=own.windows | {reached})))
+    # Windows and their copies
 
-    def _are_safe(self, world: World, generation: Generation) -> bool:
-        """Return whether all ranks have their newest window, with its copy; a generation begins with it, too."""
+    def _take(self, world: World, rank: int, worker: Worker) -> Move:
+        """The snapshot of a worker's state is complete, and goes to its peer."""
+        own = world.own[rank]
+        taken = world._replace(own=_put(world.own, rank, own._replace(windows=own.windows | {worker.reached})))
+        if worker.copies:
+            there = worker._replace(takes=False, stale=worker.stale - {worker.reached})
+            taken = _send(taken, rank, "lanes", Message("copy", worker.reached))
+            taken = taken._replace(workers=_put(taken.workers, rank, there))
+        return f"rank {rank} takes window {worker.reached}", taken
+
+    def _agree(self, world: World, worker: Worker) -> bool:
+        """Return whether all ranks wait in one reduction, or have waited there, with windows that their peers have.
+
+        Windows are compared with what each worker knows, as each has answered for its own.
+        """
         if not self.rules.confirms:
-            return True
-        return min(generation.based) > 0 and all(
-            max(own.windows) in held.windows for own, held in zip(world.own, world.held, strict=True) if own.windows
+            return not worker.takes
+        return all(
+            each is not None
+            and each.generation == worker.generation
+            and (each.at > At.KEEP or (each.at == At.KEEP and each.acked == each.reached and not each.takes))
+            for each in world.workers
         )
+
+    def _keep_newest(self, world: World, rank: int, worker: Worker) -> World:
+        """Drop all windows but the newest, which all ranks have with its copy, here and at the peer."""
+        own = world.own[rank]
+        old = sorted(start for start in own.windows if start < worker.reached)
+        after = world._replace(own=_put(world.own, rank, own._replace(windows=own.windows - {*old})))
+        return _send(after, rank, "lanes", *(Message("drop", start, counts=False) for start in old))
+
+    def _messages(self, world: World, rank: int) -> Iterator[Move]:
+        """Yield the arrivals of messages of a rank's daemon at its peer.
+
+        The worker knows at once: what it does before it has read the answer, it may also do before the arrival.
+        """
+        held = world.held[rank]
+        for lane in ("lanes", "records"):
+            messages = getattr(world, lane)[rank]
+            if not messages:
+                continue
+            message, rest = messages[0], world._replace(**{lane: _put(getattr(world, lane), rank, messages[1:])})
+            if message.kind == "copy" and message.number not in world.own[rank].windows:
+                yield f"(rank {rank}'s window {message.number} was dropped before it was sent)", rest
+                continue
+            name, there = _arrived(held, rank, message)
+            after = rest._replace(held=_put(world.held, rank, there))
+            worker = world.workers[rank]
+            if worker is not None and message.counts:
+                known = "acked" if message.kind == "copy" else "acked_record"
+                worker = worker._replace(**{known: max(getattr(worker, known), message.number)})
+                after = after._replace(workers=_put(world.workers, rank, worker))
+            yield name, after
+
+    def _go_on(self, world: World, rank: int, worker: Worker) -> World:
+        """A worker's windows go to its peer, which drops all others once it has them; training goes on."""
+        generation, own = world.generation(worker.generation), world.own[rank]
+        listed = generation.listed[rank] or Place()
+        known = frozenset(message.number for message in world.lanes[rank] or () if message.kind == "copy")
+        stale = (listed.windows | known) - own.windows if own.windows else frozenset[int]()
+        copies = [Message("copy", start) for start in sorted(own.windows - listed.windows)]
+        lanes = _put(world.lanes, rank, world.lanes[rank] or ())
+        records = _put(world.records, rank, world.records[rank] or ())
+        after = world._replace(lanes=lanes, records=records)
+        after = _send(after, rank, "lanes", *copies)
+        after = _send(after, rank, "records", Message("record", own.steps_to, counts=False))
+        takes = not generation.has_base
+        there = worker._replace(
+            at=self._next(worker.reached),
+            copies=True,
+            takes=takes,
+            awaits=takes,
+            acked=max(own.windows & listed.windows, default=-1),
+            stale=stale,
+        )
+        return after._replace(workers=_put(after.workers, rank, there))
 
     def _replay(self, world: World, rank: int, worker: Worker) -> Move:
         number, plan = worker.generation, world.generation(worker.generation).plan
@@ -372,43 +503,42 @@ class Protocol:
         else:
             assert start_at in source.windows, (rank, plan, own, held)
             world = world._replace(own=_put(world.own, rank, source._replace(steps_to=target)))
-        there = worker._replace(at=At.CARRIED, reached=target, log_from=max(start_at, 0) + 1)
+        there = worker._replace(at=At.CARRIED, reached=target, log_from=max(start_at, 0) + 1, log_to=target)
         after = world._replace(workers=_put(world.workers, rank, there))
-        after = _with(after, number, carried=world.generation(number).carried | {rank})
-        is_last = len(after.generation(number).carried) == len(RANKS)
-        return f"rank {rank} replays from window {start_at} to {target}", self._keep(after) if is_last else after
+        carried = world.generation(number).carried | {rank}
+        return f"rank {rank} replays from window {start_at} to {target}", self._carried(after, number, carried)
 
-    def _keep(self, world: World) -> World:
+    def _carried(self, world: World, number: int, carried: frozenset[int]) -> World:
+        """These ranks are at the target; once all are, each keeps the window with the most copies."""
+        world = _with(world, number, carried=carried)
+        if len(carried) < len(RANKS):
+            return world
+        plan = world.generation(number).plan
+        assert plan is not None
+        kept = self._keep(world, number)
+        own = tuple(place._replace(steps_to=min(place.steps_to, plan[0])) for place in kept.own)
+        has_base = all(plan[0] in place.windows for place in own)
+        return _with(kept._replace(own=own), number, has_base=has_base)
+
+    def _keep(self, world: World, number: int) -> World:
         """Keep the window with the most copies of those that all ranks have, as `WindowRecovery` does."""
         common = frozenset.intersection(*(place.windows for place in world.own))
         if not common:
             return world
-        copies = lambda start: min(start in place.windows for place in world.held)  # noqa: E731
+        listed = world.generation(number).listed
+        copies = lambda start: min(place is not None and start in place.windows for place in listed)  # noqa: E731
         safest = max(common, key=lambda start: (copies(start) if self.rules.keeps_safest else 0, start))
         return world._replace(own=tuple(place._replace(windows=frozenset({safest})) for place in world.own))
 
-    def _compute(self, world: World, rank: int, worker: Worker) -> Move:
-        """The rank has complete gradients: older windows are dropped, its peer has the record, and it votes."""
-        iteration, number, safe = worker.reached + 1, worker.generation, worker.reached
-        newer = lambda place: Place(frozenset(start for start in place.windows if start >= safe), iteration)  # noqa: E731
-        voted = worker._replace(at=At.VOTED, is_prepared=True, log_from=max(worker.log_from, safe + 1))
-        after = world._replace(
-            workers=_put(world.workers, rank, voted),
-            own=_put(world.own, rank, newer(world.own[rank])),
-            held=_put(world.held, rank, newer(world.held[rank])),
-        )
-        votes = _put(world.generation(number).votes, rank, iteration)
-        name = f"rank {rank} drops windows before {safe} and votes for iteration {iteration}"
-        return name, _with(after, number, votes=votes)
-
     def _survey(self, world: World) -> Iterator[Move]:
         """The collective in which all ranks of a generation agree on a plan."""
-        numbers = {worker.generation for worker in world.workers if worker and worker.at == At.FORMED}
+        numbers = {worker.generation for worker in world.workers if worker and worker.at == At.LISTED}
         for number in numbers:
             there = [worker for worker in world.workers if worker and worker.generation == number]
-            if len(there) != len(RANKS) or any(worker.at != At.FORMED for worker in there):
+            if len(there) != len(RANKS) or any(worker.at != At.LISTED or worker.ending for worker in there):
                 continue
-            plan = plan_of(tuple(there), world.own, world.held)
+            listed = world.generation(number).listed
+            plan = plan_of(tuple(there), world.own, tuple(place or Place() for place in listed))
             if plan is None:
                 yield f"generation {number} finds nothing left", world._replace(has_failed=True)
                 continue
@@ -420,8 +550,14 @@ class Protocol:
                 for rank, worker in enumerate(there)
             )
             carried = frozenset(rank for rank in RANKS if rank not in rolling)
-            after = _with(world._replace(workers=workers), number, plan=plan, carried=carried)
-            yield f"generation {number} plans: target {plan[0]}, (stage, window) {list(plan[1])}", after
+            after = _with(world._replace(workers=workers), number, plan=plan)
+            yield describe_plan(number, *plan), self._carried(after, number, carried)
+
+
+def describe_plan(generation: int, target: int, rollbacks: Iterable[tuple[int, int]]) -> str:
+    """Return the name of the move in which a generation agrees on a plan; `rollbacks`: (stage, window)."""
+    back = ", ".join(f"stage {stage} from window {start}" for stage, start in sorted(rollbacks))
+    return f"generation {generation} plans iteration {target}: {back or 'no stage rolls back'}"
 
 
 @cache
@@ -446,7 +582,11 @@ def plan_of(
         return 0, tuple((rank, -1) for rank in RANKS)
     goal = None if target is None else target.iteration
     lost = frozenset(RANKS) if target is None else target.lost_stages
-    logs = [(worker.log_from, worker.log_to) if worker.reached >= 0 else (1, 0) for worker in workers]
+    last = 0 if goal is None else goal
+    logs = [
+        (worker.log_from, last) if worker.reached >= 0 and worker.log_to >= last else (last + 1, last)
+        for worker in workers
+    ]
     plan = recovery_of(lost, goal, own, held, tuple(logs))
     if plan is None:
         return None
@@ -495,7 +635,8 @@ def normalized(world: World) -> World:
 
     Generations that no process looks at any more are dropped from the front, and the others numbered anew.
     """
-    workers = tuple(_without_wait(world, worker) for worker in world.workers)
+    world = settled(world)
+    workers = world.workers
     supervisors = tuple(_without_vain_writes(world, *each) for each in world.supervisors)
     read = {world.current, *(worker.generation for worker in workers if worker)}
     read |= {worker.generation for _, worker in world.cut_off} | {number for _, number, _ in supervisors}
@@ -506,11 +647,13 @@ def normalized(world: World) -> World:
         else _GONE
         for number, each in enumerate(world.generations, 1)
     ]
-    moved = lambda worker: worker and worker._replace(generation=max(0, worker.generation - shift))  # noqa: E731
+    moved = lambda worker: (  # noqa: E731
+        worker._replace(generation=max(0, worker.generation - shift)) if worker and shift else worker
+    )
     is_cut_off = [any(stale == rank for stale, _ in world.cut_off) for rank in RANKS]
     return world._replace(
         workers=tuple(
-            worker and moved(worker if cut_off else worker._replace(incarnation=0))
+            moved(worker if cut_off or not (worker and worker.incarnation) else worker._replace(incarnation=0))
             for worker, cut_off in zip(workers, is_cut_off, strict=True)
         ),
         lives=tuple(life if cut_off else 0 for life, cut_off in zip(world.lives, is_cut_off, strict=True)),
@@ -521,17 +664,64 @@ def normalized(world: World) -> World:
     )
 
 
+def settled(world: World) -> World:
+    """Return a state in which waits have ended that can end, without what no worker waits for any more."""
+    for rank in RANKS:
+        worker = world.workers[rank]
+        if (
+            worker is not None
+            and worker.at == At.FORMED
+            and not (worker.takes or worker.ending)  # else it may still take it, or have died too early for it
+            and _is_still(world, rank)
+        ):
+            world = _list_copies(world, rank, worker)
+        if worker is None or not worker.copies or worker.at < At.COMPUTE or worker.ending:
+            world = _unanswered(world, rank)
+    return world._replace(workers=tuple(_without_wait(world, worker) for worker in world.workers))
+
+
 def _without_vain_writes(world: World, at: int, number: int, announced: bool) -> tuple[int, int, bool]:
-    """Return a supervisor's next action; the writes that end a generation that has ended change nothing."""
+    """Return a supervisor's next action; writes that change nothing are left out."""
     if at in (0, _S_FENCE, _S_READ):
         return (at, 0, announced) if at else _IDLE
-    has_ended = not number or world.generation(number).has_ended
-    return (_S_START, 0, announced) if at == _S_START or has_ended else (at, number, announced)
+    while _S_END <= at < _S_START and number and _is_vain(world, number, at - _S_END):
+        at += 1
+    return (_S_START, 0, announced) if at == _S_START or not number else (at, number, announced)
+
+
+def _is_still(world: World, rank: int) -> bool:
+    """Return whether no message is on its way to a rank."""
+    return not (world.lanes[OWNER[rank]] or world.records[OWNER[rank]])
+
+
+def _list_copies(world: World, rank: int, worker: Worker) -> World:
+    """A worker waits for no answers any more, and lists the copies that its memory holds."""
+    quiet = worker._replace(copies=False, takes=False, acked=-1, acked_record=0, stale=frozenset())
+    owner, listing = OWNER[rank], quiet._replace(at=At.LISTED)
+    listed = _put(world.generation(worker.generation).listed, owner, world.held[owner])
+    world = _unanswered(world._replace(workers=_put(world.workers, rank, listing)), rank)
+    return _with(world, worker.generation, listed=listed)
+
+
+def _is_vain(world: World, number: int, write: int) -> bool:
+    """Return whether a write that ends a generation would change nothing, and another one follows."""
+    generation = world.generation(number)
+    return (generation.outcome == "ended", world.current != number, generation.has_ended)[write]
 
 
 def _without_wait(world: World, worker: Worker | None) -> Worker | None:
     """Return a worker whose wait for a decision or for the end of the job is over, as far as there is one."""
-    if worker is None or worker.at not in (At.WAIT, At.LAST):
+    if worker is None:
+        return worker
+    if worker.at <= At.FORMED or worker.ending:
+        worker = worker._replace(acked=-1, acked_record=0, awaits=False)
+    while 0 < worker.ending < 3 and _is_vain(world, worker.generation, worker.ending):
+        worker = worker._replace(ending=worker.ending + 1)
+    if worker.ending == 3:
+        worker = worker._replace(at=At.READ, ending=0)
+    if worker.at == At.READ and worker.generation and world.generation(worker.generation).has_ended:
+        worker = worker._replace(generation=0)
+    if worker.at not in (At.WAIT, At.LAST):
         return worker
     generation = world.generation(worker.generation)
     if worker.at == At.LAST:
@@ -543,14 +733,64 @@ def _without_wait(world: World, worker: Worker | None) -> Worker | None:
 
 def _as_read(generation: Generation, workers: list[Worker]) -> Generation:
     """Return a generation without the results of collectives that none of its workers waits for."""
-    arrived = tuple(sorted(generation.arrived))
-    if all(worker.at not in (At.CARRY, At.REPLAY, At.CARRIED) for worker in workers):
-        generation = generation._replace(plan=None, carried=frozenset())
-    return generation._replace(arrived=arrived)
+    fields: dict[str, object] = {"arrived": tuple(sorted(generation.arrived))}
+    stages = {worker.at for worker in workers}
+    if not stages & {At.CARRY, At.REPLAY, At.CARRIED}:
+        fields |= {"plan": None, "carried": frozenset(), "has_base": False}
+        if not stages & {At.FORMED, At.LISTED}:
+            fields["listed"] = (None,) * 3
+    is_so = all(getattr(generation, name) == value for name, value in fields.items())
+    return generation if is_so else generation._replace(**fields)
 
 
 def _put(values: tuple, position: int, value: object) -> tuple:
     return (*values[:position], value, *values[position + 1 :])
+
+
+def _send(world: World, rank: int, lane: str, *messages: Message) -> World:
+    """A rank's daemon sends messages to its peer, behind those that are on their way."""
+    lanes = getattr(world, lane)
+    if lanes[rank] is None:
+        return world
+    return world._replace(**{lane: _put(lanes, rank, (*lanes[rank], *messages))})
+
+
+def _arrived(held: Place, rank: int, message: Message) -> tuple[str, Place]:
+    """Return the name of a message's arrival, and what the peer holds then."""
+    number = message.number
+    match message.kind:
+        case "copy":
+            return f"rank {rank}'s window {number} reaches its peer", held._replace(windows=held.windows | {number})
+        case "drop":
+            is_held = number in held.windows
+            name = f"rank {rank}'s peer drops window {number}"
+            return (name if is_held else f"({name}, which it lacks)"), held._replace(windows=held.windows - {number})
+        case _:
+            return f"(rank {rank}'s record {number} reaches its peer)", held._replace(steps_to=number)
+
+
+def _unanswered(world: World, rank: int) -> World:
+    """Return the world in which a rank's worker waits for no answer any more."""
+    lanes, records = _uncounted(world.lanes[rank]), _uncounted(world.records[rank])
+    if lanes is world.lanes[rank] and records is world.records[rank]:
+        return world
+    return world._replace(lanes=_put(world.lanes, rank, lanes), records=_put(world.records, rank, records))
+
+
+def _uncounted(lane: tuple[Message, ...] | None) -> tuple[Message, ...] | None:
+    if not lane or not any(message.counts for message in lane):
+        return lane
+    return tuple(message._replace(counts=False) for message in lane)
+
+
+def _write(before: World, after: World, who: str, number: int, write: int) -> str:
+    """Return the name of one of the writes that end a generation."""
+    what = ("decides that it ends", "begins the next", "stops those who wait")[write]
+    has_effect = before.generations != after.generations or before.current != after.current
+    if write == 2 and before.generation(number).has_ended:
+        has_effect = False
+    name = f"{who} ends generation {number}: {what}"
+    return name if has_effect else f"({name}, again)"
 
 
 def _with(world: World, number: int, **fields: object) -> World:
@@ -568,16 +808,15 @@ def _finished(world: World, number: int) -> bool:
 
 def _misses_a_rank(world: World, number: int) -> bool:
     """Return whether a rank has no worker in a generation any more: an operation with it fails."""
-    return any(worker is None or worker.generation != number or worker.at == At.READ for worker in world.workers)
+    return any(
+        worker is None or worker.generation != number or worker.at == At.READ or worker.ending
+        for worker in world.workers
+    )
 
 
 def _all_compute(world: World, number: int, reached: int) -> bool:
     """Return whether all ranks take part in the iteration after `reached`."""
     return all(
-        worker is not None
-        and worker.generation == number
-        and (
-            worker.reached > reached or (worker.reached == reached and (worker.is_prepared or worker.at == At.COMPUTE))
-        )
+        worker is not None and worker.generation == number and worker.at >= At.COMPUTE and worker.reached >= reached
         for worker in world.workers
     )
