@@ -232,10 +232,10 @@ class Protocol:
         if "lose" in self.kinds:
             yield f"rank {rank}'s node is lost", lost
         if "cut off" in self.kinds:
-            yield (
-                f"rank {rank}'s node is cut off",
-                lost._replace(cut_off=(*world.cut_off, (rank, worker._replace(takes=False, ending=0)))),
-            )
+            # of what it does in its generation nothing matters to the others
+            at = min(worker.at, At.FORMED)
+            stale = Worker(incarnation=worker.incarnation, at=at, generation=worker.generation)
+            yield f"rank {rank}'s node is cut off", lost._replace(cut_off=(*world.cut_off, (rank, stale)))
 
     def _supervisor(self, world: World, rank: int) -> Iterator[Move]:
         at, generation, is_announced = world.supervisors[rank]
