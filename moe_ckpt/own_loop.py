@@ -22,9 +22,10 @@ from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import AUTO, NO_CHECKS, CheckConfig, CkptConfig, RunFolderConfig, RuntimeConfig, require
 from moe_ckpt.content import file_identity
 from moe_ckpt.durable.course import RunCourse
+from moe_ckpt.elastic.job_store import say_once
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.engine.session import Session
-from moe_ckpt.errors import DataError
+from moe_ckpt.errors import DataError, MoeCkptError
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.job_config import JobConfig
@@ -132,11 +133,7 @@ def train_elastic(
             after a fault, some ranks receive an iteration later than others.
 
     Returns:
-        The exit status.
-
-    Raises:
-        MoeCkptError: Settings that cannot work; without a supervisor also data and
-            checkpoints.
+        The exit status: 1 after an error that a user can mend, which one rank prints.
     """
 
     def build_training(joined: JoinedWorker[Any]) -> Training:
@@ -145,7 +142,11 @@ def train_elastic(
     def work(worker: WorkerProcess) -> object:
         return run_worker(worker, build_training)
 
-    return start_rank(config.job, read_launch(sys.argv[0]), work)
+    try:
+        return start_rank(config.job, read_launch(sys.argv[0]), work)
+    except MoeCkptError as error:
+        say_once(str(error))
+        return 1
 
 
 def _identities(paths: Sequence[str]) -> dict[str, str]:

@@ -166,7 +166,8 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
     assert all(result.keys() == RESULT_KEYS for result in results.values())
     status, log = ended_of(tmp_path / "plain", setup=end_earlier)
     assert status != 0
-    assert "num_iterations: got 4, wanted at least 8, done" in log
+    assert "error: num_iterations: got 4, wanted at least 8, done" in log
+    assert "Traceback" not in log
     status, log = ended_of(tmp_path / "plain", setup=train_otherwise)
     assert status != 0
     assert "\n  num_micro_batches: got 1, wanted 2\n" in log
@@ -198,6 +199,15 @@ def test_a_loop_of_ones_own_ends_where_a_pass_does_not_repeat_itself(tmp_path: P
     assert log.count("error: check_determinism: gradients that differ: got '0.") == 1
     assert "Traceback" not in log
     assert not (tmp_path / "noisy" / "run" / "result.json").exists()
+
+
+def test_an_error_of_a_supervisor_in_a_loop_of_ones_own_is_one_line(tmp_path: Path) -> None:
+    """Processes, as ranks say an error once through the store that they share."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "run").write_text("a file, and no folder")
+    status, log = ended_of(tmp_path / "job")
+    assert status == 1
+    assert (log.count("error: run.dir: got "), log.count("error: "), log.count("Traceback")) == (1, 1, 0), log
 
 
 def test_the_slurm_script_starts_a_run_that_parses(tmp_path: Path) -> None:
