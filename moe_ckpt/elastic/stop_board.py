@@ -1,6 +1,7 @@
 """The ranks of a job that is being stopped, with the iterations that each has on its disk.
 
-The last rank to report finds the newest iteration that all have; no rank waits for another.
+One rank finds the newest iteration that all have, the last to report or, of those that report at the same time, the
+first to see all reports; no rank waits for another.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+_FOUND = "found"
+
 
 class StopBoard:
     """The reports of all ranks, in a store that outlives their processes."""
@@ -20,17 +23,19 @@ class StopBoard:
         self._world_size = world_size
 
     def begin(self, global_rank: int) -> None:
-        """A rank is started: its report of an earlier stop is void."""
+        """A rank is started: its report of an earlier stop is void, and what was found then."""
         self._store.delete_key(str(global_rank))
+        self._store.delete_key(_FOUND)
 
     def report(self, global_rank: int, iterations: Sequence[int]) -> int | None:
         """Report the iterations on a rank's disk.
 
-        Returns the newest that all ranks have, or None if ranks are still missing, or have none in common.
+        Returns the newest that all ranks have, or None if ranks are still missing, have none in common, or another rank
+        was told.
         """
         # before the check: of ranks that report at the same time, at least the last to write sees all reports
         self._store.set(str(global_rank), json.dumps(list(iterations)))
-        if not self._store.check(self._keys):
+        if not self._store.check(self._keys) or self._store.add(_FOUND, 1) > 1:
             return None
         common = set[int].intersection(*(set(json.loads(self._store.get(key))) for key in self._keys))
         return max(common, default=None)

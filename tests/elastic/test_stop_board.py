@@ -23,6 +23,12 @@ def test_the_last_rank_finds_the_newest_that_all_have(board: StopBoard) -> None:
     assert board.report(1, [2, 4]) == 4
 
 
+def test_one_of_two_ranks_that_see_all_reports_is_told(board: StopBoard) -> None:
+    for rank in range(3):
+        board.report(rank, [4])
+    assert board.report(1, [4]) is None, "as a rank that has written before the last, and looks after it"
+
+
 def test_ranks_without_a_common_iteration_find_none(board: StopBoard) -> None:
     assert [board.report(rank, [rank]) for rank in range(3)] == [None] * 3
 
