@@ -1,4 +1,4 @@
-"""What is checked of a job before any process of the job is started, and again by each rank. Pure: no torch."""
+"""Checks of a job's settings and layout, before torchrun is started and again in each rank. Pure: no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Options of torchrun in the commands that start it: `moe-ckpt train` and `moe-ckpt run`. Pure.
+"""The options of torchrun, for the commands that start torchrun: `moe-ckpt train` and `moe-ckpt run`. Pure.
 
-torchrun has its own parser, which imports torch: seconds, of which each mistake and `--help` would cost.
+torchrun's own parser imports torch, which takes seconds; a mistake and `--help` are answered without torch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,31 @@ import sys
 from collections.abc import Sequence
 
 WITH_VALUE = (
-    *("nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts"),
-    *("monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee"),
-    *("local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters", "node-rank", "master-addr"),
-    *("master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout"),
+    "nnodes",
+    "nproc-per-node",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-conf",
+    "max-restarts",
+    "monitor-interval",
+    "start-method",
+    "event-log-handler",
+    "role",
+    "log-dir",
+    "redirects",
+    "tee",
+    "local-ranks-filter",
+    "duplicate-stdout-filters",
+    "duplicate-stderr-filters",
+    "node-rank",
+    "master-addr",
+    "master-port",
+    "local-addr",
+    "logs-specs",
+    "numa-binding",
+    "signals-to-handle",
+    "shutdown-timeout",
 )
 FLAGS = ("standalone", "virtual-local-rank")
 OF_PROGRAMS = ("help", "module", "no-python", "run-path")
@@ -45,12 +66,9 @@ def torchrun_command(options: argparse.Namespace, program: Sequence[str]) -> lis
 
 def torchrun_words(options: argparse.Namespace) -> list[str]:
     """Return the parsed options of torchrun as words."""
-    words: list[str] = []
-    for name in WITH_VALUE:
-        value = getattr(options, name.replace("-", "_"))
-        if value is not None:
-            words.append(f"--{name}={value}")
-    return words + [f"--{name}" for name in FLAGS if getattr(options, name.replace("-", "_"))]
+    given = {name: getattr(options, name.replace("-", "_")) for name in (*WITH_VALUE, *FLAGS)}
+    with_value = [f"--{name}={given[name]}" for name in WITH_VALUE if given[name] is not None]
+    return with_value + [f"--{name}" for name in FLAGS if given[name]]
 
 
 def count_processes(options: argparse.Namespace) -> int | None:

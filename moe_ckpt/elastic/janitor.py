@@ -4,8 +4,7 @@
     ROOT/process-janitor-PID-TICKS    the janitor, and when it was started
     ROOT/process-rankNNNN-PID-TICKS   a rank's supervisor
 
-Owns: these files. The janitor also lets supervisors go on that a signal has stopped. Must not: know what the folder
-holds.
+Owns: these files, and SIGCONT for supervisors that a signal has stopped. Must not: know what the folder holds.
 """
 
 from __future__ import annotations
@@ -113,7 +112,14 @@ def _watch_supervisors(root: Path, agent_pid: int, agent: int, patience_s: float
 
 
 def _await_unlocked(users: int, supervisors: list[int]) -> None:
-    """Return when no process has a folder locked. Its supervisors, by pidfd, end with the agent, or by SIGKILL."""
+    """Return when no process has a folder locked.
+
+    Supervisors that have not ended with the agent after _END_S are killed.
+
+    Args:
+        users: A descriptor of the folder, which each process that uses the folder has locked.
+        supervisors: The pidfds of the supervisors that use the folder.
+    """
     until_s = time.monotonic() + _END_S
     while supervisors and time.monotonic() < until_s:
         # one that is stopped has yet to receive the signal of its parent's death

@@ -1,7 +1,7 @@
 """Which workers of a run live, and where: RUN/live/rankNNNN.json, written by each worker at its start.
 
-A file says what was true then. Its worker lives only if the process does, which only processes of the same PID
-namespace on the same machine can tell; another process that has got the pid since is recognised by when it was started.
+A file describes its worker as of that start. Whether the worker still lives, only processes of the same PID namespace
+on the same machine can tell; another process with the same pid has another start time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import make_private, write_private
 
 LATEST = Path("outputs/latest")
-# what files of older runs lack: no process was ever started then, and no machine has that name
+# for fields that files of older runs lack: values that no process and no machine has
 _OLDER = {"supervisor_start_ticks": -1, "boot": "", "pid_namespace": 0}
 
 

@@ -10,15 +10,13 @@ compare checksums. Must not: read the iterator of this process, or move its gene
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import multiprocessing
 import os
 import random
-import select
-import signal
 import stat
-import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,6 @@ _log = logging.getLogger(__name__)
 _NUM_BATCHES = 8
 _DEADLINE_S = 30.0
 _SEEDS = (1, 2)
-_READ_BYTES = 1 << 16
 
 
 def require_repeatable_reads(
@@ -88,37 +85,31 @@ def _read(open_iterator: Callable[[], Any], num_batches: int, seed: int) -> list
 
 def _in_new_process(compute: Callable[[], list[int]], deadline_s: float) -> list[int] | str:
     """Return the result of a forked process, or the reason why there is none."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _be_child(compute, writes)
-    os.close(writes)
+    context = multiprocessing.get_context("fork")  # the open iterator, which no pickle can hold, is the subject
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(compute, sender))
+    child.start()
+    sender.close()
     try:
-        data = _received(reads, deadline_s)
+        return receiver.recv() if receiver.poll(deadline_s) else f"no answer in {deadline_s:g} s"
+    except EOFError:
+        return "its process died"
     finally:
-        os.close(reads)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    if data is None:
-        return f"no answer in {deadline_s:g} s"
-    return json.loads(data) if data else "its process died"
+        receiver.close()
+        child.kill()
+        child.join()
 
 
-def _be_child(compute: Callable[[], list[int]], writes: int) -> None:
-    """Write the result, or the reason why there is none, and end."""
+def _answer(compute: Callable[[], list[int]], sender: Connection) -> None:
+    """Send the result, or the reason why there is none."""
+    _close_sockets()
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (1, 2):  # what the user's code prints has been printed already
+        os.dup2(null, standard)
     try:
-        _close_sockets()
-        null = os.open(os.devnull, os.O_RDWR)
-        for standard in (1, 2):  # what the user's code prints has been printed already
-            os.dup2(null, standard)
-        try:
-            answer: Any = compute()
-        except Exception as error:  # of any type: the iterator is the user's
-            answer = f"{type(error).__name__}: {error}"
-        os.write(writes, json.dumps(answer).encode())
-    finally:
-        os._exit(0)  # no handlers of the process that was forked
+        sender.send(compute())
+    except Exception as error:  # of any type: the iterator is the user's
+        sender.send(f"{type(error).__name__}: {error}")
 
 
 def _close_sockets() -> None:
@@ -127,16 +118,3 @@ def _close_sockets() -> None:
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 os.close(int(name))
-
-
-def _received(reads: int, deadline_s: float) -> bytes | None:
-    """Return all that a pipe brings until its end; None after the deadline."""
-    until_s, data = time.monotonic() + deadline_s, b""
-    while True:
-        ready, _, _ = select.select([reads], [], [], max(0.0, until_s - time.monotonic()))
-        if not ready:
-            return None
-        more = os.read(reads, _READ_BYTES)
-        if not more:
-            return data
-        data += more

@@ -2,10 +2,9 @@
 
 Three ranks, one a stage; the copies of rank r are in the memory of rank r + 1. A window has one slot. Each write to the
 store is an action of its own, and so is each message: a copy, a record and a drop travel from a rank's daemon to its
-peer, in the order in which they were sent. Plans come from the real code: `plan_target` and
-`plan_recovery`. A fault kills a worker (its node's memory and daemon stay), loses a node (memory, daemon and worker),
-or cuts a node off (memory is lost to the job, and the old worker lives on beside its replacement, as long as it is not
-fenced).
+peer, in the order in which they were sent. Plans come from the real code: `plan_target` and `plan_recovery`. A fault
+kills a worker (its node's memory and daemon stay), loses a node (memory, daemon and worker), or cuts a node off (memory
+is lost to the job, and the old worker lives on beside its replacement, as long as it is not fenced).
 
     worker       READ > ARRIVE (> DECIDE) > WAIT > FORMED > LISTED (> CARRY > REPLAY) > CARRIED > COMPUTE (> KEEP)
                  > RECORD > VOTED > COMPUTE ... > DONE (> FINISH) > LAST > OVER
@@ -23,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
@@ -307,13 +306,11 @@ class Protocol:
 
     def _worker(self, world: World, rank: int, worker: Worker) -> Iterator[Move]:
         name, number = f"rank {rank}", worker.generation
-        put = lambda to=world, **fields: to._replace(  # noqa: E731
-            workers=_put(to.workers, rank, worker._replace(**fields))
-        )
+        put = partial(_with_worker, world, rank, worker)
         if worker.takes and (worker.at <= At.FORMED or worker.at >= At.COMPUTE):
             yield self._take(put(takes=False), rank, worker)
         if worker.at == At.READ:
-            yield f"({name} reads generation {world.current})", put(at=At.ARRIVE, generation=world.current, ending=0)
+            yield f"({name} reads generation {world.current})", put(at=At.ARRIVE, generation=world.current)
             return
         generation = world.generation(number)
         if worker.ending:
@@ -341,9 +338,7 @@ class Protocol:
         """Yield the moves of a worker from its arrival in a generation to its first iteration there."""
         name, number = f"rank {rank}", worker.generation
         generation = world.generation(number)
-        put = lambda to=world, **fields: to._replace(  # noqa: E731
-            workers=_put(to.workers, rank, worker._replace(**fields))
-        )
+        put = partial(_with_worker, world, rank, worker)
         match worker.at:
             case At.ARRIVE:
                 arrived, is_last = self._arrive(generation, rank)
@@ -369,9 +364,7 @@ class Protocol:
         """Yield the moves of a worker that trains."""
         name, number, iteration = f"rank {rank}", worker.generation, worker.reached + 1
         generation = world.generation(number)
-        put = lambda to=world, **fields: to._replace(  # noqa: E731
-            workers=_put(to.workers, rank, worker._replace(**fields))
-        )
+        put = partial(_with_worker, world, rank, worker)
         if worker.stale and worker.copies and not any(message.counts for message in world.lanes[rank] or ()):
             drops = (Message("drop", start, counts=False) for start in sorted(worker.stale))
             dropped = _send(put(stale=frozenset()), rank, "lanes", *drops)
@@ -381,11 +374,14 @@ class Protocol:
                 logged = world._replace(own=_put(world.own, rank, world.own[rank]._replace(steps_to=iteration)))
                 sent = _send(logged, rank, "records", Message("record", iteration)) if worker.copies else logged
                 at = At.KEEP if worker.awaits else At.RECORD
-                yield f"({name} has complete gradients of {iteration})", put(sent, at=at, log_to=iteration)
+                yield (
+                    f"({name} has complete gradients of {iteration})",
+                    _with_worker(sent, rank, worker, at=at, log_to=iteration),
+                )
             case At.KEEP if self._agree(world, worker):
                 kept = self._keep_newest(world, rank, worker)
                 fields = {"at": At.RECORD, "awaits": False, "log_from": max(worker.log_from, iteration)}
-                yield f"{name} keeps window {worker.reached} only", put(kept, **fields)
+                yield f"{name} keeps window {worker.reached} only", _with_worker(kept, rank, worker, **fields)
             case At.RECORD if worker.acked_record >= iteration:
                 votes = _put(generation.votes, rank, iteration)
                 voted = _with(put(at=At.VOTED, is_prepared=True), number, votes=votes)
@@ -745,6 +741,11 @@ def _as_read(generation: Generation, workers: list[Worker]) -> Generation:
 
 def _put(values: tuple, position: int, value: object) -> tuple:
     return (*values[:position], value, *values[position + 1 :])
+
+
+def _with_worker(world: World, rank: int, worker: Worker, **fields: Any) -> World:
+    """Return the world in which a rank has this worker, with other fields."""
+    return world._replace(workers=_put(world.workers, rank, worker._replace(**fields)))
 
 
 def _send(world: World, rank: int, lane: str, *messages: Message) -> World:

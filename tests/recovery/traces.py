@@ -64,7 +64,7 @@ def record(path: Path) -> None:
 
 
 class _Recorder:
-    """Wraps calls; `generation` and `is_supervisor` are of the process."""
+    """Wraps calls. Each process has a copy, which knows the generation, and whether the process is a supervisor."""
 
     def __init__(self, path: Path) -> None:
         self.turn = functools.partial(turn, path)
