@@ -33,6 +33,7 @@ from moe_ckpt.config import (
     require_switch,
 )
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.exactness import require_valid
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.state_format import FP8_RECIPES, MASTER_FORMATS, MOMENT_FORMATS, StateFormat
 
@@ -236,7 +237,6 @@ class TrainConfig:
     recompute: str
     eval_every_iters: int
     eval_batches: int
-    deterministic: bool
     check_determinism: bool | str
     resume: str
 
@@ -276,11 +276,13 @@ class RunConfig(CheckConfig):
 
     dir: str | None
     name: str
+    exactness: str
     progress: str
     tensorboard: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_valid(self.exactness, may_be_auto=False)
         require_choice("run.progress", self.progress, [AUTO, "bar", "lines", "none"])
         require(bool(re.fullmatch(r"[\w.-]+", self.name)), "run.name", self.name, "letters, digits, '_', '-' and '.'")
 
@@ -310,7 +312,7 @@ class Settings:
             ranks_per_node=self.parallel.ranks_per_node,
             checks=self.run,
             losses=self.fault.losses,
-            deterministic=self.train.deterministic,
+            exactness=self.run.exactness,
             check_determinism=self.train.check_determinism,
         )
 

@@ -151,6 +151,7 @@ class LauncherLoop:
             layout=layout,
             last_iteration=train.iterations,
             length_setting="train.iterations",
+            exactness=self._settings.run.exactness,
             inputs={**source.inputs, **source.shuffles},
             course=course,
             asked_lengths=asked,

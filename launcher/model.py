@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from launcher.config import ModelConfig, PrecisionConfig, Settings, TrainConfig
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.exactness import BITWISE
 from moe_ckpt.megatron import cpu_fp8_tensors, fp8_linear, precision_adam
 from moe_ckpt.megatron.capacity_boost import use_router
 from moe_ckpt.megatron.grouped_linear import group_experts
@@ -89,7 +90,7 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
         pipeline_dtype=_DTYPES[precision.dtype],
         bf16=precision.dtype == "bf16",
         fp16=precision.dtype == "fp16",
-        deterministic_mode=settings.train.deterministic and torch.cuda.is_available(),
+        deterministic_mode=settings.run.exactness == BITWISE and torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.fault_classes import count_faults_in
+from launcher.promise import read_exactness
 from moe_ckpt.arguments import Parser
 from moe_ckpt.elastic.live_workers import LATEST, LiveWorker, read_world_size, read_written
 from moe_ckpt.errors import ConfigError, exit_status
@@ -73,11 +74,14 @@ def _show(run: Path, *, as_json: bool) -> None:
     result = json.loads(path.read_text()) if path.exists() else None
     if as_json:
         record = {"run": str(run), "ended": _has_ended(ranks), "result": result, "faults": faults}
+        record["exactness"] = read_exactness(run)
         print(json.dumps({**record, "ranks": [asdict(rank) for rank in ranks]}, indent=1))
     else:
         _print(run, world_size, ranks, result)
         counts = ", ".join(f"{count} {name}" for name, count in faults.items())
         print(f"faults so far: {counts or 'none'}")
+        if exactness := read_exactness(run):
+            print(f"recoveries keep run.exactness={exactness}")
 
 
 def _status_of(worker: LiveWorker) -> RankStatus:

@@ -79,7 +79,7 @@ def _train(overrides: Sequence[str]) -> int:
 def choose_warnings() -> None:
     """Hide the warnings of each rank about a device that lacks something, but not those of kernels that do not repeat.
 
-    With `train.deterministic` such a kernel only warns; a replay would then end elsewhere.
+    With `run.exactness=bitwise` such a kernel only warns; a replay would then end elsewhere.
     """
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
     warnings.filterwarnings("once", message=r"(?s).*(does not have a deterministic|nondeterministic)")

@@ -373,9 +373,11 @@ class TrainingFailed(_IterationEvent):
 
 
 class ModelBuilt(Event):
-    """A worker has built its model, `seconds` after its process began."""
+    """A worker has built its model, `seconds` after its process began; `exactness`: what recoveries promise."""
 
     seconds: float
+    exactness: str = "bitwise"
+    """The only promise of earlier versions, whose events do not name it."""
 
 
 class EventsLost(Event):

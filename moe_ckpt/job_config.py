@@ -19,6 +19,7 @@ from moe_ckpt.config import (
     wants_supervisor,
 )
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.exactness import BITWISE, require_kept, require_valid
 from moe_ckpt.faults.schedule import StateLoss
 
 
@@ -52,14 +53,17 @@ class JobConfig:
     losses: Sequence[StateLoss] = ()
     """Losses of state in living processes, on purpose."""
 
-    deterministic: bool = True
-    """Whether a GPU is told to repeat itself bit for bit."""
+    exactness: str = BITWISE
+    """What recoveries promise, `bitwise` or `state`; auto: what the settings of a loop that
+    is not ours allow."""
 
     check_determinism: bool | str = AUTO
-    """Whether a pass is run twice at the start to compare gradients; auto: on a GPU
-    that is told to repeat itself."""
+    """Whether a pass is run twice at the start to compare gradients; auto: on a GPU whose
+    kernels have to repeat themselves."""
 
     def __post_init__(self) -> None:
+        require_valid(self.exactness, may_be_auto=True)
+        require_kept(self.exactness, self.ckpt, self.losses, self.check_determinism)
         require_switch("check_determinism", self.check_determinism)
         require_auto("parallel.ranks_per_node", self.ranks_per_node, 1, "a number")
 

@@ -74,6 +74,7 @@ from moe_ckpt.events import (
     WorkerStarted,
     read_events,
 )
+from moe_ckpt.exactness import BITWISE, describe, require_kept
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.linux import age_s
 from moe_ckpt.megatron import cpu_stand_in
@@ -366,6 +367,9 @@ class Training:
     length_setting: str
     """The name of the setting that gives `last_iteration`, for an error."""
 
+    exactness: str
+    """What recoveries promise: `bitwise` or `state`."""
+
     inputs: Inputs = field(default_factory=dict)
     """The contents that this process has read, which all ranks must have read alike."""
 
@@ -605,7 +609,7 @@ def choose_device(job: JobConfig, launch: Launch, use_cpu: Callable[[], bool] = 
     """
     if use_cpu():
         return False
-    if job.deterministic:
+    if job.exactness == BITWISE:
         make_deterministic()
     use_gpu(launch, job.runtime.backend, share_gpus=job.runtime.share_gpus)
     return True
@@ -631,6 +635,7 @@ def train(
         MoeCkptError: Settings or checkpoints that cannot work.
     """
     worker, job, events = joined.worker, joined.worker.job, joined.events
+    require_kept(training.exactness, job.ckpt, job.losses, job.check_determinism)
     if job.ckpt.in_memory is not None:
         require_recoverable(training.iteration.state, is_supervised=worker.is_supervised)
     session = attach(
@@ -650,7 +655,7 @@ def train(
         asked_lengths=training.asked_lengths,
         left=joined.left_by_earlier,
     )
-    events.append(ModelBuilt(seconds=time.monotonic() - joined.began_s))
+    events.append(ModelBuilt(seconds=time.monotonic() - joined.began_s, exactness=training.exactness))
     run = _Run(joined, training)
     training.loop.session = session
     training.iteration.hooks = around_hooks(session)
@@ -690,7 +695,7 @@ class _Run:
         if course:
             course.write()
         self._beginning = self._describe_beginning(done)
-        by_default = job.deterministic and torch.cuda.is_available()
+        by_default = self._training.exactness == BITWISE and torch.cuda.is_available()
         if is_on(job.check_determinism, by_default=by_default):
             replay, setting = self._training.replay, self._training.check_setting
             run_pass = self._training.check_pass or functools.partial(replay.forward_backward, done + 1)
@@ -717,14 +722,16 @@ class _Run:
                 notes = [f"iteration {self._iteration.number:>6}: {back}"]
 
     def _describe_beginning(self, done: int) -> list[str]:
-        """Return where a start begins and why, and what outlives torchrun, if that is nothing."""
+        """Return where a start begins and why, what recoveries promise, and whether nothing outlives torchrun."""
+        policy = self._joined.worker.job.ckpt
+        promises = [] if policy.policy == "none" else [describe(self._training.exactness, policy)]
         if done:
             source = self._loop.session.loaded_from or "a checkpoint of the loop's own"
-            return [f"training goes on after iteration {done}, from {source}"]
+            return [f"training goes on after iteration {done}, from {source}", *promises]
         is_new = self._joined.incarnation == 0
         why = "a new run" if is_new else "earlier processes of this run have left no state"
-        lines = [f"training begins with iteration 1: {why}"]
-        ckpt = self._joined.worker.job.ckpt.in_memory
+        lines = [f"training begins with iteration 1: {why}", *promises]
+        ckpt = policy.in_memory
         if ckpt and not (ckpt.disk_every_iters or ckpt.durable_every_iters):
             settings = "ckpt.disk_every_iters=0, ckpt.durable_every_iters=0"
             lines.append(f"no state goes to disk: a run whose torchrun is killed begins anew ({settings})")
@@ -747,6 +754,7 @@ class _Run:
             **self._loop.result(),
             "wall_s": round(time.time() - folder.clock_origin_unix_s, 3),
             "faults_survived": deaths if is_supervised else self._joined.num_faults,
+            "exactness": self._training.exactness,
             "digest": digest,
             "digest_per_rank": digests,
         }

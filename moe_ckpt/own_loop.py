@@ -27,6 +27,7 @@ from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import DataError, MoeCkptError
 from moe_ckpt.events import IterationCommitted
+from moe_ckpt.exactness import BITWISE, require_valid
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.loop import JoinedWorker, Losses, Training, TrainingIteration, WorkerProcess, run_worker, start_rank
@@ -91,9 +92,15 @@ class LoopConfig:
 
     check_determinism: bool | str = AUTO
     """Whether the first iteration's batch is run twice at the start to compare
-    gradients; auto: on a GPU."""
+    gradients; auto: on a GPU, with `exactness` bitwise."""
+
+    exactness: str = BITWISE
+    """What recoveries promise. bitwise: a run under faults ends bit for bit where it ends
+    without; CUDA is told to repeat itself. state: after a recovery each rank has, bit for
+    bit, a state that it had before the fault; for policies that run no iteration again."""
 
     def __post_init__(self) -> None:
+        require_valid(self.exactness, may_be_auto=False)
         _ = self.job  # checks the settings
         for path in self.inputs:
             require(Path(path).is_file(), "inputs", path, "a file")
@@ -109,6 +116,7 @@ class LoopConfig:
             ranks_per_node=self.ranks_per_node,
             checks=self.checks,
             losses=self.losses,
+            exactness=self.exactness,
             check_determinism=self.check_determinism,
         )
 
@@ -200,6 +208,7 @@ class OwnLoop:
             layout=config.layout,
             last_iteration=config.num_iterations,
             length_setting="num_iterations",
+            exactness=config.exactness,
             inputs=inputs,
             course=RunCourse(self._joined.folder.path, settings, TorchRanks()),
             asked_lengths=asked_by_override(state.scheduler),

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 from moe_ckpt.config import require
 from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch, write_error_file
 from moe_ckpt.errors import ConfigError, MoeCkptError
+from moe_ckpt.exactness import BITWISE
 from moe_ckpt.run_settings import Command, RunSettings, parse_run
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
     require_alone(os.environ, sys.modules)
     loop = LOOPS[settings.loop]()
     if settings.is_plain:
-        if not loop.use_cpu():
+        if not loop.use_cpu() and settings.job.exactness == BITWISE:
             from moe_ckpt.megatron.determinism import make_deterministic  # noqa: PLC0415
 
             make_deterministic()  # it is compared with attached runs, bit for bit

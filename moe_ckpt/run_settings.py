@@ -46,7 +46,7 @@ _SECTIONS = ("ckpt", "runtime", "parallel", "run")
 _CHECKS = get_type_hints(CheckConfig)
 _OWN_KEYS = {
     "parallel": ("ranks_per_node",),
-    "run": ("dir", "lose", "keep_batches_bytes", "check_determinism", *_CHECKS),
+    "run": ("dir", "exactness", "lose", "keep_batches_bytes", "check_determinism", *_CHECKS),
 }
 _KEEP_BATCHES_BYTES = 1 << 30
 
@@ -106,6 +106,7 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
         ranks_per_node=changes["parallel"].get("ranks_per_node", AUTO),
         checks=replace(NO_CHECKS, **checks),
         losses=tuple(_converted(run.get("lose", []), list[StateLoss], "run.lose")),
+        exactness=run.get("exactness", AUTO),
         check_determinism=run.get("check_determinism", AUTO),
     )
     kept_bytes = run.get("keep_batches_bytes", _KEEP_BATCHES_BYTES)

@@ -13,7 +13,7 @@ EVENTS_OF_EVERY_RUN = {"WorkerStarted", "ModelBuilt", "IterationCommitted", "Run
 EVENTS_OF_A_KILLED_RUN = EVENTS_OF_EVERY_RUN | {"WindowChosen", "SnapshotTaken", "GenerationEnded", "Rejoined"}
 """The same, of a run with `ckpt=moevement` that has lost a rank."""
 
-RESULT_KEYS = {"iteration", "loss", "wall_s", "faults_survived", "digest", "digest_per_rank"}
+RESULT_KEYS = {"iteration", "loss", "wall_s", "faults_survived", "digest", "digest_per_rank", "exactness"}
 """Entries of result.json; the launcher adds `eval_loss`."""
 
 

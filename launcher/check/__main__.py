@@ -1,9 +1,10 @@
-"""`moe-ckpt check -- COMMAND`: whether a user's own run under faults is bit for bit the run without them.
+"""`moe-ckpt check -- COMMAND`: whether a user's own run under faults keeps what its `run.exactness` promises.
 
 The command runs three times on this machine: plain, without supervisors; as given, with kills and, where the policy
 recovers that, a loss of state in living processes; and once as a control, with one ingredient of a recovery left out.
-The first must have the same digests after each iteration, on each rank; the control must not, or the comparison could
-not have found anything.
+With `bitwise`, the run under faults must have the digests of the plain run after each iteration, on each rank. With
+`state`, each rank must have after each recovery the digests that it had logged after that iteration. The control must
+not, or the comparison could not have found anything.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.check.commands import MOMENTS, CheckedCommand, Variation, parse_command
-from launcher.check.compare import Difference, Digests, first_difference, read_digests
+from launcher.check.compare import Difference, Digests, first_changed, first_difference, read_digests
 from launcher.faults.carry_out import carry_out
 from launcher.output_folder import log_of, make_output_folder
 from launcher.proc import end_job
@@ -27,6 +28,7 @@ from moe_ckpt.arguments import Parser, parse_before_program
 from moe_ckpt.config import require
 from moe_ckpt.door import VARIABLE
 from moe_ckpt.errors import ConfigError, MoeCkptError, exit_status
+from moe_ckpt.exactness import STATE
 from moe_ckpt.faults.schedule import Kill, StateLoss
 
 Execute = Callable[[Sequence[str], Path, Sequence[Kill]], None]
@@ -83,16 +85,32 @@ class Check:
         """Run and compare; print a line for each run and one for the outcome. Raises MoeCkptError."""
         plain = self._digests("plain", Faults(), is_plain=True)
         faults = plan_faults(plain, loses_state=self.command.loses_state)
-        different = first_difference(plain, self._digests("faults", faults))
+        faulty = self._digests("faults", faults)
+        different = self._difference(plain, faulty)
+        if different and faulty.exactness == STATE:
+            print(f"different: {different}\nthe rank had another one before; logs and events: {self.folder}")
+            return DIFFERENT
         if different:
             return self._tell_difference(plain, different)
-        control = Faults(kills=faults.kills[:1])
-        missed = first_difference(plain, self._digests("control", control, leave_out=MOMENTS)) is None
-        if missed:
-            print("not checked: a recovery without Adam's first moments had the digests of the plain run, too")
+        if faulty.exactness == STATE:
+            count, wanted = len(faulty.returns), "those that the ranks had before"
+            if not count:
+                print("not checked: no rank came back to an iteration whose digests it had logged")
+                return NOT_CHECKED
+        else:
+            count, wanted = len(plain.states), "those of the plain run"
+        control = self._digests("control", Faults(kills=faults.kills[:1]), leave_out=MOMENTS)
+        if not self._difference(plain, control):
+            print(f"not checked: a recovery without Adam's first moments had digests that were {wanted}, too")
             return NOT_CHECKED
-        print(f"exact: all {len(plain.states)} digests under faults are those of the plain run; the control's are not")
+        print(f"exact: all {count} digests under faults are {wanted}; the control's are not")
         return EXACT
+
+    def _difference(self, plain: Digests, got: Digests) -> Difference | None:
+        """Return where a run has not kept its promise."""
+        if got.exactness == STATE:
+            return first_changed(got, may_be_older=self.command.loses_tokens)
+        return first_difference(plain, got)
 
     def _tell_difference(self, plain: Digests, different: Difference) -> int:
         """Run the plain command again: where that differs, too, faults are not the reason."""
@@ -159,7 +177,7 @@ def run_job(command: Sequence[str], run: Path, kills: Sequence[Kill], *, limit_s
 def _parser() -> Parser:
     parser = Parser(
         prog="moe-ckpt check",
-        description="Check that a training command under faults is bit for bit the same without them.",
+        description="Check that a training command keeps what its run.exactness promises under faults.",
         epilog=_EPILOG,
     )
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of all runs (outputs/DATE/TIME-check)")

@@ -51,6 +51,11 @@ class CheckedCommand(Protocol):
         """Whether the policy recovers states that are lost in living processes."""
         ...
 
+    @property
+    def loses_tokens(self) -> bool:
+        """Whether a recovery may bring some tensors back to older iterations than others."""
+        ...
+
     def varied(self, variation: Variation) -> list[str]:
         """Return the command of one run."""
         ...
@@ -64,6 +69,7 @@ class AttachedCommand:
     options: tuple[str, ...]
     program: tuple[str, ...]
     loses_state: bool
+    loses_tokens: bool
 
     def varied(self, variation: Variation) -> list[str]:
         ours = [f"--set={key}={value}" for key, value in variation.settings.items()]
@@ -84,6 +90,10 @@ class EnvironmentCommand:
     def loses_state(self) -> bool:
         return self.attached.loses_state
 
+    @property
+    def loses_tokens(self) -> bool:
+        return self.attached.loses_tokens
+
     def varied(self, variation: Variation) -> list[str]:
         options = self.attached.varied(variation)[:-1]  # without `--`
         return ["env", f"{VARIABLE}={shlex.join(options)}", *self.words]
@@ -96,6 +106,7 @@ class LauncherCommand:
     start: tuple[str, ...]
     overrides: tuple[str, ...]
     loses_state: bool
+    loses_tokens: bool
 
     def varied(self, variation: Variation) -> list[str]:
         replaced = ("fault", *variation.settings)
@@ -145,6 +156,7 @@ def _attached(start: Sequence[str], words: Sequence[str]) -> AttachedCommand:
         options=tuple(run_words(options)),
         program=tuple(program),
         loses_state=ckpt.recovers_locally,
+        loses_tokens=ckpt.loses_tokens,
     )
 
 
@@ -152,7 +164,12 @@ def _launched(start: Sequence[str], overrides: Sequence[str]) -> LauncherCommand
     settings = compose_settings(overrides)
     recovers = wants_supervisor(settings.ckpt, settings.runtime)
     require(recovers, "COMMAND: policy", settings.ckpt.policy, "one whose supervisors replace a killed worker")
-    return LauncherCommand(start=tuple(start), overrides=tuple(overrides), loses_state=settings.ckpt.recovers_locally)
+    return LauncherCommand(
+        start=tuple(start),
+        overrides=tuple(overrides),
+        loses_state=settings.ckpt.recovers_locally,
+        loses_tokens=settings.ckpt.loses_tokens,
+    )
 
 
 def _sets(word: str, group: str) -> bool:

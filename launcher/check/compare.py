@@ -1,12 +1,36 @@
-"""Digests of two runs, iteration by iteration and tensor by tensor, and the first place at which they differ."""
+"""Digests of two runs, or of one run before and after its recoveries, and the first place at which they differ."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.promise import read_exactness
 from moe_ckpt.elastic.live_workers import read_world_size
 from moe_ckpt.events import StateDigest, TensorDigests, read_events
+from moe_ckpt.exactness import BITWISE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Return:
+    """A rank has come back to an iteration after which it had logged its state before.
+
+    `before` has the digests that each tensor had after the iterations up to this one, the newest last.
+    """
+
+    iteration: int
+    rank: int
+    tensors: Mapping[str, str]
+    before: Mapping[str, list[str]]
+
+    def changed(self, *, may_be_older: bool) -> str | None:
+        """Return the first tensor that is not as it was; `may_be_older`: as it was after any of the iterations."""
+        for name, digest in self.tensors.items():
+            known = self.before.get(name, [])
+            if digest not in (known if may_be_older else known[-1:]):
+                return name
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,8 +38,10 @@ class Digests:
     """The digests of a run by (iteration, rank), over all incarnations: of whole states, and of their tensors."""
 
     num_ranks: int
+    exactness: str = BITWISE
     states: dict[tuple[int, int], set[str]] = field(default_factory=dict)
     tensors: dict[tuple[int, int], list[dict[str, str]]] = field(default_factory=dict)
+    returns: list[Return] = field(default_factory=list)
 
     @property
     def iterations(self) -> list[int]:
@@ -36,16 +62,42 @@ class Difference:
 
 def read_digests(run: Path) -> Digests:
     """Return the digests in a run's event files. Raises FileNotFoundError where there is no run."""
-    found = Digests(num_ranks=read_world_size(run))
+    found = Digests(num_ranks=read_world_size(run), exactness=read_exactness(run) or BITWISE)
     for rank in range(found.num_ranks):
-        for logged in read_events(run / "events" / f"rank{rank:04d}.jsonl"):
-            event = logged.event
+        events = [logged.event for logged in read_events(run / "events" / f"rank{rank:04d}.jsonl")]
+        found.returns.extend(_returns(rank, (event for event in events if isinstance(event, TensorDigests))))
+        for event in events:
             if isinstance(event, StateDigest):
                 # all, not the last: a wrong state that a later recovery has left would go unnoticed
                 found.states.setdefault((event.iteration, rank), set()).add(event.digest)
             if isinstance(event, TensorDigests):
                 found.tensors.setdefault((event.iteration, rank), []).append(event.digests)
     return found
+
+
+def _returns(rank: int, logged: Iterable[TensorDigests]) -> Iterable[Return]:
+    """Yield the returns of a rank, whose digests were logged after each iteration and after each recovery."""
+    history: list[TensorDigests] = []
+    for event in logged:
+        known = [each for each in history if each.iteration <= event.iteration]
+        if known and known[-1].iteration == event.iteration:
+            before: dict[str, list[str]] = {}
+            for each in known:
+                for name, digest in each.digests.items():
+                    before.setdefault(name, []).append(digest)
+            yield Return(iteration=event.iteration, rank=rank, tensors=event.digests, before=before)
+            known.pop()
+        # later iterations happen again, and may end in other states
+        history = [*known, event]
+
+
+def first_changed(got: Digests, *, may_be_older: bool) -> Difference | None:
+    """Return the first state after a recovery, by iteration and then by rank, that its rank did not have before."""
+    for each in sorted(got.returns, key=lambda each: (each.iteration, each.rank)):
+        name = each.changed(may_be_older=may_be_older)
+        if name is not None:
+            return Difference(iteration=each.iteration, rank=each.rank, tensor=name)
+    return None
 
 
 def first_difference(wanted: Digests, got: Digests) -> Difference | None:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -22,10 +23,12 @@ from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import require
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
+from moe_ckpt.exactness import BITWISE, settle
 from moe_ckpt.integrations.attached_loop import AttachedLoop, IterationShape, LoopBatches
 from moe_ckpt.integrations.loop_inputs import identities_of, script_identity
 from moe_ckpt.integrations.megatron_lm_options import require_alone
 from moe_ckpt.loop import JoinedWorker, Training, train
+from moe_ckpt.megatron.determinism import make_deterministic
 from moe_ckpt.megatron.schedule import asked_by_override, settings_of_optimizer
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_elastic import Worker
@@ -44,6 +47,7 @@ class Attachment:
         """
         self._joined = joined
         self._loop: AttachedLoop | None = None
+        self._exactness: str | None = None
         self.has_trained = False
 
     @property
@@ -51,6 +55,21 @@ class Attachment:
         """This rank's loop."""
         assert self._loop is not None, "begin comes first"
         return self._loop
+
+    def settle_exactness(self, *, mode: bool, option: str | None) -> None:
+        """Decide what recoveries promise; call once the loop's settings are known, before a model is built.
+
+        Args:
+            mode: Whether the loop's own deterministic mode is on.
+            option: The name of that mode's option; None if the loop has no such mode.
+
+        Raises:
+            ConfigError: The loop's kernels do not keep the promise that was asked for, or that the policy needs.
+        """
+        job, on_gpu = self._joined.worker.job, torch.cuda.is_available()
+        self._exactness = settle(job.exactness, job.ckpt, on_gpu=on_gpu, mode=mode, option=option)
+        if on_gpu and self._exactness == BITWISE:
+            make_deterministic()
 
     def observing(self, schedule_of: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `get_forward_backward_func` whose transfers between stages go through the attachment."""
@@ -118,6 +137,7 @@ class Attachment:
         Returns:
             The loop's own outcome.
         """
+        assert self._exactness is not None, "settle_exactness comes first"
         loop, state = self.loop, self.loop.iteration.state
         loop.enter, loop.load = enter, load
         data = identities_of(files)
@@ -134,6 +154,7 @@ class Attachment:
             layout=_layout(),
             last_iteration=last_iteration,
             length_setting=length_setting,
+            exactness=self._exactness,
             check_setting="run.check_determinism",
         )
         result = train(self._joined, training)

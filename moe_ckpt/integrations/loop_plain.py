@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.megatron.checks import StateChecks, job_digest
+from moe_ckpt.megatron.determinism import make_deterministic
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_folder import open_run_folder
 from moe_ckpt.run_settings import RunSettings
@@ -81,6 +84,9 @@ class _PlainRun:
 
     def begin(self, state: TrainingState) -> None:
         """Open the run folder and the log of events: training begins."""
+        config: Any = state.model[0].config
+        if torch.cuda.is_available() and config.deterministic_mode:
+            make_deterministic()  # as in the attached run, which is compared with this one bit for bit
         self._folder = open_run_folder(self._settings.job.folder, self._launch)
         events = self._folder.open_events(self._launch.global_rank)
         self.checks = StateChecks(self._settings.job.checks, state, events)

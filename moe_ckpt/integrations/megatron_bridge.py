@@ -16,7 +16,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core.utils import get_model_config
 
 from moe_ckpt.config import require
@@ -26,6 +25,7 @@ from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
 from moe_ckpt.integrations.megatron_bridge_options import course_of, files_of, require_supported, shaping_of
 from moe_ckpt.integrations.megatron_lm_data import build_in_turns
+from moe_ckpt.integrations.megatron_lm_options import DETERMINISTIC
 from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import gather_late_parameters
@@ -43,7 +43,7 @@ def attach(bridge: Any, joined: JoinedWorker[Worker], settings: RunSettings) -> 
     attachment = Attachment(joined)
     batches = BridgeBatches(bridge.loaders.build_pretraining_data_loader)
     loop = AttachedBridge(bridge, attachment, batches)  # keeps the functions that are replaced below
-    bridge.pretrain.runtime_config_update = _checked(bridge.pretrain.runtime_config_update, settings)
+    bridge.pretrain.runtime_config_update = _checked(bridge.pretrain.runtime_config_update, attachment, settings)
     bridge.setup.create_checkpoint_manager = loop.hold_load(bridge.setup.create_checkpoint_manager)
     bridge.setup.setup_data_iterators = build_in_turns(bridge.setup.setup_data_iterators, joined.worker.turn)
     bridge.loaders.build_pretraining_data_loader = batches.build_loader
@@ -170,12 +170,13 @@ class AttachedBridge:
             logging.get_moe_metrics_tracker().clear()
 
 
-def _checked(update: Callable[[Any], None], settings: RunSettings) -> Callable[[Any], None]:
+def _checked(update: Callable[[Any], None], attachment: Attachment, settings: RunSettings) -> Callable[[Any], None]:
     """Return a `runtime_config_update` that then refuses settings that cannot be exact, before anything is built."""
 
     def checked(config: Any) -> None:
         update(config)
         require_attachable(settings)
-        require_supported(config, on_gpu=torch.cuda.is_available())
+        require_supported(config)
+        attachment.settle_exactness(mode=getattr(config.model, DETERMINISTIC), option=f"model.{DETERMINISTIC}")
 
     return checked

@@ -11,7 +11,6 @@ from typing import Any
 from moe_ckpt.integrations.megatron_lm_options import (
     AGAIN,
     COURSE,
-    DETERMINISTIC,
     LAYER_SHAPE,
     OTHER_LIBRARY,
     REFUSALS,
@@ -51,10 +50,8 @@ _SHAPING = {  # settings that shape the saved tensors
 }
 
 
-def require_supported(config: Any, *, on_gpu: bool) -> None:
+def require_supported(config: Any) -> None:
     """Raise ConfigError for the first setting of a `ConfigContainer` that cannot be exact."""
-    if on_gpu:
-        _require_allowed(config, "model", DETERMINISTIC)
     for section in _SECTIONS:
         for refusal in REFUSALS:
             _require_allowed(config, section, refusal)

@@ -16,14 +16,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from moe_ckpt.config import require
 from moe_ckpt.integrations.attached_loop import IterationShape, reset_loop
 from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_lm_data import IterationBatches, build_in_turns
-from moe_ckpt.integrations.megatron_lm_options import COURSE, LAYER_SHAPE, require_supported
+from moe_ckpt.integrations.megatron_lm_options import COURSE, DETERMINISTIC, LAYER_SHAPE, require_supported
 from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import gather_late_parameters
@@ -52,7 +50,7 @@ def attach(training: Any, joined: JoinedWorker[Worker], settings: RunSettings) -
     batches = IterationBatches(training, settings.keep_batches_bytes, tries_iterators=tries_iterators)
     attachment = Attachment(joined)
     loop = AttachedMegatronLm(training, attachment, batches)  # keeps the functions that are replaced below
-    training.initialize_megatron = _checked(training.initialize_megatron, training.get_args, settings)
+    training.initialize_megatron = _checked(training, attachment, settings)
     training.build_train_valid_test_datasets = batches.build_datasets
     build = training.build_train_valid_test_data_iterators
     training.build_train_valid_test_data_iterators = build_in_turns(build, joined.worker.turn)
@@ -166,15 +164,19 @@ class AttachedMegatronLm:
         )
 
 
-def _checked(initialize: Callable[..., Any], get_args: Callable[[], Any], settings: RunSettings) -> Callable[..., Any]:
+def _checked(training: Any, attachment: Attachment, settings: RunSettings) -> Callable[..., Any]:
     """Return an `initialize_megatron` that first refuses unsupported options."""
 
+    initialize = training.initialize_megatron
+
     def checked(*arguments: Any, **options: Any) -> Any:
+        args = training.get_args()
         require_attachable(settings)
-        require_supported(get_args(), on_gpu=torch.cuda.is_available())
+        require_supported(args)
+        attachment.settle_exactness(mode=getattr(args, DETERMINISTIC), option="--deterministic-mode")
         ckpt = settings.job.ckpt
         if ckpt.loses_tokens:  # their account of lost tokens counts iterations
-            growth = getattr(get_args(), "step_batch_size_schedule", None)
+            growth = getattr(args, "step_batch_size_schedule", None)
             require(growth is None, "--step-batch-size-schedule", growth, f"None with --ckpt {ckpt.policy}")
         return initialize(*arguments, **options)
 

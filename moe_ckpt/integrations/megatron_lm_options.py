@@ -156,12 +156,8 @@ REFUSALS: Sequence[Refusal] = (
 )
 
 
-DETERMINISTIC = Refusal(
-    option="deterministic_mode",
-    allowed=(True,),
-    reason="on a GPU only Megatron's deterministic kernels repeat an iteration bit for bit",
-)
-"""The option that a GPU needs, and a CPU does not."""
+DETERMINISTIC = "deterministic_mode"
+"""The option of kernels that repeat an iteration bit for bit on a GPU."""
 
 _LIBRARIES = {  # each has an own way to start, end or checkpoint the same processes
     "lm-resiliency": ("LM_RESILIENCY_TORCHRUN_BOOTSTRAP", "lm_resiliency"),
@@ -181,9 +177,9 @@ def require_alone(environment: Collection[str], modules: Collection[str]) -> Non
             raise ConfigError(f"moe_ckpt.run: got {library} ({sign}), wanted one of the two: {OTHER_LIBRARY}")
 
 
-def require_supported(arguments: Any, *, on_gpu: bool) -> None:
+def require_supported(arguments: Any) -> None:
     """Raise ConfigError for the first option of Megatron-LM's parsed arguments that cannot be exact."""
-    for refusal in (*REFUSALS, DETERMINISTIC) if on_gpu else REFUSALS:
+    for refusal in REFUSALS:
         refusal.require_allowed(refusal.flag, arguments)
     split = LayerSplit.of(arguments, MEGATRON_LM_FIELDS, "--{}")
     split.require_layers()
@@ -199,7 +195,8 @@ def option_table() -> list[str]:
         values = [f"`{value}`" for value in refusal.allowed if value is not None]
         wanted = "off" if False in refusal.allowed else " or ".join(values)
         rows.append(f"| `{refusal.flag}` | {wanted} | {refusal.reason} |")
-    return [*rows, f"| `{DETERMINISTIC.flag}` | on, where there is a GPU | {DETERMINISTIC.reason} |"]
+    why = "only such kernels repeat an iteration bit for bit, as `run.exactness=bitwise` and `moevement` need it"
+    return [*rows, f"| `--deterministic-mode` | on, on a GPU, for `run.exactness=bitwise` | {why} |"]
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def attach(base: Any, joined: JoinedWorker[Worker], settings: RunSettings) -> At
     attachment = Attachment(joined)
     trainer, loop = base.BaseMegatronTrainer, AttachedSwift(base, attachment)  # keeps methods that are replaced below
     base.get_forward_backward_func = attachment.observing(base.get_forward_backward_func)
-    trainer.__init__ = _checked(trainer.__init__, settings)
+    trainer.__init__ = _checked(trainer.__init__, attachment, settings)
     trainer._prepare_data_iterator = _method(loop.data_iterators)
     trainer.train_step = _method(loop.train_step)
     trainer.save_checkpoint = attachment.saving(trainer.save_checkpoint)
@@ -140,13 +140,14 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _checked(initialize: Callable[..., Any], settings: RunSettings) -> Callable[..., Any]:
+def _checked(initialize: Callable[..., Any], attachment: Attachment, settings: RunSettings) -> Callable[..., Any]:
     """Return an `__init__` of trainers that first refuses settings that cannot be exact, before a model is built."""
 
     @functools.wraps(initialize)
     def checked(trainer: Any, args: Any, template: Any) -> None:
         require_attachable(settings)
         require_supported(type(trainer).__name__, args)
+        attachment.settle_exactness(mode=False, option=None)
         initialize(trainer, args, template)
 
     return checked

@@ -40,10 +40,10 @@ def changed(section: str, option: str, value: Any) -> Any:
 @pytest.mark.parametrize("section", ["model", "ddp", "train", "ft"])
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
 def test_each_option_of_megatron_lm_is_refused_in_each_section(section: str, refusal: Refusal) -> None:
-    options.require_supported(FINE, on_gpu=False)
+    options.require_supported(FINE)
     got = True if False in refusal.allowed else "another"
     with pytest.raises(ConfigError) as error:
-        options.require_supported(changed(section, refusal.option, got), on_gpu=False)
+        options.require_supported(changed(section, refusal.option, got))
     assert str(error.value).startswith(f"{section}.{refusal.option}: got {got!r}, wanted ")
     assert str(error.value).endswith(refusal.reason)
 
@@ -51,15 +51,9 @@ def test_each_option_of_megatron_lm_is_refused_in_each_section(section: str, ref
 @pytest.mark.parametrize(("section", "refusal"), [*options._OF_SECTIONS, *(("", each) for each in options._WHOLE)])
 def test_each_setting_of_bridge_alone_is_refused(section: str, refusal: Refusal) -> None:
     with pytest.raises(ConfigError) as error:
-        options.require_supported(changed(section, refusal.option, "another"), on_gpu=False)
+        options.require_supported(changed(section, refusal.option, "another"))
     name = f"{section}.{refusal.option}" if section else refusal.option
     assert str(error.value).startswith(f"{name}: got 'another', wanted {refusal.allowed[0]!r}")
-
-
-def test_a_gpu_needs_deterministic_kernels() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.deterministic_mode: got False, wanted True with moe_ckpt\.run"):
-        options.require_supported(changed("model", "deterministic_mode", False), on_gpu=True)
-    options.require_supported(changed("model", "deterministic_mode", True), on_gpu=True)
 
 
 @pytest.mark.parametrize("section", ["straggler", "rerun_state_machine"])
@@ -68,21 +62,21 @@ def test_sections_beside_the_models_are_read(section: str) -> None:
     config = copy.deepcopy(FINE)
     setattr(config, section, SimpleNamespace(**{option: True}))
     with pytest.raises(ConfigError, match=rf"^{section}\.{option}: got True, wanted False"):
-        options.require_supported(config, on_gpu=False)
+        options.require_supported(config)
 
 
 def test_a_stage_without_experts_needs_a_sharded_optimizer() -> None:
     config = changed("model", "moe_layer_freq", [0, 1])
-    options.require_supported(config, on_gpu=False)
+    options.require_supported(config)
     config.optimizer.use_distributed_optimizer = False
     with pytest.raises(ConfigError, match=r"^optimizer\.use_distributed_optimizer: got False, wanted True"):
-        options.require_supported(config, on_gpu=False)
+        options.require_supported(config)
 
 
 def test_a_stage_without_layers_is_refused() -> None:
     config = changed("model", "pipeline_model_parallel_layout", "Ett|L")
     with pytest.raises(ConfigError, match=r"^model\.pipeline_model_parallel_layout: got 'Ett\|L', wanted a layer"):
-        options.require_supported(config, on_gpu=False)
+        options.require_supported(config)
 
 
 def test_the_shape_of_the_saved_state_names_all_its_settings() -> None:

@@ -36,25 +36,18 @@ GUARDED = 'if __name__ == "__main__":\n    print("trained")\n'
 
 
 def test_the_options_of_the_example_are_fine() -> None:
-    require_supported(Namespace(**FINE), on_gpu=False)
+    require_supported(Namespace(**FINE))
     dense = Namespace(num_experts=None, use_distributed_optimizer=False, pipeline_model_parallel_size=1)
-    require_supported(dense, on_gpu=False)
+    require_supported(dense)
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
 def test_each_refused_option_is_named_with_its_reason(refusal: Refusal) -> None:
     got = True if False in refusal.allowed else "another"
     with pytest.raises(ConfigError) as error:
-        require_supported(Namespace(**FINE | {refusal.option: got}), on_gpu=False)
+        require_supported(Namespace(**FINE | {refusal.option: got}))
     assert str(error.value).startswith(f"{refusal.flag}: got {got!r}, wanted ")
     assert str(error.value).endswith(refusal.reason)
-
-
-def test_a_gpu_needs_deterministic_kernels() -> None:
-    require_supported(Namespace(**FINE, deterministic_mode=True), on_gpu=True)
-    require_supported(Namespace(**FINE, deterministic_mode=False), on_gpu=False)
-    with pytest.raises(ConfigError, match=r"^--deterministic-mode: got False, wanted True with moe_ckpt\.run"):
-        require_supported(Namespace(**FINE, deterministic_mode=False), on_gpu=True)
 
 
 def test_the_documentation_has_every_option() -> None:
@@ -90,9 +83,9 @@ def test_every_refused_option_is_one_that_megatron_lm_has() -> None:
 @pytest.mark.parametrize("frequency", [2, [0, 1]])
 def test_a_stage_without_experts_needs_a_sharded_optimizer(frequency: Any) -> None:
     fine = FINE | {"moe_layer_freq": frequency}
-    require_supported(Namespace(**fine), on_gpu=False)
+    require_supported(Namespace(**fine))
     with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer: got False, wanted True"):
-        require_supported(Namespace(**fine | {"use_distributed_optimizer": False}), on_gpu=False)
+        require_supported(Namespace(**fine | {"use_distributed_optimizer": False}))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +103,7 @@ def test_a_stage_without_experts_needs_a_sharded_optimizer(frequency: Any) -> No
 )
 def test_a_stage_without_layers_is_refused(options: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{re.escape(flag)}, wanted a layer in each stage"):
-        require_supported(Namespace(**FINE | options), on_gpu=False)
+        require_supported(Namespace(**FINE | options))
 
 
 def test_a_version_that_was_not_tried_is_refused_by_its_name() -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from launcher.check.__main__ import DIFFERENT, EXACT, NOT_CHECKED, Check, main, plan_faults
 from launcher.check.commands import MOMENTS, Variation, parse_command
-from launcher.check.compare import Digests, first_difference, read_digests
+from launcher.check.compare import Digests, first_changed, first_difference, read_digests
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.events import EventLog, StateDigest, TensorDigests
+from moe_ckpt.events import EventLog, ModelBuilt, StateDigest, TensorDigests
+from moe_ckpt.exactness import STATE
 from moe_ckpt.faults.schedule import Kill, StateLoss
 from moe_ckpt.run_settings import parse_run
 from scripts.fetch_megatron_lm import FOLDER
@@ -101,6 +102,83 @@ def test_kills_come_before_the_loss_of_state() -> None:
     assert plan_faults(plain, loses_state=False).losses == ()
 
 
+def write_returns(run: Path, *logged: tuple[int, dict[str, str]], exactness: str = STATE) -> None:
+    """Write the event file of a run of one rank that has logged these digests, one after another."""
+    (run / "events").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"world_size": 1}))
+    log = EventLog(run / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0)
+    log.append(ModelBuilt(seconds=1.0, exactness=exactness))
+    for iteration, digests in logged:
+        log.append(StateDigest(iteration=iteration, digest="".join(digests.values())))
+        log.append(TensorDigests(iteration=iteration, digests=digests))
+    log.close()
+
+
+A, B = {"weight": "a", "bias": "x"}, {"weight": "b", "bias": "y"}
+OLDER, OTHER_BIAS = {"weight": "b", "bias": "x"}, {"weight": "b", "bias": "z"}
+
+
+@pytest.mark.parametrize(
+    ("logged", "count", "whole", "partial"),
+    [
+        # the iteration after the recovery has another outcome than before the fault, as kernels may
+        ([(1, A), (2, B), (3, A), (2, B), (3, OLDER), (4, A)], 1, "None", "None"),
+        # a second recovery is compared with what came of the first one, and no more with what was before
+        ([(1, A), (2, B), (1, A), (2, A), (2, A)], 2, "None", "None"),
+        ([(1, A), (2, B), (1, A), (2, A), (2, B)], 2, "after iteration 2, rank 0: weight", "after iteration 2, rank 0"),
+        # an expert may be older than the rest where the policy saves some at a time, but no other one
+        ([(1, A), (2, B), (3, A), (2, OLDER)], 1, "after iteration 2, rank 0: bias", "None"),
+        (
+            [(1, A), (2, B), (2, OTHER_BIAS)],
+            1,
+            "after iteration 2, rank 0: bias",
+            "after iteration 2, rank 0: bias",
+        ),
+        # the rank had died before it logged the iteration
+        ([(1, A), (2, B)], 0, "None", "None"),
+    ],
+)
+def test_a_state_after_a_recovery_is_one_that_the_rank_had(
+    tmp_path: Path, logged: list[tuple[int, dict[str, str]]], count: int, whole: str, partial: str
+) -> None:
+    write_returns(tmp_path / "run", *logged)
+    digests = read_digests(tmp_path / "run")
+    assert (digests.exactness, len(digests.returns)) == (STATE, count)
+    assert str(first_changed(digests, may_be_older=False)) == whole
+    assert str(first_changed(digests, may_be_older=True)).startswith(partial)
+
+
+BACK, LACKING = [(1, A), (2, B), (2, B)], [(1, A), (2, B), (2, A)]
+
+
+@pytest.mark.parametrize(
+    ("faulty", "control", "status", "last"),
+    [
+        (BACK, LACKING, EXACT, "exact: all 1 digests under faults are those that the ranks had"),
+        (BACK, BACK, NOT_CHECKED, "not checked: a recovery without Adam's first moments had digests that were those"),
+        (BACK[:2], LACKING, NOT_CHECKED, "not checked: no rank came back to an iteration whose digests it had logged"),
+        (LACKING, LACKING, DIFFERENT, "the rank had another one before; logs and events: "),
+    ],
+)
+def test_the_promise_of_states_has_a_verdict_of_its_own(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    faulty: list[tuple[int, dict[str, str]]],
+    control: list[tuple[int, dict[str, str]]],
+    status: int,
+    last: str,
+) -> None:
+    """The plain run, which has other digests by its kernels alone, is not compared."""
+    rest = [(iteration, A) for iteration in range(3, 9)]
+    runs = {"plain": [(iteration, B) for iteration in range(1, 9)], "faults": faulty, "control": control}
+
+    def execute(command: Sequence[str], run: Path, kills: Sequence[Kill]) -> None:
+        write_returns(run, *runs[command[0]], *(rest if command[0] != "plain" else []))
+
+    assert Check(Command(), tmp_path, execute).run() == status
+    assert capsys.readouterr().out.splitlines()[-1].startswith(last)
+
+
 Values = Mapping[tuple[int, int], str]
 
 
@@ -150,6 +228,7 @@ class Command:
     """A command whose runs leave event files."""
 
     loses_state = True
+    loses_tokens = False
 
     def varied(self, variation: Variation) -> list[str]:
         return [variation.run.name]
@@ -169,7 +248,11 @@ OTHER = {(5, 1): "x"}
     ("values", "status", "last"),
     [
         ({"control": OTHER}, EXACT, "exact: all 16 digests under faults are those of the plain run; the control's are"),
-        ({}, NOT_CHECKED, "not checked: a recovery without Adam's first moments had the digests of the plain run, too"),
+        (
+            {},
+            NOT_CHECKED,
+            "not checked: a recovery without Adam's first moments had digests that were those of the plain run, too",
+        ),
         ({"faults": OTHER, "control": OTHER}, DIFFERENT, "two plain runs are equal, so the recovery is not exact; log"),
         (
             {"faults": OTHER, "plain-again": {(2, 0): "y"}},

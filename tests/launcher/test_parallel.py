@@ -188,7 +188,7 @@ def test_without_torchrun_the_error_says_how_to_start(torchrun: pytest.MonkeyPat
 
 
 def test_warnings_of_kernels_that_do_not_repeat_are_shown_once() -> None:
-    """`train.deterministic` only warns of them, and a replay would end elsewhere."""
+    """`run.exactness=bitwise` only warns of them, and a replay would end elsewhere."""
     told = "index_put_ does not have a deterministic implementation, but you set warn_only"
     registry: dict[Any, Any] = {}  # of the module that warns
     with warnings.catch_warnings(record=True) as shown:

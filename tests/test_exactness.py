@@ -1,0 +1,129 @@
+"""Which promise a run's recoveries keep: settings and policies that exclude each other, and what loops decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from launcher.config import compose_settings
+from moe_ckpt.config import CKPT_CONFIGS
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.exactness import BITWISE, STATE, describe, settle
+from moe_ckpt.job_config import JobConfig
+from moe_ckpt.own_loop import LoopConfig
+from moe_ckpt.run_settings import ckpt_config, parse_run, runtime_config
+from moe_ckpt.types import ParallelLayout
+
+OTHERS = [name for name in CKPT_CONFIGS if name != "moevement"]
+OPTION = "--deterministic-mode"
+
+
+def launched(policy: str, exactness: str, *words: str) -> JobConfig:
+    return compose_settings([f"ckpt={policy}", f"run.exactness={exactness}", *words]).job
+
+
+def attached(policy: str, exactness: str, *words: str) -> JobConfig:
+    options = [f"--set={word}" for word in (f"run.exactness={exactness}", *words)]
+    return parse_run(["--ckpt", policy, *options, "--", "train.py"]).job
+
+
+def own(policy: str, exactness: str) -> JobConfig:
+    return LoopConfig(
+        ckpt=ckpt_config(policy),
+        runtime=runtime_config(),
+        layout=ParallelLayout(pp=1, dp=2, ep=1, tp=1),
+        num_iterations=8,
+        num_micro_batches=1,
+        micro_batch_size=1,
+        sequence_length=16,
+        model="model",
+        exactness=exactness,
+    ).job
+
+
+@pytest.mark.parametrize("way", [launched, attached, own])
+def test_a_policy_that_replays_cannot_keep_the_state(way: Callable[..., JobConfig]) -> None:
+    assert way("gemini", STATE).exactness == STATE
+    assert way("moevement", BITWISE).exactness == BITWISE
+    wanted = (
+        r"^run\.exactness: got 'state', wanted bitwise with ckpt=moevement, whose recoveries run iterations again "
+        r"\(run\.exactness=state is for dense, gemini, checkfreq, moc, moetion, flowcheck\)$"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        way("moevement", STATE)
+
+
+@pytest.mark.parametrize("policy", OTHERS)
+def test_all_other_policies_keep_either(policy: str) -> None:
+    assert own(policy, STATE).exactness == STATE
+    assert own(policy, BITWISE).exactness == BITWISE
+
+
+@pytest.mark.parametrize("way", [launched, own])
+def test_a_loop_of_ours_leaves_nothing_to_be_decided(way) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.exactness: got 'auto', wanted one of bitwise, state$"):
+        way("gemini", "auto")
+
+
+def test_an_attached_loop_decides_by_default() -> None:
+    assert parse_run(["--", "train.py"]).job.exactness == "auto"
+    with pytest.raises(ConfigError, match=r"^run\.exactness: got 'exact', wanted one of auto, bitwise, state$"):
+        attached("gemini", "exact")
+
+
+def test_what_runs_iterations_again_excludes_the_promise_of_states() -> None:
+    loss = "[{iteration: 4, stage: 0, phase: step, dp_rank: null}]"
+    wanted = r"^run\.exactness: got 'state', wanted bitwise, or no losses of state"
+    with pytest.raises(ConfigError, match=wanted):
+        launched("gemini", STATE, "fault=state_loss", f"fault.at={loss}")
+    with pytest.raises(ConfigError, match=wanted):
+        attached("gemini", STATE, f"run.lose={loss}")
+    wanted = r"^check_determinism: got True, wanted auto or false with run\.exactness=state, under which two passes"
+    with pytest.raises(ConfigError, match=wanted):
+        launched("gemini", STATE, "train.check_determinism=true")
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_gpu", "mode", "promise"),
+    [
+        ("auto", False, False, BITWISE),
+        ("auto", True, True, BITWISE),
+        ("auto", True, False, STATE),
+        (STATE, True, True, STATE),
+        (STATE, False, False, STATE),
+        (BITWISE, False, False, BITWISE),
+        (BITWISE, True, True, BITWISE),
+    ],
+)
+def test_an_attached_loop_keeps_what_its_kernels_allow(asked: str, on_gpu: bool, mode: bool, promise: str) -> None:
+    assert settle(asked, ckpt_config("gemini"), on_gpu=on_gpu, mode=mode, option=OPTION) == promise
+
+
+def test_a_loop_without_a_deterministic_mode_is_made_so_on_demand_only() -> None:
+    gemini = ckpt_config("gemini")
+    assert settle("auto", gemini, on_gpu=True, mode=False, option=None) == STATE
+    assert settle(BITWISE, gemini, on_gpu=True, mode=False, option=None) == BITWISE
+    assert settle(BITWISE, ckpt_config("moevement"), on_gpu=True, mode=False, option=None) == BITWISE
+
+
+@pytest.mark.parametrize(
+    ("asked", "policy", "option", "wanted"),
+    [
+        (BITWISE, "gemini", OPTION, r"^--deterministic-mode: got False, wanted True with run\.exactness=bitwise"),
+        ("auto", "moevement", OPTION, r"^--deterministic-mode: got False, wanted True with ckpt=moevement, whose rec"),
+        ("auto", "moevement", None, r"^run\.exactness: got 'auto', wanted bitwise with ckpt=moevement, whose recover"),
+    ],
+)
+def test_kernels_that_do_not_repeat_are_refused_where_they_have_to(
+    asked: str, policy: str, option: str | None, wanted: str
+) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        settle(asked, ckpt_config(policy), on_gpu=True, mode=False, option=option)
+
+
+def test_the_line_of_a_start_tells_both_promises_apart() -> None:
+    lines = {name: describe(name, ckpt_config("gemini")) for name in (BITWISE, STATE)}
+    assert lines[BITWISE].startswith("run.exactness=bitwise: a run under faults ends bit for bit")
+    assert lines[STATE].startswith("run.exactness=state: after a recovery each rank has, bit for bit, a state that")
+    assert describe(STATE, ckpt_config("moc")).endswith("; experts that snapshots leave out go back further")
