@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.promise import read_exactness
 from moe_ckpt.elastic.live_workers import read_world_size
-from moe_ckpt.events import StateDigest, TensorDigests, read_events
+from moe_ckpt.events import Event, Rejoined, StateDigest, StateResumed, TensorDigests, WorkerStarted, read_events
 from moe_ckpt.exactness import BITWISE
 
 
@@ -65,7 +65,7 @@ def read_digests(run: Path) -> Digests:
     found = Digests(num_ranks=read_world_size(run), exactness=read_exactness(run) or BITWISE)
     for rank in range(found.num_ranks):
         events = [logged.event for logged in read_events(run / "events" / f"rank{rank:04d}.jsonl")]
-        found.returns.extend(_returns(rank, (event for event in events if isinstance(event, TensorDigests))))
+        found.returns.extend(_returns(rank, events))
         for event in events:
             if isinstance(event, StateDigest):
                 # all, not the last: a wrong state that a later recovery has left would go unnoticed
@@ -75,20 +75,30 @@ def read_digests(run: Path) -> Digests:
     return found
 
 
-def _returns(rank: int, logged: Iterable[TensorDigests]) -> Iterable[Return]:
+def _returns(rank: int, events: Iterable[Event]) -> Iterable[Return]:
     """Yield the returns of a rank, whose digests were logged after each iteration and after each recovery."""
     history: list[TensorDigests] = []
-    for event in logged:
-        known = [each for each in history if each.iteration <= event.iteration]
-        if known and known[-1].iteration == event.iteration:
-            before: dict[str, list[str]] = {}
-            for each in known:
-                for name, digest in each.digests.items():
-                    before.setdefault(name, []).append(digest)
-            yield Return(iteration=event.iteration, rank=rank, tensors=event.digests, before=before)
-            known.pop()
-        # later iterations happen again, and may end in other states
-        history = [*known, event]
+    back: int | None = None
+    is_new = False
+    for event in events:
+        if isinstance(event, WorkerStarted):
+            is_new = True
+        elif isinstance(event, Rejoined | StateResumed):
+            # later iterations happen again, and may end in other states
+            back, is_new = event.iteration, False
+            history = [each for each in history if each.iteration <= back]
+        elif isinstance(event, TensorDigests):
+            if is_new:  # nothing was loaded: training has begun anew
+                history, is_new = [], False
+            if history and event.iteration == back == history[-1].iteration:
+                before: dict[str, list[str]] = {}
+                for each in history:
+                    for name, digest in each.digests.items():
+                        before.setdefault(name, []).append(digest)
+                yield Return(iteration=back, rank=rank, tensors=event.digests, before=before)
+                history.pop()
+            back = None
+            history.append(event)
 
 
 def first_changed(got: Digests, *, may_be_older: bool) -> Difference | None:

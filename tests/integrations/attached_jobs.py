@@ -42,13 +42,17 @@ ARGUMENTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job: its name, options of moe_ckpt.run, kills, and what replaces or follows the example's arguments."""
+    """One job: its name, options of moe_ckpt.run, kills, and what replaces or follows the example's arguments.
+
+    `is_noisy`: no pass of the model repeats itself.
+    """
 
     name: str
     options: tuple[str, ...]
     kills: tuple[Kill, ...] = ()
     arguments: tuple[str, ...] = ()
     script: str = str(EXAMPLE)
+    is_noisy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +159,10 @@ def _run(folder: Path, job: Job) -> int:
 def _supervise(job: Job, run: Path, memory: str) -> int:
     from moe_ckpt.run import main as run_main  # noqa: PLC0415
 
+    if job.is_noisy:
+        from tests.noise import add_noise  # noqa: PLC0415
+
+        add_noise()
     settings = (f"run.dir={run}", f"runtime.shared_memory={memory}", "run.digest_every_iters=1")
     options = [word for setting in settings for word in ("--set", setting)]
     return run_main([*options, *job.options, "--", job.script, *ARGUMENTS, *job.arguments])

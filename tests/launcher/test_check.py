@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from launcher.check.__main__ import DIFFERENT, EXACT, NOT_CHECKED, Check, main, 
 from launcher.check.commands import MOMENTS, Variation, parse_command
 from launcher.check.compare import Digests, first_changed, first_difference, read_digests
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.events import EventLog, ModelBuilt, StateDigest, TensorDigests
+from moe_ckpt.events import EventLog, ModelBuilt, Rejoined, StateDigest, StateResumed, TensorDigests, WorkerStarted
 from moe_ckpt.exactness import STATE
 from moe_ckpt.faults.schedule import Kill, StateLoss
 from moe_ckpt.run_settings import parse_run
@@ -108,12 +109,29 @@ def write_returns(run: Path, *logged: tuple[int, dict[str, str]], exactness: str
     (run / "run.json").write_text(json.dumps({"world_size": 1}))
     log = EventLog(run / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0)
     log.append(ModelBuilt(seconds=1.0, exactness=exactness))
+    newest = 0
     for iteration, digests in logged:
+        if iteration <= newest:
+            log.append(StateResumed(iteration=iteration, source="a checkpoint", seconds=1.0, passed_over=[]))
+        newest = iteration
         log.append(StateDigest(iteration=iteration, digest="".join(digests.values())))
         log.append(TensorDigests(iteration=iteration, digests=digests))
     log.close()
 
 
+REJOINED = Rejoined(
+    generation=2,
+    iteration=0,
+    joined_unix_s=0.0,
+    deaths=[],
+    detect_s=0.0,
+    rebuild_s=0.0,
+    fetch_s=0.0,
+    replay_s=0.0,
+    fetched_bytes=0,
+    executed_iters=0,
+    classes=[],
+)
 A, B = {"weight": "a", "bias": "x"}, {"weight": "b", "bias": "y"}
 OLDER, OTHER_BIAS = {"weight": "b", "bias": "x"}, {"weight": "b", "bias": "z"}
 
@@ -146,6 +164,19 @@ def test_a_state_after_a_recovery_is_one_that_the_rank_had(
     assert (digests.exactness, len(digests.returns)) == (STATE, count)
     assert str(first_changed(digests, may_be_older=False)) == whole
     assert str(first_changed(digests, may_be_older=True)).startswith(partial)
+
+
+def test_an_iteration_that_is_trained_again_is_no_recovery(tmp_path: Path) -> None:
+    """All ranks may go back to the beginning, whose state has no digest, or begin anew."""
+    began = WorkerStarted(pid=1, host="h", incarnation=0, device="cpu")
+    other = TensorDigests(iteration=1, digests=B)
+    write_returns(tmp_path / "run", (1, A))
+    log = EventLog(tmp_path / "run" / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0)
+    for event in (replace(REJOINED, iteration=0), other, began, other, replace(REJOINED, iteration=1), other):
+        log.append(event)
+    log.close()
+    assert len(read_digests(tmp_path / "run").returns) == 1
+    assert first_changed(read_digests(tmp_path / "run"), may_be_older=False) is None
 
 
 BACK, LACKING = [(1, A), (2, B), (2, B)], [(1, A), (2, B), (2, A)]

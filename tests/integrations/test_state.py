@@ -1,0 +1,62 @@
+"""`run.exactness=state` in attached loops: after each death every rank has a state that it had logged before.
+
+Real jobs, as in `tests/launcher/test_elastic_state.py`: a loop of another project is entered again after each death.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.check.compare import first_changed, read_digests
+from moe_ckpt.faults.schedule import Kill
+from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
+from tests.integrations.attached_jobs import BRIDGE, EXAMPLE, SWIFT, Job, run_jobs
+from tests.integrations.exact_jobs import PATIENT
+
+HERE = Path(__file__).parent
+POLICIES = {
+    "gemini": ("every_iters=1",),
+    "checkfreq": ("every_iters=1",),
+    "moc": ("every_iters=1", "k_snapshot=4", "k_persist=4"),
+    "moetion": ("every_iters=1", "boost=0", "experts=4", "remote_experts=4"),
+    "flowcheck": ("max_lag_iters=0",),
+}
+LOOPS: dict[str, dict[str, Any]] = {
+    "megatron-lm": {"script": EXAMPLE},
+    BRIDGE_TAG: {"script": HERE / "bridge_recipe.py", "loop": BRIDGE},
+    SWIFT_TAG: {"script": HERE / "swift_recipe.py", "loop": SWIFT},
+}
+KILLS = (
+    Kill(rank=2, iteration=2, phase="forward"),
+    Kill(rank=1, iteration=3, phase="backward"),
+    Kill(rank=3, iteration=4, phase="step"),
+    Kill(rank=0, iteration=5, phase="snapshot"),
+)
+ALL = [(loop, policy) for loop in LOOPS for policy in POLICIES]
+IN_SHORT = ("megatron-lm", "gemini")
+
+
+@pytest.mark.parametrize(
+    ("loop", "policy"), [pytest.param(*each, marks=() if each == IN_SHORT else pytest.mark.full) for each in ALL]
+)
+def test_all_ranks_of_a_loop_have_a_state_from_before(tmp_path: Path, loop: str, policy: str) -> None:
+    if not FOLDER.exists() or (loop in (BRIDGE_TAG, SWIFT_TAG) and not sources_of(loop).exists()):
+        pytest.skip(f"get it by: .venv/bin/python scripts/fetch_megatron_lm.py {loop}")
+    settings = (*POLICIES[policy], "run.exactness=state", "run.digest_tensors=true")
+    job = Job(
+        name="killed",
+        options=(*LOOPS[loop].get("loop", ()), "--ckpt", policy, *PATIENT, *(f"--set={each}" for each in settings)),
+        kills=KILLS,
+        script=str(LOOPS[loop]["script"]),
+        is_noisy=True,
+    )
+    ended = run_jobs(tmp_path, job)["killed"]
+    assert ended.status == 0, ended.log
+    assert ended.num_processes == [2, 2, 2, 2]
+    digests = read_digests(ended.run)
+    assert digests.exactness == "state"
+    assert len(digests.returns) >= len(KILLS) * 3
+    assert first_changed(digests, may_be_older=False) is None
