@@ -150,6 +150,12 @@ class Environment:
         return self.run("-c", "import platform; print(platform.python_version())").strip()
 
 
+def require_whole_run(status: int) -> None:
+    """Raise RuntimeError unless pytest ran all selected tests: an interrupted run has a report, too."""
+    if status not in (0, 1):  # 1: tests failed
+        raise RuntimeError(f"pytest: got exit status {status}, wanted 0 or 1: no row is written")
+
+
 def run_tests(environment: Environment, tests: str, arguments: Sequence[str]) -> tuple[int, int, int]:
     """Run a selection of tests; return how many passed, failed and were skipped."""
     if tests == "default":  # as `make dev`, without which tests of attached loops and of pages are skipped
@@ -158,7 +164,8 @@ def run_tests(environment: Environment, tests: str, arguments: Sequence[str]) ->
     report = environment.checkout.parent / "report.xml"
     report.unlink(missing_ok=True)
     command = [str(environment.python), "-m", "pytest", f"--junitxml={report}", *SELECTIONS[tests], *arguments]
-    subprocess.run(command, cwd=environment.checkout, check=False)  # its failures are in the report
+    status = subprocess.run(command, cwd=environment.checkout, check=False).returncode
+    require_whole_run(status)
     return counts_of(report.read_text())
 
 
@@ -176,7 +183,8 @@ def try_wheel(environment: Environment, releases: Sequence[str]) -> tuple[int, i
     program = str(environment.python.with_name("moe-ckpt"))
     ends = [
         _ends_well(re.compile(r"\d+\.\d+"), program, "--version"),
-        _ends_well(re.compile("usage"), program, "check", "--help"),
+        _ends_well(re.compile("usage"), program, "run", "--help"),
+        _ends_well(re.compile("the launcher's: pip install"), program, "train", "--nproc-per-node=4", status=2),
         _ends_well(re.compile("MoevementConfig"), str(environment.python), "-c", _IMPORTS),
     ]
     environment.install(f"moe-ckpt[launcher] @ {wheel.as_uri()}", *releases)
@@ -185,17 +193,18 @@ def try_wheel(environment: Environment, releases: Sequence[str]) -> tuple[int, i
     torchrun = environment.python.with_name("torchrun")
     settings = ("+ckpt=moevement", "train.iterations=12")
     ends += [
+        _ends_well(re.compile("usage"), program, "check", "--help"),
         _ends_well(_TRAINED, program, "train", "--nproc-per-node=4", *settings),
         _ends_well(_TRAINED, str(torchrun), "--nproc-per-node=4", str(script), *settings),
     ]
     return sum(ends), len(ends) - sum(ends), 0
 
 
-def _ends_well(printed: re.Pattern[str], *command: str) -> bool:
-    """Run a command in an empty folder; return whether it ends with status 0 and prints what it should."""
+def _ends_well(printed: re.Pattern[str], *command: str, status: int = 0) -> bool:
+    """Run a command in an empty folder; return whether it ends with this status and prints what it should."""
     with tempfile.TemporaryDirectory() as folder:
         ended = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
-    if ended.returncode == 0 and printed.search(ended.stdout):
+    if ended.returncode == status and printed.search(ended.stdout + ended.stderr):
         return True
     print(*command, ended.stdout, ended.stderr, sep="\n", file=sys.stderr)
     return False

@@ -16,6 +16,7 @@ import ctypes
 import functools
 import gc
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -174,7 +175,14 @@ class ElasticGroups:
         return list({id(inside): inside for inside in shared}.values())
 
     def register(self) -> None:
-        """Register these groups with `torch.distributed` under the backends' names."""
+        """Register these groups with `torch.distributed` under the backends' names.
+
+        Turns torch's flight recorder off, in this process and those that it starts.
+        """
+        # torch 2.15 attaches the recorder to each group of a custom backend, under a name
+        # that only a group with a registered backend has. A recorder would also hold
+        # operations of generations that are over, and with them the groups' sockets
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
         for name, transport in self._transports.items():
             create = functools.partial(self._create, name, transport)
             dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.test_releases import MARKS, PAGE, Row, counts_of, with_row
+from scripts.test_releases import MARKS, PAGE, Row, counts_of, require_whole_run, with_row
 
 EMPTY = f"# Releases\n\n{MARKS[0]}\n{MARKS[1]}\n\nAfter.\n"
 
@@ -54,6 +54,14 @@ def test_rows_are_in_the_order_of_releases_not_of_letters() -> None:
 )
 def test_an_error_counts_as_a_failure(attributes: str, wanted: tuple[int, int, int]) -> None:
     assert counts_of(f"<testsuites><testsuite {attributes}/></testsuites>") == wanted
+
+
+@pytest.mark.parametrize("status", [2, 5, -9], ids=["interrupted", "no test", "killed"])
+def test_a_run_that_did_not_end_is_no_row(status: int) -> None:
+    for whole in (0, 1):
+        require_whole_run(whole)
+    with pytest.raises(RuntimeError, match="no row is written"):
+        require_whole_run(status)
 
 
 def test_the_page_has_the_table() -> None:
