@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -139,6 +140,9 @@ class Environment:
         """Run the environment's Python in the checkout, and return what it prints."""
         return _run(str(self.python), *arguments, cwd=self.checkout)
 
+    def has(self, package: str) -> bool:
+        return package in self.run("-m", "pip", "list", "--format=freeze", "--disable-pip-version-check")
+
     def version_of(self, package: str) -> str:
         return self.run("-c", f"from importlib.metadata import version; print(version({package!r}))").strip()
 
@@ -176,9 +180,12 @@ def try_wheel(environment: Environment, releases: Sequence[str]) -> tuple[int, i
         How many commands passed and failed, and 0.
     """
     dist = environment.checkout.parent / "dist"
+    shutil.rmtree(dist, ignore_errors=True)  # of an earlier call with this folder
     environment.install("build")
     environment.run("-m", "build", "--wheel", "-o", str(dist))
     (wheel,) = dist.glob("*.whl")
+    if environment.has("moe-ckpt"):  # pip takes a wheel of the same version for the one that is there
+        environment.run("-m", "pip", "-qq", "uninstall", "-y", "moe-ckpt")
     environment.install(f"moe-ckpt @ {wheel.as_uri()}", *releases)
     program = str(environment.python.with_name("moe-ckpt"))
     ends = [
