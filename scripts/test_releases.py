@@ -116,14 +116,15 @@ class Environment:
     Args:
         folder: Made unless it is there; its environment is used again.
         interpreter: The Python of the environment.
+        empty: Make the environment anew, without what an earlier call has installed.
     """
 
-    def __init__(self, folder: Path, interpreter: str) -> None:
+    def __init__(self, folder: Path, interpreter: str, *, empty: bool) -> None:
         self.python = folder / "venv" / "bin" / "python"
         self.checkout = folder / "checkout"
         folder.mkdir(parents=True, exist_ok=True)
-        if not self.python.exists():
-            _run(interpreter, "-m", "venv", str(folder / "venv"))
+        if empty or not self.python.exists():
+            _run(interpreter, "-m", "venv", "--clear", str(folder / "venv"))
         if not self.checkout.exists():
             _run("git", "clone", "-q", "--no-checkout", str(ROOT), str(self.checkout))
         _run("git", "fetch", "-q", str(ROOT), "HEAD", cwd=self.checkout)
@@ -139,9 +140,6 @@ class Environment:
     def run(self, *arguments: str) -> str:
         """Run the environment's Python in the checkout, and return what it prints."""
         return _run(str(self.python), *arguments, cwd=self.checkout)
-
-    def has(self, package: str) -> bool:
-        return package in self.run("-m", "pip", "list", "--format=freeze", "--disable-pip-version-check")
 
     def version_of(self, package: str) -> str:
         return self.run("-c", f"from importlib.metadata import version; print(version({package!r}))").strip()
@@ -184,8 +182,6 @@ def try_wheel(environment: Environment, releases: Sequence[str]) -> tuple[int, i
     environment.install("build")
     environment.run("-m", "build", "--wheel", "-o", str(dist))
     (wheel,) = dist.glob("*.whl")
-    if environment.has("moe-ckpt"):  # pip takes a wheel of the same version for the one that is there
-        environment.run("-m", "pip", "-qq", "uninstall", "-y", "moe-ckpt")
     environment.install(f"moe-ckpt @ {wheel.as_uri()}", *releases)
     program = str(environment.python.with_name("moe-ckpt"))
     ends = [
@@ -256,7 +252,8 @@ def main(arguments: Sequence[str]) -> int:
     wanted = parser.parse_args(arguments)
     wanted.arguments = wanted.arguments or ["-n", "2", "--dist", "worksteal"]
     with tempfile.TemporaryDirectory() as folder:
-        environment = Environment((wanted.folder or Path(folder)).resolve(), wanted.python)
+        kept = (wanted.folder or Path(folder)).resolve()
+        environment = Environment(kept, wanted.python, empty=wanted.tests == WHEEL)
         row = test(environment, wanted)
     PAGE.write_text(with_row(PAGE.read_text(), row))
     print(*(f"{name}: {value}" for name, value in zip(HEAD, astuple(row), strict=True)), sep="\n")
