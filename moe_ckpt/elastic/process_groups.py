@@ -16,7 +16,6 @@ import ctypes
 import functools
 import gc
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.elastic.backends import Backend, GlooBackend, die
+from moe_ckpt.elastic.backends import Backend, GlooBackend, die, register_groups
 from moe_ckpt.elastic.batched_transfers import batch_transfers_of
 from moe_ckpt.elastic.cancellable_wait import Helper, WaitResult
 from moe_ckpt.elastic.device_waits import DeviceWaits
@@ -175,17 +174,10 @@ class ElasticGroups:
         return list({id(inside): inside for inside in shared}.values())
 
     def register(self) -> None:
-        """Register these groups with `torch.distributed` under the backends' names.
-
-        Turns torch's flight recorder off, in this process and those that it starts.
-        """
-        # torch 2.15 attaches the recorder to each group of a custom backend, under a name
-        # that only a group with a registered backend has. A recorder would also hold
-        # operations of generations that are over, and with them the groups' sockets
-        os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+        """Register these groups with `torch.distributed` under the backends' names."""
         for name, transport in self._transports.items():
             create = functools.partial(self._create, name, transport)
-            dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
+            register_groups(name, create, [transport.device.type])
         batch_transfers_of(ElasticGroup)
 
     def form(

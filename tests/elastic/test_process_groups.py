@@ -47,19 +47,6 @@ def test_one_handle_computes_the_same_as_gloo_in_every_generation(tmp_path: Path
     assert run_ranks(3, over_generations, str(tmp_path), CPU_BACKEND, (1, 2, 5)) == [[want] * 3 for want in wanted]
 
 
-def open_and_reduce() -> tuple[str | None, list[float]]:
-    open_groups(own_rank(), 1)
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    return os.environ.get("TORCH_FR_BUFFER_SIZE"), value.tolist()
-
-
-def test_a_flight_recorder_that_the_environment_asks_for_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.15 would attach it to each handle, which has no backend to name. In a process: groups are a process's."""
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
-    assert run_ranks(1, open_and_reduce) == [("0", [1.0])]
-
-
 def open_sockets() -> set[str]:
     targets = set()
     for entry in Path("/proc/self/fd").iterdir():
