@@ -36,6 +36,8 @@ _MODULES = {
     "profile": "launcher.cluster_profile",
     "server": "moe_ckpt.server",
 }
+_OF_LAUNCHER = ("hydra", "jinja2", "omegaconf", "orjson", "plotly", "rich", "tensorboard", "tokenizers")
+"""What the extra `launcher` of pyproject.toml brings, by the names that imports have."""
 _USAGE = 2
 
 
@@ -70,7 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _USAGE
     sys.path.insert(0, str(app_root()))
     sys.argv = [f"moe-ckpt {name}", *rest]
-    runpy.run_module(program(name), run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(program(name), run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _OF_LAUNCHER:
+            raise
+        wanted = "the launcher's: pip install 'moe-ckpt[launcher]'"
+        print(f"moe-ckpt {name}: got no package {missing}, wanted {wanted}", file=sys.stderr)
+        return _USAGE
     return 0
 
 

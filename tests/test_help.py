@@ -25,7 +25,7 @@ SCRIPTS = tuple(
     f"scripts/{name}.py"
     for name in (
         *("fetch_megatron_lm", "gpu_acceptance", "hosts", "install_browser", "run_on_hosts"),
-        *("write_configuration", "write_trace"),
+        *("test_releases", "write_configuration", "write_trace"),
     )
 )
 """Without those that import training for seconds: endurance, write_captures, write_golden."""
@@ -37,6 +37,7 @@ NEEDED = {
     "profile": ["run"],
     "hosts": ["down"],
     "run_on_hosts": ["1", "job"],
+    "test_releases": ["--torch", "2.15.0"],
 }
 """Words that a command cannot do without."""
 SLOW = ("torch", "megatron", "transformer_engine", "hydra")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import runpy
 import subprocess
 import sys
 import venv
@@ -39,6 +40,33 @@ def test_every_command_has_a_program(name: str) -> None:
 def test_an_unknown_command_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulat"]) == 2
     assert capsys.readouterr().err == f"moe-ckpt: got simulat, wanted one of {', '.join(cli.COMMANDS)}\n"
+
+
+@pytest.mark.parametrize("missing", ["omegaconf", "hydra.core"])
+def test_a_command_without_the_launchers_packages_is_one_error(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_module(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(runpy, "run_module", run_module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    assert cli.main(["check", "--help"]) == 2
+    name = missing.partition(".")[0]
+    wanted = f"moe-ckpt check: got no package {name}, wanted the launcher's: pip install 'moe-ckpt[launcher]'\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_another_missing_package_is_an_error_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_module(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'pandas'", name="pandas")
+
+    monkeypatch.setattr(runpy, "run_module", run_module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    with pytest.raises(ModuleNotFoundError, match="pandas"):
+        cli.main(["check"])
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

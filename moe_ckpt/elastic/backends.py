@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -144,6 +144,23 @@ class GlooBackend:
     def is_quiet(self) -> bool:
         # gloo's thread goes on reading, into tensors, the bytes that came before the socket was shut down
         return not self._sockets.have_unread_bytes()
+
+
+def register_groups(name: str, create: Callable[[Any, Any], Any], device_types: Sequence[str]) -> None:
+    """Let `torch.distributed` make groups of a class of ours, which has no backend registered inside.
+
+    Turns torch's flight recorder off, in this process and in those that it starts.
+
+    Args:
+        name: Of the backend, for `torch.distributed`.
+        create: Returns a group; takes torch's options, and the caller's.
+        device_types: Types of devices whose tensors these groups take.
+    """
+    # torch 2.15 attaches the recorder to each such group, under a name that only a group
+    # with a registered backend has. A recorder would also hold operations of generations
+    # that are over, and with them the groups' sockets
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    dist.Backend.register_backend(name, create, extended_api=True, devices=list(device_types))
 
 
 def die(reason: str) -> NoReturn:

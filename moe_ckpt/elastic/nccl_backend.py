@@ -32,6 +32,7 @@ _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "0",  # torch 2.15: ends the process in spite of the one above
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # with 1 there is no watchdog, and no error is told
     # else torch's watchdog asks the store of an ended generation, or sleeps a minute with a lock that operations need
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

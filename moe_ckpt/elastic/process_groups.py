@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.elastic.backends import Backend, GlooBackend, die
+from moe_ckpt.elastic.backends import Backend, GlooBackend, die, register_groups
 from moe_ckpt.elastic.batched_transfers import batch_transfers_of
 from moe_ckpt.elastic.cancellable_wait import Helper, WaitResult
 from moe_ckpt.elastic.device_waits import DeviceWaits
@@ -177,7 +177,7 @@ class ElasticGroups:
         """Register these groups with `torch.distributed` under the backends' names."""
         for name, transport in self._transports.items():
             create = functools.partial(self._create, name, transport)
-            dist.Backend.register_backend(name, create, extended_api=True, devices=[transport.device.type])
+            register_groups(name, create, [transport.device.type])
         batch_transfers_of(ElasticGroup)
 
     def form(

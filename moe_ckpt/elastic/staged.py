@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.elastic.backends import GlooBackend, group_of
+from moe_ckpt.elastic.backends import GlooBackend, group_of, register_groups
 from moe_ckpt.elastic.staged_group import STAGED, StagedGroup
 
 
@@ -23,7 +23,7 @@ def staged_backend(device: torch.device) -> GlooBackend:
 def register_staged() -> None:
     """Make `staged` a backend of `torch.distributed`, for a job whose ranks do not outlive each other."""
     if STAGED not in dist.Backend.backend_list:
-        dist.Backend.register_backend(STAGED, _create, extended_api=True, devices=["cpu", "cuda"])
+        register_groups(STAGED, _create, ["cpu", "cuda"])
 
 
 def _create(options: Any, _: Any) -> StagedGroup:

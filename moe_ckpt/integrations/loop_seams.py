@@ -7,13 +7,44 @@ would leave a run that looks protected and is not (Megatron-Bridge issue 6086): 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_ckpt.errors import ConfigError
 
 Names = Mapping[str, Sequence[str]]
+Python = tuple[int, int]
+"""Major and minor version."""
 _ATTACHED = "_moe_ckpt_attached"
+_THIS = sys.version_info[:2]
+
+
+def what_to_install(requirement: str, python: Python, *, or_newer: bool, this: Python = _THIS) -> str:
+    """Return what gives a package, and on which Python if this is another one.
+
+    On another Python, pip silently takes an older release of the package, which does
+    not have the seams.
+
+    Args:
+        requirement: The package and its releases, for pip.
+        python: The Python for which pip has these releases.
+        or_newer: Whether newer ones have them, too.
+        this: The running Python.
+
+    Example:
+        >>> what_to_install("megatron-core>=0.18", (3, 12), or_newer=True, this=(3, 11))
+        "Python 3.12 or newer (this is 3.11), and pip install 'megatron-core>=0.18'"
+    """
+    command = f"pip install '{requirement}'"
+    if this == python or (or_newer and this > python):
+        return command
+    wanted = _name(python) + (" or newer" if or_newer else "")
+    return f"Python {wanted} (this is {_name(this)}), and {command}"
+
+
+def _name(python: Python) -> str:
+    return ".".join(map(str, python))
 
 
 def mark_attached(module: Any) -> None:

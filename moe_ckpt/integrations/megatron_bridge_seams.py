@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.integrations.loop_seams import Names, require_seams
+from moe_ckpt.integrations.loop_seams import Names, require_seams, what_to_install
 
 TRIED_VERSION = "0.6"
 _TRAINING = "megatron.bridge.training"
-_INSTALL = "pip install 'megatron-bridge>=0.6,<0.7'"
+_INSTALL = what_to_install("megatron-bridge>=0.6,<0.7", (3, 12), or_newer=False)  # others get 0.3
 _LOOP = ("forward_step_func", "model", "optimizer", "scheduler", "train_data_iterator", "valid_data_iterator")
 _STEP = ("forward_step_func", "data_iterator", "model", "optimizer", "scheduler", "global_state")
 _SEAMS: dict[str, tuple[str, Names, Names]] = {  # module, parameters of its functions, names that they find
@@ -59,7 +59,7 @@ def import_bridge() -> Any:
         version = importlib.import_module("megatron.bridge.package_info").__version__
         modules = {name: importlib.import_module(path) for name, (path, _, _) in _SEAMS.items()}
     except ImportError as error:
-        raise ConfigError(f"megatron.bridge: got no such package ({error}), wanted one: {_INSTALL}") from error
+        raise ConfigError(f"megatron.bridge: got no such package ({error}), wanted {_INSTALL}") from error
     if not version.startswith(f"{TRIED_VERSION}."):
         raise ConfigError(f"megatron.bridge: got {version}, wanted {TRIED_VERSION}.*: {_INSTALL}")
     for name, (_, parameters, calls) in _SEAMS.items():

@@ -6,16 +6,18 @@ Owns: the tested versions, and the names, parameters and calls that must exist.
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.integrations.loop_seams import require_seams
+from moe_ckpt.integrations.loop_seams import require_seams, what_to_install
 
 # for Python 3.11 pip has 0.16.1 at most, and newer releases import `typing.override`
-_INSTALL = (
-    "Python 3.12 or newer and pip install 'megatron-core>=0.18,<0.20' (for Python 3.11 the repository of moe-ckpt has "
-    "scripts/fetch_megatron_lm.py, whose folder goes on PYTHONPATH)"
-)
+_OLDEST_PYTHON = (3, 12)
+_ELSE = "; on Python 3.11, scripts/fetch_megatron_lm.py of the repository of moe-ckpt makes a folder for PYTHONPATH"
+_INSTALL = what_to_install("megatron-core>=0.18,<0.20", _OLDEST_PYTHON, or_newer=True)
+if sys.version_info < _OLDEST_PYTHON:
+    _INSTALL += _ELSE
 _PARAMETERS = {  # of each function those that the attachment passes or reads, in their order
     "initialize_megatron": ("allow_no_cuda",),
     "load_checkpoint": ("ddp_model", "optimizer", "opt_param_scheduler"),
@@ -54,7 +56,7 @@ def import_training() -> ModuleType:
         core = importlib.import_module("megatron.core")
         training = importlib.import_module("megatron.training.training")
     except ImportError as error:
-        raise ConfigError(f"megatron.training: got no such package ({error}), wanted one: {_INSTALL}") from error
+        raise ConfigError(f"megatron.training: got no such package ({error}), wanted {_INSTALL}") from error
     require_training(training, _tried_version(core.__version__))
     return training
 

@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.backends import GlooBackend
+from moe_ckpt.elastic.staged import register_staged
+from moe_ckpt.elastic.staged_group import STAGED
 from tests.elastic.transports import passes
-from tests.elastic.workers import wait_until
-from tests.ranks import run_ranks
+from tests.elastic.workers import open_groups, own_rank, wait_until
+from tests.ranks import rank_store, run_ranks
 from tests.waits import WAIT_S
 
 # The sockets that are a generation's.
@@ -133,3 +135,36 @@ def make_and_end_groups(kind: str) -> tuple[list[int], list[int]]:
 def test_many_groups_leave_no_more_behind_than_the_first(kind: str) -> None:
     ((first, last),) = run_ranks(1, make_and_end_groups, kind)
     assert all(after <= before for before, after in zip(first, last, strict=True)), (first, last)
+
+
+# Groups that torch makes of classes of ours.
+
+
+def open_handles() -> tuple[str | None, list[float]]:
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+    open_groups(own_rank(), 1)
+    return sum_alone()
+
+
+def open_staged() -> tuple[str | None, list[float]]:
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+    register_staged()
+    dist.init_process_group(STAGED, store=rank_store(), rank=0, world_size=1)
+    return sum_alone()
+
+
+def sum_alone() -> tuple[str | None, list[float]]:
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return os.environ["TORCH_FR_BUFFER_SIZE"], value.tolist()
+
+
+@pytest.mark.parametrize("open_world", [open_handles, open_staged])
+def test_a_flight_recorder_that_the_environment_asks_for_stays_off(
+    open_world: Callable[[], tuple[str | None, list[float]]],
+) -> None:
+    """torch 2.15 would attach it to each group, which has no backend to name.
+
+    In a process of its own: torch has one world and one list of backends for each.
+    """
+    assert run_ranks(1, open_world) == [("0", [1.0])]

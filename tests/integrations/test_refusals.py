@@ -18,7 +18,7 @@ from benchmarks.recipes import EXACT_SINCE, SPEED, read_recipes, refused_now
 from moe_ckpt import run
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations import megatron_lm_seams as seams
-from moe_ckpt.integrations.loop_seams import mark_attached
+from moe_ckpt.integrations.loop_seams import mark_attached, what_to_install
 from moe_ckpt.integrations.megatron_lm_options import EXACT, REFUSALS, Refusal, option_table, require_supported
 from moe_ckpt.integrations.other_loops import BRIDGE, LOOPS, refuse_other_loops
 from moe_ckpt.run_elastic import require_forkable, run_elastic
@@ -109,6 +109,21 @@ def test_a_stage_without_layers_is_refused(options: dict[str, Any], flag: str) -
 def test_a_version_that_was_not_tried_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"^megatron-core: got 0\.21\.0, wanted 0\.18\.\* or 0\.19\.\*"):
         seams._tried_version("0.21.0")
+
+
+WHAT_TO_INSTALL = {
+    "too old": ((3, 11), True, "Python 3.12 or newer (this is 3.11), and pip install 'loop>=1'"),
+    "the same": ((3, 12), False, "pip install 'loop>=1'"),
+    "newer": ((3, 13), True, "pip install 'loop>=1'"),
+    "too new": ((3, 13), False, "Python 3.12 (this is 3.13), and pip install 'loop>=1'"),
+}
+
+
+@pytest.mark.parametrize(("this", "or_newer", "wanted"), WHAT_TO_INSTALL.values(), ids=WHAT_TO_INSTALL)
+def test_what_to_install_names_python_where_this_one_has_no_such_release(
+    this: tuple[int, int], or_newer: bool, wanted: str
+) -> None:
+    assert what_to_install("loop>=1", (3, 12), or_newer=or_newer, this=this) == wanted
 
 
 def loop_module(tried: str = "0.19") -> ModuleType:
@@ -225,7 +240,10 @@ def test_the_attached_loop_alone_can_be_imported(monkeypatch: pytest.MonkeyPatch
 def test_without_megatron_the_error_names_it(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("megatron.training.training", "moe_ckpt.megatron.determinism"):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails, as without Megatron
-    with pytest.raises(ConfigError, match=r"^megatron\.training: got no such package"):
+    # pip has the loop for Python 3.12 and newer only: on an older one the error names that
+    python = r"Python 3\.12 or newer \(this is 3\.11\), and " if sys.version_info < (3, 12) else ""
+    wanted = rf"^megatron\.training: got no such package .*, wanted {python}pip install 'megatron-core>=0\.18,<0\.20'"
+    with pytest.raises(ConfigError, match=wanted):
         run._start(run.parse_run([*options, "train.py"]), cast("Any", None), [])
 
 
