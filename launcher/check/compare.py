@@ -90,7 +90,7 @@ def _returns(rank: int, events: Iterable[Event]) -> Iterable[Return]:
         elif isinstance(event, TensorDigests):
             if is_new:  # nothing was loaded: training has begun anew
                 history, is_new = [], False
-            if history and event.iteration == back == history[-1].iteration:
+            if history and back is not None and event.iteration == back == history[-1].iteration:
                 before: dict[str, list[str]] = {}
                 for each in history:
                     for name, digest in each.digests.items():

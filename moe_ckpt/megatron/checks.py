@@ -33,11 +33,15 @@ class StateChecks:
         self.log_where_due(done)
 
     def log_where_due(self, done: int) -> None:
-        """Log the digests of the state after `done` iterations, unless none are due."""
+        """Log the digests of the state after `done` iterations, unless none are due.
+
+        Of the state before the first iteration only those of tensors: a recovery may bring experts back to it.
+        """
         every = self._config.digest_every_iters
-        if not every or not done or done % every:
+        if not every or done % every:
             return
-        self._events.append(StateDigest(iteration=done, digest=digest_of(self._state)))
+        if done:
+            self._events.append(StateDigest(iteration=done, digest=digest_of(self._state)))
         if self._config.digest_tensors:
             self._events.append(TensorDigests(iteration=done, digests=tensor_digests(self._state)))
 

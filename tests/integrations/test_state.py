@@ -35,13 +35,11 @@ KILLS = (
     Kill(rank=3, iteration=4, phase="step"),
     Kill(rank=0, iteration=5, phase="snapshot"),
 )
-ALL = [(loop, policy) for loop in LOOPS for policy in POLICIES]
-IN_SHORT = ("megatron-lm", "gemini")
 
 
-@pytest.mark.parametrize(
-    ("loop", "policy"), [pytest.param(*each, marks=() if each == IN_SHORT else pytest.mark.full) for each in ALL]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("loop", LOOPS)
 def test_all_ranks_of_a_loop_have_a_state_from_before(tmp_path: Path, loop: str, policy: str) -> None:
     if not FOLDER.exists() or (loop in (BRIDGE_TAG, SWIFT_TAG) and not sources_of(loop).exists()):
         pytest.skip(f"get it by: .venv/bin/python scripts/fetch_megatron_lm.py {loop}")

@@ -24,6 +24,7 @@ SETTINGS = {
     "moetion": ("ckpt.every_iters=1", "ckpt.experts=4", "ckpt.remote_experts=4", "ckpt.bubble_copies=false"),
     "flowcheck": ("ckpt.max_lag_iters=0",),
 }
+IN_SHORT = ("gemini", "moetion")  # a window from memory, and units of which peers make some
 FAULTS = [
     all_go_back("as an iteration begins", range(4), Point(2, Phase.FORWARD, 4)),
     all_go_back("in backward", range(7), Point(0, Phase.BACKWARD, 7)),
@@ -46,7 +47,9 @@ def test_no_state_is_reached_twice_by_training(tmp_path: Path) -> None:
     assert first_changed(digests, may_be_older=False) is not None, "moevement replays"
 
 
-@pytest.mark.parametrize("policy", SETTINGS)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.full) for name in SETTINGS]
+)
 def test_all_ranks_have_a_state_from_before(tmp_path: Path, policy: str) -> None:
     settings = (*PROMISE, *SETTINGS[policy])
     job = survive(
@@ -59,3 +62,21 @@ def test_all_ranks_have_a_state_from_before(tmp_path: Path, policy: str) -> None
     assert first_changed(digests, may_be_older=False) is None
     if policy in ("moc", "moetion"):
         assert all(event.plt == 0.0 for rank in range(WORLD_SIZE) for event in events_of(job.run, TokensLost, rank))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        ("moc", ("ckpt.every_iters=1", "ckpt.k_snapshot=2", "ckpt.k_persist=1")),
+        ("moetion", ("ckpt.every_iters=1", "ckpt.experts=2", "ckpt.remote_experts=1")),
+    ],
+)
+def test_experts_that_a_snapshot_left_out_have_an_older_state_of_theirs(
+    tmp_path: Path, policy: str, settings: tuple[str, ...]
+) -> None:
+    training = ("train.iterations=24", *PROMISE)
+    job = survive(tmp_path, FAULTS, *training, ckpt=policy, settings=settings, setup=add_noise, is_exact=False)
+    digests = read_digests(job.run)
+    assert first_changed(digests, may_be_older=True) is None
+    assert first_changed(digests, may_be_older=False) is not None, "else nothing was lost"

@@ -25,6 +25,7 @@ def test_rank_zero_shows_progress_as_configured(progress: str, global_rank: int,
     run = RunConfig(
         dir=None,
         name="x",
+        exactness="bitwise",
         progress=progress,
         tensorboard=False,
         digest_every_iters=0,

@@ -116,7 +116,8 @@ def test_the_result_of_a_run_that_has_ended_is_shown(tmp_path: Path, capsys: pyt
     run = make_run(tmp_path / "run", 2)
     result = {"iteration": 200, "eval_loss": 2.53912, "digest": "c7" * 32}
     (run / "result.json").write_text(json.dumps(result))
-    assert shown(capsys, run) == {"run": str(run), "ended": True, "result": result, "faults": {}, "ranks": []}
+    wanted = {"run": str(run), "ended": True, "result": result, "faults": {}, "exactness": None, "ranks": []}
+    assert shown(capsys, run) == wanted
     assert text_of(capsys, run).splitlines() == [
         f"{run}: 2 ranks",
         f"ended: iteration 200, evaluation loss 2.5391, digest {'c7' * 32}",

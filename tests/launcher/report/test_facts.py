@@ -169,7 +169,8 @@ HEADLINES = {
         True,
         "73.8 % of the time without startup and evaluation was training: "
         "10 iterations in 8.30 s of wall time, after 23.0 s of launch. "
-        "1 recovery cost 1.00 s, with what had to be computed again. Checkpointing took 0.50 s from iterations.",
+        "1 recovery cost 1.00 s, with what had to be computed again (run.exactness=bitwise). "
+        "Checkpointing took 0.50 s from iterations.",
     ),
     "a run without a fault, which ended badly": (
         Story(iterations=2, fault_after=None),
