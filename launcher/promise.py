@@ -1,15 +1,25 @@
-"""What a run promised of its recoveries, as its events say."""
+"""The promise under which a run recovers (`run.exactness`), from the run's events."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from moe_ckpt.events import ModelBuilt, read_events
+from moe_ckpt.events import Event, ModelBuilt, read_events
+
+
+def exactness_of(events: Iterable[Event]) -> str | None:
+    """Return `bitwise` or `state`, as the newest worker has it; None: no worker has built its model."""
+    newest = None
+    for event in events:
+        if isinstance(event, ModelBuilt):
+            newest = event.exactness
+    return newest
 
 
 def read_exactness(run: Path) -> str | None:
-    """Return `bitwise` or `state`, as the newest worker of rank 0 has it; None: no worker has built its model yet."""
+    """Return the promise of a run's rank 0; None: that rank has no events, or has not built its model yet."""
     path = run / "events" / "rank0000.jsonl"
-    built = [logged.event for logged in read_events(path, only=[ModelBuilt.__name__])] if path.exists() else []
-    newest = built[-1] if built else None
-    return newest.exactness if isinstance(newest, ModelBuilt) else None
+    if not path.exists():
+        return None
+    return exactness_of(logged.event for logged in read_events(path, only=[ModelBuilt.__name__]))

@@ -72,15 +72,15 @@ def _show(run: Path, *, as_json: bool) -> None:
         raise ConfigError(f"no run in {run}: start one, or name another's folder") from None
     ranks, faults, path = read_status(run), count_faults_in(run), run / "result.json"
     result = json.loads(path.read_text()) if path.exists() else None
+    exactness = read_exactness(run)
     if as_json:
         record = {"run": str(run), "ended": _has_ended(ranks), "result": result, "faults": faults}
-        record["exactness"] = read_exactness(run)
-        print(json.dumps({**record, "ranks": [asdict(rank) for rank in ranks]}, indent=1))
+        print(json.dumps({**record, "exactness": exactness, "ranks": [asdict(rank) for rank in ranks]}, indent=1))
     else:
         _print(run, world_size, ranks, result)
         counts = ", ".join(f"{count} {name}" for name, count in faults.items())
         print(f"faults so far: {counts or 'none'}")
-        if exactness := read_exactness(run):
+        if exactness:
             print(f"recoveries keep run.exactness={exactness}")
 
 

@@ -20,8 +20,15 @@ SETTING = "run.exactness"
 
 
 def require_valid(exactness: str, *, may_be_auto: bool) -> None:
-    """Raise ConfigError for another value of `run.exactness` than `bitwise`, `state` and, where
-    the loop's own settings decide, `auto`."""
+    """Raise ConfigError for a value that `run.exactness` cannot have.
+
+    Args:
+        exactness: The value.
+        may_be_auto: Whether the loop's own settings may decide between the two promises.
+
+    Raises:
+        ConfigError: The value is another one.
+    """
     require_choice(SETTING, exactness, [*([AUTO] if may_be_auto else []), BITWISE, STATE])
 
 
@@ -72,9 +79,8 @@ def settle(asked: str, ckpt: CkptConfig, *, on_gpu: bool, mode: bool, option: st
         wanted = f"True with {SETTING}={BITWISE}: on a GPU only deterministic kernels repeat an iteration bit for bit"
         require(option is None, str(option), mode, wanted)
         return BITWISE
-    if option is None:
-        require(not ckpt.recovers_locally, SETTING, asked, f"{BITWISE} {_why_not(ckpt)}")
-    require(not ckpt.recovers_locally, str(option), mode, f"True {_why_not(ckpt)}")
+    name, got, wanted = (SETTING, asked, BITWISE) if option is None else (option, mode, True)
+    require(not ckpt.recovers_locally, name, got, f"{wanted} {_why_not(ckpt)}")
     return STATE
 
 

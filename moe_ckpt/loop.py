@@ -723,16 +723,16 @@ class _Run:
 
     def _describe_beginning(self, done: int) -> list[str]:
         """Return where a start begins and why, what recoveries promise, and whether nothing outlives torchrun."""
-        policy = self._joined.worker.job.ckpt
-        promises = [] if policy.policy == "none" else [describe(self._training.exactness, policy)]
+        ckpt = self._joined.worker.job.ckpt
+        promises = [] if ckpt.policy == "none" else [describe(self._training.exactness, ckpt)]
         if done:
             source = self._loop.session.loaded_from or "a checkpoint of the loop's own"
             return [f"training goes on after iteration {done}, from {source}", *promises]
         is_new = self._joined.incarnation == 0
         why = "a new run" if is_new else "earlier processes of this run have left no state"
         lines = [f"training begins with iteration 1: {why}", *promises]
-        ckpt = policy.in_memory
-        if ckpt and not (ckpt.disk_every_iters or ckpt.durable_every_iters):
+        in_memory = ckpt.in_memory
+        if in_memory and not (in_memory.disk_every_iters or in_memory.durable_every_iters):
             settings = "ckpt.disk_every_iters=0, ckpt.durable_every_iters=0"
             lines.append(f"no state goes to disk: a run whose torchrun is killed begins anew ({settings})")
         return lines

@@ -11,9 +11,8 @@ from moe_ckpt.config import CKPT_CONFIGS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.exactness import BITWISE, STATE, describe, settle
 from moe_ckpt.job_config import JobConfig
-from moe_ckpt.own_loop import LoopConfig
-from moe_ckpt.run_settings import ckpt_config, parse_run, runtime_config
-from moe_ckpt.types import ParallelLayout
+from moe_ckpt.run_settings import ckpt_config, parse_run
+from tests.loop_configs import loop_config
 
 OTHERS = [name for name in CKPT_CONFIGS if name != "moevement"]
 OPTION = "--deterministic-mode"
@@ -29,17 +28,7 @@ def attached(policy: str, exactness: str, *words: str) -> JobConfig:
 
 
 def own(policy: str, exactness: str) -> JobConfig:
-    return LoopConfig(
-        ckpt=ckpt_config(policy),
-        runtime=runtime_config(),
-        layout=ParallelLayout(pp=1, dp=2, ep=1, tp=1),
-        num_iterations=8,
-        num_micro_batches=1,
-        micro_batch_size=1,
-        sequence_length=16,
-        model="model",
-        exactness=exactness,
-    ).job
+    return loop_config(policy, exactness=exactness).job
 
 
 @pytest.mark.parametrize("way", [launched, attached, own])

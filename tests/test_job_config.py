@@ -15,9 +15,8 @@ from moe_ckpt.config import CheckConfig, RunFolderConfig, RuntimeConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.job_config import JobConfig
-from moe_ckpt.own_loop import LoopConfig
 from moe_ckpt.run_settings import ckpt_config, parse_run, runtime_config
-from moe_ckpt.types import ParallelLayout
+from tests.loop_configs import loop_config
 
 RUNTIME: dict[str, Any] = {
     "guard": True,
@@ -72,15 +71,9 @@ def attached(folder: str) -> JobConfig:
 
 
 def own(folder: str) -> JobConfig:
-    return LoopConfig(
-        ckpt=ckpt_config("moevement"),
+    return loop_config(
+        "moevement",
         runtime=runtime_config(**RUNTIME),
-        layout=ParallelLayout(pp=1, dp=2, ep=1, tp=1),
-        num_iterations=8,
-        num_micro_batches=1,
-        micro_batch_size=1,
-        sequence_length=16,
-        model="model",
         run_dir=folder,
         ranks_per_node=2,
         checks=CheckConfig(**CHECKS),  # type: ignore[arg-type]

@@ -87,18 +87,14 @@ class Check:
         faults = plan_faults(plain, loses_state=self.command.loses_state)
         faulty = self._digests("faults", faults)
         different = self._difference(plain, faulty)
-        if different and faulty.exactness == STATE:
-            print(f"different: {different}\nthe rank had another one before; logs and events: {self.folder}")
-            return DIFFERENT
         if different:
-            return self._tell_difference(plain, different)
+            return self._tell_difference(plain, different, faulty.exactness)
+        count, wanted = len(plain.states), "those of the plain run"
         if faulty.exactness == STATE:
             count, wanted = len(faulty.returns), "those that the ranks had before"
-            if not count:
-                print("not checked: no rank came back to an iteration whose digests it had logged")
-                return NOT_CHECKED
-        else:
-            count, wanted = len(plain.states), "those of the plain run"
+        if not count:
+            print("not checked: no rank came back to an iteration whose digests it had logged")
+            return NOT_CHECKED
         control = self._digests("control", Faults(kills=faults.kills[:1]), leave_out=MOMENTS)
         if not self._difference(plain, control):
             print(f"not checked: a recovery without Adam's first moments had digests that were {wanted}, too")
@@ -112,9 +108,12 @@ class Check:
             return first_changed(got, may_be_older=self.command.loses_tokens)
         return first_difference(plain, got)
 
-    def _tell_difference(self, plain: Digests, different: Difference) -> int:
-        """Run the plain command again: where that differs, too, faults are not the reason."""
+    def _tell_difference(self, plain: Digests, different: Difference, exactness: str) -> int:
+        """Print a difference; with `bitwise`, run the plain command again, which may differ without any fault."""
         print(f"different: {different}")
+        if exactness == STATE:  # plain runs may differ
+            print(f"the rank had another one before; logs and events: {self.folder}")
+            return DIFFERENT
         # only now: a third full run is the price of a verdict that an exact recovery does not need
         own = first_difference(plain, self._digests("plain-again", Faults(), is_plain=True))
         if own:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.promise import read_exactness
+from launcher.promise import exactness_of
 from moe_ckpt.elastic.live_workers import read_world_size
 from moe_ckpt.events import Event, Rejoined, StateDigest, StateResumed, TensorDigests, WorkerStarted, read_events
 from moe_ckpt.exactness import BITWISE
@@ -14,21 +14,21 @@ from moe_ckpt.exactness import BITWISE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Return:
-    """A rank has come back to an iteration after which it had logged its state before.
+    """A rank has come back to an iteration after which the rank had logged its state before.
 
-    `before` has the digests that each tensor had after the iterations up to this one, the newest last.
+    `before` has the digests of tensors after the iterations up to this one, the newest last.
     """
 
     iteration: int
     rank: int
     tensors: Mapping[str, str]
-    before: Mapping[str, list[str]]
+    before: Sequence[Mapping[str, str]]
 
     def changed(self, *, may_be_older: bool) -> str | None:
         """Return the first tensor that is not as it was; `may_be_older`: as it was after any of the iterations."""
+        known = self.before if may_be_older else self.before[-1:]
         for name, digest in self.tensors.items():
-            known = self.before.get(name, [])
-            if digest not in (known if may_be_older else known[-1:]):
+            if all(digest != each.get(name) for each in known):
                 return name
         return None
 
@@ -62,9 +62,12 @@ class Difference:
 
 def read_digests(run: Path) -> Digests:
     """Return the digests in a run's event files. Raises FileNotFoundError where there is no run."""
-    found = Digests(num_ranks=read_world_size(run), exactness=read_exactness(run) or BITWISE)
-    for rank in range(found.num_ranks):
-        events = [logged.event for logged in read_events(run / "events" / f"rank{rank:04d}.jsonl")]
+    logs = [
+        [logged.event for logged in read_events(run / "events" / f"rank{rank:04d}.jsonl")]
+        for rank in range(read_world_size(run))
+    ]
+    found = Digests(num_ranks=len(logs), exactness=exactness_of(logs[0]) or BITWISE)
+    for rank, events in enumerate(logs):
         found.returns.extend(_returns(rank, events))
         for event in events:
             if isinstance(event, StateDigest):
@@ -90,12 +93,9 @@ def _returns(rank: int, events: Iterable[Event]) -> Iterable[Return]:
         elif isinstance(event, TensorDigests):
             if is_new:  # nothing was loaded: training has begun anew
                 history, is_new = [], False
-            if history and back is not None and event.iteration == back == history[-1].iteration:
-                before: dict[str, list[str]] = {}
-                for each in history:
-                    for name, digest in each.digests.items():
-                        before.setdefault(name, []).append(digest)
-                yield Return(iteration=back, rank=rank, tensors=event.digests, before=before)
+            if history and event.iteration == back == history[-1].iteration:
+                before = [each.digests for each in history]
+                yield Return(iteration=event.iteration, rank=rank, tensors=event.digests, before=before)
                 history.pop()
             back = None
             history.append(event)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from launcher.promise import exactness_of
 from launcher.report.facts import Facts
 from launcher.report.parts import OF_FAULTS, RECOVERY, PagePart
-from moe_ckpt.events import ModelBuilt, WorkerStarted
+from moe_ckpt.events import WorkerStarted
 
 MIB = 1 << 20
 _BECAME = {
@@ -45,7 +46,7 @@ def headline(facts: Facts) -> str:
     lost_s = facts.mean_us(*OF_FAULTS) / 1e6
     if facts.episodes:
         faults = "1 recovery" if len(facts.episodes) == 1 else f"{len(facts.episodes):,} recoveries"
-        promise = _exactness(facts)
+        promise = exactness_of(noted.event for rank in facts.run.ranks for noted in rank.events)
         kept = f" (run.exactness={promise})" if promise else ""
         said.append(f"{faults} cost {duration(lost_s)}, with what had to be computed again{kept}.")
     else:
@@ -112,11 +113,6 @@ def _launch_s(facts: Facts) -> float | None:
         noted.event for rank in facts.run.ranks for noted in rank.events if isinstance(noted.event, WorkerStarted)
     ]
     return max((event.launch_s for event in started if event.launch_s is not None), default=None)
-
-
-def _exactness(facts: Facts) -> str | None:
-    built = [noted.event for rank in facts.run.ranks for noted in rank.events if isinstance(noted.event, ModelBuilt)]
-    return built[-1].exactness if built else None
 
 
 def _tokens_lost(facts: Facts) -> float | None:

@@ -1,4 +1,4 @@
-"""The check that the functions of a training loop are as an attachment expects, and the mark that it is attached.
+"""A training loop as an attachment expects it: what to install, the check of its functions, the mark of an attachment.
 
 Functions of these loops call each other as module globals, so an attribute of a module is a seam. A seam that moved
 would leave a run that looks protected and is not (Megatron-Bridge issue 6086): it is an error by name before training.
