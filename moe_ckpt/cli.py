@@ -17,7 +17,8 @@ _PACKAGE = Path(__file__).resolve().parent
 COMMANDS = {
     "train": "train a model: moe-ckpt train --nproc-per-node=4 +ckpt=moevement [OVERRIDES]",
     "run": "train with a script of your own: moe-ckpt run --nproc-per-node=4 [OPTIONS] -- SCRIPT ARGUMENTS",
-    "check": "run a training command with and without faults, and compare: moe-ckpt check -- COMMAND",
+    "prove": "run a training command with and without faults, and compare: moe-ckpt prove -- COMMAND",
+    "check": "another name of prove",
     "demo": "train on 4 local processes, kill two of them, compare the results",
     "inject": "kill or stop ranks of a running job",
     "status": "what the ranks of a run are doing",
@@ -29,6 +30,7 @@ COMMANDS = {
     "profile": "this machine's constants for the simulator, from runs",
 }
 _MODULES = {
+    "check": "launcher.prove",
     "door": "moe_ckpt.door_file",
     "train": "launcher.start_train",
     "run": "moe_ckpt.start_run",

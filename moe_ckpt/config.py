@@ -550,7 +550,7 @@ class RunFolderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckConfig:
-    """The part of a run that another run is compared with: the settings `run.*` that `moe-ckpt check` sets.
+    """The part of a run that another run is compared with: the settings `run.*` that `moe-ckpt prove` sets.
 
     `digest_every_iters`: iterations between digests of the state in the event files, 0: none; `digest_tensors`: with a
     digest of each tensor; `leave_out`: the ingredient that recoveries of a control run lack.

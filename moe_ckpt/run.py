@@ -79,7 +79,10 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
             from moe_ckpt.megatron.determinism import make_deterministic  # noqa: PLC0415
 
             make_deterministic()  # it is compared with attached runs, bit for bit
-        loop.observe(settings)
+        if settings.job.checks.digest_every_iters:
+            from moe_ckpt.integrations.loop_plain import PlainRun  # noqa: PLC0415
+
+            loop.watch(PlainRun(settings))
         return run_program(settings.command)
     wanted = "another policy: Megatron-LM's own --save and --load write whole states"
     require(settings.job.ckpt.in_memory is not None, "--ckpt", settings.job.ckpt.policy, wanted)

@@ -35,10 +35,13 @@ WITH_VALUE = (
     "numa-binding",
     "signals-to-handle",
     "shutdown-timeout",
+    "log-line-prefix-template",
 )
 FLAGS = ("standalone", "virtual-local-rank")
 OF_PROGRAMS = ("help", "module", "no-python", "run-path")
 """Options that choose what torchrun starts, which the command itself does."""
+OF_SHELLS = ("print-completion",)
+"""Options with a value with which torchrun starts nothing."""
 _SHORT = {"redirects": "-r", "tee": "-t"}
 
 

@@ -17,6 +17,7 @@ plain `pytest` runs. `wheel`: the wheel without extras, and the README's first c
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -166,7 +167,10 @@ def run_tests(environment: Environment, tests: str, arguments: Sequence[str]) ->
     report = environment.checkout.parent / "report.xml"
     report.unlink(missing_ok=True)
     command = [str(environment.python), "-m", "pytest", f"--junitxml={report}", *SELECTIONS[tests], *arguments]
-    status = subprocess.run(command, cwd=environment.checkout, check=False).returncode
+    # as in an activated environment, whose `python` the scripts take
+    path = f"{environment.python.parent}{os.pathsep}{os.environ['PATH']}"
+    variables = os.environ | {"PATH": path}
+    status = subprocess.run(command, cwd=environment.checkout, check=False, env=variables).returncode
     require_whole_run(status)
     return counts_of(report.read_text())
 

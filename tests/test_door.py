@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.check.__main__ import EXACT
-from launcher.check.__main__ import main as check
+from launcher.prove.__main__ import main as prove
+from launcher.prove.runs import EXACT
 from moe_ckpt.door import attached_command, split_command, unprotected_loop
 from moe_ckpt.door_file import NAME, change_file, main
 from moe_ckpt.errors import ConfigError
@@ -162,5 +162,5 @@ def test_a_job_with_the_variable_alone_is_exact_under_kills(
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))
     monkeypatch.setenv("MOE_CKPT", "moevement --set window=2 --set runtime.heartbeat_s=30")
     torchrun = (python, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
-    status = check(["-o", str(tmp_path / "out"), "--", *torchrun, str(EXAMPLE), *ARGUMENTS, "--train-iters", "12"])
+    status = prove(["-o", str(tmp_path / "out"), "--", *torchrun, str(EXAMPLE), *ARGUMENTS, "--train-iters", "12"])
     assert (status, capsys.readouterr().err) == (EXACT, "")

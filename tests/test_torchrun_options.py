@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 from launcher.start_train import train_command
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.start_run import run_command
-from moe_ckpt.torchrun_options import FLAGS, OF_PROGRAMS, WITH_VALUE
+from moe_ckpt.torchrun_options import FLAGS, OF_PROGRAMS, OF_SHELLS, WITH_VALUE
 from scripts.write_configuration import ROOT
 
 TRAIN = str(ROOT / "launcher" / "train.py")
@@ -30,7 +30,7 @@ def test_the_table_has_all_options_of_torchrun() -> None:
     usage = get_args_parser().format_usage().replace("\n", " ")
     with_value = set(re.findall(r"\[--([\w-]+) [A-Z{]", usage)) | {"redirects", "tee"}  # shown as -r and -t
     flags = set(re.findall(r"\[--([\w-]+)\]", usage))
-    assert with_value <= set(WITH_VALUE)
+    assert with_value <= {*WITH_VALUE, *OF_SHELLS}
     assert flags <= {*FLAGS, *OF_PROGRAMS}
     assert not set(WITH_VALUE) & {*FLAGS, *OF_PROGRAMS}
 

@@ -1,99 +1,168 @@
-"""Digests of a training loop that is not ours, in a run without an attachment: an attached run is compared with them.
+"""Digests of a training loop that is not ours, in a run without an attachment.
 
-Owns: the events and result.json of such a run. Must not: change the run, or communicate before the last iteration.
+An attached run is compared with them (`PlainRun`), and another run of the same command
+(`ProvenRun`, for `moe-ckpt prove`). Must not: change the run, except in a control, or
+communicate before the last iteration.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from moe_ckpt.elastic.torchrun import read_launch
-from moe_ckpt.megatron.checks import StateChecks, job_digest
+from moe_ckpt.megatron.checks import StateChecks, forget_first_moments, job_digest
 from moe_ckpt.megatron.determinism import make_deterministic
-from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.megatron.state import TrainingState, named_state
+from moe_ckpt.observation import Order
+from moe_ckpt.observe import Observer, make_observer
 from moe_ckpt.run_folder import open_run_folder
 from moe_ckpt.run_settings import RunSettings
 
 
-def observe(training: Any, stepping: Any, iteration_of: Callable[..., int], settings: RunSettings) -> None:
-    """Let the loop of this process log a digest every `run.digest_every_iters` iterations, unless this is 0.
+class Watch(Protocol):
+    """What happens beside the iterations of a loop."""
+
+    def begin(self, state: TrainingState) -> None:
+        """Training begins, with the state as it was built or loaded."""
+        ...
+
+    def iteration_begins(self, iteration: int) -> None:
+        """An iteration begins, counted from 1."""
+        ...
+
+    def iteration_ends(self, iteration: int) -> None:
+        """The state is that after the iteration."""
+        ...
+
+    def finish(self) -> None:
+        """All iterations are done."""
+        ...
+
+
+def watch_loop(training: Any, stepping: Any, iteration_of: Callable[..., int], watch: Watch) -> None:
+    """Let the loop of this process, in functions, report to a watch.
 
     Args:
         training: The module that calls `train`.
         stepping: The module that calls `train_step`.
-        iteration_of: Returns the number of an iteration, counted from 1, given the arguments of `train_step`.
-        settings: The settings of the run.
+        iteration_of: Returns the number of an iteration, counted from 1, given the
+            arguments of `train_step`.
+        watch: What happens beside the iterations.
     """
 
     def state_of(_: Any, model: Any, optimizer: Any, scheduler: Any, *__: Any, **___: Any) -> TrainingState:
         return TrainingState(model=model, optimizer=optimizer, scheduler=scheduler)
 
-    _observe(training, stepping, state_of, iteration_of, settings)
+    _watch(training, stepping, state_of, iteration_of, watch)
 
 
-def observe_trainer(base: Any, settings: RunSettings) -> None:
-    """Let ms-swift's trainers, of the class `base`, log digests as `observe` does."""
+def watch_trainer(base: Any, watch: Watch) -> None:
+    """Let ms-swift's trainers, of the class `base`, report to a watch."""
 
     def state_of(trainer: Any, *_: Any) -> TrainingState:
         scheduler = trainer.opt_param_scheduler
         return TrainingState(model=trainer.wrapped_models, optimizer=trainer.optimizer, scheduler=scheduler)
 
-    _observe(base, base, state_of, lambda trainer, _: trainer.state.iteration + 1, settings)
+    _watch(base, base, state_of, lambda trainer, _: trainer.state.iteration + 1, watch)
 
 
-def _observe(
+def _watch(
     training: Any,
     stepping: Any,
     state_of: Callable[..., TrainingState],
     iteration_of: Callable[..., int],
-    settings: RunSettings,
+    watch: Watch,
 ) -> None:
-    if not settings.job.checks.digest_every_iters:
-        return
     train, train_step = training.train, stepping.train_step
-    plain = _PlainRun(settings)
 
-    def observed_step(*arguments: Any, **options: Any) -> Any:
+    def watched_step(*arguments: Any, **options: Any) -> Any:
         iteration = iteration_of(*arguments, **options)
+        watch.iteration_begins(iteration)
         outcome = train_step(*arguments, **options)
-        plain.checks.log_where_due(iteration)
+        watch.iteration_ends(iteration)
         return outcome
 
-    def observed(*arguments: Any, **options: Any) -> Any:
-        state = state_of(*arguments, **options)
-        plain.begin(state)
+    def watched(*arguments: Any, **options: Any) -> Any:
+        watch.begin(state_of(*arguments, **options))
         outcome = train(*arguments, **options)
-        plain.finish(state)
+        watch.finish()
         return outcome
 
-    training.train, stepping.train_step = observed, observed_step
+    training.train, stepping.train_step = watched, watched_step
 
 
-class _PlainRun:
-    """The digests and the result of one rank."""
+class PlainRun:
+    """The digests and result.json of one rank, in a run folder as that of an attached run.
 
-    checks: StateChecks
+    Args:
+        settings: The settings of the run.
+    """
+
+    _checks: StateChecks
+    _state: TrainingState
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._launch = read_launch()
 
     def begin(self, state: TrainingState) -> None:
-        """Open the run folder and the log of events: training begins."""
+        """Open the run folder and the log of events. Collective."""
         config: Any = state.model[0].config
         if torch.cuda.is_available() and config.deterministic_mode:
             make_deterministic()  # as in the attached run, which is compared with this one bit for bit
         self._folder = open_run_folder(self._settings.job.folder, self._launch)
         events = self._folder.open_events(self._launch.global_rank)
-        self.checks = StateChecks(self._settings.job.checks, state, events)
+        self._state = state
+        self._checks = StateChecks(self._settings.job.checks, state, events)
 
-    def finish(self, state: TrainingState) -> None:
+    def iteration_begins(self, iteration: int) -> None:
+        """Do nothing."""
+
+    def iteration_ends(self, iteration: int) -> None:
+        """Log a digest every `run.digest_every_iters` iterations."""
+        self._checks.log_where_due(iteration)
+
+    def finish(self) -> None:
         """Write result.json. Collective."""
-        digest, digests = job_digest(state)
+        digest, digests = job_digest(self._state)
         if self._launch.global_rank == 0:
             wall_s = round(time.time() - self._folder.clock_origin_unix_s, 3)
             self._folder.write_result({"wall_s": wall_s, "digest": digest, "digest_per_rank": digests})
+
+
+class ProvenRun:
+    """The digests of one rank in a run of `moe-ckpt prove`.
+
+    Args:
+        order: What the ranks do beside training.
+    """
+
+    _state: TrainingState
+    _observer: Observer
+    _has_begun = False
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+
+    def begin(self, state: TrainingState) -> None:
+        """Open the log."""
+        self._state = state
+        self._observer = make_observer(self._order)
+
+    def iteration_begins(self, iteration: int) -> None:
+        """Log the state with which training begins."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._observer.log_loaded(iteration - 1, named_state(self._state))
+
+    def iteration_ends(self, iteration: int) -> None:
+        """Log the state after an iteration; then die or spoil it, if ordered."""
+        state = self._state
+        self._observer.log(iteration, named_state(state), lambda: forget_first_moments(state))
+
+    def finish(self) -> None:
+        """Do nothing."""

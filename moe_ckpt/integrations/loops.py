@@ -16,6 +16,7 @@ from moe_ckpt.integrations.megatron_lm_seams import import_training
 from moe_ckpt.integrations.ms_swift_seams import import_swift
 
 if TYPE_CHECKING:
+    from moe_ckpt.integrations.loop_plain import Watch
     from moe_ckpt.loop import JoinedWorker
     from moe_ckpt.run_elastic import Worker
     from moe_ckpt.run_settings import RunSettings
@@ -46,8 +47,8 @@ class Loop(ABC):
         """Let the loop start without a GPU, where there is none; return whether there is none."""
 
     @abstractmethod
-    def observe(self, settings: RunSettings) -> None:
-        """Let a run without an attachment log its digests."""
+    def watch(self, watch: Watch) -> None:
+        """Let the loop, without an attachment, report to a watch."""
 
 
 class MegatronLm(Loop):
@@ -60,10 +61,13 @@ class MegatronLm(Loop):
 
         return loop_cpu.enable(self._modules, importlib.import_module("megatron.core.datasets.utils"))
 
-    def observe(self, settings: RunSettings) -> None:
+    def watch(self, watch: Watch) -> None:
         from moe_ckpt.integrations import loop_plain  # noqa: PLC0415
 
-        loop_plain.observe(self._modules, self._modules, lambda *_, iteration, **__: iteration + 1, settings)
+        def iteration_of(*_: Any, iteration: int, **__: Any) -> int:
+            return iteration + 1
+
+        loop_plain.watch_loop(self._modules, self._modules, iteration_of, watch)
 
 
 class MegatronBridge(Loop):
@@ -76,14 +80,14 @@ class MegatronBridge(Loop):
 
         return loop_cpu.enable(self._modules.setup, importlib.import_module("megatron.bridge.training.initialize"))
 
-    def observe(self, settings: RunSettings) -> None:
+    def watch(self, watch: Watch) -> None:
         from moe_ckpt.integrations import loop_plain  # noqa: PLC0415
 
         def iteration_of(*arguments: Any) -> int:
             # `global_state`, by its place in `megatron_bridge_seams._STEP`
             return arguments[5].train_state.step + 1
 
-        loop_plain.observe(self._modules.pretrain, self._modules.train, iteration_of, settings)
+        loop_plain.watch_loop(self._modules.pretrain, self._modules.train, iteration_of, watch)
 
 
 class MsSwift(Loop):
@@ -96,10 +100,10 @@ class MsSwift(Loop):
 
         return cpu_stand_in.enable()
 
-    def observe(self, settings: RunSettings) -> None:
+    def watch(self, watch: Watch) -> None:
         from moe_ckpt.integrations import loop_plain  # noqa: PLC0415
 
-        loop_plain.observe_trainer(self._modules.BaseMegatronTrainer, settings)
+        loop_plain.watch_trainer(self._modules.BaseMegatronTrainer, watch)
 
 
 LOOPS: Mapping[str, Callable[[], Loop]] = {  # each raises ConfigError where a loop is missing, or its seams have moved

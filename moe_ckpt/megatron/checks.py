@@ -1,4 +1,4 @@
-"""The part of a run that `moe-ckpt check` compares: digests of the state as training goes on, and a broken recovery.
+"""The part of an attached run that `moe-ckpt prove` compares: digests of the state as training goes on, and a broken recovery.
 
 Owns: the iterations after which a rank logs digests, and the ingredient that a control run leaves out. Must not: change
 a state in any other run.
@@ -29,7 +29,7 @@ class StateChecks:
         """The state after `done` iterations is there, for the first time or again after a recovery."""
         if is_replacement and self._leaves_out:
             self._leaves_out = False
-            _forget_first_moments(self._state)
+            forget_first_moments(self._state)
         self.log_where_due(done)
 
     def log_where_due(self, done: int) -> None:
@@ -52,8 +52,8 @@ def job_digest(state: TrainingState) -> tuple[str, list[str]]:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest(), digests
 
 
-def _forget_first_moments(state: TrainingState) -> None:
-    """Leave out one ingredient of a recovery: the state goes on, and is another one from here on."""
+def forget_first_moments(state: TrainingState) -> None:
+    """Set Adam's first moments to zero, as a recovery or a resume without them would."""
     for optimizer in state.inner_optimizers:
         for name, tensor in named_tensors(optimizer):
             if name.endswith(EXP_AVG):

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.errors import CheckpointLoadError
@@ -89,13 +89,14 @@ def reseed(run_seed: int, iteration: int) -> None:
 def _require_same_padding(here: Mapping[str, Any], directory: str) -> None:
     """Refuse a padding that Megatron would change: rows that pad a vocabulary take part in every loss."""
     padded = [entry for entry in nested_values(cast("Any", here)) if getattr(entry, "allow_shape_mismatch", False)]
-    saved = load_tensors_metadata(directory) if padded else {}
+    # torch's reader: megatron-core's load_tensors_metadata (0.16 to 0.19) fails with torch 2.15
+    saved = FileSystemReader(directory).read_metadata().state_dict_metadata if padded else {}
     for entry in padded:
-        if entry.key in saved and saved[entry.key].global_shape != entry.global_shape:
+        about = saved.get(entry.key)
+        if isinstance(about, TensorStorageMetadata) and tuple(about.size) != entry.global_shape:
             raise CheckpointLoadError(
-                f"{directory}: {entry.key} got {cast('ShardedTensor', saved[entry.key]).global_shape[0]} rows, wanted "
-                f"{entry.global_shape[0]}: parallel.tp pads the vocabulary to another size; set model.vocab_size to a "
-                "multiple of both when a run begins"
+                f"{directory}: {entry.key} got {about.size[0]} rows, wanted {entry.global_shape[0]}: parallel.tp pads "
+                "the vocabulary to another size; set model.vocab_size to a multiple of both when a run begins"
             )
 
 

@@ -7,7 +7,6 @@ write files or communicate, except through Megatron's own gathering of a sharded
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from moe_ckpt.digests import digests_by_name, whole_digest
 from moe_ckpt.megatron import fp8_linear, optimizer_state
 from moe_ckpt.megatron.buffers import buffers_by_name, named_buffers, restore_buffers_by_name
 from moe_ckpt.megatron.chunk_batches import ChunkBatches, under
@@ -93,26 +93,12 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
 
 def digest_of(state: TrainingState) -> str:
     """Return a SHA-256, in hex, over names, types, shapes and bytes of this rank's whole state."""
-    total = hashlib.sha256()
-    for name, tensor in named_state(state):
-        _add_to(total, name, tensor)
-    return total.hexdigest()
+    return whole_digest(named_state(state))
 
 
 def tensor_digests(state: TrainingState) -> dict[str, str]:
     """Return the start of a SHA-256, in hex, of each tensor of this rank's whole state, by its name."""
-    found: dict[str, str] = {}
-    for name, tensor in named_state(state):
-        alone = hashlib.sha256()
-        _add_to(alone, name, tensor)
-        found[name] = alone.hexdigest()[:16]
-    return found
-
-
-def _add_to(hashed: Any, name: str, tensor: torch.Tensor) -> None:
-    hashed.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-    # bytes, as NumPy has no bfloat16 and no FP8; flat, as torch views no tensor without dimensions in another type
-    hashed.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digests_by_name(named_state(state))
 
 
 def allocate_optimizer_state(state: TrainingState) -> None:

@@ -131,7 +131,7 @@ attached() {
     export NCCL_ALGO=Ring NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 CUDA_DEVICE_MAX_CONNECTIONS=1
     mkdir -p "$work/megatron_lm"
     "$python" -m zipfile -e .gpu/lm/*.whl "$work/megatron_lm"
-    step attached 100 3 env PYTHONPATH="$work/megatron_lm:$PYTHONPATH" "$python" -m launcher.check -- \
+    step attached 100 3 env PYTHONPATH="$work/megatron_lm:$PYTHONPATH" "$python" -m launcher.prove -- \
         "$python" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=1 \
         -m moe_ckpt.run --ckpt moevement --set window=2 -- examples/megatron_lm.py \
         --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 \

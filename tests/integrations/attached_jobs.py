@@ -22,6 +22,8 @@ from typing import TypeVar
 from moe_ckpt.agent import die_with_parent
 from moe_ckpt.events import StateDigest, WorkerStarted, read_events
 from moe_ckpt.faults.schedule import Kill
+from moe_ckpt.observation import Order
+from moe_ckpt.observed_start import enter
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
 from tests.elastic.processes import Watch
 from tests.integrations import bridge_stubs, swift_stubs
@@ -44,7 +46,8 @@ ARGUMENTS = (
 class Job:
     """One job: its name, options of moe_ckpt.run, kills, and what replaces or follows the example's arguments.
 
-    `is_noisy`: no pass of the model repeats itself.
+    `is_noisy`: no pass of the model repeats itself. `is_observed`: as in a run of
+    `moe-ckpt prove`, whose digests are in the folder `observed` beside the run folder.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Job:
     arguments: tuple[str, ...] = ()
     script: str = str(EXAMPLE)
     is_noisy: bool = False
+    is_observed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +167,9 @@ def _supervise(job: Job, run: Path, memory: str) -> int:
         from tests.noise import add_noise  # noqa: PLC0415
 
         add_noise()
+    if job.is_observed:
+        os.environ |= Order(run=str(run.with_name("observed"))).environment()
+        enter(str(run / "sitecustomize.py"))
     settings = (f"run.dir={run}", f"runtime.shared_memory={memory}", "run.digest_every_iters=1")
     options = [word for setting in settings for word in ("--set", setting)]
     return run_main([*options, *job.options, "--", job.script, *ARGUMENTS, *job.arguments])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.check.compare import first_changed, read_digests
+from launcher.prove.compare import first_changed, read_digests
 from moe_ckpt.faults.schedule import Kill
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
 from tests.integrations.attached_jobs import BRIDGE, EXAMPLE, SWIFT, Job, run_jobs

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.check.compare import first_changed, read_digests
+from launcher.prove.compare import first_changed, read_digests
 from moe_ckpt.events import TokensLost
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, all_go_back, survive

@@ -19,7 +19,6 @@ from launcher.overrides import make_parser, parse
 from launcher.start_train import parse_train
 from moe_ckpt.config import require, wants_supervisor
 from moe_ckpt.door import VARIABLE, attached_command
-from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.run_settings import parse_options, parse_run, run_words
 from moe_ckpt.start_run import parse_start
@@ -120,10 +119,15 @@ class LauncherCommand:
         return [*self.start, *kept, *settings, *losing]
 
 
-def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand:
-    """Return the command that these words are; `variable` is the value of MOE_CKPT.
+def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand | None:
+    """Return the command with an attachment that these words are, or None.
 
-    Raises ConfigError for a command that a check cannot run.
+    Args:
+        words: The words of the command.
+        variable: The value of MOE_CKPT.
+
+    Raises:
+        ConfigError: The attachment has no policy that recovers, or wrong settings.
     """
     if variable and words:
         attached = _attached((), attached_command(variable, ["python", "SCRIPT"])[2:])
@@ -142,8 +146,7 @@ def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand:
         if Path(word).parts[-2:] == ("launcher", "train.py"):
             options = parse(make_parser("launcher/train.py", ""), words[at + 1 :])
             return _launched(words[: at + 1], options.overrides)
-    wanted = "one with `-m moe_ckpt.run`, launcher/train.py, `moe-ckpt run`, `moe-ckpt train` or MOE_CKPT"
-    raise ConfigError(f"COMMAND: got {' '.join(words) or 'nothing'!r}, wanted {wanted}")
+    return None
 
 
 def _attached(start: Sequence[str], words: Sequence[str]) -> AttachedCommand:

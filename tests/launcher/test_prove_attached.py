@@ -1,4 +1,4 @@
-"""`moe-ckpt check`: the commands that it runs, the differences that it finds, and its verdicts."""
+"""`moe-ckpt prove` of commands with an attachment: what it runs, the differences that it finds, and its verdicts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.check.__main__ import DIFFERENT, EXACT, NOT_CHECKED, Check, main, plan_faults
-from launcher.check.commands import MOMENTS, Variation, parse_command
-from launcher.check.compare import Digests, first_changed, first_difference, read_digests
+from launcher.prove.__main__ import main
+from launcher.prove.attached import AttachedProof, plan_faults
+from launcher.prove.commands import MOMENTS, CheckedCommand, Variation, parse_command
+from launcher.prove.compare import Digests, first_changed, first_difference, read_digests
+from launcher.prove.runs import DIFFERENT, EXACT, NOT_PROVEN
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import EventLog, ModelBuilt, Rejoined, StateDigest, StateResumed, TensorDigests, WorkerStarted
 from moe_ckpt.exactness import STATE
@@ -31,9 +33,20 @@ ATTACHED = ("torchrun", "--nproc-per-node=2", "-m", "moe_ckpt.run")
 SETTINGS = ["run.dir=there", "run.digest_every_iters=1", "run.digest_tensors=true"]
 
 
+def parsed(words: Sequence[str], variable: str = "") -> CheckedCommand:
+    """Return a command with an attachment."""
+    command = parse_command(words, variable)
+    assert command is not None
+    return command
+
+
+def test_a_command_without_an_attachment_is_none_of_these() -> None:
+    assert parse_command(["torchrun", "pretrain_gpt.py"]) is None
+
+
 @pytest.mark.parametrize("start", [LAUNCHED, ("moe-ckpt", "train", "--nproc-per-node=2")])
 def test_the_launcher_gets_overrides_and_no_faults_of_its_own(start: tuple[str, ...]) -> None:
-    command = parse_command(
+    command = parsed(
         [*start, "+ckpt=moevement", "ckpt.window=2", "runtime.guard=true", "fault=none", "train.iterations=12"]
     )
     assert command.loses_state
@@ -52,7 +65,7 @@ def test_the_launcher_gets_overrides_and_no_faults_of_its_own(start: tuple[str, 
 
 @pytest.mark.parametrize("start", [ATTACHED, ("moe-ckpt", "run", "--nproc-per-node=2")])
 def test_an_attached_run_gets_options_before_its_script(start: tuple[str, ...]) -> None:
-    command = parse_command([*start, "--ckpt", "gemini", "--set", "every_iters=2", "train.py", "--set", "x"])
+    command = parsed([*start, "--ckpt", "gemini", "--set", "every_iters=2", "train.py", "--set", "x"])
     ours = [f"--set={setting}" for setting in (*SETTINGS, "run.leave_out=nothing")]
     own = ("--ckpt=gemini", "--set=every_iters=2")
     assert not command.loses_state
@@ -65,7 +78,7 @@ def test_an_attached_run_gets_options_before_its_script(start: tuple[str, ...]) 
 
 def test_the_variable_gets_the_options_of_each_run() -> None:
     words = ["torchrun", "train.py", "--x"]
-    command = parse_command(words, "moevement --set window=2")
+    command = parsed(words, "moevement --set window=2")
     ours = " ".join(f"--set={setting}" for setting in (*SETTINGS, "run.leave_out=nothing"))
     value = f"MOE_CKPT=--ckpt=moevement --set=window=2 {ours} --plain"
     assert command.loses_state
@@ -75,18 +88,16 @@ def test_the_variable_gets_the_options_of_each_run() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "COMMAND: got 'nothing', wanted one with `-m moe_ckpt.run`, launcher/train.py"),
-        (["torchrun", "pretrain_gpt.py"], "COMMAND: got 'torchrun pretrain_gpt.py', wanted one with"),
         ([*ATTACHED, "--ckpt", "none", "--", "x.py"], "COMMAND: policy: got 'none', wanted one that recovers"),
         ([*ATTACHED, "--"], "SCRIPT: got 'nothing', wanted the program that trains"),
         ([*LAUNCHED, "ckpt=none"], "COMMAND: policy: got 'none', wanted one whose supervisors replace"),
         ([*LAUNCHED, "ckpt=genimi"], "In 'config': Could not find 'ckpt/genimi'"),
     ],
 )
-def test_a_command_that_cannot_be_checked_is_one_error(
+def test_a_command_that_cannot_be_proven_is_one_error(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--", *words]) == NOT_CHECKED
+    assert main(["--", *words]) == NOT_PROVEN
     out = capsys.readouterr()
     assert out.err.startswith(f"error: {message}")
     assert "Traceback" not in out.err
@@ -186,8 +197,8 @@ BACK, LACKING = [(1, A), (2, B), (2, B)], [(1, A), (2, B), (2, A)]
     ("faulty", "control", "status", "last"),
     [
         (BACK, LACKING, EXACT, "exact: all 1 digests under faults are those that the ranks had"),
-        (BACK, BACK, NOT_CHECKED, "not checked: a recovery without Adam's first moments had digests that were those"),
-        (BACK[:2], LACKING, NOT_CHECKED, "not checked: no rank came back to an iteration whose digests it had logged"),
+        (BACK, BACK, NOT_PROVEN, "not proven: a recovery without Adam's first moments had digests that were those"),
+        (BACK[:2], LACKING, NOT_PROVEN, "not proven: no rank came back to an iteration whose digests it had logged"),
         (LACKING, LACKING, DIFFERENT, "the rank had another one before; logs and events: "),
     ],
 )
@@ -206,7 +217,7 @@ def test_the_promise_of_states_has_a_verdict_of_its_own(
     def execute(command: Sequence[str], run: Path, kills: Sequence[Kill]) -> None:
         write_returns(run, *runs[command[0]], *(rest if command[0] != "plain" else []))
 
-    assert Check(Command(), tmp_path, execute).run() == status
+    assert AttachedProof(Command(), tmp_path, execute).run() == status
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
@@ -247,7 +258,7 @@ def test_a_digest_of_a_later_incarnation_counts_and_a_missing_one_too(tmp_path: 
     plain = read_digests(tmp_path / "plain")
     write_run(tmp_path / "short", {}, num_iters=7)
     missing = first_difference(plain, read_digests(tmp_path / "short"))
-    assert str(missing) == "after iteration 8, rank 0: no digest in the run under faults"
+    assert str(missing) == "after iteration 8, rank 0: no digest in the compared run"
     write_run(tmp_path / "mended", {(3, 1): "x"})
     again = EventLog(tmp_path / "mended" / "events" / "rank0001.jsonl", global_rank=1, clock_origin_unix_s=0.0)
     again.append(StateDigest(iteration=3, digest="w"))
@@ -281,13 +292,13 @@ OTHER = {(5, 1): "x"}
         ({"control": OTHER}, EXACT, "exact: all 16 digests under faults are those of the plain run; the control's are"),
         (
             {},
-            NOT_CHECKED,
-            "not checked: a recovery without Adam's first moments had digests that were those of the plain run, too",
+            NOT_PROVEN,
+            "not proven: a recovery without Adam's first moments had digests that were those of the plain run, too",
         ),
         ({"faults": OTHER, "control": OTHER}, DIFFERENT, "two plain runs are equal, so the recovery is not exact; log"),
         (
             {"faults": OTHER, "plain-again": {(2, 0): "y"}},
-            NOT_CHECKED,
+            NOT_PROVEN,
             "the command is not deterministic: two plain runs differ after iteration 2, rank 0: weight",
         ),
     ],
@@ -295,7 +306,7 @@ OTHER = {(5, 1): "x"}
 def test_the_verdict_is_the_last_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], values: Mapping[str, Values], status: int, last: str
 ) -> None:
-    assert Check(Command(), tmp_path, leaving(values)).run() == status
+    assert AttachedProof(Command(), tmp_path, leaving(values)).run() == status
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith(last)
     assert len(lines) <= 5
@@ -304,7 +315,7 @@ def test_the_verdict_is_the_last_line(
 
 def test_a_run_that_is_too_short_for_faults_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^COMMAND: got 5 iterations, wanted at least 6"):
-        Check(Command(), tmp_path, leaving({}, num_iters=5)).run()
+        AttachedProof(Command(), tmp_path, leaving({}, num_iters=5)).run()
 
 
 def test_a_command_that_fails_is_an_error_with_its_last_line(
@@ -314,14 +325,14 @@ def test_a_command_that_fails_is_an_error_with_its_last_line(
     script.parent.mkdir()
     script.write_text("raise SystemExit('no device')\n")
     command = [sys.executable, str(script), "ckpt=gemini"]
-    assert main(["-o", str(tmp_path / "out"), "--", *command]) == NOT_CHECKED
+    assert main(["-o", str(tmp_path / "out"), "--", *command]) == NOT_PROVEN
     error = capsys.readouterr().err
     assert error.startswith("error: plain: ended with status 1; log: ")
     assert error.endswith("\nno device\n")
 
 
 @pytest.mark.full
-def test_a_run_of_the_launcher_is_checked(
+def test_a_run_of_the_launcher_is_proven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -333,7 +344,7 @@ def test_a_run_of_the_launcher_is_checked(
 
 @pytest.mark.full
 @pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
-def test_an_attached_run_is_checked(
+def test_an_attached_run_is_proven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

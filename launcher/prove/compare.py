@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.promise import exactness_of
@@ -42,10 +43,18 @@ class Digests:
     states: dict[tuple[int, int], set[str]] = field(default_factory=dict)
     tensors: dict[tuple[int, int], list[dict[str, str]]] = field(default_factory=dict)
     returns: list[Return] = field(default_factory=list)
+    loaded: dict[int, TensorDigests] = field(default_factory=dict)
+    """By rank: the state with which a rank that was started again went on; without tensors
+    where a script logs its state after iterations only."""
 
     @property
     def iterations(self) -> list[int]:
         return sorted({iteration for iteration, _ in self.states})
+
+    @property
+    def resumed_after(self) -> int:
+        """The iteration after which ranks that were started again went on; -1 if none did."""
+        return min((each.iteration for each in self.loaded.values()), default=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +78,47 @@ def read_digests(run: Path) -> Digests:
     found = Digests(num_ranks=len(logs), exactness=exactness_of(logs[0]) or BITWISE)
     for rank, events in enumerate(logs):
         found.returns.extend(_returns(rank, events))
+        if loaded := _loaded(events):
+            found.loaded[rank] = loaded
+        after: StateDigest | None = None
         for event in events:
             if isinstance(event, StateDigest):
                 # all, not the last: a wrong state that a later recovery has left would go unnoticed
                 found.states.setdefault((event.iteration, rank), set()).add(event.digest)
-            if isinstance(event, TensorDigests):
+                after = event
+            # else of a state that was loaded
+            elif isinstance(event, TensorDigests) and after and after.iteration == event.iteration:
                 found.tensors.setdefault((event.iteration, rank), []).append(event.digests)
+                after = None
     return found
+
+
+def without(digests: Digests, names: Collection[str]) -> Digests:
+    """Return digests as if states had no tensors of these names."""
+
+    def kept(tensors: Mapping[str, str]) -> dict[str, str]:
+        return {name: digest for name, digest in tensors.items() if name not in names}
+
+    tensors = {key: [kept(each) for each in logged] for key, logged in digests.tensors.items()}
+    return replace(
+        digests,
+        tensors=tensors,
+        states={key: {json.dumps(each) for each in logged} for key, logged in tensors.items()},
+        loaded={rank: replace(each, digests=kept(each.digests)) for rank, each in digests.loaded.items()},
+    )
+
+
+def _loaded(events: Iterable[Event]) -> TensorDigests | None:
+    """Return the digests with which a rank went on after it was started again."""
+    is_new = False
+    for event in events:
+        if isinstance(event, WorkerStarted):
+            is_new = event.incarnation > 0
+        elif is_new and isinstance(event, TensorDigests):
+            return event
+        elif is_new and isinstance(event, StateDigest):  # of its first iteration
+            return TensorDigests(iteration=event.iteration - 1, digests={})
+    return None
 
 
 def _returns(rank: int, events: Iterable[Event]) -> Iterable[Return]:
@@ -110,6 +153,29 @@ def first_changed(got: Digests, *, may_be_older: bool) -> Difference | None:
     return None
 
 
+def loaded_otherwise(first: Digests, resumed: Digests) -> list[Difference]:
+    """Return the tensors that ranks loaded in another state than the first run had, by rank."""
+    found = []
+    for rank, loaded in sorted(resumed.loaded.items()):
+        [before, *_] = first.tensors.get((loaded.iteration, rank), [{}])
+        found += [
+            Difference(iteration=loaded.iteration, rank=rank, tensor=name)
+            for name, digest in loaded.digests.items()
+            if before.get(name) != digest
+        ]
+    return found
+
+
+def names_that_differ(wanted: Digests, got: Digests) -> set[str]:
+    """Return the names of all tensors that differ after any iteration that both runs logged."""
+    names: set[str] = set()
+    for key in wanted.tensors.keys() & got.tensors.keys():
+        [first, *_] = wanted.tensors[key]
+        for other in got.tensors[key]:
+            names |= {name for name in {**first, **other} if first.get(name) != other.get(name)}
+    return names
+
+
 def first_difference(wanted: Digests, got: Digests) -> Difference | None:
     """Return the first place, by iteration and then by rank, at which a run lacks a digest or has another one."""
     for iteration, rank in sorted({*wanted.states, *got.states}):
@@ -120,7 +186,7 @@ def first_difference(wanted: Digests, got: Digests) -> Difference | None:
 
 
 def _first_tensor(wanted: Digests, got: Digests, iteration: int, rank: int) -> str:
-    for name, run in (("plain run", wanted), ("run under faults", got)):
+    for name, run in (("plain run", wanted), ("compared run", got)):
         if (iteration, rank) not in run.tensors:
             return f"no digest in the {name}"
     first, *others = [*wanted.tensors[iteration, rank], *got.tensors[iteration, rank]]

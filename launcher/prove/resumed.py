@@ -1,0 +1,200 @@
+"""The proof of a command without an attachment: it repeats itself, and its own resume is exact.
+
+first, second    from the same beginning: equal after each iteration, on each rank
+killed           a rank kills its process; the command is started again, unless its
+                 launcher does that, and goes on from its own checkpoint: equal, too
+control          the same, and the resumed ranks spoil their state after an
+                 iteration, which must be found
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.output_folder import log_of
+from launcher.prove.compare import (
+    Digests,
+    first_difference,
+    loaded_otherwise,
+    names_that_differ,
+    read_digests,
+    without,
+)
+from launcher.prove.runs import (
+    DIFFERENT,
+    EXACT,
+    NOT_PROVEN,
+    Ended,
+    RunFailedError,
+    require_length,
+)
+from moe_ckpt.config import require
+from moe_ckpt.observation import Order
+from moe_ckpt.observed_start import LINE, NAME
+
+PLACE = "{run}"
+"""The word, in a command, for a folder that each run has of its own."""
+
+Execute = Callable[[Sequence[str], Path, Mapping[str, str]], Ended]
+"""Runs a command to its end, given the file for its output and its environment."""
+
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True)
+class ResumeProof:
+    """The runs of one command.
+
+    Raises:
+        ConfigError: The command names no folder of each run's own.
+    """
+
+    command: Sequence[str]
+    """The words of the command, with `PLACE` where a word names such a folder."""
+
+    folder: Path
+    """The folder for all runs."""
+
+    execute: Execute
+    resumes: bool = True
+    """Whether the command's own resume is proven, too."""
+
+    ignored: Collection[str] = ()
+    """The names of tensors that are not compared."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.command), "COMMAND", "nothing", "the command that trains")
+        if self.resumes:
+            has_place = any(PLACE in word for word in self.command)
+            options = f"the folder of its checkpoints as {PLACE} (--save {PLACE} --load {PLACE})"
+            wanted = f"{options}, which each run has of its own, or --no-resume"
+            require(has_place, "COMMAND", " ".join(self.command), wanted)
+
+    def run(self) -> int:
+        """Run and compare; print a line for each run and one for the outcome.
+
+        Returns:
+            The exit status.
+
+        Raises:
+            ConfigError: The command has too few iterations.
+            RunFailedError: A run failed by itself, or has no digests.
+        """
+        first = self._digests("first")
+        different = first_difference(first, self._digests("second"))
+        if different:
+            print(f"different: two runs of the command, without a fault, differ {different}")
+            return DIFFERENT
+        if not self.resumes:
+            print(f"{self._exact}: two runs are equal, all {len(first.states)} digests")
+            return EXACT
+        return self._prove_resume(first)
+
+    def _prove_resume(self, first: Digests) -> int:
+        rank, iteration = first.num_ranks - 1, first.iterations[(len(first.iterations) - 1) // 2]
+        order = Order(run="", kill_rank=rank, kill_iteration=iteration)
+        killed = self._digests("killed", order)
+        if killed.resumed_after < first.iterations[0]:
+            wanted = f"a checkpoint of an iteration up to {iteration}"
+            print(f"not proven: the command began anew after the kill, wanted {wanted}")
+            return NOT_PROVEN
+        different = first_difference(first, killed)
+        if different:
+            more = _as_loaded(first, killed)
+            if names_that_differ(first, killed) == {different.tensor}:
+                more += "; no other tensor differs after any iteration"
+            print(f"different: the resumed run differs {different}{more}")
+            return DIFFERENT
+        control = self._digests("control", replace(order, leave_out=True))
+        if not first_difference(first, control):
+            print("not proven: a resumed state that was changed had the same digests, too")
+            return NOT_PROVEN
+        equal = "two runs are equal, and so is the resumed one"
+        print(f"{self._exact}: {equal}, all {len(first.states)} digests; the control's are not")
+        return EXACT
+
+    def _digests(self, name: str, order: Order | None = None) -> Digests:
+        """Run the command to its end, print a line, and return its digests.
+
+        Args:
+            name: The name of the run.
+            order: What its ranks do beside training, in no folder yet.
+        """
+        run = self.folder / name
+        order = replace(order or Order(run=""), run=str(run))
+        print(f"{name}:", end=" ", flush=True)
+        started_s = time.monotonic()
+        self._start(name, order)
+        try:
+            digests = self._compared(read_digests(run))
+        except FileNotFoundError as error:
+            loops = "the loop of Megatron-LM, Megatron-Bridge or ms-swift"
+            wanted = f"{loops}, or a script that calls moe_ckpt.observe.observe"
+            raise RunFailedError(
+                f"COMMAND: got no digests of its processes, wanted {wanted}; log: {log_of(run)}"
+            ) from error
+        if order.kill_rank is not None:
+            what = f"rank {order.kill_rank} killed after iteration {order.kill_iteration}"
+            print(f"{what}, resumed after iteration {digests.resumed_after}", end=" ")
+        seconds = time.monotonic() - started_s
+        count = len(digests.iterations)
+        print(f"({count} iterations, {digests.num_ranks} ranks, {seconds:.0f} s)", flush=True)
+        require_length(digests, log_of(run))
+        return digests
+
+    @property
+    def _exact(self) -> str:
+        names = ", ".join(self.ignored)
+        return f"exact, except for {names}" if names else "exact"
+
+    def _compared(self, digests: Digests) -> Digests:
+        """Return digests without those of ignored tensors. Raises ConfigError for unknown ones."""
+        if not self.ignored:
+            return digests
+        known = {name for logged in digests.tensors.values() for tensors in logged for name in tensors}
+        for name in self.ignored:
+            require(name in known, "--except", name, "a name as `different:` lines have it")
+        return without(digests, self.ignored)
+
+    def _start(self, name: str, order: Order) -> None:
+        """Run the command; if the kill has ended the command, start it once more."""
+        own = Path(order.run) / "own"
+        own.mkdir(parents=True)
+        words = [word.replace(PLACE, str(own)) for word in self.command]
+        environment = os.environ | order.environment() | self._python_path()
+        ended = self.execute(words, log_of(Path(order.run)), environment)
+        if order.kill_rank is not None:
+            was_killed = order.killed.exists()
+            if was_killed and ended.status:
+                again = self.folder / f"{name}-resumed.log"
+                ended = self.execute(words, again, environment)
+            elif not was_killed and not ended.status:
+                what = f"rank {order.kill_rank} was not killed: it has not come to iteration"
+                raise RunFailedError(f"{name}: {what} {order.kill_iteration}; log: {ended.log}")
+        if ended.status:
+            why = f"ended with status {ended.status}; log: {ended.log}\n{ended.last_line}"
+            raise RunFailedError(f"{name}: {why}")
+
+    def _python_path(self) -> dict[str, str]:
+        """Return the variable by which each Python process of the command is observed."""
+        start = self.folder / "start"
+        start.mkdir(exist_ok=True)
+        (start / f"{NAME}.py").write_text(LINE)
+        others = os.environ.get("PYTHONPATH")
+        return {"PYTHONPATH": os.pathsep.join([str(start), *([others] if others else [])])}
+
+
+def _as_loaded(first: Digests, killed: Digests) -> str:
+    """Return the tensors that differ as soon as a rank has loaded its checkpoint."""
+    found = loaded_otherwise(first, killed)
+    if not found:
+        return ""
+    rank, iteration = found[0].rank, found[0].iteration
+    names = [each.tensor for each in found if each.rank == rank]
+    shown = ", ".join(names[:_MOST_NAMES])
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"; as loaded, after iteration {iteration}, rank {rank}: {shown}{more}"

@@ -1,0 +1,86 @@
+"""One start of a command, to its end, with its output in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.proc import end_job
+from launcher.prove.compare import Digests
+from moe_ckpt.errors import ConfigError, MoeCkptError
+
+EXACT, DIFFERENT, NOT_PROVEN = 0, 1, 2
+"""Exit statuses."""
+_FEWEST_ITERS = 6
+
+
+class RunFailedError(MoeCkptError):
+    """A run of the command did not come to its end, or not all of its faults could be carried out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A command that has ended by itself."""
+
+    status: int
+    """The exit status, negative for a signal."""
+
+    log: Path
+    """Its output."""
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the output."""
+        return "".join(self.log.read_text(errors="replace").splitlines()[-1:])
+
+
+def run_to_end(
+    command: Sequence[str],
+    log: Path,
+    *,
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Ended:
+    """Run a command to its end, good or bad.
+
+    Args:
+        command: The words of the command.
+        log: The file for its output.
+        limit_s: The time after which the command is ended.
+        environment: The variables of its processes; None: those of this process.
+        meanwhile: Called once the command has started.
+
+    Raises:
+        RunFailedError: The command was not there, or had not ended after `limit_s`.
+    """
+    until_s = time.monotonic() + limit_s
+    with log.open("w") as output:
+        try:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            )
+        except OSError as error:
+            raise RunFailedError(f"COMMAND: got {command[0]!r}, wanted a program ({error})") from error
+        try:
+            meanwhile()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until_s - time.monotonic()))
+        finally:
+            is_late = process.poll() is None
+            end_job(process)
+    if is_late:
+        raise RunFailedError(f"--limit-s: got {limit_s:g}, wanted more: the run had not ended by then; log: {log}")
+    return Ended(status=process.returncode, log=log)
+
+
+def require_length(digests: Digests, log: Path) -> None:
+    """Raise ConfigError for a run that is too short for faults."""
+    count = len(digests.iterations)
+    if count < _FEWEST_ITERS:
+        wanted = f"at least {_FEWEST_ITERS}, so that faults have iterations before and after them"
+        raise ConfigError(f"COMMAND: got {count} iterations, wanted {wanted}; log: {log}")

@@ -1,0 +1,57 @@
+"""The start of a Python process of a command that `moe-ckpt prove` runs.
+
+`moe-ckpt prove` puts a folder with a `sitecustomize.py` of one line, LINE, in front of
+PYTHONPATH. The line lets the training loops of Megatron-LM, Megatron-Bridge and ms-swift
+log digests, once a program imports one. Must not: import anything slow, as every Python
+process of the command runs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import wrapt
+
+from moe_ckpt.observation import Order, read_order
+
+LINE = "from moe_ckpt.observed_start import enter; enter(__file__)\n"
+NAME = "sitecustomize"
+_LOOPS = {
+    "megatron.training.training": "megatron-lm",
+    "megatron.bridge.training.pretrain": "megatron-bridge",
+    "swift.megatron.trainers.base": "ms-swift",
+}
+
+
+def enter(own_path: str) -> None:
+    """Observe this process, and run the `sitecustomize` that it would have had.
+
+    Args:
+        own_path: The path of the `sitecustomize.py` that runs this function.
+    """
+    if order := read_order():
+        for module, loop in _LOOPS.items():
+            wrapt.register_post_import_hook(partial(_observe_loop, loop, order), module)
+    _run_next(Path(own_path).parent)
+
+
+def _observe_loop(loop: str, order: Order, _module: object) -> None:
+    from moe_ckpt.integrations.loop_plain import ProvenRun  # noqa: PLC0415 - slow
+    from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415
+
+    observed = LOOPS[loop]()
+    observed.use_cpu()
+    observed.watch(ProvenRun(order))
+
+
+def _run_next(own: Path) -> None:
+    others = [entry for entry in sys.path if Path(entry).resolve() != own.resolve()]
+    spec = PathFinder.find_spec(NAME, others)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[NAME] = module
+        spec.loader.exec_module(module)
