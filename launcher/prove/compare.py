@@ -160,8 +160,8 @@ def loaded_otherwise(first: Digests, resumed: Digests) -> list[Difference]:
         [before, *_] = first.tensors.get((loaded.iteration, rank), [{}])
         found += [
             Difference(iteration=loaded.iteration, rank=rank, tensor=name)
-            for name, digest in loaded.digests.items()
-            if before.get(name) != digest
+            for name in (before | loaded.digests if loaded.digests else {})
+            if before.get(name) != loaded.digests.get(name)
         ]
     return found
 

@@ -7,6 +7,7 @@ communicate before the last iteration.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -79,6 +80,7 @@ def _watch(
 ) -> None:
     train, train_step = training.train, stepping.train_step
 
+    @functools.wraps(train_step)
     def watched_step(*arguments: Any, **options: Any) -> Any:
         iteration = iteration_of(*arguments, **options)
         watch.iteration_begins(iteration)
@@ -86,6 +88,7 @@ def _watch(
         watch.iteration_ends(iteration)
         return outcome
 
+    @functools.wraps(train)
     def watched(*arguments: Any, **options: Any) -> Any:
         watch.begin(state_of(*arguments, **options))
         outcome = train(*arguments, **options)

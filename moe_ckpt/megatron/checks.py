@@ -1,4 +1,4 @@
-"""The part of an attached run that `moe-ckpt prove` compares: digests of the state as training goes on, and a broken recovery.
+"""The part of an attached run that `moe-ckpt prove` compares: digests of the state, and a broken recovery.
 
 Owns: the iterations after which a rank logs digests, and the ingredient that a control run leaves out. Must not: change
 a state in any other run.
