@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.output_folder import log_of
 from launcher.prove.compare import (
@@ -96,20 +97,17 @@ class ResumeProof:
 
     def _prove_resume(self, first: Digests) -> int:
         rank, iteration = first.num_ranks - 1, first.iterations[(len(first.iterations) - 1) // 2]
-        order = Order(run="", kill_rank=rank, kill_iteration=iteration)
-        killed = self._digests("killed", order)
+        killed = self._digests("killed", kill_rank=rank, kill_iteration=iteration)
         if killed.resumed_after < first.iterations[0]:
-            wanted = f"a checkpoint of an iteration up to {iteration}"
+            wanted = f"a checkpoint from before iteration {iteration} ended"
             print(f"not proven: the command began anew after the kill, wanted {wanted}")
             return NOT_PROVEN
         different = first_difference(first, killed)
         if different:
-            more = _as_loaded(first, killed)
-            if names_that_differ(first, killed) == {different.tensor}:
-                more += "; no other tensor differs after any iteration"
-            print(f"different: the resumed run differs {different}{more}")
+            print(f"different: the resumed run differs {different}")
+            print(*_as_loaded(first, killed), _in_all(first, killed), sep="\n")
             return DIFFERENT
-        control = self._digests("control", replace(order, leave_out=True))
+        control = self._digests("control", kill_rank=rank, kill_iteration=iteration, leave_out=True)
         if not first_difference(first, control):
             print("not proven: a resumed state that was changed had the same digests, too")
             return NOT_PROVEN
@@ -117,15 +115,15 @@ class ResumeProof:
         print(f"{self._exact}: {equal}, all {len(first.states)} digests; the control's are not")
         return EXACT
 
-    def _digests(self, name: str, order: Order | None = None) -> Digests:
+    def _digests(self, name: str, **faults: Any) -> Digests:
         """Run the command to its end, print a line, and return its digests.
 
         Args:
             name: The name of the run.
-            order: What its ranks do beside training, in no folder yet.
+            **faults: What its ranks do beside training, as in `Order`.
         """
         run = self.folder / name
-        order = replace(order or Order(run=""), run=str(run))
+        order = Order(run=str(run), **faults)
         print(f"{name}:", end=" ", flush=True)
         started_s = time.monotonic()
         self._start(name, order)
@@ -188,13 +186,22 @@ class ResumeProof:
         return {"PYTHONPATH": os.pathsep.join([str(start), *([others] if others else [])])}
 
 
-def _as_loaded(first: Digests, killed: Digests) -> str:
-    """Return the tensors that differ as soon as a rank has loaded its checkpoint."""
+def _as_loaded(first: Digests, killed: Digests) -> list[str]:
+    """Return a line about tensors that differ as soon as ranks have loaded a checkpoint."""
+    ranks: dict[str, int] = {}
     found = loaded_otherwise(first, killed)
-    if not found:
-        return ""
-    rank, iteration = found[0].rank, found[0].iteration
-    names = [each.tensor for each in found if each.rank == rank]
-    shown = ", ".join(names[:_MOST_NAMES])
+    for each in found:
+        ranks.setdefault(each.tensor, each.rank)
+    names = [f"{name} (rank {rank})" for name, rank in ranks.items()]
+    return [f"as loaded, after iteration {found[0].iteration}: {_shown(names)}"] if found else []
+
+
+def _in_all(first: Digests, killed: Digests) -> str:
+    """Return a line about all tensors that differ after any iteration."""
+    names = sorted(names_that_differ(first, killed))
+    return f"after all iterations, on all ranks: {_shown(names)}"
+
+
+def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"; as loaded, after iteration {iteration}, rank {rank}: {shown}{more}"
+    return ", ".join(names[:_MOST_NAMES]) + more
