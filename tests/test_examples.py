@@ -20,15 +20,18 @@ import torch
 import yaml
 
 from launcher.faults.carry_out import carry_out
+from launcher.prove.compare import first_changed, read_digests
 from launcher.report.__main__ import main as report
 from launcher.status import main as status_of
 from moe_ckpt import loop, own_loop
+from moe_ckpt.config import CheckConfig
 from moe_ckpt.door import attached_command
 from moe_ckpt.elastic.orphans import GRACE_S
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.own_loop import LoopConfig
 from moe_ckpt.run_settings import Command, ckpt_config, parse_run
+from tests import noise as clocked
 from tests.agent import run_job
 from tests.ranks import CONTEXT
 from tests.run_files import EVENTS_OF_A_KILLED_RUN, EVENTS_OF_EVERY_RUN, RESULT_KEYS, kinds_of_events
@@ -81,6 +84,37 @@ def losses_in(log: str) -> dict[str, str]:
     for iteration, loss in re.findall(r"iteration (\d+): loss (\S+)", log):
         assert found.setdefault(iteration, loss) == loss
     return found
+
+
+ALL_EXPERTS: dict[str, dict[str, Any]] = {
+    "gemini": {"every_iters": 2},
+    "checkfreq": {"every_iters": 2},
+    "moc": {"every_iters": 2, "k_snapshot": 4, "k_persist": 4},
+    "moetion": {"every_iters": 2, "boost": 0, "experts": 4, "remote_experts": 4},
+    "flowcheck": {"max_lag_iters": 0},
+}
+IN_FULL = [name for name in ALL_EXPERTS if name != "gemini"]
+DIGESTS = CheckConfig(
+    digest_every_iters=1,
+    digest_tensors=True,
+    leave_out="nothing",
+)
+
+
+def promise_the_state(policy: str) -> None:
+    """Let no pass repeat itself, and a loop promise the state alone, with digests."""
+    clocked.add_noise()
+    changes = {
+        "ckpt": ckpt_config(policy, **ALL_EXPERTS[policy]),
+        "exactness": "state",
+        "checks": DIGESTS,
+    }
+    exact = own_loop.LoopConfig
+
+    def promising(**options: Any) -> LoopConfig:
+        return exact(**options | changes)
+
+    own_loop.LoopConfig = promising  # type: ignore[misc,assignment]
 
 
 def differ_by_rank() -> None:
@@ -181,6 +215,33 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
     page = capsys.readouterr().out
     assert "moevement" in page
     assert "finished" in page
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["gemini", *(pytest.param(name, marks=pytest.mark.full) for name in IN_FULL)],
+)
+def test_a_loop_of_ones_own_has_a_state_from_before_after_each_death(
+    tmp_path: Path,
+    policy: str,
+) -> None:
+    """Processes: what is compared is what they had in memory before one was killed."""
+    kills = (
+        Kill(rank=1, iteration=4, phase="forward"),
+        Kill(rank=0, iteration=6, phase="backward"),
+        Kill(rank=1, iteration=8, phase="step"),
+    )
+    setup = functools.partial(promise_the_state, policy)
+    status, log = ended_of(tmp_path / "noisy", *kills, setup=setup)
+    assert status == 0, log
+    run = tmp_path / "noisy" / "run"
+    result, digests = result_of(run), read_digests(run)
+    assert (result["faults_survived"], result["exactness"]) == (len(kills), "state")
+    assert digests.exactness == "state"
+    assert len(digests.returns) == len(kills) * 2
+    assert first_changed(digests, may_be_older=False) is None
+    if policy != "flowcheck":  # which trains no logged iteration again
+        assert max(map(len, digests.states.values())) > 1, "else a replay would pass"
 
 
 def test_a_loop_of_ones_own_ends_where_a_replacement_reads_another_input(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from moe_ckpt import cli
 from tests.help_of_all import ROOT, UNKNOWN
 from tests.made_once import made_once
 
-LAUNCHER = ("train", "start_train", "simulate", "inject_fault", "status", "report", "compare", "check", "demo")
+LAUNCHER = ("train", "start_train", "simulate", "inject_fault", "status", "report", "compare", "prove", "demo")
 COMMANDS = (
     *("moe-ckpt", *(f"moe-ckpt {name}" for name in cli.COMMANDS)),
     *(f"-m launcher.{name}" for name in (*LAUNCHER, "cluster_profile")),

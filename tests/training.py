@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,14 +104,17 @@ def train(
     *overrides: str,
     kill: Kill | None = None,
     max_file_bytes: int | None = None,
+    setup: Callable[[], None] | None = None,
     timeout_s: float = JOB_S,
 ) -> dict[str, Any]:
     """Run on forked ranks with run.dir=`folder` and return the result; raises RankFailedError where a rank fails.
 
     With `max_file_bytes` the kernel refuses to let any file grow larger, as a full disk would.
+    Each rank calls `setup`, a function of a module, before it trains.
     """
     settings = job_settings(folder, *overrides)
-    return run_ranks(world_size, _run_rank, settings, kill, folder, max_file_bytes, timeout_s=timeout_s)[0]
+    arguments = (settings, kill, folder, max_file_bytes, setup)
+    return run_ranks(world_size, _run_rank, *arguments, timeout_s=timeout_s)[0]
 
 
 def job_settings(folder: Path, *overrides: str) -> Settings:
@@ -135,7 +139,15 @@ def fast(*overrides: str) -> tuple[str, ...]:
     return (*FAST, *(() if chooses_data else LICENSE_AS_TEXT), *overrides)
 
 
-def _run_rank(settings: Settings, kill: Kill | None, folder: Path, max_file_bytes: int | None) -> dict[str, Any]:
+def _run_rank(
+    settings: Settings,
+    kill: Kill | None,
+    folder: Path,
+    max_file_bytes: int | None,
+    setup: Callable[[], None] | None,
+) -> dict[str, Any]:
+    if setup:
+        setup()
     if max_file_bytes is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.prove.compare import first_changed, read_digests
+from launcher.prove.compare import Digests, first_changed, read_digests
 from moe_ckpt.faults.schedule import Kill
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
 from tests.integrations.attached_jobs import BRIDGE, EXAMPLE, SWIFT, Job, run_jobs
@@ -37,24 +37,37 @@ KILLS = (
 )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_all_ranks_of_a_loop_have_a_state_from_before(tmp_path: Path, loop: str, policy: str) -> None:
+def killed(folder: Path, loop: str, policy: str, *settings: str) -> Digests:
+    """Return the digests of a noisy job of a loop that has lived through all kills."""
     if not FOLDER.exists() or (loop in (BRIDGE_TAG, SWIFT_TAG) and not sources_of(loop).exists()):
         pytest.skip(f"get it by: .venv/bin/python scripts/fetch_megatron_lm.py {loop}")
-    settings = (*POLICIES[policy], "run.exactness=state", "run.digest_tensors=true")
+    words = [f"--set={each}" for each in (*settings, "run.digest_tensors=true")]
     job = Job(
         name="killed",
-        options=(*LOOPS[loop].get("loop", ()), "--ckpt", policy, *PATIENT, *(f"--set={each}" for each in settings)),
+        options=(*LOOPS[loop].get("loop", ()), "--ckpt", policy, *PATIENT, *words),
         kills=KILLS,
         script=str(LOOPS[loop]["script"]),
         is_noisy=True,
     )
-    ended = run_jobs(tmp_path, job)["killed"]
+    ended = run_jobs(folder, job)["killed"]
     assert ended.status == 0, ended.log
     assert ended.num_processes == [2, 2, 2, 2]
-    digests = read_digests(ended.run)
+    return read_digests(ended.run)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loop", LOOPS)
+def test_no_state_of_a_loop_is_reached_twice_by_training(tmp_path: Path, loop: str) -> None:
+    """Else a replay would end in the states of before, and the tests below would pass."""
+    digests = killed(tmp_path, loop, "moevement", "window=2", "run.exactness=bitwise")
+    assert first_changed(digests, may_be_older=False) is not None, "moevement replays"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_all_ranks_of_a_loop_have_a_state_from_before(tmp_path: Path, loop: str, policy: str) -> None:
+    digests = killed(tmp_path, loop, policy, *POLICIES[policy], "run.exactness=state")
     assert digests.exactness == "state"
     assert len(digests.returns) >= len(KILLS) * 3
     assert first_changed(digests, may_be_older=False) is None

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from launcher.prove.compare import first_changed, read_digests
-from moe_ckpt.events import TokensLost
+from moe_ckpt.events import StateResumed, TokensLost
 from moe_ckpt.types import Phase
 from tests.campaign import Fault, Point, all_go_back, survive
 from tests.noise import add_noise
-from tests.training import events_of
+from tests.ranks import RankFailedError
+from tests.training import Kill, events_of, train
 
 WORLD_SIZE = 4
 SETTINGS = {
@@ -80,3 +81,38 @@ def test_experts_that_a_snapshot_left_out_have_an_older_state_of_theirs(
     digests = read_digests(job.run)
     assert first_changed(digests, may_be_older=True) is None
     assert first_changed(digests, may_be_older=False) is not None, "else nothing was lost"
+
+
+@pytest.mark.parametrize(
+    "is_async",
+    [False, pytest.param(True, marks=pytest.mark.full)],
+    ids=["in place", "beside training"],
+)
+def test_all_ranks_have_the_state_of_a_checkpoint_after_a_start(
+    tmp_path: Path,
+    is_async: bool,
+) -> None:
+    """`dense` replaces no rank: all ranks start again, which torchrun's restarts do.
+
+    Processes: a state that survives is what another process reads of it from a disk.
+    """
+    settings = (
+        *("ckpt=dense", "ckpt.every_iters=2", "train.iterations=10"),
+        f"ckpt.async_save={str(is_async).lower()}",
+        *(*PROMISE, "run.digest_every_iters=1"),
+    )
+    kills = (
+        Kill(ranks=(0, 1), iteration=5, phase="gradients"),
+        Kill(ranks=(1,), iteration=8, phase="while-saving"),
+    )
+    for kill in kills:
+        with pytest.raises(RankFailedError, match="died"):
+            train(2, tmp_path, *settings, kill=kill, setup=add_noise)
+    train(2, tmp_path, *settings, setup=add_noise)
+    digests = read_digests(tmp_path)
+    assert digests.exactness == "state"
+    resumed = [event.iteration for event in events_of(tmp_path, StateResumed)]
+    assert {each.iteration for each in digests.returns} == set(resumed)
+    assert len(digests.returns) == len(kills) * 2
+    assert first_changed(digests, may_be_older=False) is None
+    assert max(map(len, digests.states.values())) > 1, "else noise is missing"

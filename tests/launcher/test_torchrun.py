@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.prove.compare import first_changed, read_digests
 from moe_ckpt.events import IterationCommitted, StateResumed, WorkerStarted
 from tests.references import Outcome, uninterrupted
 from tests.scenarios import PP2, ROOT
@@ -119,6 +120,41 @@ def test_killed_ranks_are_restarted_in_one_folder_with_the_same_result(tmp_path:
     assert [event.iteration >= 5 for event in events_of(latest, StateResumed)] == [True]
     assert json.loads((latest / "result.json").read_text())["faults_survived"] == 1
     _check_run_folder(tmp_path, latest, "ckpt=dense", 20)
+
+
+NOISY_TRAIN = f"""
+import runpy
+import sys
+
+sys.path.insert(0, {str(ROOT)!r})
+from tests.noise import add_noise
+
+add_noise()
+runpy.run_path({str(ROOT / "launcher" / "train.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.full
+def test_killed_ranks_are_restarted_with_a_state_from_before(tmp_path: Path) -> None:
+    """Processes of torchrun: a restart is a new attempt in the same store."""
+    script, run = tmp_path / "noisy_train.py", tmp_path / "run"
+    script.write_text(NOISY_TRAIN)
+    process = _start(
+        *(str(TORCHRUN), "--nproc-per-node=2", "--max-restarts=1", str(script)),
+        *(*FASTER, "ckpt=dense", "ckpt.every_iters=5", *TWENTY, f"run.dir={run}"),
+        *("run.exactness=state", "run.digest_every_iters=1", "run.digest_tensors=true"),
+    )
+    _wait_for_iteration(run, 7, process)
+    os.kill(events_of(run, WorkerStarted, 1)[-1].pid, signal.SIGKILL)
+    code, _, err = _finish(process)
+
+    assert code == 0, err
+    assert [len(events_of(run, WorkerStarted, rank)) for rank in range(2)] == [2, 2]
+    digests = read_digests(run)
+    assert digests.exactness == "state"
+    resumed = [event.iteration for event in events_of(run, StateResumed)]
+    assert [each.iteration for each in digests.returns] == resumed * 2
+    assert first_changed(digests, may_be_older=False) is None
 
 
 def test_without_torchrun_the_error_says_how_to_start() -> None:
