@@ -1,6 +1,7 @@
 """How long ranks take to enter a generation, and how many bytes each receives for it, without a model.
 
     python benchmarks/control_plane.py [--ranks 64 256 1024] [--model deepseek_671b]
+    python benchmarks/control_plane.py --only-plan --ranks 1024 4096 16384
 
 Ranks are threads of this process with the real protocol (`Membership`, over torch's HashStore), profiles
 (`share_profiles`) and reports; only process groups are not formed. A row a number of ranks:
@@ -9,7 +10,7 @@ Ranks are threads of this process with the real protocol (`Membership`, over tor
     table   operators of the own stage, gathered from its 64 ranks
     agree   profiles of all stages: bytes of reductions, as a ring receives them
     report  what each rank's memory has, gathered from all, as torch's all_gather_object receives it
-    plan    one rank's first plan of windows from these profiles
+    plan    one rank's choice of a window from these profiles, in seconds of CPU: at first, and after a fault
 
 All threads share the interpreter, so seconds are those of all ranks' work one after the other; `ms a rank` is what a
 process of its own computes for it.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import pickle
 import sys
 import tempfile
@@ -50,7 +52,7 @@ from moe_ckpt.policies.stage_profile import StageProfile  # noqa: E402
 from moe_ckpt.snapshot.codec import ShardIdentity  # noqa: E402
 from moe_ckpt.types import Measured, OperatorTable, ParallelLayout, RunIdentity  # noqa: E402
 
-GPUS_A_NODE, RANKS_A_STAGE = 8, 64
+GPUS_A_NODE, LEAST_RANKS_A_STAGE, MOST_STAGES = 8, 64, 16
 JOIN_S = 300.0
 
 
@@ -138,7 +140,6 @@ class Row:
     agree_bytes: int
     table_bytes: int
     report_bytes: int
-    plan_s: float
 
     @property
     def total_bytes(self) -> int:
@@ -149,17 +150,46 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--model", default="deepseek_671b")
+    parser.add_argument("--only-plan", action="store_true", help="the last table, which needs no threads")
     arguments = parser.parse_args()
-    print("ranks  join s  store ops  agree s  ms a rank  plan s |    store   table  profiles  reports  all B    limit")
-    for num_ranks in arguments.ranks:
+    if not arguments.only_plan:
+        print("ranks  join s  store ops  agree s  ms a rank |    store   table  profiles  reports  all B    limit")
+    for num_ranks in arguments.ranks if not arguments.only_plan else ():
         row = measure(num_ranks, arguments.model)
         print(
             f"{row.ranks:5d} {row.join_s:7.2f} {row.join_operations:10d} {row.agree_s:8.2f} "
-            f"{1000 * row.agree_s / row.ranks:10.1f} {row.plan_s:7.2f} | {row.join_bytes:8d} {row.table_bytes:7d} "
+            f"{1000 * row.agree_s / row.ranks:10.1f} | {row.join_bytes:8d} {row.table_bytes:7d} "
             f"{row.agree_bytes:9d} {row.report_bytes:8d} {row.total_bytes:8d} {65536 + 100 * row.ranks:8d}",
             flush=True,
         )
+    print("ranks  stages  kinds  plan CPU s  after a fault  slots")
+    for num_ranks in arguments.ranks:
+        profiles = profiles_of(arguments.model, num_ranks)
+        first_s, policy, num_slots = plan(profiles, None)
+        again_s, _, _ = plan(profiles, policy)
+        kinds = len(policy.sizes.kinds)
+        print(
+            f"{num_ranks:5d} {len(profiles):7d} {kinds:6d} {first_s:11.3f} {again_s:14.4f} {num_slots:6d}",
+            flush=True,
+        )
     return 0
+
+
+def plan(profiles: Sequence[StageProfile], earlier: SparseWindows | None) -> tuple[float, SparseWindows, int]:
+    """Return the seconds of CPU in which a rank chooses a window, its policy, and the slots of the window.
+
+    Args:
+        profiles: All stages.
+        earlier: The policy of the generation before a fault.
+    """
+    config = compose_settings(["ckpt=moevement"]).ckpt
+    assert isinstance(config, MoevementConfig)
+    started_s = time.process_time()
+    policy = SparseWindows(config, profiles, 1, 1, sizes=earlier.sizes if earlier else None)
+    measured = _measured(profiles[1])
+    plans = (policy.plan(iteration, lambda: measured) for iteration in itertools.count())
+    choice = next(each.window for each in plans if each.window)
+    return time.process_time() - started_s, policy, choice.num_slots
 
 
 def measure(num_ranks: int, model: str) -> Row:
@@ -167,11 +197,6 @@ def measure(num_ranks: int, model: str) -> Row:
     profiles = profiles_of(model, num_ranks)
     join_s, joining = _join(num_ranks)
     agree_s, agreeing = _agree(num_ranks, profiles)
-    config = compose_settings(["ckpt=moevement"]).ckpt
-    assert isinstance(config, MoevementConfig)
-    started_s = time.perf_counter()
-    policy = SparseWindows(config, profiles, 1, 1)
-    policy.plan(0, lambda: _measured(profiles[1]))
     return Row(
         ranks=num_ranks,
         join_s=join_s,
@@ -179,28 +204,28 @@ def measure(num_ranks: int, model: str) -> Row:
         join_bytes=max(each.nbytes for each in joining),
         agree_s=agree_s,
         agree_bytes=max(each.nbytes for each in agreeing),
-        table_bytes=RANKS_A_STAGE * (max(_own_bytes(each.table) for each in profiles) + 8),
+        table_bytes=num_ranks // len(profiles) * (max(_own_bytes(each.table) for each in profiles) + 8),
         report_bytes=num_ranks * (len(pickle.dumps((_report(num_ranks), None))) + 8),
-        plan_s=time.perf_counter() - started_s,
     )
 
 
 @functools.cache
 def profiles_of(model: str, num_ranks: int) -> list[StageProfile]:
-    """Return the profiles of a job of so many ranks, 64 a stage."""
-    stages = num_ranks // RANKS_A_STAGE
+    """Return the profiles of a job of so many ranks, 64 a stage in up to 16 stages."""
+    ranks_a_stage = max(LEAST_RANKS_A_STAGE, num_ranks // MOST_STAGES)
+    stages = num_ranks // ranks_a_stage
     job = f"model={model} cluster=h100_ib cluster.nodes={num_ranks // GPUS_A_NODE} parallel.pp={stages}"
     batch = "batch.global_batch_size=1024 batch.micro_batch_size=1 cluster.gpu_memory_bytes=1e15"
     found = compose_simulation([*job.split(), *batch.split()]).setup.job.profiles
-    return [replace(each, table=_of_all_ranks(each.table)) for each in found]
+    return [replace(each, table=_of_all_ranks(each.table, ranks_a_stage)) for each in found]
 
 
-def _of_all_ranks(table: OperatorTable) -> OperatorTable:
+def _of_all_ranks(table: OperatorTable, ranks_a_stage: int) -> OperatorTable:
     """Return the table as a sharded optimizer has it: ranks with the same operators own a piece each of all of them.
 
     The simulator has a row for each expert-parallel rank, with an even share of every operator.
     """
-    replicas = RANKS_A_STAGE // len(table.full_bytes)
+    replicas = ranks_a_stage // len(table.full_bytes)
     compute = np.concatenate([_pieces(row, replicas) for row in table.compute_bytes])
     return OperatorTable(
         operators=table.operators, full_bytes=6 * compute, compute_bytes=compute, moment_bytes=4 * compute
@@ -247,20 +272,21 @@ def _member(folder: Path, rank: int, num_ranks: int, store: dist.Store, traffic:
 
 def _agree(num_ranks: int, profiles: Sequence[StageProfile]) -> tuple[float, Sequence[Traffic]]:
     traffic, everyone = [Traffic() for _ in range(num_ranks)], SharedGroup(num_ranks)
-    of_stages = [SharedGroup(RANKS_A_STAGE) for _ in profiles]
+    ranks_a_stage = num_ranks // len(profiles)
+    of_stages = [SharedGroup(ranks_a_stage) for _ in profiles]
 
     def agree(rank: int) -> None:
-        stage, in_stage = divmod(rank, RANKS_A_STAGE)
+        stage, in_stage = divmod(rank, ranks_a_stage)
         ranks = CountedRanks(rank, everyone, traffic[rank])
         of_stage = CountedRanks(in_stage, of_stages[stage], traffic[rank])
         place = _place(stage, len(profiles), cast("Ranks", ranks), cast("Ranks", of_stage))
-        assert len(share_profiles(place, profiles[stage])) == len(profiles)
+        assert len(share_profiles(place, profiles[stage]).stages) == len(profiles)
 
     return _run(num_ranks, agree), traffic
 
 
 def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> StagePlace:
-    layout = ParallelLayout(pp=num_stages, dp=RANKS_A_STAGE, ep=GPUS_A_NODE, tp=1)
+    layout = ParallelLayout(pp=num_stages, dp=stage_ranks.size, ep=GPUS_A_NODE, tp=1)
     shard = ShardIdentity(global_rank=ranks.rank, pp_rank=stage, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=0)
     return StagePlace(
         identity=RunIdentity(run_id="run", model="model", layout=layout),
@@ -281,7 +307,13 @@ def _report(num_ranks: int) -> tuple[object, ...]:
 
 def _measured(profile: StageProfile) -> Measured:
     num_experts = sum(operator.expert is not None for operator in profile.table.operators)
-    return Measured(iteration_s=1.0, copy_bytes_per_s=1e9, popularity=np.ones(num_experts))
+    return Measured(
+        iteration_s=1.0,
+        copy_bytes_per_s=1e9,
+        popularity=np.ones(num_experts),
+        empty_snapshot_s=0.1,
+        dense_snapshot_s=1.0,
+    )
 
 
 def _run(num_ranks: int, act: Callable[[int], object]) -> float:

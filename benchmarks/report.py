@@ -151,7 +151,6 @@ def of_window(iteration: int) -> tuple[Event, ...]:
         WindowChosen(
             iteration=iteration,
             num_slots=WINDOW_ITERS,
-            fitting=WINDOW_ITERS,
             iteration_s=ITERATION_S,
             copy_bytes_per_s=2e10,
             reordered=False,

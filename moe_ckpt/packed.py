@@ -36,15 +36,15 @@ def pack_rows(operators: Sequence[OperatorId], columns: IntArray) -> bytes:
     return lzma.compress(content.tobytes(), lzma.FORMAT_ALONE, preset=1)
 
 
-def unpack_rows(packed: bytes, layers: int = 0) -> tuple[tuple[OperatorId, ...], IntArray]:
-    """Return the packed operators, `shifted` by `layers`, and their columns."""
+def unpack_rows(packed: bytes) -> tuple[tuple[OperatorId, ...], IntArray]:
+    """Return the packed operators and their columns."""
     content = np.frombuffer(lzma.decompress(packed), np.int64)
     num_operators, num_columns, num_changes = content[:3].tolist()
     ids, steps, values = np.split(content[3:], [4 * num_operators, 4 * num_operators + num_changes])
     changes = np.zeros(num_operators * num_columns, np.int64)
     changes[np.cumsum(steps)] = values
     columns = np.cumsum(changes.reshape(num_operators, num_columns), axis=0).T.copy()
-    return _operators(np.cumsum(ids.reshape(-1, 4), axis=0), layers), columns
+    return _operators(np.cumsum(ids.reshape(-1, 4), axis=0), 0), columns
 
 
 def shifted(operators: Sequence[OperatorId], layers: int) -> tuple[OperatorId, ...]:

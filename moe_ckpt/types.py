@@ -203,13 +203,12 @@ class SlotPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowChoice:
-    """The choice of a sparse window: its slots and pause, the slots that cause no stall, and whether the order is new.
+    """The choice of a sparse window: its slots and pause, and whether the order is new.
 
     Shares of time that snapshots and replays are expected to take; None if the window is not chosen by them.
     """
 
     num_slots: int
-    fitting: int
     iteration_s: float
     copy_bytes_per_s: float
     reordered: bool

@@ -135,9 +135,7 @@ class Story:
             dense_bytes=4 << 20,
             copy_s=0.02,
         )
-        window = WindowChosen(
-            iteration=iteration, num_slots=2, fitting=2, iteration_s=0.5, copy_bytes_per_s=1e9, reordered=False
-        )
+        window = WindowChosen(iteration=iteration, num_slots=2, iteration_s=0.5, copy_bytes_per_s=1e9, reordered=False)
         copied = WindowReplicated(
             window_start=iteration, size_bytes=1 << 20, num_peers=2, seconds=0.05, span_s=0.1, ago_s=0.05
         )

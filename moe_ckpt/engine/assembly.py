@@ -36,7 +36,7 @@ from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.server_states import ServerStates
 from moe_ckpt.engine.shared_room import require_shared_room
 from moe_ckpt.engine.snapshot_stores import SnapshotStore
-from moe_ckpt.engine.stage_profiles import share_profiles
+from moe_ckpt.engine.stage_profiles import SharedProfiles, share_profiles
 from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.state_loss import StateLosses
 from moe_ckpt.engine.token_account import TokenAccount
@@ -52,6 +52,7 @@ from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.policies.window_cost import alone_share
+from moe_ckpt.policies.window_sizes import WindowSizes
 from moe_ckpt.ports import Policy
 from moe_ckpt.replication.placement import placement_lines
 from moe_ckpt.types import OperatorKind
@@ -114,6 +115,8 @@ class InMemoryAssembly:
         self._schedule = FaultSchedule(losses)
         self._schedule.check_fit(self._place.num_stages, self._place.identity.layout.dp)
         self._parts: RankParts | None = None
+        self._profiles: SharedProfiles | None = None
+        self._sizes: WindowSizes | None = None
 
     def build_generation(self) -> tuple[InMemoryPolicy, InMemoryCheckpointing]:
         """Build the in-memory side of a new generation. The contents of host memory stay. Collective over all ranks.
@@ -126,9 +129,12 @@ class InMemoryAssembly:
         """
         self._adapter.operators.meet()  # first: a replacement was alone as it built its model
         num_copies = self._elastic.replicas if self._elastic else 0
-        stages = self._gather_profiles()
-        self._require_time_for_copies(stages, num_copies)
-        policy = _make_policy(self._config, stages, self._adapter, num_copies)
+        profiles = self._gather_profiles()
+        self._require_time_for_copies(profiles.stages, num_copies)
+        # of the same stages the windows are the same, and take a second to compute in a large job
+        sizes = self._sizes if profiles is self._profiles else None
+        policy = _make_policy(self._config, profiles.stages, self._adapter, num_copies, sizes)
+        self._profiles, self._sizes = profiles, policy.sizes if isinstance(policy, SparseWindows) else None
         partial = policy if isinstance(policy, PartialExperts | PopularExperts) else None
         if self._elastic:
             hosts = self._elastic.hosts
@@ -243,24 +249,28 @@ class InMemoryAssembly:
                 )
                 require(nbytes <= cap * copy_s, "runtime.copy_s", copy_s, wanted)
 
-    def _gather_profiles(self) -> list[StageProfile]:
+    def _gather_profiles(self) -> SharedProfiles:
         """Return the profile of every stage. Collective over all ranks."""
         mine = StageProfile(
             table=self._adapter.operators.table,
             boundary_log_bytes=self._adapter.boundary_log_bytes if self._config.boundary_log else 0,
             step_log_bytes=self._adapter.step_log_bytes,
         )
-        return share_profiles(self._place, mine)
+        return share_profiles(self._place, mine, self._profiles)
 
 
 def _make_policy(
-    config: InMemoryConfig, stages: Sequence[StageProfile], adapter: RankAdapter, num_copies: int
+    config: InMemoryConfig,
+    stages: Sequence[StageProfile],
+    adapter: RankAdapter,
+    num_copies: int,
+    sizes: WindowSizes | None,
 ) -> InMemoryPolicy:
     place = adapter.place
     match config:
         case MoevementConfig():
             share = alone_share(adapter.num_micro_batches, place.num_stages)
-            return SparseWindows(config, stages, place.stage, num_copies, share)
+            return SparseWindows(config, stages, place.stage, num_copies, share, sizes)
         case GeminiConfig() | CheckfreqConfig():
             return WholeSnapshots(config, stages, place.stage, num_copies)
         case MocConfig():

@@ -12,6 +12,8 @@ stage, and not with ranks x operators. Must not: decide anything.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,8 +25,29 @@ from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import OperatorTable
 
 
-def share_profiles(place: StagePlace, mine: StageProfile) -> list[StageProfile]:
-    """Return the profile of every stage, with the log sizes of its rank that logs most. Collective over all ranks."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SharedProfiles:
+    """The profiles of all stages, as all ranks have them."""
+
+    description: bytes
+    """What was received."""
+
+    stages: Sequence[StageProfile]
+    """The profile of each stage; stages of one kind share their arrays."""
+
+
+def share_profiles(place: StagePlace, mine: StageProfile, known: SharedProfiles | None = None) -> SharedProfiles:
+    """Exchange the profiles of all stages. Collective over all ranks.
+
+    Args:
+        place: This rank's place in the job.
+        mine: The profile of its stage, with the logs of this rank.
+        known: The profiles of an earlier generation.
+
+    Returns:
+        The profile of every stage, with the log sizes of its rank that logs most; `known` itself
+        if the profiles have not changed.
+    """
     logs = torch.tensor([mine.boundary_log_bytes, mine.step_log_bytes], dtype=torch.int64, device=place.device)
     place.stage_ranks.reduce(logs, "max")
     describes = place.stage_ranks.rank == 0
@@ -42,7 +65,13 @@ def share_profiles(place: StagePlace, mine: StageProfile) -> list[StageProfile]:
         start = starts[_kind(packed)]
         content[start : start + len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     received = _summed(place, content).numpy().tobytes()
-    return [_unpack(received[starts[kind] : starts[kind] + length], layer) for kind, length, layer in stages]
+    description = np.array(stages, np.int64).tobytes() + received
+    if known is not None and known.description == description:
+        return known
+    # once for each kind: a table of a large stage has megabytes, which its stages share
+    kinds = {kind: _unpack(received[start : start + lengths[kind]]) for kind, start in starts.items()}
+    profiles = [_moved(kinds[kind], layer) for kind, _, layer in stages]
+    return SharedProfiles(description=description, stages=profiles)
 
 
 def _kind(packed: bytes) -> int:
@@ -65,8 +94,14 @@ def _pack(table: OperatorTable, origin: int, logs: list[int]) -> bytes:
     return pack_rows(shifted(table.operators, -origin), np.concatenate([facts, *kinds]))
 
 
-def _unpack(packed: bytes, origin: int) -> StageProfile:
-    operators, columns = unpack_rows(packed, origin)
+def _moved(stage: StageProfile, layers: int) -> StageProfile:
+    """Return a stage of the same bytes, this many layers further back."""
+    operators = shifted(stage.table.operators, layers)
+    return replace(stage, table=replace(stage.table, operators=operators))
+
+
+def _unpack(packed: bytes) -> StageProfile:
+    operators, columns = unpack_rows(packed)
     boundary_log_bytes, step_log_bytes, num_kinds = columns[:3, 0].tolist()
     kinds = np.split(columns[3:], num_kinds)
     table = OperatorTable(

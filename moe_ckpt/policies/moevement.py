@@ -39,8 +39,8 @@ class SparseWindows:
 
     A stage is expected to replay an iteration in `alone_share` of its time, until that has been measured. With
     `window=auto` the window and the pause after it are those that lose the least time. The first windows are trials, by
-    which that is measured. Raises ConfigError, with the numbers, if operators or the memory budget do not allow the
-    configured window.
+    which that is measured. `sizes` are those of the same stages, if an earlier policy had them. Raises ConfigError,
+    with the numbers, if operators or the memory budget do not allow the configured window.
     """
 
     def __init__(
@@ -50,17 +50,18 @@ class SparseWindows:
         own_stage: int,
         num_copies: int = 0,
         alone_share: float = 1.0,
+        sizes: WindowSizes | None = None,
     ) -> None:
         self._config = config
-        self._stages = stages
-        self._own = stages[own_stage]
+        own = stages[own_stage]
         self._own_stage = own_stage
         # without logs all stages replay together, and wait for each other as in training
         self._alone_share = alone_share if config.boundary_log else 1.0
-        self._table = self._own.table
+        self._table = own.table
         self._fixed = schedule.fixed_order(self._table.operators)
-        self._sizes = WindowSizes(config, stages, num_copies)
-        self._order = self._own_natural = self._sizes.natural[own_stage]
+        self._sizes = sizes or WindowSizes(config, stages, num_copies)
+        self._kind = self._sizes.kind_of[own_stage]
+        self._order = self._kind.natural
         self._reference: npt.NDArray[np.float64] | None = None
         self._window: schedule.WindowSchedule | None = None
         self._start = 0
@@ -114,6 +115,11 @@ class SparseWindows:
             pause_iters=self._pause_iters,
         )
         return SnapshotPlan(durable=durable, sparse=plan, window=choice, to_disk=to_disk)
+
+    @property
+    def sizes(self) -> WindowSizes:
+        """The bytes of windows, for the policy of a later generation."""
+        return self._sizes
 
     def forecast(self, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
         """Return the host memory of the rank that needs the most."""
@@ -169,7 +175,7 @@ class SparseWindows:
         if num_slots < self._num_slots:
             self._num_slots = num_slots
             self._pause_iters = max(self._pause_iters, self._copying_pause(num_slots, measured))
-            self._window = self._sizes.cut(self._order, self._table, num_slots)
+            self._window = self._kind.cut(self._order, num_slots)
         return replace(choice, num_slots=self._num_slots, pause_iters=self._pause_iters)
 
     def _copying_pause(self, num_slots: int, measured: Measured) -> int:
@@ -185,16 +191,12 @@ class SparseWindows:
         return min(iters + 1 - num_slots, size.most_pause_iters) if iters > num_slots else 0
 
     def _begin(self, iteration: int, measured: Measured) -> WindowChoice:
-        fitting, terms = self._num_slots, None
-        if self._config.window == AUTO:
-            fitting = self._fitting_in_time(measured)
-            terms = self._choose(fitting, measured)
+        terms = self._choose(measured) if self._config.window == AUTO else None
         reordered = self._reorder(measured.popularity)
         self._start = iteration
-        self._window = self._sizes.cut(self._order, self._table, self._num_slots)
+        self._window = self._kind.cut(self._order, self._num_slots)
         return WindowChoice(
             num_slots=self._num_slots,
-            fitting=fitting,
             iteration_s=measured.iteration_s,
             copy_bytes_per_s=measured.copy_bytes_per_s,
             reordered=reordered,
@@ -203,9 +205,11 @@ class SparseWindows:
             replay_share=terms.replay_share if terms else None,
         )
 
-    def _choose(self, fitting: int, measured: Measured) -> WindowTerms | None:
+    def _choose(self, measured: Measured) -> WindowTerms | None:
         """Set the slots and the pause; return their expected costs, once these are known."""
         if self._config.paper_exact:
+            windows = [_paper_window(kind.stage.table, measured) for kind in self._sizes.kinds]
+            fitting = min(self.max_slots, max(windows))
             is_first = self._window is None
             kept = schedule.refit(self._num_slots, fitting, drift=self._config.window_drift)
             self._num_slots = fitting if is_first else kept
@@ -279,22 +283,8 @@ class SparseWindows:
         """Return whether the budget allows an order: its windows may be larger than the forecast for another order."""
         if self._config.memory_budget_bytes is None:
             return True
-        taken, forecast = (
-            self._sizes.window_bytes(each, self._table, self.max_slots) for each in (order, self._own_natural)
-        )
-        return taken <= forecast
-
-    def _fitting_in_time(self, measured: Measured) -> int:
-        if self._config.paper_exact:
-            return min(self.max_slots, max(_paper_window(stage.table, measured) for stage in self._stages))
-        # a slot must reach peers by the next one, and host memory by the update
-        budget_bytes = min(
-            measured.iteration_s * measured.copy_bytes_per_s, measured.hidden_copy_s * measured.host_bytes_per_s
-        )
-        return max(
-            schedule.fitting_window(stage.table, order, budget_bytes, max_slots=self.max_slots)
-            for stage, order in zip(self._stages, self._sizes.natural, strict=True)
-        )
+        taken = self._kind.window_in(order, self.max_slots)
+        return taken.window_bytes <= self._kind.window(self.max_slots).window_bytes
 
 
 def _paper_window(table: OperatorTable, measured: Measured) -> int:

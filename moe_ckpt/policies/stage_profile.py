@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_ckpt.types import OperatorTable, SlotPlan, UnitPlan
+import numpy as np
+
+from moe_ckpt.types import IntArray, OperatorTable, SlotPlan, UnitPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -19,6 +21,23 @@ class StageProfile:
     def dense_bytes(self) -> int:
         """The whole state of the rank with the most bytes."""
         return int(self.table.full_bytes.sum(axis=1).max())
+
+
+def have_equal_bytes(one: StageProfile, other: StageProfile) -> bool:
+    """Return whether two stages have the same kinds of operators with the same bytes, and equal logs."""
+    kinds = [[operator.kind for operator in each.table.operators] for each in (one, other)]
+    return (
+        one.boundary_log_bytes == other.boundary_log_bytes
+        and one.step_log_bytes == other.step_log_bytes
+        and kinds[0] == kinds[1]
+        and _are_equal(one.table.full_bytes, other.table.full_bytes)
+        and _are_equal(one.table.compute_bytes, other.table.compute_bytes)
+    )
+
+
+def _are_equal(one: IntArray, other: IntArray) -> bool:
+    # stages of one description share their arrays
+    return one is other or np.array_equal(one, other)
 
 
 def is_due(iteration: int, newest: int | None, every_iters: int) -> bool:

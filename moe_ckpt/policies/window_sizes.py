@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,40 +17,93 @@ from moe_ckpt.config import AUTO, MoevementConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import window_schedule as schedule
 from moe_ckpt.policies.memory_forecast import MemoryForecast, forecast
-from moe_ckpt.policies.stage_profile import StageProfile
+from moe_ckpt.policies.stage_profile import StageProfile, have_equal_bytes
 from moe_ckpt.policies.window_cost import WindowSize
-from moe_ckpt.types import IntArray, OperatorTable
+from moe_ckpt.types import IntArray
 
+_GROWTH = 1.25  # the factor between numbers of slots that are compared, beyond the first few
 MOST_PAUSE_ITERS = 1024  # a longer pause saves less than a thousandth of a snapshot
 
 
-class WindowSizes:
-    """Bytes of the windows of all stages. The windows of `num_copies` other ranks are kept, too.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageWindow:
+    """The bytes of a window of one stage."""
 
-    Raises ConfigError if the configured window has more slots than the largest stage has operators, or if the memory
-    budget allows no window.
+    slot_bytes: IntArray
+    """The bytes of each slot on the rank that copies most in it, int64 [slots]."""
+
+    window_bytes: int
+    """The bytes of the window on the rank with the most."""
+
+
+class StageKind:
+    """Stages of equal bytes, which have equal windows before any popularity is known.
+
+    Args:
+        stage: One of them.
+        is_paper_exact: Whether slots are those of Algorithm 1, which counts operators.
+    """
+
+    def __init__(self, stage: StageProfile, *, is_paper_exact: bool) -> None:
+        self.stage = stage
+        fixed = schedule.fixed_order(stage.table.operators)
+        # before any popularity is known, and to compare numbers of slots
+        self.natural = schedule.order_operators(fixed, np.zeros(len(fixed.experts)))
+        self._is_paper_exact = is_paper_exact
+        self._bytes = schedule.StageBytes(stage.table)
+        self._middles = self._bytes.middles(self.natural)
+        self._windows: dict[int, StageWindow] = {}
+
+    def cut(self, order: IntArray, num_slots: int) -> schedule.WindowSchedule:
+        """Return the slots of operators in an order."""
+        if self._is_paper_exact:
+            num_active = -(-len(order) // num_slots)
+            return schedule.paper_schedule(order, num_slots=num_slots, num_active=num_active)
+        middles = self._middles if order is self.natural else self._bytes.middles(order)
+        return middles.cut(num_slots)
+
+    def window(self, num_slots: int) -> StageWindow:
+        """Return the bytes of a window in the order without popularity."""
+        if num_slots not in self._windows:
+            self._windows[num_slots] = self.window_in(self.natural, num_slots)
+        return self._windows[num_slots]
+
+    def window_in(self, order: IntArray, num_slots: int) -> StageWindow:
+        """Return the bytes of a window in an order."""
+        slots = self._bytes.slot_bytes(self.cut(order, num_slots))
+        return StageWindow(slot_bytes=slots.max(axis=1), window_bytes=int(slots.sum(axis=0).max()))
+
+
+class WindowSizes:
+    """Bytes of the windows of all stages, which are computed once for each kind of stage.
+
+    Args:
+        config: The settings.
+        stages: All stages.
+        num_copies: The other ranks whose windows each rank keeps, too.
+
+    Raises:
+        ConfigError: The configured window has more slots than the largest stage has operators, or
+            the memory budget allows no window.
     """
 
     def __init__(self, config: MoevementConfig, stages: Sequence[StageProfile], num_copies: int) -> None:
         self._config = config
-        self._stages = stages
         self._num_copies = num_copies
         # a window that is being written to the local disk stays in memory beside those that are kept
         self._keep_windows = config.keep_windows + (config.disk_every_iters > 0)
-        fixed = [schedule.fixed_order(stage.table.operators) for stage in stages]
-        # before any popularity is known, and to compare numbers of slots
-        self.natural = [schedule.order_operators(each, np.zeros(len(each.experts))) for each in fixed]
+        self.kinds: list[StageKind] = []
+        """One of each kind of stage."""
+        self.kind_of = [self._find(stage) for stage in stages]
+        """The kind of each stage."""
         self.max_slots = self._fitting_in_memory()
 
-    def cut(self, order: IntArray, table: OperatorTable, num_slots: int) -> schedule.WindowSchedule:
-        """Return the slots of one stage's operators."""
-        if self._config.paper_exact:
-            return schedule.paper_schedule(order, num_slots=num_slots, num_active=-(-len(order) // num_slots))
-        return schedule.cut_slots(order, table, num_slots)
-
-    def window_bytes(self, order: IntArray, table: OperatorTable, num_slots: int) -> int:
-        """Return the bytes of a window of one stage on the rank with the most bytes."""
-        return int(schedule.window_bytes(table, self.cut(order, table, num_slots)).max())
+    def _find(self, stage: StageProfile) -> StageKind:
+        for kind in self.kinds:
+            if have_equal_bytes(kind.stage, stage):
+                return kind
+        self.kinds.append(StageKind(stage, is_paper_exact=self._config.paper_exact))
+        return self.kinds[-1]
 
     @cached_property
     def candidates(self) -> Sequence[WindowSize]:
@@ -59,7 +113,7 @@ class WindowSizes:
     @cached_property
     def dense_bytes(self) -> int:
         """The whole state of the rank with the most bytes."""
-        return max(stage.dense_bytes for stage in self._stages)
+        return max(kind.stage.dense_bytes for kind in self.kinds)
 
     def size(self, num_slots: int) -> WindowSize:
         """Return the size of windows of this many slots."""
@@ -67,37 +121,31 @@ class WindowSizes:
 
     def forecast(self, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
         """Return the host memory of the rank that needs the most."""
-        forecasts = (self.forecast_of(stage, num_slots, pause_iters) for stage in range(len(self._stages)))
+        forecasts = [self._forecast_of(kind, num_slots, pause_iters) for kind in self.kinds]
         return max(forecasts, key=lambda forecast: forecast.total_bytes)
 
     def forecast_of(self, stage: int, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
         """Return the host memory of the rank of one stage that needs the most."""
-        profile = self._stages[stage]
-        windows = [
-            self.window_bytes(order, each.table, num_slots)
-            for order, each in zip(self.natural, self._stages, strict=True)
-        ]
+        return self._forecast_of(self.kind_of[stage], num_slots, pause_iters)
+
+    def _forecast_of(self, kind: StageKind, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
         return forecast(
-            window_bytes=windows[stage],
+            window_bytes=kind.window(num_slots).window_bytes,
             period_iters=num_slots + pause_iters,
             keep_windows=self._keep_windows,
-            log_bytes_per_iteration=profile.boundary_log_bytes,
-            dense_bytes=profile.dense_bytes,
-            step_log_bytes_per_iteration=profile.step_log_bytes,
+            log_bytes_per_iteration=kind.stage.boundary_log_bytes,
+            dense_bytes=kind.stage.dense_bytes,
+            step_log_bytes_per_iteration=kind.stage.step_log_bytes,
             num_copies=self._num_copies,
-            largest_window_bytes=max(windows),
+            largest_window_bytes=max(each.window(num_slots).window_bytes for each in self.kinds),
         )
 
     def _size(self, num_slots: int) -> WindowSize:
-        tables = [stage.table for stage in self._stages]
-        slots = [
-            schedule.slot_bytes(table, self.cut(order, table, num_slots))
-            for table, order in zip(tables, self.natural, strict=True)
-        ]
+        windows = [kind.window(num_slots) for kind in self.kinds]
         least_pause_iters, most_pause_iters = self._pauses(num_slots)
         return WindowSize(
-            slot_bytes=tuple(np.max([each.max(axis=1) for each in slots], axis=0).tolist()),
-            window_bytes=int(max(each.sum(axis=0).max() for each in slots)),
+            slot_bytes=tuple(np.max([each.slot_bytes for each in windows], axis=0).tolist()),
+            window_bytes=max(each.window_bytes for each in windows),
             least_pause_iters=least_pause_iters,
             most_pause_iters=most_pause_iters,
         )
@@ -106,10 +154,10 @@ class WindowSizes:
         """Return the shortest and the longest pause: the configured one, or those that memory allows."""
         if self._config.pause_iters != AUTO:
             return int(self._config.pause_iters), int(self._config.pause_iters)
-        return 0, min(self._most_pause_of(stage, num_slots) for stage in range(len(self._stages)))
+        return 0, min(self._most_pause_of(kind, num_slots) for kind in self.kinds)
 
-    def _most_pause_of(self, stage: int, num_slots: int) -> int:
-        profile, shortest = self._stages[stage], self.forecast_of(stage, num_slots)
+    def _most_pause_of(self, kind: StageKind, num_slots: int) -> int:
+        profile, shortest = kind.stage, self._forecast_of(kind, num_slots)
         budget = self._config.memory_budget_bytes
         num_windows = self._keep_windows + 1  # logs of the one in progress, too
         log_bytes = profile.boundary_log_bytes + profile.step_log_bytes
@@ -124,7 +172,7 @@ class WindowSizes:
 
     def _fitting_in_memory(self) -> int:
         """Return the most slots that operators and the memory budget allow."""
-        most = max(len(stage.table.operators) for stage in self._stages)
+        most = max(len(kind.natural) for kind in self.kinds)
         window, budget = self._config.window, self._config.memory_budget_bytes
         pause_iters = 0 if self._config.pause_iters == AUTO else int(self._config.pause_iters)
         if window != AUTO and int(window) > most:
@@ -145,5 +193,5 @@ def _trials(limit: int) -> Iterator[int]:
     num_slots = 1
     while num_slots < limit:
         yield num_slots
-        num_slots = min(limit, math.ceil(schedule.GROWTH * num_slots))
+        num_slots = min(limit, math.ceil(_GROWTH * num_slots))
     yield limit

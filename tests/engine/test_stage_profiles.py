@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -25,16 +28,21 @@ def profile(shape: Shape, stage: int, rank: int, *, has_moments: bool) -> StageP
     return StageProfile(table=table, boundary_log_bytes=100, step_log_bytes=10 * (rank % shape.dp))
 
 
-def share(shape: Shape, *, has_moments: bool) -> list[list[StageProfile]]:
+def share(shape: Shape, *, has_moments: bool) -> list[Sequence[StageProfile]]:
     groups = [ThreadGroup(shape.dp) for _ in range(shape.pp)]
     identity = RunIdentity(run_id="run", layout=shape.layout, model="m")
 
-    def main(ranks: ThreadRanks) -> list[StageProfile]:
+    def main(ranks: ThreadRanks) -> Sequence[StageProfile]:
         stage = shape.stage_of(ranks.rank)
         of_stage = ThreadRanks(ranks.rank % shape.dp)
         of_stage.use(groups[stage])
         mine = profile(shape, stage, ranks.rank, has_moments=has_moments)
-        return share_profiles(place_of(identity, shape, ranks, of_stage, ranks), mine)
+        place = place_of(identity, shape, ranks, of_stage, ranks)
+        shared = share_profiles(place, mine)
+        assert share_profiles(place, mine, shared) is shared
+        longer = replace(mine, boundary_log_bytes=mine.boundary_log_bytes + 1)
+        assert share_profiles(place, longer, shared) is not shared
+        return shared.stages
 
     return run_threads(shape.world_size, main)
 
@@ -45,6 +53,8 @@ def test_every_rank_gets_the_profiles_of_all_stages(num_stages: int, has_moments
     shape = Shape(pp=num_stages, experts=16)
     for profiles in share(shape, has_moments=has_moments):
         assert len(profiles) == num_stages
+        middle = [each.table.full_bytes for each in profiles[1:-1]]
+        assert all(each is middle[0] for each in middle), "of one kind"
         for stage, got in enumerate(profiles):
             wanted = profile(shape, stage, 0, has_moments=has_moments)
             assert list(got.table.operators) == wanted.table.operators

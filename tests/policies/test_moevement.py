@@ -15,7 +15,7 @@ from moe_ckpt.config import MoevementConfig
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.stage_profile import StageProfile
-from moe_ckpt.policies.window_schedule import fitting_window, fixed_order, order_operators
+from moe_ckpt.policies.window_schedule import fixed_order
 from moe_ckpt.policies.window_sizes import WindowSizes
 from moe_ckpt.types import Measured, SlotPlan, SnapshotPlan, UnitPlan, WindowChoice
 from tests.policies.profiles import NOTHING, config, equal, nothing_yet, profile, unasked
@@ -135,7 +135,7 @@ def test_the_first_plan_takes_everything(window: int | str, iteration: int) -> N
     assert policy.plan(iteration, nothing_yet) == SnapshotPlan(sparse=everything)
 
 
-TRIAL = WindowChoice(num_slots=3, fitting=3, iteration_s=2.0, copy_bytes_per_s=20.5, reordered=True, pause_iters=2)
+TRIAL = WindowChoice(num_slots=3, iteration_s=2.0, copy_bytes_per_s=20.5, reordered=True, pause_iters=2)
 
 
 @pytest.mark.parametrize("profile_iters", [2, 5])
@@ -247,22 +247,15 @@ def test_auto_windows_line_up_over_stages(
     assert {policy.plan(0, nothing_yet) is NOTHING for policy in policies} == {False}
     begin = 3
     for number, budget_bytes in enumerate(budgets_bytes):
-        fitting, found = max(alone(stage, budget_bytes) for stage in stages), set()
+        found = set()
         for policy, stage in zip(policies, stages, strict=True):
             measure = Measurements(budget_bytes, popularity=[popularity_for(stage, number)], costs_s=costs_s)
             choice, slots = next_window(policy, begin, measure)
-            assert (choice.fitting, measure.asked) == (fitting, 1)
+            assert measure.asked == 1
             assert_is_window(slots, begin, choice.num_slots, len(stage.table.operators))
             found.add(replace(choice, reordered=True))
         assert len(found) == 1
         begin += found.pop().period_iters
-
-
-def alone(stage: StageProfile, budget_bytes: float) -> int:
-    """Return the slots that would fit if there were no other stage, in the order without popularity."""
-    fixed = fixed_order(stage.table.operators)
-    order = order_operators(fixed, np.zeros(len(fixed.experts)))
-    return fitting_window(stage.table, order, budget_bytes, max_slots=len(order))
 
 
 def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
@@ -423,7 +416,7 @@ def test_the_papers_window_changes_by_more_than_the_drift(drift: float, num_slot
     policy = begun(equal(6), window_drift=drift, paper_exact=True)
     first, _ = next_window(policy, 6, Measurements(33))
     second, _ = next_window(policy, 9, Measurements(43))
-    assert (first.num_slots, second.num_slots, second.fitting, second.pause_iters) == (3, num_slots, 2, 0)
+    assert (first.num_slots, second.num_slots, second.pause_iters) == (3, num_slots, 0)
 
 
 @pytest.mark.parametrize(

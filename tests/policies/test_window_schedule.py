@@ -14,16 +14,13 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.window_schedule import (
+    StageBytes,
     WindowSchedule,
-    cut_slots,
-    fitting_window,
     fixed_order,
     order_operators,
     paper_schedule,
     paper_window,
     refit,
-    slot_bytes,
-    window_bytes,
 )
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable
 
@@ -55,8 +52,8 @@ def literal_slot_bytes(table: OperatorTable, schedule: WindowSchedule) -> list[l
     ]
 
 
-def worst(table: OperatorTable, order: IntArray, num_slots: int) -> int:
-    return max(max(row) for row in literal_slot_bytes(table, cut_slots(order, table, num_slots)))
+def cut_slots(order: IntArray, table: OperatorTable, num_slots: int) -> WindowSchedule:
+    return StageBytes(table).middles(order).cut(num_slots)
 
 
 @st.composite
@@ -119,7 +116,8 @@ def test_ranks_that_share_operators_evenly_have_slots_of_the_same_bytes() -> Non
     table = make_table([[30] * 4 + [0] * 4 + [15] * 4, [0] * 4 + [30] * 4 + [15] * 4])
     schedule = cut_slots(np.arange(12), table, 6)
     assert schedule.slot_of.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 4, 5, 5]
-    assert slot_bytes(table, schedule).tolist() == [[53] * 2, [48] * 2, [43] * 2, [38] * 2, [34] * 2, [30] * 2]
+    got = StageBytes(table).slot_bytes(schedule)
+    assert got.tolist() == [[53] * 2, [48] * 2, [43] * 2, [38] * 2, [34] * 2, [30] * 2]
 
 
 @given(case=tables_and_orders(), data=st.data())
@@ -139,80 +137,9 @@ def test_every_operator_is_whole_once_and_has_compute_weights_before(
 def test_bytes_are_those_of_what_a_slot_takes(case: tuple[OperatorTable, IntArray], data: st.DataObject) -> None:
     table, order = case
     schedule = cut_slots(order, table, data.draw(st.integers(1, len(order))))
-    got = slot_bytes(table, schedule)
+    got = StageBytes(table).slot_bytes(schedule)
     assert got.dtype == np.int64
     assert got.tolist() == literal_slot_bytes(table, schedule)
-    assert window_bytes(table, schedule).tolist() == [sum(column) for column in zip(*got.tolist(), strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("full", "max_slots", "num_slots"),
-    [
-        pytest.param([12] * 6, 6, 6, id="one a slot is the smallest"),
-        pytest.param([500, 500, 8990, 5, 5], 5, 2, id="all after two are as good"),
-        pytest.param([12] * 6, 3, 3, id="as many as allowed"),
-        pytest.param([12] * 6, 100, 6, id="not more than operators"),
-        pytest.param([500, 500, 9000], 3, 2, id="fewest within 1 percent"),
-        pytest.param([0, 0, 0], 3, 1, id="nothing to split"),
-    ],
-)
-def test_where_none_fits_the_smallest_is_taken(full: list[int], max_slots: int, num_slots: int) -> None:
-    for budget_bytes in (-1e300, -1.0, 0.0, 5e-324, 1.0):
-        got = fitting_window(make_table([full]), np.arange(len(full)), budget_bytes, max_slots=max_slots)
-        assert got == num_slots
-
-
-def test_a_search_that_starts_too_early_ends_at_the_fewest() -> None:
-    """Only the last half has compute weights, so the first slots hold 2000 + 12000 / W, not the 10000 / W of a mix."""
-    half = 500
-    table = make_table([[12] * 2 * half], [[0] * half + [4] * half])
-    assert fitting_window(table, np.arange(2 * half), 2000 + 120, max_slots=2 * half) == 100
-
-
-@pytest.mark.parametrize("max_slots", [0, -2])
-def test_no_slots_allowed_is_refused(max_slots: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^ckpt\.window: got {max_slots}, wanted between 1 and 3, "):
-        fitting_window(make_table([[1, 1, 1]]), np.arange(3), 1.0, max_slots=max_slots)
-
-
-@given(case=tables_and_orders(), max_slots=st.integers(1, 14), data=st.data())
-def test_fitting_is_as_by_brute_force(
-    case: tuple[OperatorTable, IntArray], max_slots: int, data: st.DataObject
-) -> None:
-    table, order = case
-    sizes = [worst(table, order, num_slots) for num_slots in range(1, min(max_slots, len(order)) + 1)]
-    budget_bytes = data.draw(st.just(math.inf) | st.sampled_from(sizes + [size - 0.5 for size in sizes]))
-    fitting = [index + 1 for index, size in enumerate(sizes) if size <= budget_bytes]
-    nearly_smallest = [index + 1 for index, size in enumerate(sizes) if size <= 1.01 * min(sizes)]
-    expected = fitting[0] if fitting else nearly_smallest[0]
-    assert fitting_window(table, order, budget_bytes, max_slots=max_slots) == expected
-
-
-@given(sizes=st.lists(st.integers(1, 50), min_size=65, max_size=90), share=st.floats(0.01, 1.0))
-def test_a_longer_search_ends_where_it_fits_or_nearly_at_the_best(sizes: list[int], share: float) -> None:
-    table, order = make_table([[12 * size for size in sizes]], [[2 * size for size in sizes]]), np.arange(len(sizes))
-    budget_bytes = 14 * max(sizes) + share * 12 * sum(sizes)
-    worsts = [int(slot_bytes(table, cut_slots(order, table, w)).max()) for w in range(1, len(sizes) + 1)]
-    got = worsts[fitting_window(table, order, budget_bytes, max_slots=len(sizes)) - 1]
-    assert got <= max(budget_bytes, 1.01 * min(worsts[:64]))
-    assert got <= budget_bytes or worsts[-1] > budget_bytes
-
-
-def test_what_only_the_last_resort_finds_fits_too() -> None:
-    """Two of 100 operators make the largest slot of 50 to 65 slots: 2006 bytes, but 2004 in 60."""
-    table, order = make_table([[1000 + 2 * position % 5 for position in range(100)]], [[0] * 100]), np.arange(100)
-    assert [worst(table, order, num_slots) for num_slots in (50, 60, 65)] == [2006, 2004, 2006]
-    assert [fitting_window(table, order, budget, max_slots=65) for budget in (2006, 2004, 2003)] == [50, 60, 50]
-
-
-@pytest.mark.parametrize(("num_operators", "num_slots"), [(1000, 10), (1000, 100), (1000, 1000), (100, 50), (70, 1)])
-def test_many_equal_operators_fit_in_as_many_slots_as_the_formula(num_operators: int, num_slots: int) -> None:
-    """The largest slot is the first: 2 bytes of every parameter and 10 more of what it takes whole."""
-    table, order = make_table([[12] * num_operators]), np.arange(num_operators)
-    exactly = 2 * num_operators + 10 * (num_operators // num_slots)
-    assert fitting_window(table, order, exactly, max_slots=num_operators) == num_slots
-    longer = fitting_window(table, order, exactly - 1, max_slots=num_operators)
-    assert longer > num_slots or longer < num_slots == 1000  # nothing fits: the fewest that are nearly as good
 
 
 @pytest.mark.parametrize(
@@ -286,9 +213,8 @@ def test_a_million_operators() -> None:
     popularity = random.gamma(0.5, 100.0, len(experts))
     order = order_operators(fixed_order(table.operators), popularity)
     assert np.array_equal(np.sort(order), np.arange(num_operators))
-    budget_bytes = int(sizes.sum()) * (2 + 10 / 12)
-    num_slots = fitting_window(table, order, budget_bytes, max_slots=num_operators)
-    assert num_slots in (12, 13)
-    schedule = cut_slots(order, table, num_slots)
-    assert slot_bytes(table, schedule).max() <= budget_bytes
+    of_stage = StageBytes(table)
+    schedule = of_stage.middles(order).cut(13)
+    # 2 bytes of all parameters, and 10 more of less than a twelfth
+    assert of_stage.slot_bytes(schedule).max() <= int(sizes.sum()) * (2 + 10 / 12)
     assert np.all(np.diff(schedule.slot_of[order]) >= 0)
