@@ -1,4 +1,4 @@
-"""What `moe-ckpt prove` asks of the processes of a command: the order in their environment.
+"""The order that `moe-ckpt prove` passes to each process of a command in an environment variable.
 
 Pure: a process of the command reads the order at the start of its interpreter.
 """
@@ -28,9 +28,9 @@ class Order:
     kill_iteration: int = 0
     """The iteration after which that rank does so, as soon as its digests are logged."""
 
-    leave_out: bool = False
-    """Whether ranks that were started again spoil their state after an iteration: a
-    control, which must be found to differ."""
+    spoil_after_resume: bool = False
+    """Whether ranks that were started again damage their state after their first iteration:
+    the control, which has to differ."""
 
     @property
     def killed(self) -> Path:

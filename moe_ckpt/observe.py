@@ -14,6 +14,7 @@ except in the control of a proof.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.digests import NamedTensors, digests_by_name, whole_digest
+from moe_ckpt.digests import NamedTensors, digests_by_name
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import EventLog, StateDigest, TensorDigests, WorkerStarted
 from moe_ckpt.observation import Order, read_order
@@ -40,9 +41,9 @@ def observe(iteration: int, **state: Any) -> None:
 
     Args:
         iteration: The number of the iteration, one more than that of the one before.
-        **state: What the next iteration depends on, by names: modules, optimizers and
-            other objects with `state_dict`, and tensors, numbers and texts in nests of
-            dictionaries and lists, such as `rng=torch.get_rng_state()`.
+        **state: All that the next iteration depends on, by names: modules, optimizers (of
+            torch or Megatron-Core) and other objects with `state_dict`, and tensors, numbers
+            and texts in nests of dictionaries and lists, such as `rng=torch.get_rng_state()`.
 
     Raises:
         ConfigError: A part of the state is of another kind.
@@ -74,6 +75,13 @@ def _flat(name: str, value: Any) -> NamedTensors:
     if isinstance(value, torch.Tensor):
         to_local: Callable[[], torch.Tensor] | None = getattr(value, "to_local", None)
         yield name, to_local() if to_local else value
+    elif hasattr(value, "chained_optimizers"):  # Megatron-Core's, of several optimizers
+        yield from _flat(name, value.chained_optimizers)
+    elif hasattr(value, "get_loss_scale"):  # Megatron-Core's, around one of torch
+        # its own state_dict leaves out what is this rank's alone: masters and moments
+        yield from _flat(f"{name}.loss_scale", value.get_loss_scale())
+        yield from _flat(name, value.optimizer.state_dict())
+        yield from _flat(f"{name}.masters", [group["params"] for group in value.param_groups])
     elif hasattr(value, "state_dict"):
         yield from _flat(name, value.state_dict())
     elif isinstance(value, Mapping):
@@ -82,8 +90,8 @@ def _flat(name: str, value: Any) -> NamedTensors:
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):
             yield from _flat(f"{name}.{number}", each)
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        yield name, torch.from_numpy(np.ascontiguousarray(value))
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        yield name, torch.from_numpy(np.array(value))
     elif value is None or isinstance(value, bool | int | float | str | bytes):
         yield name, torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
     else:
@@ -119,7 +127,7 @@ class Observer:
         path = run / "events" / f"rank{global_rank:04d}.jsonl"
         self._events = EventLog(path, global_rank=global_rank, clock_origin_unix_s=0.0)
         was_killed = order.killed.exists()
-        self._spoils = was_killed and order.leave_out
+        self._spoils = was_killed and order.spoil_after_resume
         about = {"pid": os.getpid(), "host": socket.gethostname(), "device": ""}
         self._events.append(WorkerStarted(**about, incarnation=int(was_killed)))
 
@@ -135,9 +143,9 @@ class Observer:
             named: The tensors of the state.
             spoil: Changes the state, in a control.
         """
-        named = list(named)
-        self._events.append(StateDigest(iteration=iteration, digest=whole_digest(named)))
         digests = digests_by_name(named)
+        whole = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+        self._events.append(StateDigest(iteration=iteration, digest=whole))
         self._events.append(TensorDigests(iteration=iteration, digests=digests))
         if self._spoils:
             self._spoils = False
@@ -146,7 +154,7 @@ class Observer:
             self._die()
 
     def _die(self) -> None:
-        """Kill this process, unless one of this rank has been killed before."""
+        """Kill this process, unless a process of this rank has already killed itself in this run."""
         try:
             self._order.killed.touch(exist_ok=False)
         except FileExistsError:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import wrapt
 
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.observation import Order, read_order
 
 LINE = "from moe_ckpt.observed_start import enter; enter(__file__)\n"
@@ -43,7 +44,11 @@ def _observe_loop(loop: str, order: Order, _module: object) -> None:
     from moe_ckpt.integrations.loop_plain import ProvenRun  # noqa: PLC0415 - slow
     from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415
 
-    observed = LOOPS[loop]()
+    try:
+        observed = LOOPS[loop]()
+    except ConfigError as error:  # a program may import the loop for its arguments alone
+        print(f"moe-ckpt prove: the loop is not observed: {error}", file=sys.stderr, flush=True)
+        return
     observed.use_cpu()
     observed.watch(ProvenRun(order))
 

@@ -57,7 +57,7 @@ class AttachedProof:
         faulty = self._digests("faults", faults)
         different = self._difference(plain, faulty)
         if different:
-            return self._tell_difference(plain, different, faulty.exactness)
+            return self._print_difference(plain, different, faulty.exactness)
         count, wanted = len(plain.states), "those of the plain run"
         if faulty.exactness == STATE:
             count, wanted = len(faulty.returns), "those that the ranks had before"
@@ -77,11 +77,11 @@ class AttachedProof:
             return first_changed(got, may_be_older=self.command.loses_tokens)
         return first_difference(plain, got)
 
-    def _tell_difference(self, plain: Digests, different: Difference, exactness: str) -> int:
+    def _print_difference(self, plain: Digests, different: Difference, exactness: str) -> int:
         """Print a difference; with `bitwise`, run the plain command again, which may differ without any fault."""
         print(f"different: {different}")
         if exactness == STATE:  # plain runs may differ
-            print(f"the rank had another one before; logs and events: {self.folder}")
+            print(f"the rank had logged another digest of this tensor; logs and events: {self.folder}")
             return DIFFERENT
         # only now: a third full run is the price of a verdict that an exact recovery does not need
         own = first_difference(plain, self._digests("plain-again", Faults(), is_plain=True))

@@ -186,7 +186,7 @@ def first_difference(wanted: Digests, got: Digests) -> Difference | None:
 
 
 def _first_tensor(wanted: Digests, got: Digests, iteration: int, rank: int) -> str:
-    for name, run in (("plain run", wanted), ("compared run", got)):
+    for name, run in (("first run", wanted), ("compared run", got)):
         if (iteration, rank) not in run.tensors:
             return f"no digest in the {name}"
     first, *others = [*wanted.tensors[iteration, rank], *got.tensors[iteration, rank]]

@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.output_folder import log_of
 from launcher.prove.compare import (
+    Difference,
     Digests,
     first_difference,
     loaded_otherwise,
@@ -102,13 +103,18 @@ class ResumeProof:
             wanted = f"a checkpoint from before iteration {iteration} ended"
             print(f"not proven: the command began anew after the kill, wanted {wanted}")
             return NOT_PROVEN
-        different = first_difference(first, killed)
+        different = _difference(first, killed)
+        if different and different.iteration <= killed.resumed_after:
+            print(f"different: two runs of the command, before the kill, differ {different}")
+            return DIFFERENT
         if different:
             print(f"different: the resumed run differs {different}")
             print(*_as_loaded(first, killed), _in_all(first, killed), sep="\n")
             return DIFFERENT
-        control = self._digests("control", kill_rank=rank, kill_iteration=iteration, leave_out=True)
-        if not first_difference(first, control):
+        control = self._digests("control", kill_rank=rank, kill_iteration=iteration, spoil_after_resume=True)
+        found = _difference(first, control)
+        # ranks damage their states after their first iteration
+        if found is None or found.iteration <= control.resumed_after + 1:
             print("not proven: a resumed state that was changed had the same digests, too")
             return NOT_PROVEN
         equal = "two runs are equal, and so is the resumed one"
@@ -131,10 +137,9 @@ class ResumeProof:
             digests = self._compared(read_digests(run))
         except FileNotFoundError as error:
             loops = "the loop of Megatron-LM, Megatron-Bridge or ms-swift"
-            wanted = f"{loops}, or a script that calls moe_ckpt.observe.observe"
-            raise RunFailedError(
-                f"COMMAND: got no digests of its processes, wanted {wanted}; log: {log_of(run)}"
-            ) from error
+            wanted = f"{loops}, or a script in which each rank calls moe_ckpt.observe.observe"
+            got = f"no digests ({error.filename})"
+            raise RunFailedError(f"COMMAND: got {got}, wanted {wanted}; log: {log_of(run)}") from error
         if order.kill_rank is not None:
             what = f"rank {order.kill_rank} killed after iteration {order.kill_iteration}"
             print(f"{what}, resumed after iteration {digests.resumed_after}", end=" ")
@@ -167,7 +172,8 @@ class ResumeProof:
         ended = self.execute(words, log_of(Path(order.run)), environment)
         if order.kill_rank is not None:
             was_killed = order.killed.exists()
-            if was_killed and ended.status:
+            # whatever the status, which a shell may hide; a launcher may have restarted its ranks
+            if was_killed and not read_digests(Path(order.run)).loaded:
                 again = self.folder / f"{name}-resumed.log"
                 ended = self.execute(words, again, environment)
             elif not was_killed and not ended.status:
@@ -186,20 +192,33 @@ class ResumeProof:
         return {"PYTHONPATH": os.pathsep.join([str(start), *([others] if others else [])])}
 
 
+def _difference(first: Digests, killed: Digests) -> Difference | None:
+    """Return the first difference of a run with a kill from the first run.
+
+    As a rank dies, others may not have logged the iteration that the checkpoint has already.
+    """
+    states = {
+        (iteration, rank): digests
+        for (iteration, rank), digests in first.states.items()
+        if (iteration, rank) in killed.states or iteration > killed.resumed_after
+    }
+    return first_difference(replace(first, states=states), killed)
+
+
 def _as_loaded(first: Digests, killed: Digests) -> list[str]:
     """Return a line about tensors that differ as soon as ranks have loaded a checkpoint."""
     ranks: dict[str, int] = {}
     found = loaded_otherwise(first, killed)
     for each in found:
         ranks.setdefault(each.tensor, each.rank)
-    names = [f"{name} (rank {rank})" for name, rank in ranks.items()]
+    names = [f"{name} (from rank {rank})" for name, rank in ranks.items()]
     return [f"as loaded, after iteration {found[0].iteration}: {_shown(names)}"] if found else []
 
 
 def _in_all(first: Digests, killed: Digests) -> str:
     """Return a line about all tensors that differ after any iteration."""
     names = sorted(names_that_differ(first, killed))
-    return f"after all iterations, on all ranks: {_shown(names)}"
+    return f"tensors that differ after any iteration, on any rank: {_shown(names)}"
 
 
 def _shown(names: Sequence[str]) -> str:

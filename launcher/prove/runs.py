@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.proc import end_job
+from launcher.proc import end_session
 from launcher.prove.compare import Digests
 from moe_ckpt.errors import ConfigError, MoeCkptError
 
@@ -72,7 +72,7 @@ def run_to_end(
                 process.wait(max(0.0, until_s - time.monotonic()))
         finally:
             is_late = process.poll() is None
-            end_job(process)
+            end_session(process)
     if is_late:
         raise RunFailedError(f"--limit-s: got {limit_s:g}, wanted more: the run had not ended by then; log: {log}")
     return Ended(status=process.returncode, log=log)

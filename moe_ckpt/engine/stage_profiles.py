@@ -95,7 +95,7 @@ def _pack(table: OperatorTable, origin: int, logs: list[int]) -> bytes:
 
 
 def _moved(stage: StageProfile, layers: int) -> StageProfile:
-    """Return a stage of the same bytes, this many layers further back."""
+    """Return the stage with `layers` added to the number of each layer."""
     operators = shifted(stage.table.operators, layers)
     return replace(stage, table=replace(stage.table, operators=operators))
 

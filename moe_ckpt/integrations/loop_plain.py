@@ -45,7 +45,7 @@ class Watch(Protocol):
 
 
 def watch_loop(training: Any, stepping: Any, iteration_of: Callable[..., int], watch: Watch) -> None:
-    """Let the loop of this process, in functions, report to a watch.
+    """Wrap the `train` and `train_step` of a loop, so that they call a watch.
 
     Args:
         training: The module that calls `train`.
@@ -62,7 +62,7 @@ def watch_loop(training: Any, stepping: Any, iteration_of: Callable[..., int], w
 
 
 def watch_trainer(base: Any, watch: Watch) -> None:
-    """Let ms-swift's trainers, of the class `base`, report to a watch."""
+    """Wrap those of ms-swift's trainers, of the class `base`."""
 
     def state_of(trainer: Any, *_: Any) -> TrainingState:
         scheduler = trainer.opt_param_scheduler
@@ -165,7 +165,14 @@ class ProvenRun:
     def iteration_ends(self, iteration: int) -> None:
         """Log the state after an iteration; then die or spoil it, if ordered."""
         state = self._state
-        self._observer.log(iteration, named_state(state), lambda: forget_first_moments(state))
+        self._observer.log(iteration, named_state(state), lambda: _spoil(state))
 
     def finish(self) -> None:
         """Do nothing."""
+
+
+def _spoil(state: TrainingState) -> None:
+    """Damage a state: without an Adam's first moments, or without the first weight."""
+    if not forget_first_moments(state):
+        with torch.no_grad():
+            next(state.model[0].parameters()).zero_()

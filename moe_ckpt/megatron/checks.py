@@ -52,9 +52,16 @@ def job_digest(state: TrainingState) -> tuple[str, list[str]]:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest(), digests
 
 
-def forget_first_moments(state: TrainingState) -> None:
-    """Set Adam's first moments to zero, as a recovery or a resume without them would."""
+def forget_first_moments(state: TrainingState) -> bool:
+    """Set Adam's first moments to zero, as a recovery or a resume without them would.
+
+    Returns:
+        Whether there were any.
+    """
+    found = False
     for optimizer in state.inner_optimizers:
         for name, tensor in named_tensors(optimizer):
             if name.endswith(EXP_AVG):
                 tensor.zero_()
+                found = True
+    return found

@@ -200,7 +200,7 @@ def paper_window(
 
 
 def paper_schedule(order: IntArray, *, num_slots: int, num_active: int) -> WindowSchedule:
-    """Give every slot the next `num_active` operators of the order, and the last slot the remaining ones.
+    """Give each slot the next `num_active` operators of the order until none are left; later slots are empty.
 
     5 operators, 2 active: slots of 2, 2 and 1. MoEvement, Algorithm 1: GenerateSchedule.
     """

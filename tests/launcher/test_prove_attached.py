@@ -199,7 +199,7 @@ BACK, LACKING = [(1, A), (2, B), (2, B)], [(1, A), (2, B), (2, A)]
         (BACK, LACKING, EXACT, "exact: all 1 digests under faults are those that the ranks had"),
         (BACK, BACK, NOT_PROVEN, "not proven: a recovery without Adam's first moments had digests that were those"),
         (BACK[:2], LACKING, NOT_PROVEN, "not proven: no rank came back to an iteration whose digests it had logged"),
-        (LACKING, LACKING, DIFFERENT, "the rank had another one before; logs and events: "),
+        (LACKING, LACKING, DIFFERENT, "the rank had logged another digest of this tensor; logs and events: "),
     ],
 )
 def test_the_promise_of_states_has_a_verdict_of_its_own(

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.prove.__main__ import main
 from launcher.prove.resumed import ResumeProof
-from launcher.prove.runs import DIFFERENT, EXACT, NOT_PROVEN, Ended, RunFailedError
+from launcher.prove.runs import DIFFERENT, EXACT, NOT_PROVEN, Ended, RunFailedError, run_to_end
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import EventLog, StateDigest, TensorDigests, WorkerStarted
 from moe_ckpt.observation import Order, read_order
@@ -40,6 +40,12 @@ class Runs:
     changed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """By run, what tensors have in place of their digests: after all iterations that
     the last start of the run trains."""
+
+    changed_before: Mapping[str, str] = field(default_factory=dict)
+    """The same before the kill."""
+
+    is_cut_off: bool = False
+    """Whether the rank is ended before it has logged the iteration of the kill."""
 
     loaded: Mapping[str, str] = field(default_factory=dict)
     """What tensors have in place of their digests as they are loaded."""
@@ -73,12 +79,13 @@ class Runs:
         first, last = 1, NUM_ITERS
         changed = self.changed.get(run.name, {})
         if order.kill_rank is not None and not is_again:
-            last, changed = order.kill_iteration, {}
+            last, changed = order.kill_iteration - self.is_cut_off, self.changed_before
         if is_again:
             first = self.saved + 1
             events.append(TensorDigests(iteration=self.saved, digests=tensors(self.saved, **self.loaded)))
         for iteration in range(first, last + 1):
-            digests = tensors(iteration, **changed)
+            is_sound = order.spoil_after_resume and iteration == first
+            digests = tensors(iteration, **({} if is_sound else changed))
             events.append(StateDigest(iteration=iteration, digest=str(digests)))
             events.append(TensorDigests(iteration=iteration, digests=digests))
         events.close()
@@ -102,15 +109,22 @@ RNG = {"rng": "other"}
             Runs(changed={"killed": {"weight": "x", "rng": "y"}}, loaded=RNG),
             DIFFERENT,
             "different: the resumed run differs after iteration 3, rank 0: weight\n"
-            "as loaded, after iteration 2: rng (rank 0)\n"
-            "after all iterations, on all ranks: rng, weight",
+            "as loaded, after iteration 2: rng (from rank 0)\n"
+            "tensors that differ after any iteration, on any rank: rng, weight",
         ),
         (
             Runs(changed={"killed": RNG}),
             DIFFERENT,
             "different: the resumed run differs after iteration 3, rank 0: rng\n"
-            "after all iterations, on all ranks: rng",
+            "tensors that differ after any iteration, on any rank: rng",
         ),
+        (
+            Runs(changed={"killed": RNG, **SPOILT}, changed_before=RNG),
+            DIFFERENT,
+            "different: two runs of the command, before the kill, differ after iteration 1, rank 0: rng",
+        ),
+        # a rank that was ended early had not logged what its checkpoint has
+        (Runs(saved=4, is_cut_off=True, changed=SPOILT), EXACT, "exact: two runs are equal"),
         (
             Runs(saved=0, changed=SPOILT),
             NOT_PROVEN,
@@ -138,8 +152,10 @@ def test_a_launcher_that_restarts_its_ranks_is_not_started_again(tmp_path: Path)
     assert runs.starts == ["first", "second", "killed", "killed", "control", "control"]
 
 
-def test_a_command_that_the_kill_ended_is_started_again(tmp_path: Path) -> None:
-    runs = Runs(changed=SPOILT)
+@pytest.mark.parametrize("status", [-9, 1, 0])
+def test_a_command_that_the_kill_ended_is_started_again(tmp_path: Path, status: int) -> None:
+    """Also by a shell that hides the status of its last program but one."""
+    runs = Runs(changed=SPOILT, statuses=(status, 0))
     assert ResumeProof(COMMAND, tmp_path, runs.execute).run() == EXACT
     assert runs.starts == ["first", "second", "killed", "killed-resumed", "control", "control-resumed"]
 
@@ -157,7 +173,7 @@ def test_named_tensors_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (
             Runs(observes=False),
-            r"^COMMAND: got no digests of its processes, wanted the loop of Megatron-LM, Megatron-B",
+            r"^COMMAND: got no digests \(.*run.json\), wanted the loop of Megatron-LM, Megatron-B",
         ),
         (Runs(statuses=(-9, 1)), r"^killed: ended with status 1; log: .*killed-resumed.log\nthe last line"),
     ],
@@ -273,8 +289,8 @@ SAVING = ("--save", "{run}", "--load", "{run}", "--save-interval", "2", "--ckpt-
             [
                 "different: the resumed run differs after iteration 3, rank 0: rng.cpu",
                 # a checkpoint has one rank's generators for all ranks with the same dense weights
-                "as loaded, after iteration 2: rng.cpu (rank 0), rng.expert-parallel-rng (rank 1)",
-                "after all iterations, on all ranks: rng.cpu, rng.expert-parallel-rng",
+                "as loaded, after iteration 2: rng.cpu (from rank 0), rng.expert-parallel-rng (from rank 1)",
+                "tensors that differ after any iteration, on any rank: rng.cpu, rng.expert-parallel-rng",
             ],
         ),
         (
@@ -289,7 +305,7 @@ SAVING = ("--save", "{run}", "--load", "{run}", "--save-interval", "2", "--ckpt-
             DIFFERENT,
             [
                 "different: the resumed run differs after iteration 3, rank 0: model0.",
-                "as loaded, after iteration 2: optimizer0.0.lr (rank 0), optimizer0.0.0.exp_avg (rank 0)",
+                "as loaded, after iteration 2: optimizer0.0.lr (from rank 0), optimizer0.0.0.exp_avg (from rank 0)",
             ],
         ),
     ],
@@ -314,3 +330,12 @@ def test_megatron_lms_own_script_resumes_all_but_two_generators(
     assert main(["-o", str(tmp_path / "out"), *own, "--", *command, *options]) == status
     lines = capsys.readouterr().out.splitlines()
     assert [start for start in found if not any(line.startswith(start) for line in lines)] == []
+
+
+def test_a_late_command_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+    """Starts processes: only the kernel shows which of a shell's processes are left."""
+    pid = tmp_path / "pid"
+    command = ["bash", "-c", f"sleep 1000 & echo $! > {pid}; wait"]
+    with pytest.raises(RunFailedError, match=r"^--limit-s: got 0\.5, wanted more: "):
+        run_to_end(command, tmp_path / "log", limit_s=0.5)
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
