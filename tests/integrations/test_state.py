@@ -57,8 +57,11 @@ def killed(folder: Path, loop: str, policy: str, *settings: str) -> Digests:
 
 @pytest.mark.full
 @pytest.mark.parametrize("loop", LOOPS)
-def test_no_state_of_a_loop_is_reached_twice_by_training(tmp_path: Path, loop: str) -> None:
-    """Else a replay would end in the states of before, and the tests below would pass."""
+def test_no_state_of_a_loop_is_reached_twice_by_training(
+    tmp_path: Path,
+    loop: str,
+) -> None:
+    """Else a replay would end in states of before, and the tests below would pass."""
     digests = killed(tmp_path, loop, "moevement", "window=2", "run.exactness=bitwise")
     assert first_changed(digests, may_be_older=False) is not None, "moevement replays"
 
@@ -66,7 +69,11 @@ def test_no_state_of_a_loop_is_reached_twice_by_training(tmp_path: Path, loop: s
 @pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_all_ranks_of_a_loop_have_a_state_from_before(tmp_path: Path, loop: str, policy: str) -> None:
+def test_all_ranks_of_a_loop_have_a_state_from_before(
+    tmp_path: Path,
+    loop: str,
+    policy: str,
+) -> None:
     digests = killed(tmp_path, loop, policy, *POLICIES[policy], "run.exactness=state")
     assert digests.exactness == "state"
     assert len(digests.returns) >= len(KILLS) * 3
