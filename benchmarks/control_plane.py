@@ -153,15 +153,7 @@ def main() -> int:
     parser.add_argument("--only-plan", action="store_true", help="the last table, which needs no threads")
     arguments = parser.parse_args()
     if not arguments.only_plan:
-        print("ranks  join s  store ops  agree s  ms a rank |    store   table  profiles  reports  all B    limit")
-    for num_ranks in arguments.ranks if not arguments.only_plan else ():
-        row = measure(num_ranks, arguments.model)
-        print(
-            f"{row.ranks:5d} {row.join_s:7.2f} {row.join_operations:10d} {row.agree_s:8.2f} "
-            f"{1000 * row.agree_s / row.ranks:10.1f} | {row.join_bytes:8d} {row.table_bytes:7d} "
-            f"{row.agree_bytes:9d} {row.report_bytes:8d} {row.total_bytes:8d} {65536 + 100 * row.ranks:8d}",
-            flush=True,
-        )
+        print_costs_of_entering(arguments.ranks, arguments.model)
     print("ranks  stages  kinds  plan CPU s  after a fault  slots")
     for num_ranks in arguments.ranks:
         profiles = profiles_of(arguments.model, num_ranks)
@@ -173,6 +165,19 @@ def main() -> int:
             flush=True,
         )
     return 0
+
+
+def print_costs_of_entering(numbers_of_ranks: Sequence[int], model: str) -> None:
+    """Print a row for each number of ranks."""
+    print("ranks  join s  store ops  agree s  ms a rank |    store   table  profiles  reports  all B    limit")
+    for num_ranks in numbers_of_ranks:
+        row = measure(num_ranks, model)
+        print(
+            f"{row.ranks:5d} {row.join_s:7.2f} {row.join_operations:10d} {row.agree_s:8.2f} "
+            f"{1000 * row.agree_s / row.ranks:10.1f} | {row.join_bytes:8d} {row.table_bytes:7d} "
+            f"{row.agree_bytes:9d} {row.report_bytes:8d} {row.total_bytes:8d} {65536 + 100 * row.ranks:8d}",
+            flush=True,
+        )
 
 
 def plan(profiles: Sequence[StageProfile], earlier: SparseWindows | None) -> tuple[float, SparseWindows, int]:

@@ -17,7 +17,7 @@ VARIABLE = "MOE_CKPT_PROVE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What the ranks of one run do beside training."""
+    """Orders to the ranks of one run, beside training."""
 
     run: str
     """The folder for the digests of the run."""

@@ -44,12 +44,14 @@ def unpack_rows(packed: bytes) -> tuple[tuple[OperatorId, ...], IntArray]:
     changes = np.zeros(num_operators * num_columns, np.int64)
     changes[np.cumsum(steps)] = values
     columns = np.cumsum(changes.reshape(num_operators, num_columns), axis=0).T.copy()
-    return _operators(np.cumsum(ids.reshape(-1, 4), axis=0), 0), columns
+    return _operators(np.cumsum(ids.reshape(-1, 4), axis=0)), columns
 
 
 def shifted(operators: Sequence[OperatorId], layers: int) -> tuple[OperatorId, ...]:
-    """Return the operators this many layers further back in the model; MTP modules count their own layers."""
-    return _operators(_ids(operators), layers)
+    """Return operators with `layers` added to the number of each layer, but not to those of MTP modules."""
+    ids = _ids(operators)
+    ids[(ids[:, 1] != _NONE) & (ids[:, 3] == _NONE), 1] += layers
+    return _operators(ids)
 
 
 def first_layer(operators: Sequence[OperatorId]) -> int:
@@ -66,8 +68,7 @@ def _ids(operators: Sequence[OperatorId]) -> IntArray:
     return np.array(numbers, np.int64).reshape(-1, 4)
 
 
-def _operators(ids: IntArray, layers: int) -> tuple[OperatorId, ...]:
-    ids[(ids[:, 1] != _NONE) & (ids[:, 3] == _NONE), 1] += layers
+def _operators(ids: IntArray) -> tuple[OperatorId, ...]:
     return tuple(map(_operator, ids.tolist()))
 
 

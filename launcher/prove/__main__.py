@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.output_folder import make_output_folder
 from launcher.prove.attached import AttachedProof, run_job
 from launcher.prove.commands import parse_command
 from launcher.prove.resumed import PLACE, ResumeProof
-from launcher.prove.runs import NOT_PROVEN, Ended, run_to_end
+from launcher.prove.runs import NOT_PROVEN, run_to_end
 from moe_ckpt.arguments import Parser, parse_before_program
 from moe_ckpt.config import require
 from moe_ckpt.door import VARIABLE
@@ -38,15 +38,14 @@ def main(arguments: Sequence[str]) -> int:
         folder = make_output_folder(options.output, "prove")
         require(not any(folder.iterdir()), "-o", str(folder), "an empty folder")
         if attached:
-            for name in ("--no-resume",) * (not options.resume) + ("--except",) * bool(options.ignored):
-                require(False, name, "a command with an attachment", "one without")
+            got, wanted = "a command with an attachment", "one without"
+            require(options.resume, "--no-resume", got, wanted)
+            require(not options.ignored, "--except", got, wanted)
             execute = functools.partial(run_job, limit_s=options.limit_s)
             return AttachedProof(attached, folder, execute).run()
-
-        def run(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Ended:
-            return run_to_end(command, log, limit_s=options.limit_s, environment=environment)
-
-        return ResumeProof(words, folder, run, resumes=options.resume, ignored=options.ignored).run()
+        execute = functools.partial(run_to_end, limit_s=options.limit_s)
+        proof = ResumeProof(words, folder, execute, resumes=options.resume, ignored=options.ignored)
+        return proof.run()
 
     return exit_status(prove, failed=NOT_PROVEN)
 

@@ -19,7 +19,7 @@ from launcher.faults.carry_out import carry_out
 from launcher.output_folder import log_of
 from launcher.prove.commands import MOMENTS, CheckedCommand, Variation
 from launcher.prove.compare import Difference, Digests, first_changed, first_difference, read_digests
-from launcher.prove.runs import DIFFERENT, EXACT, NOT_PROVEN, RunFailedError, require_length, run_to_end
+from launcher.prove.runs import DIFFERENT, EXACT, NOT_PROVEN, RunFailedError, print_end, run_to_end
 from moe_ckpt.exactness import STATE
 from moe_ckpt.faults.schedule import Kill, StateLoss
 
@@ -101,9 +101,7 @@ class AttachedProof:
             digests = read_digests(variation.run)
         except FileNotFoundError as error:
             raise RunFailedError(f"{name}: got no events ({error}); log: {log_of(variation.run)}") from error
-        seconds, count = time.monotonic() - started_s, len(digests.iterations)
-        print(f"({count} iterations, {digests.num_ranks} ranks, {seconds:.0f} s)", flush=True)
-        require_length(digests, log_of(variation.run))
+        print_end(digests, started_s, log_of(variation.run))
         return digests
 
 

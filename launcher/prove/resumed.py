@@ -1,4 +1,4 @@
-"""The proof of a command without an attachment: it repeats itself, and its own resume is exact.
+"""The proof of a command without an attachment: the command repeats itself, and its own resume is exact.
 
 first, second    from the same beginning: equal after each iteration, on each rank
 killed           a rank kills its process; the command is started again, unless its
@@ -32,7 +32,7 @@ from launcher.prove.runs import (
     NOT_PROVEN,
     Ended,
     RunFailedError,
-    require_length,
+    print_end,
 )
 from moe_ckpt.config import require
 from moe_ckpt.observation import Order
@@ -143,10 +143,7 @@ class ResumeProof:
         if order.kill_rank is not None:
             what = f"rank {order.kill_rank} killed after iteration {order.kill_iteration}"
             print(f"{what}, resumed after iteration {digests.resumed_after}", end=" ")
-        seconds = time.monotonic() - started_s
-        count = len(digests.iterations)
-        print(f"({count} iterations, {digests.num_ranks} ranks, {seconds:.0f} s)", flush=True)
-        require_length(digests, log_of(run))
+        print_end(digests, started_s, log_of(run))
         return digests
 
     @property
@@ -177,8 +174,8 @@ class ResumeProof:
                 again = self.folder / f"{name}-resumed.log"
                 ended = self.execute(words, again, environment)
             elif not was_killed and not ended.status:
-                what = f"rank {order.kill_rank} was not killed: it has not come to iteration"
-                raise RunFailedError(f"{name}: {what} {order.kill_iteration}; log: {ended.log}")
+                what = f"rank {order.kill_rank} has not come to iteration {order.kill_iteration}"
+                raise RunFailedError(f"{name}: {what}, where the kill was to be; log: {ended.log}")
         if ended.status:
             why = f"ended with status {ended.status}; log: {ended.log}\n{ended.last_line}"
             raise RunFailedError(f"{name}: {why}")

@@ -41,9 +41,9 @@ class Ended:
 def run_to_end(
     command: Sequence[str],
     log: Path,
+    environment: Mapping[str, str] | None = None,
     *,
     limit_s: float,
-    environment: Mapping[str, str] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Ended:
     """Run a command to its end, good or bad.
@@ -51,8 +51,8 @@ def run_to_end(
     Args:
         command: The words of the command.
         log: The file for its output.
+        environment: The variables of the command's processes; None: those of this process.
         limit_s: The time after which the command is ended.
-        environment: The variables of its processes; None: those of this process.
         meanwhile: Called once the command has started.
 
     Raises:
@@ -78,9 +78,19 @@ def run_to_end(
     return Ended(status=process.returncode, log=log)
 
 
-def require_length(digests: Digests, log: Path) -> None:
-    """Raise ConfigError for a run that is too short for faults."""
-    count = len(digests.iterations)
+def print_end(digests: Digests, started_s: float, log: Path) -> None:
+    """Print the end of a run's line.
+
+    Args:
+        digests: The digests of the run.
+        started_s: The start of the run, by the monotonic clock.
+        log: The output of the run.
+
+    Raises:
+        ConfigError: The run is too short for faults.
+    """
+    seconds, count = time.monotonic() - started_s, len(digests.iterations)
+    print(f"({count} iterations, {digests.num_ranks} ranks, {seconds:.0f} s)", flush=True)
     if count < _FEWEST_ITERS:
         wanted = f"at least {_FEWEST_ITERS}, so that faults have iterations before and after them"
         raise ConfigError(f"COMMAND: got {count} iterations, wanted {wanted}; log: {log}")

@@ -131,10 +131,12 @@ class InMemoryAssembly:
         num_copies = self._elastic.replicas if self._elastic else 0
         profiles = self._gather_profiles()
         self._require_time_for_copies(profiles.stages, num_copies)
-        # of the same stages the windows are the same, and take a second to compute in a large job
-        sizes = self._sizes if profiles is self._profiles else None
-        policy = _make_policy(self._config, profiles.stages, self._adapter, num_copies, sizes)
-        self._profiles, self._sizes = profiles, policy.sizes if isinstance(policy, SparseWindows) else None
+        if profiles is not self._profiles:
+            self._profiles, self._sizes = profiles, None
+        policy = _make_policy(self._config, profiles.stages, self._adapter, num_copies, self._sizes)
+        if isinstance(policy, SparseWindows):
+            # for later generations: in a large job the windows of all stages take a second to compute
+            self._sizes = policy.sizes
         partial = policy if isinstance(policy, PartialExperts | PopularExperts) else None
         if self._elastic:
             hosts = self._elastic.hosts

@@ -30,7 +30,7 @@ class SharedProfiles:
     """The profiles of all stages, as all ranks have them."""
 
     description: bytes
-    """What was received."""
+    """The bytes of the exchange: generations with equal ones have equal profiles."""
 
     stages: Sequence[StageProfile]
     """The profile of each stage; stages of one kind share their arrays."""

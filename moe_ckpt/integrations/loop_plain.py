@@ -25,7 +25,7 @@ from moe_ckpt.run_settings import RunSettings
 
 
 class Watch(Protocol):
-    """What happens beside the iterations of a loop."""
+    """An observer of a loop's iterations."""
 
     def begin(self, state: TrainingState) -> None:
         """Training begins, with the state as it was built or loaded."""
@@ -52,7 +52,7 @@ def watch_loop(training: Any, stepping: Any, iteration_of: Callable[..., int], w
         stepping: The module that calls `train_step`.
         iteration_of: Returns the number of an iteration, counted from 1, given the
             arguments of `train_step`.
-        watch: What happens beside the iterations.
+        watch: The observer of the iterations.
     """
 
     def state_of(_: Any, model: Any, optimizer: Any, scheduler: Any, *__: Any, **___: Any) -> TrainingState:

@@ -1,4 +1,4 @@
-"""The operators of each snapshot of a window: their order, the slots, and the bytes of these.
+"""The operators of each snapshot of a window: their order, the slots, and the bytes of each slot.
 
 Pure: all ranks of a stage group compute the same schedule from the same table and the same summed counts. Arrays, not
 lists, so that a million operators take a fraction of a second. MoEvement, Algorithm 1, section 3.5 and Appendix E;
