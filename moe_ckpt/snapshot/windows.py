@@ -183,8 +183,8 @@ class SnapshotPublisher(Protocol):
         """
         ...
 
-    def drop_snapshot(self, snapshot: Snapshot) -> None:
-        """The snapshot is not needed any more, and its memory is about to be reused."""
+    def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
+        """The snapshots are not needed any more, and their memory is about to be reused."""
         ...
 
 
@@ -335,12 +335,11 @@ class SnapshotMemory:
         before = self.snapshots()
         self._in_flight, self._persisted, self._kept = in_flight, sorted(set(versions), reverse=True), kept
         stay = {id(snapshot.payload) for snapshot in self.snapshots()}
-        for snapshot in before:
-            if id(snapshot.payload) in stay:
-                continue
-            # first: no peer may read a payload whose memory is filled anew
-            if self._daemon:
-                self._daemon.drop_snapshot(snapshot)
+        dropped = [snapshot for snapshot in before if id(snapshot.payload) not in stay]
+        # first: no peer may read a payload whose memory is filled anew
+        if self._daemon and dropped:
+            self._daemon.drop_snapshots(dropped)
+        for snapshot in dropped:
             self._buffers.release(snapshot.payload)
 
 
