@@ -209,8 +209,9 @@ def _damage_and_kill(job: ElasticJob, ranks: Sequence[int]) -> None:
 
 def _damage_a_needless_copy(job: ElasticJob, ranks: Sequence[int]) -> None:
     index = Path(job.worker(0).memory) / "held" / "rank0001" / "index"
-    oldest = min(index.glob("step-*.blob"), key=lambda path: int(path.stem.removeprefix("step-")))
-    oldest.write_bytes(b"garbage")
+    # the replay of the step before leads to its start, and other ranks share its record
+    newest = max(index.glob("step-*.blob"), key=lambda path: int(path.stem.removeprefix("step-")))
+    newest.write_bytes(b"garbage")
     job.lose_nodes(*ranks)
 
 
