@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 
 from launcher.proc import stands_still
 from moe_ckpt.elastic.backends import GlooBackend
-from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroups
+from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroup, ElasticGroups
 from moe_ckpt.elastic.supervisor import run_and_exit
 from moe_ckpt.errors import PeersLostError
 from tests.elastic.collectives import (
@@ -170,16 +170,28 @@ class Forgotten:
         self.end.wait(WAIT_S)
 
 
+class Remembering:
+    """A group whose transfers are these."""
+
+    def __init__(self, *transfers: Forgotten) -> None:
+        self._transfers = iter(transfers)
+
+    def recv(self) -> Forgotten:
+        return next(self._transfers)
+
+
 def test_an_abandoned_operation_keeps_no_later_one_waiting() -> None:
     groups = ElasticGroups(GlooBackend(), PATIENT, lambda waiting: None)
-    over, first, second = threading.Event(), Forgotten(), Forgotten()
+    handle: Any = ElasticGroup("both", 0, 2, GlooBackend(), groups)
+    first, second = Forgotten(), Forgotten()
     second.end.set()
+    handle.inside = Remembering(first, second)
     with ThreadPoolExecutor(1) as training_thread:
-        abandoned = training_thread.submit(groups.wait, first, over, GlooBackend())
+        abandoned = training_thread.submit(lambda: handle.recv().wait())
         assert wait_until(lambda: groups.abandon() or abandoned.done())
         with pytest.raises(PeersLostError, match="abandoned"):
             abandoned.result()
-        training_thread.submit(groups.wait, second, over, GlooBackend()).result(WAIT_S / 3)
+        training_thread.submit(lambda: handle.recv().wait()).result(WAIT_S / 3)
         first.end.set()
 
 
