@@ -1,9 +1,9 @@
 """The price of a handle: CPU of an operation through it, beside torch's own group.
 
-    python benchmarks/handles.py [--rounds 40] [--operations 100] [--write]
+    python benchmarks/handles.py [--rounds 200] [--operations 20] [--write]
 
 Two ranks of this machine run the same operation by turns on torch's own group and on
-a handle, in one run, and count the CPU of all threads of a rank. On gloo the tensors
+a handle, in one run, and count the CPU of Python's threads in a rank. On gloo the tensors
 are small. The path of a device has a stand-in for NCCL: operations are complete at
 once, there is no GPU, so the difference is the Python of the handle alone.
 """
@@ -171,8 +171,8 @@ class TransportAtOnce(GlooBackend):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--operations", type=int, default=100, help="in a turn")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--operations", type=int, default=20, help="in a turn")
     parser.add_argument("--write", action="store_true", help="write the table into benchmarks/README.md")
     options = parser.parse_args()
     lines = [
@@ -185,7 +185,8 @@ def main() -> int:
             print(lines[-1], flush=True)
     lines += [
         "",
-        f"CPU of rank 0, medians (range) of {options.rounds} pairs of turns of {options.operations} operations.",
+        f"CPU of Python's threads of rank 0, medians (quartiles) of {options.rounds}"
+        f" pairs of turns of {options.operations} operations.",
         f"{hardware()}; torch {torch.__version__}; commit {current_commit()}.",
     ]
     if options.write:
@@ -198,9 +199,10 @@ def _row(path: str, name: str, turns: Sequence[tuple[float, float]]) -> str:
     """Return the line of the table for an operation's pairs of microseconds."""
     own = statistics.median(own for own, _ in turns)
     handle = statistics.median(handle for _, handle in turns)
-    differences = sorted(handle - own for own, handle in turns)
+    differences = [handle - own for own, handle in turns]
     middle = statistics.median(differences)
-    spread = f"{differences[0]:.1f} to {differences[-1]:.1f}"
+    first, _, third = statistics.quantiles(differences)
+    spread = f"{first:.1f} to {third:.1f}"
     return f"| {path} | {name} | {own:.1f} | {handle:.1f} | {middle:.1f} ({spread}) |"
 
 
@@ -272,10 +274,16 @@ def _compare(
 
 def _cpu_us(run: Operation, group: Any, count: int) -> float:
     """Return the microseconds of CPU that one of `count` operations took."""
-    begun_s = time.process_time()
+    begun_s = _python_s()
     for _ in range(count):
         run(group)
-    return 1e6 * (time.process_time() - begun_s) / count
+    return 1e6 * (_python_s() - begun_s) / count
+
+
+def _python_s() -> float:
+    """Return the seconds of CPU of all threads of Python: gloo's own do the same for both groups."""
+    clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in threading.enumerate()]
+    return sum(map(time.clock_gettime, clocks))
 
 
 if __name__ == "__main__":
