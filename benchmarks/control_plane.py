@@ -11,6 +11,7 @@ Ranks are threads of this process with the real protocol (`Membership`, over tor
     agree   profiles of all stages: bytes of reductions, as a ring receives them
     report  what each rank's memory has, gathered from all, as torch's all_gather_object receives it
     plan    one rank's choice of a window from these profiles, in seconds of CPU: at first, and after a fault
+    tables  what a rank keeps of all this: its stage's operators, profiles of all stages, and bytes of windows
 
 All threads share the interpreter, so seconds are those of all ranks' work one after the other; `ms a rank` is what a
 process of its own computes for it.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import itertools
 import pickle
 import sys
@@ -28,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +48,7 @@ from moe_ckpt.config import MoevementConfig  # noqa: E402
 from moe_ckpt.elastic.generations import Member, Membership  # noqa: E402
 from moe_ckpt.elastic.status_page import StatusPage  # noqa: E402
 from moe_ckpt.engine.interfaces import StagePlace  # noqa: E402
-from moe_ckpt.engine.stage_profiles import share_profiles  # noqa: E402
+from moe_ckpt.engine.stage_profiles import SharedProfiles, share_profiles  # noqa: E402
 from moe_ckpt.packed import IntArray, pack_rows  # noqa: E402
 from moe_ckpt.policies.moevement import SparseWindows  # noqa: E402
 from moe_ckpt.policies.stage_profile import StageProfile  # noqa: E402
@@ -154,14 +157,17 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.only_plan:
         print_costs_of_entering(arguments.ranks, arguments.model)
-    print("ranks  stages  kinds  plan CPU s  after a fault  slots")
+    print("ranks  stages  kinds  plan CPU s  after a fault  slots  tables MB")
     for num_ranks in arguments.ranks:
         profiles = profiles_of(arguments.model, num_ranks)
-        first_s, policy, num_slots = plan(profiles, None)
-        again_s, _, _ = plan(profiles, policy)
+        shared = shared_by_stages(profiles)
+        first_s, policy, num_slots = plan(shared.stages, None)
+        again_s, _, _ = plan(shared.stages, policy)
         kinds = len(policy.sizes.kinds)
+        tables_mb = kept_bytes(profiles[1].table, shared, policy.sizes) / 1e6
         print(
-            f"{num_ranks:5d} {len(profiles):7d} {kinds:6d} {first_s:11.3f} {again_s:14.4f} {num_slots:6d}",
+            f"{num_ranks:5d} {len(profiles):7d} {kinds:6d} {first_s:11.3f} {again_s:14.4f} "
+            f"{num_slots:6d} {tables_mb:10.2f}",
             flush=True,
         )
     return 0
@@ -195,6 +201,36 @@ def plan(profiles: Sequence[StageProfile], earlier: SparseWindows | None) -> tup
     plans = (policy.plan(iteration, lambda: measured) for iteration in itertools.count())
     choice = next(each.window for each in plans if each.window)
     return time.process_time() - started_s, policy, choice.num_slots
+
+
+def shared_by_stages(profiles: Sequence[StageProfile]) -> SharedProfiles:
+    """Return the profiles as a rank has them after the exchange, in which one rank a stage takes part."""
+    everyone, found = SharedGroup(len(profiles)), dict[int, SharedProfiles]()
+
+    def share(stage: int) -> None:
+        ranks = cast("Ranks", CountedRanks(stage, everyone, Traffic()))
+        of_stage = cast("Ranks", CountedRanks(0, SharedGroup(1), Traffic()))
+        place = _place(stage, len(profiles), ranks, of_stage)
+        found[stage] = share_profiles(place, profiles[stage])
+
+    _run(len(profiles), share)
+    return found[0]
+
+
+def kept_bytes(*values: object) -> int:
+    """Return the bytes of objects and of all that they keep alive; code and what modules have count for nothing."""
+    seen, total, rest = set[int](), 0, list(values)
+    while rest:
+        each = rest.pop()
+        is_code = isinstance(each, type | Enum) or callable(each)
+        if is_code or id(each) in seen:
+            continue
+        seen.add(id(each))
+        total += sys.getsizeof(each)  # of an array: with its numbers, if they are its own
+        rest += gc.get_referents(each)
+        if isinstance(each, np.ndarray) and each.base is not None:
+            rest.append(each.base)
+    return total
 
 
 def measure(num_ranks: int, model: str) -> Row:

@@ -43,8 +43,10 @@ def unpack_rows(packed: bytes) -> tuple[tuple[OperatorId, ...], IntArray]:
     ids, steps, values = np.split(content[3:], [4 * num_operators, 4 * num_operators + num_changes])
     changes = np.zeros(num_operators * num_columns, np.int64)
     changes[np.cumsum(steps)] = values
-    columns = np.cumsum(changes.reshape(num_operators, num_columns), axis=0).T.copy()
-    return _operators(np.cumsum(ids.reshape(-1, 4), axis=0)), columns
+    rows = changes.reshape(num_operators, num_columns)
+    # in place: the columns of a thousand ranks and as many operators take 25 MB
+    np.cumsum(rows, axis=0, out=rows)
+    return _operators(np.cumsum(ids.reshape(-1, 4), axis=0)), rows.T
 
 
 def shifted(operators: Sequence[OperatorId], layers: int) -> tuple[OperatorId, ...]:

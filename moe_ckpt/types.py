@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,23 +94,119 @@ class OperatorId:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OwnedBytes:
+    """The bytes of a stage's operators, by pairs of a rank and an operator.
+
+    A rank of a sharded optimizer owns bytes of a few of a thousand operators: pairs without
+    bytes are left out. Pairs are ordered by rank, and by operator within a rank.
+    """
+
+    num_ranks: int
+    """The ranks of the stage group."""
+
+    num_operators: int
+    """The operators of the stage."""
+
+    ranks: npt.NDArray[np.int32]
+    """The rank of each pair in the stage group, int32 [pairs]."""
+
+    operators: npt.NDArray[np.int32]
+    """The position of each pair's operator in the table, int32 [pairs]."""
+
+    full: IntArray
+    """Bytes of master weights, moments and buffers, int64 [pairs]."""
+
+    compute: IntArray
+    """Bytes of weights as forward uses them, and of buffers, int64 [pairs]."""
+
+    moments: IntArray | None
+    """Bytes of moments, a part of `full`, int64 [pairs]; None: two thirds of `full`."""
+
+    def dense(self, nbytes: IntArray) -> IntArray:
+        """Return the bytes of all pairs, int64 [ranks, operators].
+
+        Args:
+            nbytes: The bytes of the pairs that are here: `full`, `compute` or `moments`.
+        """
+        found = np.zeros((self.num_ranks, self.num_operators), np.int64)
+        found[self.ranks, self.operators] = nbytes
+        return found
+
+    def by_rank(self, nbytes: IntArray) -> IntArray:
+        """Return the sum of each rank, int64 [ranks].
+
+        Args:
+            nbytes: The bytes of the pairs that are here: `full`, `compute` or `moments`.
+        """
+        found = np.zeros(self.num_ranks, np.int64)
+        np.add.at(found, self.ranks, nbytes)
+        return found
+
+
 class OperatorTable:
     """The operators of one stage group, from front to back, and each rank's share of them.
 
-    `full_bytes` (master weights, moments, buffers) and `compute_bytes` (weights as forward uses them, buffers) are
-    int64 [ranks of the stage group, operators]; every byte is counted on the one rank that snapshots it.
-    `moment_bytes`, of the same shape, is the moments' part of `full_bytes`; None: two thirds, as of FP32 state.
+    Every byte is counted on the one rank that snapshots it. Arrays of all pairs of a rank and
+    an operator are built when they are asked for, and not kept: for 16,384 ranks of a model
+    with 15,000 operators they would take 70 MB on every rank.
+
+    Args:
+        operators: The operators.
+        full_bytes: Bytes of master weights, moments and buffers, int64 [ranks, operators].
+        compute_bytes: Bytes of weights as forward uses them, and of buffers, of the same shape.
+        moment_bytes: The moments' part of `full_bytes`; None: two thirds, as of FP32 state.
     """
 
-    operators: Sequence[OperatorId]
-    full_bytes: IntArray
-    compute_bytes: IntArray
-    moment_bytes: IntArray | None = None
+    def __init__(
+        self,
+        *,
+        operators: Sequence[OperatorId],
+        full_bytes: IntArray,
+        compute_bytes: IntArray,
+        moment_bytes: IntArray | None = None,
+    ) -> None:
+        self.operators = operators
+        has_bytes = (full_bytes > 0) | (compute_bytes > 0)
+        ranks, positions = np.nonzero(has_bytes)
+        self.owned = OwnedBytes(
+            num_ranks=full_bytes.shape[0],
+            num_operators=full_bytes.shape[1],
+            ranks=ranks.astype(np.int32),
+            operators=positions.astype(np.int32),
+            full=full_bytes[has_bytes],
+            compute=compute_bytes[has_bytes],
+            moments=None if moment_bytes is None else moment_bytes[has_bytes],
+        )
+        """The bytes of the pairs that have any."""
+
+    @property
+    def full_bytes(self) -> IntArray:
+        """Bytes of master weights, moments and buffers, int64 [ranks, operators]; a new array."""
+        return self.owned.dense(self.owned.full)
+
+    @property
+    def compute_bytes(self) -> IntArray:
+        """Bytes of compute weights and buffers, int64 [ranks, operators]; a new array."""
+        return self.owned.dense(self.owned.compute)
+
+    @property
+    def moment_bytes(self) -> IntArray | None:
+        """The moments' part of `full_bytes`; a new array, or None for two thirds."""
+        moments = self.owned.moments
+        return None if moments is None else self.owned.dense(moments)
+
+    def named(self, operators: Sequence[OperatorId]) -> OperatorTable:
+        """Return a table of other operators with the same bytes, which both tables share."""
+        found = copy.copy(self)
+        found.operators = operators
+        return found
 
     def bytes_of(self, partial_state: str) -> IntArray:
         """Return the bytes of each operator in full: `both`, or its `weights` or `moments` only."""
-        moments = 2 * self.full_bytes // 3 if self.moment_bytes is None else self.moment_bytes
-        return {"both": self.full_bytes, "weights": self.full_bytes - moments, "moments": moments}[partial_state]
+        full, moments = self.full_bytes, self.moment_bytes
+        if moments is None:
+            moments = 2 * full // 3
+        return {"both": full, "weights": full - moments, "moments": moments}[partial_state]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

@@ -33,7 +33,7 @@ class SharedProfiles:
     """The bytes of the exchange: generations with equal ones have equal profiles."""
 
     stages: Sequence[StageProfile]
-    """The profile of each stage; stages of one kind share their arrays."""
+    """The profile of each stage; stages of one kind share their bytes."""
 
 
 def share_profiles(place: StagePlace, mine: StageProfile, known: SharedProfiles | None = None) -> SharedProfiles:
@@ -68,7 +68,7 @@ def share_profiles(place: StagePlace, mine: StageProfile, known: SharedProfiles 
     description = np.array(stages, np.int64).tobytes() + received
     if known is not None and known.description == description:
         return known
-    # once for each kind: a table of a large stage has megabytes, which its stages share
+    # once for each kind: while it is unpacked, a table of a large stage takes 25 MB
     kinds = {kind: _unpack(received[start : start + lengths[kind]]) for kind, start in starts.items()}
     profiles = [_moved(kinds[kind], layer) for kind, _, layer in stages]
     return SharedProfiles(description=description, stages=profiles)
@@ -97,7 +97,7 @@ def _pack(table: OperatorTable, origin: int, logs: list[int]) -> bytes:
 def _moved(stage: StageProfile, layers: int) -> StageProfile:
     """Return the stage with `layers` added to the number of each layer."""
     operators = shifted(stage.table.operators, layers)
-    return replace(stage, table=replace(stage.table, operators=operators))
+    return replace(stage, table=stage.table.named(operators))
 
 
 def _unpack(packed: bytes) -> StageProfile:

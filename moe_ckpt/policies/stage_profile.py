@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_ckpt.types import IntArray, OperatorTable, SlotPlan, UnitPlan
+from moe_ckpt.types import OperatorTable, OwnedBytes, SlotPlan, UnitPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -14,13 +14,19 @@ class StageProfile:
     """A stage before training: its operators, and the bytes that one of its ranks logs in an iteration."""
 
     table: OperatorTable
+    """The operators, and each rank's bytes of them."""
+
     boundary_log_bytes: int
+    """The bytes that one of its ranks adds to the boundary log in an iteration."""
+
     step_log_bytes: int
+    """The bytes that one of its ranks adds to the step log in an iteration."""
 
     @property
     def dense_bytes(self) -> int:
         """The whole state of the rank with the most bytes."""
-        return int(self.table.full_bytes.sum(axis=1).max())
+        owned = self.table.owned
+        return int(owned.by_rank(owned.full).max())
 
 
 def have_equal_bytes(one: StageProfile, other: StageProfile) -> bool:
@@ -30,14 +36,18 @@ def have_equal_bytes(one: StageProfile, other: StageProfile) -> bool:
         one.boundary_log_bytes == other.boundary_log_bytes
         and one.step_log_bytes == other.step_log_bytes
         and kinds[0] == kinds[1]
-        and _are_equal(one.table.full_bytes, other.table.full_bytes)
-        and _are_equal(one.table.compute_bytes, other.table.compute_bytes)
+        and _are_equal(one.table.owned, other.table.owned)
     )
 
 
-def _are_equal(one: IntArray, other: IntArray) -> bool:
-    # stages of one description share their arrays
-    return one is other or np.array_equal(one, other)
+def _are_equal(one: OwnedBytes, other: OwnedBytes) -> bool:
+    # stages of one description share their bytes
+    if one is other:
+        return True
+    fields = ("ranks", "operators", "full", "compute")
+    return one.num_ranks == other.num_ranks and all(
+        np.array_equal(getattr(one, field), getattr(other, field)) for field in fields
+    )
 
 
 def is_due(iteration: int, newest: int | None, every_iters: int) -> bool:

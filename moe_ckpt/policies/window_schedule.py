@@ -74,35 +74,28 @@ def order_operators(fixed: FixedOrder, popularity: Array) -> IntArray:
 
 
 class StageBytes:
-    """The bytes of a stage's operators that each rank has, by pairs of a rank and an operator.
-
-    A rank of a sharded optimizer has a few of a thousand operators: most pairs have no
-    bytes, and windows are cut and added up over the others.
+    """Windows of a stage are cut and added up over the pairs of a rank and an operator with bytes.
 
     Args:
-        table: The bytes of all pairs.
+        table: The operators, and each rank's bytes of them.
     """
 
     def __init__(self, table: OperatorTable) -> None:
-        self.num_ranks, self.num_operators = table.full_bytes.shape
-        has_bytes = (table.full_bytes > 0) | (table.compute_bytes > 0)
-        # ascending ranks, and in a rank ascending operators
-        self._ranks, self._operators = np.nonzero(has_bytes)
-        self._full = table.full_bytes[has_bytes]
-        self._compute = table.compute_bytes[has_bytes]
+        self._owned = table.owned
 
     def middles(self, order: IntArray) -> Middles:
         """Return where the middle of each operator lies in an order."""
-        place = np.empty(self.num_operators, np.int64)
-        place[order] = np.arange(self.num_operators)
-        along = np.lexsort((place[self._operators], self._ranks))
-        ranks, operators, full = self._ranks[along], self._operators[along], self._full[along]
+        owned = self._owned
+        place = np.empty(owned.num_operators, np.int64)
+        place[order] = np.arange(owned.num_operators)
+        along = np.lexsort((place[owned.operators], owned.ranks))
+        ranks, operators, full = owned.ranks[along], owned.operators[along], owned.full[along]
         ends = np.cumsum(full)
-        totals = np.bincount(ranks, weights=full, minlength=self.num_ranks)
-        of_all = np.bincount(operators, weights=full, minlength=self.num_operators)
+        totals = np.bincount(ranks, weights=full, minlength=owned.num_ranks)
+        of_all = np.bincount(operators, weights=full, minlength=owned.num_operators)
         before_ranks = np.concatenate([[0.0], np.cumsum(totals)[:-1]])
         return Middles(
-            num_operators=self.num_operators,
+            num_operators=owned.num_operators,
             operators=operators,
             before=ends - before_ranks[ranks] - full / 2,
             totals=np.maximum(totals, 1)[ranks],
@@ -116,18 +109,19 @@ class StageBytes:
         slots: three operators of one parameter and three slots make 12 + 4, 12 + 2, 12.
         MoEvement, section 3.2.
         """
-        cells = schedule.slot_of[self._operators] * self.num_ranks + self._ranks
-        shape = (schedule.num_slots, self.num_ranks)
+        owned = self._owned
+        cells = schedule.slot_of[owned.operators] * owned.num_ranks + owned.ranks
+        shape = (schedule.num_slots, owned.num_ranks)
 
         def by_slot(nbytes: IntArray) -> IntArray:
             # bincount adds float64: exact below 2^53 bytes
             summed = np.bincount(cells, weights=nbytes, minlength=shape[0] * shape[1])
             return summed.astype(np.int64).reshape(shape)
 
-        compute = by_slot(self._compute)
+        compute = by_slot(owned.compute)
         still_to_come = compute.sum(axis=0) - np.cumsum(compute, axis=0)
         # slot 0 has compute weights of nearly all operators: it is the largest
-        return by_slot(self._full) + still_to_come
+        return by_slot(owned.full) + still_to_come
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -137,8 +131,8 @@ class Middles:
     num_operators: int
     """The operators of the stage."""
 
-    operators: IntArray
-    """The operator of each pair, int64 [pairs]; the ranks of pairs ascend."""
+    operators: npt.NDArray[np.int32]
+    """The operator of each pair, int32 [pairs]; the ranks of pairs ascend."""
 
     before: Array
     """The bytes of the rank before the middle of the operator's, float64 [pairs]."""

@@ -7,6 +7,7 @@ MoEvement, section 3.2.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -177,14 +178,21 @@ class WindowSizes:
         pause_iters = 0 if self._config.pause_iters == AUTO else int(self._config.pause_iters)
         if window != AUTO and int(window) > most:
             raise ConfigError(f"ckpt.window: got {window}, wanted at most {most}, the operators of the largest stage")
-        candidates = range(1, most + 1) if window == AUTO else [int(window)]
+        fewest, most = (1, most) if window == AUTO else (int(window), int(window))
         if budget is None:
-            return candidates[-1]
-        for num_slots in reversed(candidates):
-            if self.forecast(num_slots, pause_iters).total_bytes <= budget:
-                return num_slots
-        needed = self.forecast(candidates[0], pause_iters)
-        wanted = f"with a window of {candidates[0]} at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
+            return most
+
+        def needed_bytes(num_slots: int) -> int:
+            return self.forecast(num_slots, pause_iters).total_bytes
+
+        # in a window of more slots no operator's slot comes earlier (each step of `Middles.cut`
+        # rounds monotonically), so that its compute weights are in no fewer slots: a window
+        # has no fewer bytes, and logs reach no less far back
+        num_fitting = bisect_right(range(fewest, most + 1), budget, key=needed_bytes)
+        if num_fitting:
+            return fewest + num_fitting - 1
+        needed = self.forecast(fewest, pause_iters)
+        wanted = f"with a window of {fewest} at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
         raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")
 
 

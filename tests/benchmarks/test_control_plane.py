@@ -1,8 +1,10 @@
-"""What ranks receive as they enter a generation: few operations in the store, and few bytes beside 100 a rank."""
+"""What ranks receive as they enter a generation, and what they keep of it: little beside 100 bytes a rank."""
 
 from __future__ import annotations
 
-from benchmarks.control_plane import measure
+import numpy as np
+
+from benchmarks.control_plane import kept_bytes, measure, profiles_of, shared_by_stages
 from moe_ckpt.sim.hardware import STORE_OPERATIONS
 
 
@@ -11,3 +13,16 @@ def test_bytes_and_store_operations_of_a_rank_stay_few() -> None:
     assert all(row.total_bytes <= 65536 + 100 * row.ranks for row in rows)
     assert rows[0].join_operations == rows[1].join_operations == STORE_OPERATIONS
     assert rows[1].agree_bytes < 2 * rows[0].agree_bytes + 24, "a description for each kind of stage"
+
+
+def test_a_rank_keeps_less_than_numbers_of_all_ranks_and_operators() -> None:
+    """With names and all: most of 64 ranks own nothing of most of 73 operators."""
+    profiles = profiles_of("small", 128)
+    dense_bytes = sum(3 * profile.table.full_bytes.nbytes for profile in profiles)
+    assert kept_bytes(shared_by_stages(profiles)) < dense_bytes / 4
+
+
+def test_numbers_that_several_values_keep_are_counted_once() -> None:
+    numbers = np.zeros(1000, np.int64)
+    one, view = kept_bytes([numbers]), kept_bytes([numbers, numbers[:10]])
+    assert 8000 < one < view < one + 200

@@ -32,7 +32,7 @@ from moe_ckpt.elastic.generations import Member
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.server_hosts import ServerHosts, ServerNumbers, ServerRules
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
-from moe_ckpt.engine.assembly import InMemoryAssembly
+from moe_ckpt.engine.assembly import InMemoryAssembly, InMemoryPolicy
 from moe_ckpt.engine.in_memory import InMemoryCheckpointing
 from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
 from moe_ckpt.engine.rank_memory import RankMemory
@@ -409,6 +409,7 @@ class ThreadJob:
         self.wire = Wire()
         self.notes: dict[int, Sequence[str]] = {}
         self.sessions: dict[int, Session] = {}
+        self.policies: dict[int, list[InMemoryPolicy]] = {rank: [] for rank in self.ranks}  # of each generation
         self.models: dict[int, Model] = {}
         self.struck: list[Fault] = []
         self.on_worker: list[Callable[[int, Session], None]] = []
@@ -680,8 +681,14 @@ class ThreadJob:
         folder = CheckpointFolder(self.folder / "checkpoints")
         files = ModelFiles(model, ranks, is_slow=self.saves_slowly)
         durable = DurableTier(files, folder, self.identity, ranks, events, keep=self.config.keep)
+
+        def build_generation() -> tuple[InMemoryPolicy, InMemoryCheckpointing]:
+            policy, in_memory = assembly.build_generation()
+            self.policies[rank].append(policy)
+            return policy, in_memory
+
         return Session(
-            assembly.build_generation,
+            build_generation,
             durable,
             ranks,
             events,

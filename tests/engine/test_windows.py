@@ -28,6 +28,8 @@ from moe_ckpt.events import (
     WindowChosen,
     read_events,
 )
+from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.policies.window_sizes import WindowSizes
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
 from moe_ckpt.snapshot.step_log import STEP
@@ -286,6 +288,17 @@ def test_windows_go_on_after_a_fault(tmp_path: Path) -> None:
         taken = next(event for event in events if isinstance(event, SnapshotTaken))
         assert (chosen.iteration, taken.slot, taken.num_slots) == (12, 0, chosen.num_slots)
         assert taken.window_start in (12, kept_since + chosen.num_slots + chosen.pause_iters)
+
+
+def test_windows_are_computed_once_while_profiles_stay(tmp_path: Path) -> None:
+    """In a large job they take seconds on each rank: a survivor keeps them, a new process has its own."""
+    fault = Fault(rank=1, phase=Phase.REDUCE, iteration=6)
+    job = exact(made(tmp_path, fault, shape=PAIR, window="auto", profile_iters=2))
+    sizes: dict[int, list[WindowSizes]] = {}
+    for rank, policies in job.policies.items():
+        assert len(policies) == 2, "two generations"
+        sizes[rank] = [policy.sizes for policy in policies if isinstance(policy, SparseWindows)]
+    assert [first is second for first, second in sizes.values()] == [rank != fault.rank for rank in job.ranks]
 
 
 @pytest.mark.parametrize("goes_to_disk", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,3 +55,32 @@ def test_stages_of_a_kind_are_computed_once(numbers: Sequence[int], num_slots: i
     size = together.size(num_slots)
     assert size.window_bytes == max(each.window_bytes for each in sizes)
     assert list(size.slot_bytes) == np.max([each.slot_bytes for each in sizes], axis=0).tolist()
+
+
+@st.composite
+def stages_of_any_size(draw: st.DrawFn) -> list[StageProfile]:
+    """One to three stages of one to three ranks, with operators up to a terabyte and many without bytes."""
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        num_operators = draw(st.integers(1, 24))
+        sizes = st.just(0) | st.integers(1, 9) | st.integers(1, 1 << 37)
+        row = st.lists(sizes, min_size=num_operators, max_size=num_operators)
+        parameters = draw(st.lists(row, min_size=1, max_size=3))
+        logs = {"boundary_log_bytes": draw(st.integers(0, 9))}
+        num_experts = draw(st.integers(0, num_operators))
+        found.append(profile(parameters, num_experts=num_experts, **logs))
+    return found
+
+
+@given(stages=stages_of_any_size(), paper_exact=st.booleans(), num_copies=st.integers(0, 2))
+def test_a_window_of_more_slots_needs_no_less_memory(
+    stages: list[StageProfile], paper_exact: bool, num_copies: int
+) -> None:
+    """So the most slots within a budget are found by bisection."""
+    sizes = WindowSizes(config("moevement", paper_exact=paper_exact), stages, num_copies)
+    numbers = range(1, sizes.max_slots + 1)
+    needed = [sizes.forecast(num_slots).total_bytes for num_slots in numbers]
+    assert needed == sorted(needed)
+    for kind in sizes.kinds:
+        slots = [kind.cut(kind.natural, num_slots).slot_of for num_slots in numbers]
+        assert all((one <= more).all() for one, more in itertools.pairwise(slots))
