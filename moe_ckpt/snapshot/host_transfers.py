@@ -52,7 +52,8 @@ class PendingCopy:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements as flat bytes, uint8: a view, if they are contiguous."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # contiguous first: to reshape a slice with a step in one dimension copies nothing
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 TRANSFERS = HostTransfers()
