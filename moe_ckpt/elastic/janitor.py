@@ -49,16 +49,17 @@ def janitor_of(root: Path) -> int | None:
     return next(iter(_processes(root, JANITOR)), None)
 
 
-def note_process(root: Path, name: str) -> None:
-    """Note that the calling process is the janitor, or a rank's supervisor, in place of an earlier one.
+def note_process(root: Path, name: str, pid: int) -> None:
+    """Note that a process is the janitor, or a rank's supervisor, in place of an earlier one.
 
     Args:
         root: The node's folder.
         name: `JANITOR`, or the name of the rank's folder.
+        pid: The process, which lives.
     """
     for earlier in root.glob(f"process-{name}-*"):
         earlier.unlink(missing_ok=True)
-    (root / f"process-{name}-{os.getpid()}-{start_ticks(os.getpid())}").touch()
+    (root / f"process-{name}-{pid}-{start_ticks(pid)}").touch()
 
 
 def _processes(root: Path, name: str) -> list[int]:
@@ -74,11 +75,17 @@ def _fork_janitor(root: Path, users: int, agent_pid: int, patience_s: float) -> 
         child = os.fork()
         if child == 0:
             os.setsid()  # torchrun's signals to its children's groups are not for it
-            # twice: the janitor is then no child of a supervisor, which ends the processes that its workers leave
-            if os.fork() == 0:
-                os.close(users)  # inherited: the janitor would wait for itself
-                _wait_and_remove(root, agent_pid, agent, patience_s)
-            os._exit(0)
+            try:
+                # twice: the janitor is then no child of a supervisor, which ends the processes that its workers leave
+                janitor = os.fork()
+                if janitor == 0:
+                    os.close(users)  # inherited: the janitor would wait for itself
+                    _wait_and_remove(root, agent_pid, agent, patience_s)
+                # here, for which the supervisor waits: a note by the janitor itself could come while the supervisor
+                # removes the folder, which would then stay
+                note_process(root, JANITOR, janitor)
+            finally:
+                os._exit(0)
         os.waitpid(child, 0)
     os.close(agent)
 
@@ -90,7 +97,6 @@ def _wait_and_remove(root: Path, agent_pid: int, agent: int, patience_s: float) 
         for standard in (0, 1, 2):  # a reader of the job's output must not wait for this process
             os.dup2(null, standard)
         os.chdir("/")
-        note_process(root, JANITOR)
         users = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         _watch_supervisors(root, agent_pid, agent, patience_s)
         supervisors = _opened(_processes(root, _SUPERVISORS))

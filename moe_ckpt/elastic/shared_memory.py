@@ -125,7 +125,7 @@ def begin_rank(root: Path, global_rank: int) -> Path:
     folder = rank_memory(root, global_rank)
     for how in Ended:
         _mark(root, global_rank, how).unlink(missing_ok=True)
-    note_process(root, folder.name)
+    note_process(root, folder.name, os.getpid())
     return folder
 
 

@@ -292,7 +292,7 @@ def supervise(connection: Connection, base: str, agent_pid: int, patience_s: flo
     begin_rank(root, 0)
     signal.signal(signal.SIGCONT, lambda *_: connection.send("goes on"))
     agent = os.pidfd_open(agent_pid)
-    assert wait_until(lambda: janitor_of(root) is not None)
+    assert janitor_of(root) is not None, "it is noted once the folder is open"
     connection.send(janitor_of(root))
     poll = select.poll()
     poll.register(agent, select.POLLIN)
