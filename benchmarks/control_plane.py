@@ -11,7 +11,7 @@ Ranks are threads of this process with the real protocol (`Membership`, over tor
     agree   profiles of all stages: bytes of reductions, as a ring receives them
     report  what each rank's memory has, gathered from all, as torch's all_gather_object receives it
     plan    one rank's choice of a window from these profiles, in seconds of CPU: at first, and after a fault
-    tables  what a rank keeps of all this: its stage's operators, profiles of all stages, and bytes of windows
+    tables  what a rank keeps: the operators of the own stage, profiles of all stages, and bytes of windows
 
 All threads share the interpreter, so seconds are those of all ranks' work one after the other; `ms a rank` is what a
 process of its own computes for it.

@@ -132,7 +132,7 @@ class GroupAtOnce(dist.ProcessGroup):
         return _AT_ONCE
 
     def begin(self, *arguments: Any, **options: Any) -> dist.Work | None:
-        """Begin any operation: its options are the last argument."""
+        """Begin an operation, whose options are the last argument."""
         last = (*arguments, *options.values())[-1]
         return DoneAtOnce() if last.asyncOp else None
 

@@ -140,8 +140,8 @@ class HostWaits:
 
         Args:
             call: Blocks until the operation has ended.
-            keep: Receives the helper if the wait is abandoned: it is inside the call until
-                the operation's own timeout.
+            keep: Receives the helper if the wait is abandoned: the helper stays inside the
+                call until the operation's own timeout.
 
         Raises:
             PeersLostError: The wait was abandoned; the operation may not have ended.

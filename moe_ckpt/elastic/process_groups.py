@@ -43,6 +43,7 @@ _FORMING_THREADS = 4
 _NO_BACKWARD = -1  # autograd's number for a thread that computes no gradients
 _BATCH = "batched transfers"
 _FINISHED = FinishedWork()
+_UNREPORTED = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +160,7 @@ class ElasticGroups:
             self._transports[CPU_BACKEND] = GlooBackend()
         self._shares = shares
         self._timeouts = timeouts
-        self._on_wait = on_wait
+        self._reported = _ReportedWait(on_wait)
         self._device_waits = DeviceWaits(
             on_device_wait or _nobody, lambda: self._transports[BACKEND].failure(), limit_s=timeouts.operation_s
         )
@@ -230,13 +231,9 @@ class ElasticGroups:
 
         Until then an operation of NCCL is only queued, and may still fail. Raises PeersLostError if ranks are lost.
         """
-        tell = self._teller()
-        tell(True)
-        try:
+        with self._telling():
             for transport in self._distinct:
                 transport.sync(self._over.is_set, self._timeouts.operation_s)
-        finally:
-            tell(False)
         # a peer's abort may complete this rank's operations with wrong data. The peer aborts after the end is in the
         # store, so a question that comes after the device has finished finds it
         asks = any(transport.completes_when_cut for transport in self._distinct)
@@ -278,13 +275,9 @@ class ElasticGroups:
             return getattr(inside, name)(*arguments, **options)
         if name == "barrier":
             _begin_without_waiting(*arguments, *options.values())
-        tell = self._teller()
-        tell(True)  # a launch may wait for its device, or for a peer to connect
-        try:
-            with handle.launching:
-                work = _call(handle, inside, over, name, name, arguments, options)
-        finally:
-            tell(False)
+        # a launch may wait for the device, or for a peer to connect
+        with self._telling(), handle.launching:
+            work = _call(handle, inside, over, name, name, arguments, options)
         if name in TRANSFERS:
             handle.transfers.total += 1
         if handle.batch is not None:  # the batch's end returns the operation that is waited for
@@ -298,30 +291,21 @@ class ElasticGroups:
         NCCL serializes transfers that are not batched: two neighbours that both send first would wait for ever.
         """
         over, inside = self._over, handle.inside
-        tell = self._teller()
-        tell(True)
-        try:
-            with contextlib.ExitStack() as held:
-                held.enter_context(handle.launching)
-                _call(handle, inside, over, _BATCH, "_start_coalescing", (device,), {})
-                handle.batch = _Batch(inside=inside, device=device, arguments=[], held=held.pop_all())
-        finally:
-            tell(False)
+        with self._telling(), contextlib.ExitStack() as held:
+            held.enter_context(handle.launching)
+            _call(handle, inside, over, _BATCH, "_start_coalescing", (device,), {})
+            handle.batch = _Batch(inside=inside, device=device, arguments=[], held=held.pop_all())
 
     def end_batch(self, handle: ElasticGroup) -> dist.Work:
         """Begin a handle's batch and return it as one operation. Raises PeersLostError if ranks are lost."""
         over, batch = self._over, handle.batch
         assert batch is not None, "the batch was not started"
-        tell = self._teller()
-        tell(True)
         try:
-            with handle.launching:
+            with self._telling(), handle.launching:
                 work = _call(handle, batch.inside, over, _BATCH, "_end_coalescing", (batch.device,), {})
         except BaseException:
             self.drop_batch(handle)
             raise
-        finally:
-            tell(False)
         handle.batch = None
         batch.held.close()
         return self._begun(handle, _BATCH, work, tuple(batch.arguments), over)
@@ -338,19 +322,16 @@ class ElasticGroups:
     def wait(self, operation: _Operation) -> None:
         """Wait for an operation to end or to be abandoned. Raises PeersLostError."""
         transport, over = operation.transport, operation.over
-        tell = self._teller()
-        tell(True)
         try:
-            if transport.completes_when_cut:
-                transport.wait(operation.work)
-            else:
-                self._wait_on_host(operation)
-            if operation.name == "barrier":  # for which the host waits, too
-                transport.sync(over.is_set, self._timeouts.operation_s)
+            with self._telling():
+                if transport.completes_when_cut:
+                    transport.wait(operation.work)
+                else:
+                    self._wait_on_host(operation)
+                if operation.name == "barrier":  # for which the host waits, too
+                    transport.sync(over.is_set, self._timeouts.operation_s)
         except RuntimeError as error:
             raise PeersLostError(str(error)) from error
-        finally:
-            tell(False)
         # NCCL: the current stream waits for it, the host does not
         self._device_waits.add(transport.mark(), over.is_set)
         self._unfinished.discard(operation)
@@ -380,18 +361,18 @@ class ElasticGroups:
             call = functools.partial(operation.transport.wait, operation.host_work)
             self._waits.wait_with_helper(call, operation.keep)
 
-    def _teller(self) -> Callable[[bool], None]:
-        """Return what reports that training waits for other ranks, in its thread and autograd's, not in others.
+    def _telling(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which training waits for other ranks: of its thread and autograd's, not of others.
 
         Autograd runs the backward pass of a device in a thread of its own, for which the training thread waits.
         """
         if threading.get_ident() == self._training_thread or torch._C._current_graph_task_id() != _NO_BACKWARD:
-            return self._on_wait
-        return _nobody
+            return self._reported
+        return _UNREPORTED
 
     @property
     def _distinct(self) -> tuple[Backend, ...]:
-        """The device's transport first: its groups are aborted before sockets under running kernels are shut down."""
+        """The device's transport first: aborts of its groups precede the end of sockets under running kernels."""
         return tuple(dict.fromkeys(self._transports.values()))
 
     def _wait_for_quiet(self, transport: Backend, begun_s: float) -> None:
@@ -454,6 +435,22 @@ class ElasticGroups:
         return handle
 
 
+class _ReportedWait:
+    """Calls `on_wait` as a wait begins and as the wait ends; for any number of waits.
+
+    No generator: each operation enters two of these contexts.
+    """
+
+    def __init__(self, on_wait: Callable[[bool], None]) -> None:
+        self._on_wait = on_wait
+
+    def __enter__(self) -> None:
+        self._on_wait(True)
+
+    def __exit__(self, *_: object) -> None:
+        self._on_wait(False)
+
+
 class _Operation(dist.Work):
     """An operation of a handle's inner group, which can be abandoned.
 
@@ -480,7 +477,7 @@ class _Operation(dist.Work):
 
     @property
     def host_work(self) -> Any:
-        """The part that may be waited for late: it writes to no tensor of a next generation."""
+        """The part for which a late wait is allowed: this part writes to no tensor of a next generation."""
         return self.work.host_work if isinstance(self.work, StagedWork) else self.work
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - operations have their own

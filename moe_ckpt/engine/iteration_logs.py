@@ -66,7 +66,7 @@ class IterationLogs:
             return
         if self._noted != following:
             self.note_start(following)
-        if plan.num_slots == 1:  # else the replay of the window leads there
+        if plan.num_slots == 1:  # otherwise the replay of the window leads to this start
             self._memory.steps.publish_start(following)
 
     def window_takes(self, iters: int) -> None:

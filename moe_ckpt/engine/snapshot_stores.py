@@ -46,7 +46,7 @@ class SnapshotStore:
         self._snapshots = parts.memory.snapshots
         self._publisher = parts.memory.publisher
         self._disk = parts.memory.disk
-        # a generation has one table: it is gathered as the generation begins
+        # a generation has one table, gathered at its beginning
         table = self._operators.table
         self._names = [str(operator) for operator in table.operators]
         mine = table.full_bytes[parts.adapter.place.stage_ranks.rank]

@@ -8,7 +8,8 @@ router returns are zero outside the top k, and with k = 1 would equal hard count
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -22,8 +23,19 @@ from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
 from moe_ckpt.types import ExpertCounts, IntArray, OperatorId, OperatorKind, OperatorTable
 
-_Places = Mapping[tuple[int | None, int | None], IntArray]
-"""By layer and MTP depth: int64 [2, experts of the layer], places among all experts, and expert numbers."""
+_Layer = tuple[int | None, int | None]
+"""A layer's number, and the depth of its module of multi-token prediction; None: the layer is in no such module."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _LayerExperts:
+    """The experts of a layer that a table has."""
+
+    positions: IntArray
+    """Positions among the experts of all layers, in the table's order, int64 [experts]."""
+
+    numbers: IntArray
+    """Numbers in the layer, as routers count them, int64 [experts]."""
 
 
 class RouterCounts:
@@ -35,9 +47,9 @@ class RouterCounts:
     def __init__(self, state: TrainingState, table: OperatorTable, *, soft: bool) -> None:
         self._hard: dict[OperatorId, torch.Tensor] = {}
         self._soft: dict[OperatorId, torch.Tensor] = {}
-        kinds = [operator.kind for operator in table.operators]
-        self._num_experts = kinds.count(OperatorKind.EXPERT)
-        self._places = _places_by_layer(table)
+        experts = [operator for operator in table.operators if operator.kind is OperatorKind.EXPERT]
+        self._num_experts = len(experts)
+        self._layers = _by_layer(experts)
         self._counting = False
         for gate, router in routers_of(state):
             router.register_forward_hook(partial(self._count_routed, gate))
@@ -84,19 +96,21 @@ class RouterCounts:
     def _in_table_order(self, counts: dict[OperatorId, torch.Tensor]) -> npt.NDArray[np.float64]:
         found = np.zeros(self._num_experts)
         for gate, total in counts.items():
-            positions, experts = self._places[gate.layer, gate.mtp_depth]
-            found[positions] = total.numpy()[experts]
+            experts = self._layers[gate.layer, gate.mtp_depth]
+            found[experts.positions] = total.numpy()[experts.numbers]
         return found
 
 
-def _places_by_layer(table: OperatorTable) -> _Places:
-    """Return the experts of each layer, and their places among all experts of the table."""
-    found: dict[tuple[int | None, int | None], list[tuple[int, int]]] = defaultdict(list)
-    experts = (each for each in table.operators if each.kind is OperatorKind.EXPERT)
-    for position, operator in enumerate(experts):
-        assert operator.expert is not None, operator
-        found[operator.layer, operator.mtp_depth].append((position, operator.expert))
-    return {layer: np.array(pairs).T for layer, pairs in found.items()}
+def _by_layer(experts: Sequence[OperatorId]) -> dict[_Layer, _LayerExperts]:
+    """Group the experts of all layers by their layers."""
+    positions = defaultdict[_Layer, list[int]](list)
+    for position, expert in enumerate(experts):
+        positions[expert.layer, expert.mtp_depth].append(position)
+    numbers = np.array([expert.expert for expert in experts])
+    return {
+        layer: _LayerExperts(positions=np.array(of_layer), numbers=numbers[of_layer])
+        for layer, of_layer in positions.items()
+    }
 
 
 def _probabilities(scores: torch.Tensor, router: Router) -> torch.Tensor:

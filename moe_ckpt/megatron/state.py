@@ -70,7 +70,7 @@ class TrainingState:
         """The modules of all chunks, named with the number of the chunk in front.
 
         Walked once: a walk takes 1 ms, several times an iteration, and a model that is
-        trained gets no other modules: its optimizer has the parameters of these. Buffers
+        trained gets no other modules: the optimizer has the parameters of these. Buffers
         and FP8 scales may be assigned anew, and are looked up in the modules.
         """
         numbered = enumerate(self.model)

@@ -195,6 +195,7 @@ class SparseWindows:
         reordered = self._reorder(measured.popularity)
         self._start = iteration
         if reordered or self._window is None or self._window.num_slots != self._num_slots:
+            # a cut follows from the order and the number of slots, and sorts all pairs of a rank and an operator
             self._window = self._kind.cut(self._order, self._num_slots)
         return WindowChoice(
             num_slots=self._num_slots,
@@ -290,11 +291,11 @@ class SparseWindows:
 
 def _paper_window(table: OperatorTable, measured: Measured) -> int:
     """Return W of Algorithm 1 for the rank with the most bytes, with all operators of equal size."""
-    num_operators = len(table.operators)
+    num_operators, owned = len(table.operators), table.owned
     window, _ = schedule.paper_window(
         num_operators=num_operators,
-        compute_bytes=float(table.compute_bytes.sum(axis=1).max()) / num_operators,
-        master_bytes=float(table.full_bytes.sum(axis=1).max()) / num_operators,
+        compute_bytes=float(owned.by_rank(owned.compute).max()) / num_operators,
+        master_bytes=float(owned.by_rank(owned.full).max()) / num_operators,
         optimizer_bytes=0.0,  # in the above
         iteration_s=measured.iteration_s,
         copy_bytes_per_s=measured.copy_bytes_per_s,

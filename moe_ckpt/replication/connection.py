@@ -127,7 +127,7 @@ class Connection:
         Args:
             content: The bytes.
             pace: Called before each chunk.
-            known_xxh3: The XXH3 of all bytes; None: it is computed.
+            known_xxh3: The XXH3 of all bytes; None: this method computes the hash.
 
         Returns:
             The XXH3 of all bytes.
@@ -192,6 +192,7 @@ class Connection:
 
 
 def _framed(message: Message) -> bytes:
+    """Return a message's head and body. Raises OSError for a message that no receiver takes."""
     body = message_to_json(message)
     if len(body) > MOST_MESSAGE_BYTES:
         raise OSError(f"got a message of {len(body)} bytes to send, wanted at most {MOST_MESSAGE_BYTES}")

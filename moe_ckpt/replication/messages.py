@@ -118,7 +118,7 @@ class Found(Message, frozen=True, kw_only=True):
     """A blob. What the message does not hold follows after the other side's Done."""
 
     header: bytes | None = None
-    """The header; None: it is too large for a message, and follows."""
+    """The header; None: a header that is too large for a message follows."""
 
     header_bytes: Count = 0
     """The size of a header that follows."""

@@ -50,7 +50,7 @@ from moe_ckpt.types import ReadyGradients
 _log = logging.getLogger(__name__)
 _SNAPSHOT, _LOCAL = "snapshot-", "local-"
 _OLDER_STEP = "record-"
-"""The record of a step in windows of older versions, which have each start alone."""
+"""How keys of records begin in windows of older versions, in which each start is a blob of its own."""
 
 _KEY = re.compile(rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{STEP}|{_OLDER_STEP})([0-9]+))")
 _TIED = "tied_gradient"
@@ -250,7 +250,7 @@ class Publisher:
             self.updates.release(packed)
 
     def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
-        """Withdraw snapshots: their memory is about to be reused."""
+        """Withdraw snapshots before the owner reuses the memory of their payloads."""
         with self._lock:
             keys = [self._keys.pop(id(snapshot.payload)) for snapshot in snapshots]
             for key in keys:
@@ -596,5 +596,5 @@ def _step(iteration: int, blob: Blob) -> tuple[StepRecord, dict[str, torch.Tenso
     record = StepRecord(
         iteration=iteration, gradients=gradients, tied_gradient=tensors.get(_TIED), batches=facts.get(_BATCHES)
     )
-    starts = {name for name in tensors if name.startswith(START)}
-    return record, {name.removeprefix(START): tensors[name] for name in starts}
+    start = {name.removeprefix(START): tensor for name, tensor in tensors.items() if name.startswith(START)}
+    return record, start

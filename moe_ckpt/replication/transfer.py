@@ -115,8 +115,7 @@ def receive_blob(
     if found.header_bytes > MOST_HEADER_BYTES:
         reason = f"blob {key}: got a header of {found.header_bytes} bytes, wanted at most {MOST_HEADER_BYTES}"
         raise RefusedError(reason, garbled=False)
-    if _is_whole(found):
-        assert found.header is not None
+    if found.header is not None and _is_whole(found):
         begin(folder, key, found.header, None, 0).keep()
         return len(found.header)
     with ExitStack() as undo:

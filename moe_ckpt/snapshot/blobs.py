@@ -53,7 +53,7 @@ class Blob:
     """Distinguishes blobs of the same key."""
 
     payload_xxh3: int | None
-    """XXH3 of the payload, as it was published with; None: without one."""
+    """XXH3 of the payload, from its publication; None: the writer gave none."""
 
 
 def own_path(rank_folder: Path) -> Path:

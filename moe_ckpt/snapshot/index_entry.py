@@ -35,7 +35,7 @@ class IndexEntry:
     header: bytes
 
     payload_xxh3: int | None = None
-    """XXH3 of the payload; None: nobody has hashed it."""
+    """XXH3 of the payload; None: the writer gave none."""
 
 
 class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -52,13 +52,7 @@ _FIELDS = msgspec.json.Decoder(_Fields)
 
 def entry_to_bytes(entry: IndexEntry) -> bytes:
     """Return an entry's bytes, with their checksum."""
-    fields = _Fields(
-        key=entry.key,
-        buffer=entry.buffer,
-        payload_bytes=entry.payload_bytes,
-        serial=entry.serial,
-        payload_xxh3=entry.payload_xxh3,
-    )
+    fields = {name: getattr(entry, name) for name in _Fields.__struct_fields__}
     content = msgspec.json.encode(fields) + b"\n" + entry.header
     return _HASH.pack(xxhash.xxh3_64_intdigest(content)) + content
 

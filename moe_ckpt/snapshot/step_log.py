@@ -130,14 +130,14 @@ class StepLog:
     def log_start(self, iteration: int, small_state: Mapping[str, torch.Tensor]) -> None:
         """Log the start of `iteration`, in place of an earlier one."""
         self._starts[iteration] = small_state
-        if iteration in self._published:  # with other contents, perhaps
-            self.publish_start(iteration)
+        if self._daemon and iteration in self._published:  # with other contents, perhaps
+            self._daemon.add_start(iteration, small_state)
 
     def publish_start(self, iteration: int) -> None:
-        """Publish a start that is logged, before the record of its iteration."""
-        self._published.add(iteration)
-        if self._daemon:
+        """Publish a start that `log_start` has logged, unless the same contents are published."""
+        if self._daemon and iteration not in self._published:
             self._daemon.add_start(iteration, self._starts[iteration])
+        self._published.add(iteration)
 
     def add(self, record: StepRecord) -> None:
         """Log a record, in place of an older one of the same iteration."""

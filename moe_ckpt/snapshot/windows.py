@@ -73,7 +73,7 @@ class HostBuffers:
         self._limit_bytes = limit_bytes
         self._lock = Lock()
         self._in_use: dict[int, torch.Tensor] = {}  # by id
-        self._in_use_bytes = 0
+        self._in_use_bytes = 0  # kept, as each logged tensor asks, and a log has thousands of buffers
         self._free: list[torch.Tensor] = []  # the one released first comes first
         self._peak_bytes = 0
 
@@ -185,7 +185,7 @@ class SnapshotPublisher(Protocol):
         ...
 
     def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
-        """The snapshots are not needed any more, and their memory is about to be reused."""
+        """Drop snapshots that no window needs, before the memory of their payloads is reused."""
         ...
 
 
