@@ -144,7 +144,7 @@ def attach(
         events,
         strict=ckpt.strict,
         suspect_iters=suspect_iters,
-        forget_evaluations=lambda: forget_noted(state.model),
+        forget_evaluations=lambda: forget_noted(state.modules),
         elastic=elastic,
         inputs=inputs or {},
         course=course,

@@ -17,6 +17,7 @@ from moe_ckpt.elastic.generation_sockets import GenerationSockets
 
 _log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
+_UNHELD = contextlib.nullcontext()
 
 
 class Mark(Protocol):
@@ -59,7 +60,10 @@ class Backend(Protocol):
         ...
 
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:
-        """Return a context for a thread that begins an operation of an inner group: inside, no cut frees the group."""
+        """Return a context in which no cut frees an inner group.
+
+        Threads enter it, one in another, whenever they begin an operation of the group.
+        """
         ...
 
     def discard(self, num_open: int = 0) -> None:
@@ -124,7 +128,7 @@ class GlooBackend:
         self._sockets.formed()
 
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002 - a cut frees none
-        return contextlib.nullcontext()
+        return _UNHELD
 
     def discard(self, num_open: int = 0) -> None:
         pass  # operations begin at once

@@ -44,7 +44,7 @@ class DeviceWaits:
         self._on_failure: Callable[[str], object] | None = None
         self._limit_s = limit_s
         self._late_s = late_s
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held to remove points, and to report
         self._marks: deque[tuple[float, Mark]] = deque()
         self._thread: threading.Thread | None = None
         self._waits = False
@@ -61,17 +61,17 @@ class DeviceWaits:
         """
         if mark is None:
             return
-        with self._lock:
-            self._marks.append((time.monotonic(), mark))
-            if self._thread is None:  # at the first point: gloo has none, and needs no thread
-                self._thread = threading.Thread(target=self._look, name="device-waits", daemon=True)
-                self._thread.start()
-        while not is_over():
+        marks = self._marks
+        marks.append((time.monotonic(), mark))  # without the lock: one step, at the end
+        if self._thread is None:  # at the first point: gloo has none, and needs no thread
+            self._start()
+        # an operation asks nothing of its device unless the host is too far ahead: the
+        # thread drops points, too
+        while len(marks) > MOST_AHEAD and not is_over():
             with self._lock:
                 self._drop_reached()
-                if len(self._marks) <= MOST_AHEAD:
-                    return
-            time.sleep(_LOOK_AGAIN_S)
+            if len(marks) > MOST_AHEAD:
+                time.sleep(_LOOK_AGAIN_S)
 
     def clear(self) -> None:
         """Drop all points: their generation is over."""
@@ -79,6 +79,13 @@ class DeviceWaits:
             self._marks.clear()
             self._on_failure = None
             self._report()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                look = threading.Thread(target=self._look, name="device-waits", daemon=True)
+                self._thread = look
+                look.start()
 
     def _look(self) -> None:
         never = threading.Event()

@@ -18,7 +18,7 @@ import gc
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from moe_ckpt.elastic.backends import Backend, GlooBackend, die, register_groups
 from moe_ckpt.elastic.batched_transfers import batch_transfers_of
-from moe_ckpt.elastic.cancellable_wait import Helper, WaitResult
+from moe_ckpt.elastic.cancellable_wait import Helper, HostWaits, WaitResult
 from moe_ckpt.elastic.device_waits import DeviceWaits
-from moe_ckpt.elastic.operations import OPERATIONS, BackendAbilities
+from moe_ckpt.elastic.operations import OPERATIONS, SURVIVE_TIMEOUTS, TRANSFERS, BackendAbilities
 from moe_ckpt.elastic.rendezvous_store import PollingStore
 from moe_ckpt.elastic.solo_group import FinishedWork, SoloGroup
 from moe_ckpt.elastic.staged_group import StagedWork
@@ -41,7 +41,8 @@ BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
 
 _FORMING_THREADS = 4
 _NO_BACKWARD = -1  # autograd's number for a thread that computes no gradients
-_TRANSFERS = ("send", "recv", "recv_anysource")
+_BATCH = "batched transfers"
+_FINISHED = FinishedWork()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,7 @@ class ElasticGroup(dist.ProcessGroup):
         self.members = members
         self.inside: Any = SoloGroup(size)
         self.transport = transport
+        self.launching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()  # of the inner group
         self.batch: _Batch | None = None
         self.transfers = TransferCount()  # of the inner group, by all handles that share it
         self._groups = groups
@@ -99,10 +101,6 @@ class ElasticGroup(dist.ProcessGroup):
     def num_operations(self) -> int:
         """The collective operations that the inner group has begun: gloo numbers its messages by them."""
         return self.inside._get_sequence_number_for_group() - self.transfers.total
-
-    def run(self, name: str, /, *arguments: Any, **options: Any) -> dist.Work:
-        """Begin an operation of the inner group. Raises PeersLostError if ranks are lost."""
-        return self._groups.run(self, name, arguments, options)
 
     def confirm(self) -> None:
         """Return once the results of all operations that were waited for are known to be right: see `sync`."""
@@ -127,8 +125,16 @@ class ElasticGroup(dist.ProcessGroup):
         self._groups.drop_batch(self)
 
 
+def _method(name: str) -> Callable[..., dist.Work]:
+    # a function: a `partialmethod` makes another object at each call
+    def begin(self: ElasticGroup, *arguments: Any, **options: Any) -> dist.Work:
+        return self._groups.run(self, name, arguments, options)
+
+    return begin
+
+
 for _name in OPERATIONS:
-    setattr(ElasticGroup, _name, functools.partialmethod(ElasticGroup.run, _name))
+    setattr(ElasticGroup, _name, _method(_name))
 
 
 class ElasticGroups:
@@ -158,10 +164,9 @@ class ElasticGroups:
             on_device_wait or _nobody, lambda: self._transports[BACKEND].failure(), limit_s=timeouts.operation_s
         )
         self._handles: list[ElasticGroup] = []
-        self._helpers = threading.local()
-        self._lock = threading.Lock()
-        self._awaited: set[WaitResult] = set()
-        self._unfinished: dict[int, tuple[Any, ...]] = {}
+        self._waits = HostWaits()
+        # with their tensors: after a cut an operation may write to their memory, which must not be another tensor's
+        self._unfinished: set[_Operation] = set()
         self._store_lock = threading.Lock()
         self._over = threading.Event()  # one per generation: a late thread must not see that of the next one
         self._is_over_in_store: Callable[[], bool] = self._over.is_set
@@ -206,7 +211,9 @@ class ElasticGroups:
         counts = {members: TransferCount() for members in made}
         for handle in self._handles:
             if handle.members in made:
-                handle.inside, handle.transfers = made[handle.members], counts[handle.members]
+                handle.transfers = counts[handle.members]
+                handle.launching = handle.transport.launching(made[handle.members])
+                handle.inside = made[handle.members]  # last: other threads begin operations from here on
         # once more: a cut that came while groups were formed did not know those that handles have from here on
         if over.is_set():
             self.cut()
@@ -223,9 +230,13 @@ class ElasticGroups:
 
         Until then an operation of NCCL is only queued, and may still fail. Raises PeersLostError if ranks are lost.
         """
-        with self._telling():
+        tell = self._teller()
+        tell(True)
+        try:
             for transport in self._distinct:
                 transport.sync(self._over.is_set, self._timeouts.operation_s)
+        finally:
+            tell(False)
         # a peer's abort may complete this rank's operations with wrong data. The peer aborts after the end is in the
         # store, so a question that comes after the device has finished finds it
         asks = any(transport.completes_when_cut for transport in self._distinct)
@@ -234,10 +245,7 @@ class ElasticGroups:
 
     def abandon(self) -> None:
         """Wake the threads that still wait for an operation that will not end."""
-        with self._lock:
-            awaited = list(self._awaited)
-        for outcome in awaited:
-            outcome.abandon()
+        self._waits.abandon()
 
     def leave(self) -> None:
         """Drop the inner groups once no further byte can arrive in a tensor."""
@@ -249,7 +257,7 @@ class ElasticGroups:
         self.cut()
         self._device_waits.clear()
         begun_s = time.monotonic()
-        unfinished, self._unfinished = list(self._unfinished.values()), {}
+        unfinished, self._unfinished = list(self._unfinished), set()
         insides = self.insides
         for handle in self._handles:
             if handle.size() > 1:  # a group of one needs no other rank, and is never formed anew
@@ -264,18 +272,24 @@ class ElasticGroups:
 
     def run(self, handle: ElasticGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dist.Work:
         """Begin an operation of a handle's inner group. Raises PeersLostError if ranks are lost."""
-        over, inside = self._over, handle.inside  # in this order: an inside is dropped after its generation is over
+        # in this order: an inside is dropped after its generation is over
+        over, inside = self._over, handle.inside
         if isinstance(inside, SoloGroup):
             return getattr(inside, name)(*arguments, **options)
-        for value in (*arguments, *options.values()) if name == "barrier" else ():
-            if isinstance(value, dist.BarrierOptions):
-                value.asyncOp = True  # a barrier that blocks in here would keep a cut from aborting it
-        with self._beginning(name, handle, over):
-            work = getattr(inside, name)(*arguments, **options)
-        handle.transfers.total += name in _TRANSFERS
+        if name == "barrier":
+            _begin_without_waiting(*arguments, *options.values())
+        tell = self._teller()
+        tell(True)  # a launch may wait for its device, or for a peer to connect
+        try:
+            with handle.launching:
+                work = _call(handle, inside, over, name, name, arguments, options)
+        finally:
+            tell(False)
+        if name in TRANSFERS:
+            handle.transfers.total += 1
         if handle.batch is not None:  # the batch's end returns the operation that is waited for
             handle.batch.arguments.append(arguments)
-            return FinishedWork()
+            return _FINISHED
         return self._begun(handle, name, work, arguments, over)
 
     def start_batch(self, handle: ElasticGroup, device: torch.device) -> None:
@@ -284,24 +298,33 @@ class ElasticGroups:
         NCCL serializes transfers that are not batched: two neighbours that both send first would wait for ever.
         """
         over, inside = self._over, handle.inside
-        with self._beginning("batched transfers", handle, over), contextlib.ExitStack() as held:
-            inside._start_coalescing(device)
-            held.enter_context(handle.transport.launching(inside))
-            handle.batch = _Batch(inside=inside, device=device, arguments=[], held=held.pop_all())
+        tell = self._teller()
+        tell(True)
+        try:
+            with contextlib.ExitStack() as held:
+                held.enter_context(handle.launching)
+                _call(handle, inside, over, _BATCH, "_start_coalescing", (device,), {})
+                handle.batch = _Batch(inside=inside, device=device, arguments=[], held=held.pop_all())
+        finally:
+            tell(False)
 
     def end_batch(self, handle: ElasticGroup) -> dist.Work:
         """Begin a handle's batch and return it as one operation. Raises PeersLostError if ranks are lost."""
         over, batch = self._over, handle.batch
         assert batch is not None, "the batch was not started"
+        tell = self._teller()
+        tell(True)
         try:
-            with self._beginning("batched transfers", handle, over):
-                work = batch.inside._end_coalescing(batch.device)
+            with handle.launching:
+                work = _call(handle, batch.inside, over, _BATCH, "_end_coalescing", (batch.device,), {})
         except BaseException:
             self.drop_batch(handle)
             raise
+        finally:
+            tell(False)
         handle.batch = None
         batch.held.close()
-        return self._begun(handle, "batched transfers", work, tuple(batch.arguments), over)
+        return self._begun(handle, _BATCH, work, tuple(batch.arguments), over)
 
     def drop_batch(self, handle: ElasticGroup) -> None:
         """End a batch that failed: NCCL counts open batches per thread, and would begin no later operation."""
@@ -312,70 +335,64 @@ class ElasticGroups:
                 with contextlib.suppress(RuntimeError):
                     batch.inside._end_coalescing(batch.device)
 
-    @contextlib.contextmanager
-    def _beginning(self, name: str, handle: ElasticGroup, over: threading.Event) -> Iterator[None]:
-        """Begin an operation of the generation that `over` ends. Raises PeersLostError."""
-        # a launch may wait for its device, or for a peer to connect
-        with self._telling(), handle.transport.launching(handle.inside):
-            if over.is_set() or handle.inside is None:
-                raise PeersLostError(f"{name}: other ranks were lost")
-            try:
-                yield
-            except BaseException as error:
-                handle.transport.discard()
-                if isinstance(error, RuntimeError):
-                    raise PeersLostError(f"{name}: {error}") from error
-                raise
+    def wait(self, operation: _Operation) -> None:
+        """Wait for an operation to end or to be abandoned. Raises PeersLostError."""
+        transport, over = operation.transport, operation.over
+        tell = self._teller()
+        tell(True)
+        try:
+            if transport.completes_when_cut:
+                transport.wait(operation.work)
+            else:
+                self._wait_on_host(operation)
+            if operation.name == "barrier":  # for which the host waits, too
+                transport.sync(over.is_set, self._timeouts.operation_s)
+        except RuntimeError as error:
+            raise PeersLostError(str(error)) from error
+        finally:
+            tell(False)
+        # NCCL: the current stream waits for it, the host does not
+        self._device_waits.add(transport.mark(), over.is_set)
+        self._unfinished.discard(operation)
+        if over.is_set():
+            raise PeersLostError("other ranks were lost")
+        if isinstance(operation.work, StagedWork):
+            operation.work.copy_back()  # last: an operation that was cut off leaves its tensors as they are
 
     def _begun(
         self, handle: ElasticGroup, name: str, work: Any, arguments: tuple[Any, ...], over: threading.Event
     ) -> dist.Work:
-        if work is None:  # NCCL since torch 2.8: a synchronous operation is in the order of the current stream
-            if over.is_set():
-                raise PeersLostError(f"{name}: other ranks were lost")
-            self._device_waits.add(handle.transport.mark(), over.is_set)
-            return FinishedWork()
-        # with its tensors: after a cut the operation may write to their memory, which must not be another tensor's
-        self._unfinished[id(work)] = (_host_part(work), work, arguments)
-        return _Operation(work, self, over, handle.transport, is_barrier=name == "barrier")
-
-    def wait(self, work: Any, over: threading.Event, transport: Backend, *, is_barrier: bool = False) -> None:
-        """Wait for an operation to end or to be abandoned; `over` is its generation's. Raises PeersLostError."""
-        try:
-            with self._telling():
-                transport.wait(work) if transport.completes_when_cut else self._wait_for_helper(work, transport)
-                if is_barrier:  # for which the host waits, too
-                    transport.sync(over.is_set, self._timeouts.operation_s)
-        except RuntimeError as error:
-            raise PeersLostError(str(error)) from error
-        # NCCL: the current stream waits for it, the host does not
-        self._device_waits.add(transport.mark(), over.is_set)
-        self._unfinished.pop(id(work), None)
+        """Return what the caller waits for, of an operation that has begun. Raises PeersLostError."""
+        if work is not None:
+            operation = _Operation(self, handle.transport, name, work, arguments, over)
+            self._unfinished.add(operation)
+            return operation
+        # NCCL since torch 2.8: a synchronous operation is in the order of the current stream
         if over.is_set():
-            raise PeersLostError("other ranks were lost")
-        if isinstance(work, StagedWork):
-            work.copy_back()  # last: an operation that was cut off leaves its tensors as they are
+            raise PeersLostError(f"{name}: other ranks were lost")
+        self._device_waits.add(handle.transport.mark(), over.is_set)
+        return _FINISHED
+
+    def _wait_on_host(self, operation: _Operation) -> None:
+        if operation.name in SURVIVE_TIMEOUTS:
+            self._waits.wait_in_slices(operation.host_work)
+        else:
+            call = functools.partial(operation.transport.wait, operation.host_work)
+            self._waits.wait_with_helper(call, operation.keep)
+
+    def _teller(self) -> Callable[[bool], None]:
+        """Return what reports that training waits for other ranks, in its thread and autograd's, not in others.
+
+        Autograd runs the backward pass of a device in a thread of its own, for which the training thread waits.
+        """
+        if threading.get_ident() == self._training_thread or torch._C._current_graph_task_id() != _NO_BACKWARD:
+            return self._on_wait
+        return _nobody
 
     @property
     def _distinct(self) -> tuple[Backend, ...]:
         """The device's transport first: its groups are aborted before sockets under running kernels are shut down."""
         return tuple(dict.fromkeys(self._transports.values()))
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Report that training waits for other ranks: the waits of its thread and of autograd's, not of others.
-
-        Autograd runs the backward pass of a device in a thread of its own, for which the training thread waits.
-        """
-        is_training = (
-            threading.get_ident() == self._training_thread or torch._C._current_graph_task_id() != _NO_BACKWARD
-        )
-        on_wait = self._on_wait if is_training else _nobody
-        on_wait(True)
-        try:
-            yield
-        finally:
-            on_wait(False)
 
     def _wait_for_quiet(self, transport: Backend, begun_s: float) -> None:
         """Wait until no further byte can arrive."""
@@ -386,33 +403,6 @@ class ElasticGroups:
                     die(f"{transport.device} is not done runtime.abort_s={limit_s:g} seconds after an abort")
                 return
             time.sleep(0.001)
-
-    def _wait_for_helper(self, work: Any, transport: Backend) -> None:
-        helper = self._helpers.own = getattr(self._helpers, "own", None) or Helper()
-        outcome = self._start(helper, functools.partial(transport.wait, _host_part(work)))
-        try:
-            self._await(outcome, None)
-        finally:
-            if outcome.abandoned:
-                self._helpers.own = None  # it is still inside the call, until runtime.operation_s ends that
-                self._unfinished[id(work)] = (helper, *self._unfinished.get(id(work), ()))
-                helper.close()
-
-    def _start(self, helper: Helper, call: Callable[[], object]) -> WaitResult:
-        outcome = WaitResult()
-        with self._lock:
-            # before it starts: an `abandon` that comes now must find it
-            self._awaited.add(outcome)
-        helper.start(call, outcome)
-        return outcome
-
-    def _await(self, outcome: WaitResult, timeout_s: float | None) -> None:
-        try:
-            if not outcome.wait(timeout_s):
-                raise PeersLostError(f"forming process groups took more than {timeout_s} s")
-        finally:
-            with self._lock:
-                self._awaited.discard(outcome)
 
     def _form_all(self, transport: Backend, store: dist.Store, over: threading.Event, made: dict[str, Any]) -> None:
         """Form the inner groups of one transport's handles, one for all of the same members. Raises PeersLostError."""
@@ -427,11 +417,13 @@ class ElasticGroups:
         outcomes: list[WaitResult] = []
         for part in parts:
             helper = Helper()
-            outcomes.append(self._start(helper, functools.partial(self._form, part, store, over, made)))
+            outcomes.append(self._waits.start(helper, functools.partial(self._form, part, store, over, made)))
             helper.close()
         try:
             for outcome in outcomes:
-                self._await(outcome, 2 * self._timeouts.form_s)
+                limit_s = 2 * self._timeouts.form_s
+                if not self._waits.wait_for(outcome, limit_s):
+                    raise PeersLostError(f"took more than {limit_s} s")
         except RuntimeError as error:
             over.set()  # ends the other threads at their next request to the store
             raise PeersLostError(f"forming process groups: {error}") from error
@@ -463,43 +455,93 @@ class ElasticGroups:
 
 
 class _Operation(dist.Work):
-    """An operation of a handle's inner group, which can be abandoned."""
+    """An operation of a handle's inner group, which can be abandoned.
+
+    `arguments` holds its tensors; `over` is its generation's.
+    """
 
     def __init__(
-        self, work: Any, groups: ElasticGroups, over: threading.Event, transport: Backend, *, is_barrier: bool
+        self,
+        groups: ElasticGroups,
+        transport: Backend,
+        name: str,
+        work: Any,
+        arguments: tuple[Any, ...],
+        over: threading.Event,
     ) -> None:
         super().__init__()
-        self._work = work
+        self.transport = transport
+        self.name = name
+        self.work = work
+        self.over = over
         self._groups = groups
-        self._over = over
-        self._transport = transport
-        self._is_barrier = is_barrier
+        self._arguments = arguments
+        self._helper: Helper | None = None
+
+    @property
+    def host_work(self) -> Any:
+        """The part that may be waited for late: it writes to no tensor of a next generation."""
+        return self.work.host_work if isinstance(self.work, StagedWork) else self.work
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - operations have their own
-        self._groups.wait(self._work, self._over, self._transport, is_barrier=self._is_barrier)
+        self._groups.wait(self)
         return True
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self.work.is_completed()
 
     def result(self) -> Any:
-        return self._work.result()
+        return self.work.result()
+
+    def keep(self, helper: Helper) -> None:
+        """Take the helper that waits for the operation though the wait was abandoned."""
+        self._helper = helper
+
+    def bury(self) -> None:
+        """Wait until the operation has ended, however it ends."""
+        if self._helper is not None:  # a transfer ends one wait only
+            self._helper.join()
+            return
+        with contextlib.suppress(RuntimeError):
+            self.host_work.wait()
 
 
-def _host_part(work: Any) -> Any:
-    """Return the part of an operation that may be waited for late: it writes to no tensor of a next generation."""
-    return work.host_work if isinstance(work, StagedWork) else work
+def _call(
+    handle: ElasticGroup,
+    inside: Any,
+    over: threading.Event,
+    name: str,
+    method: str,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
+    """Call a method of an inner group, whose generation ends with `over`; `name` is for errors.
+
+    Raises PeersLostError if the generation is over or the call fails.
+    """
+    if over.is_set() or inside is None:
+        raise PeersLostError(f"{name}: other ranks were lost")
+    try:
+        return getattr(inside, method)(*arguments, **options)
+    except BaseException as error:
+        handle.transport.discard()
+        if isinstance(error, RuntimeError):
+            raise PeersLostError(f"{name}: {error}") from error
+        raise
 
 
-def _bury(unfinished: Sequence[tuple[Any, ...]], insides: list[Any]) -> None:
+def _begin_without_waiting(*values: Any) -> None:
+    """Let a barrier return at once: one that blocks inside a launch would keep a cut from aborting it."""
+    for value in values:
+        if isinstance(value, dist.BarrierOptions):
+            value.asyncOp = True
+
+
+def _bury(unfinished: Iterable[_Operation], insides: list[Any]) -> None:
     """Keep the objects of unfinished operations until these have ended."""
     # in this thread: the destructor of a group waits for its operations, and would stop training
-    for first, *_ in unfinished:
-        if isinstance(first, Helper):
-            first.join()
-            continue
-        with contextlib.suppress(RuntimeError):
-            first.wait()
+    for operation in unfinished:
+        operation.bury()
     insides.clear()
 
 

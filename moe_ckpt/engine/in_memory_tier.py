@@ -107,7 +107,7 @@ class InMemoryTier:
         self._meter.iteration_finished()
         self._experts.make_up(iteration)
         if self.recovers_locally:
-            self.logs.log_start(iteration + 1)
+            self.logs.note_start(iteration + 1)
 
     def take(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
         """Start the snapshot of a plan. `to_disk`: the window that begins with it also goes to disk."""

@@ -33,10 +33,15 @@ class IterationLogs:
         if self._memory.boundary:
             self._memory.boundary.begin(iteration)
 
-    def log_start(self, iteration: int) -> None:
-        """Log the current state as the start of `iteration`."""
+    def note_start(self, iteration: int) -> None:
+        """Log the current state as the start of `iteration`, for this process and for the iteration's record."""
         self._memory.steps.log_start(iteration, self._stage.begin(iteration))
         self._noted = iteration
+
+    def log_start(self, iteration: int) -> None:
+        """Log the current state as the start of `iteration`, also for later processes of this rank."""
+        self.note_start(iteration)
+        self._memory.steps.publish_start(iteration)
 
     def add(self, iteration: int, gradients: ReadyGradients) -> None:
         """Log the facts that the step of the iteration needs."""
@@ -57,8 +62,12 @@ class IterationLogs:
         self.window_takes(plan.period_iters)
         following = plan.iteration + 1
         # a core has this start itself; that of iteration 1 also serves a run that begins anew, without any core
-        if self._noted != following and (not plan.has_start or following == 1):
-            self.log_start(following)
+        if plan.has_start and following != 1:
+            return
+        if self._noted != following:
+            self.note_start(following)
+        if plan.num_slots == 1:  # else the replay of the window leads there
+            self._memory.steps.publish_start(following)
 
     def window_takes(self, iters: int) -> None:
         """A window lasts this long: logs are kept for the longest."""

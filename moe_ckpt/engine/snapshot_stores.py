@@ -46,7 +46,10 @@ class SnapshotStore:
         self._snapshots = parts.memory.snapshots
         self._publisher = parts.memory.publisher
         self._disk = parts.memory.disk
-        mine = self._operators.table.full_bytes[parts.adapter.place.stage_ranks.rank]
+        # a generation has one table: it is gathered as the generation begins
+        table = self._operators.table
+        self._names = [str(operator) for operator in table.operators]
+        mine = table.full_bytes[parts.adapter.place.stage_ranks.rank]
         self._owned = frozenset(position for position, nbytes in enumerate(mine.tolist()) if nbytes)
         self._last_for_disk: int | None = None
         self.epoch = 0
@@ -102,7 +105,6 @@ class SnapshotStore:
         return frozenset(window.start for window in windows if window.complete)
 
     def _request(self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int) -> SnapshotRequest:
-        names = self._operators.table.operators
         header = SnapshotHeader(
             identity=self._place.identity,
             shard=self._place.shard,
@@ -110,8 +112,8 @@ class SnapshotStore:
             window_start=plan.window_start,
             slot=plan.slot,
             num_slots=plan.num_slots,
-            full=tuple(str(names[position]) for position in unit.trained),
-            compute=tuple(str(names[position]) for position in unit.compute),
+            full=tuple(self._names[position] for position in unit.trained),
+            compute=tuple(self._names[position] for position in unit.compute),
             adam_steps=self._operators.adam_steps(),
             parts=(),
             payload_bytes=0,
@@ -141,9 +143,11 @@ class SnapshotStore:
 
     def _pieces(self, unit: UnitPlan) -> list[Piece]:
         pieces = self._operators.pieces(frozenset(unit.trained), frozenset(unit.compute))
-        names, weights = self._operators.table.operators, (MASTER, COMPUTE)
-        left_out = {str(names[position]): MOMENTS for position in unit.weights}
-        left_out |= {str(names[position]): weights for position in unit.moments}
+        if not unit.weights and not unit.moments:
+            return pieces
+        names, weights = self._names, (MASTER, COMPUTE)
+        left_out = {names[position]: MOMENTS for position in unit.weights}
+        left_out |= {names[position]: weights for position in unit.moments}
         return [piece for piece in pieces if scaled_role(piece[0].role) not in left_out.get(piece[0].operator, ())]
 
     def _facts(self, plan: SlotPlan, account: TokenAccount) -> list[Piece]:

@@ -194,13 +194,19 @@ class StageRecovery:
                 self._load(window.snapshots[step.load_iteration - window.start])
             if step.run_iteration is not None:
                 fetched_bytes += self._run_again(step, step.run_iteration, rollback, lambda: progress(None))
-                self._stage.begin(step.run_iteration + 1)  # remembers buffers, which the next pass changes
+                self._note_start(step.run_iteration + 1)
                 reach(step.run_iteration)
         # at a target that is the window's end, the last load activates operators that the last replay had frozen
         self._operators.freeze(())
-        if self._memory.steps.has_start(target + 1):  # else the replay has led there
+        if self._memory.steps.has_start(target + 1):  # else an earlier replay has led there
             self._stage.restore_start(self._memory.steps.start(target + 1))
         return fetched_bytes
+
+    def _note_start(self, iteration: int) -> None:
+        """Note the start of an iteration, to which the replay of the one before has led."""
+        start = self._stage.begin(iteration)  # remembers buffers, too, which the next pass changes
+        if not self._memory.steps.has_start(iteration):
+            self._memory.steps.log_start(iteration, start)
 
     def _load(self, snapshot: Snapshot) -> None:
         header = snapshot.header

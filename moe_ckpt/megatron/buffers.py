@@ -20,8 +20,24 @@ _DERIVED = ("cos_cached", "sin_cached")
 
 def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's buffers, and the scales of its FP8 layers, in place; without those that follow from settings."""
-    yield from (pair for pair in model.named_buffers() if not pair[0].endswith(_DERIVED))
-    yield from named_scaling(model)
+    return buffers_of(list(model.named_modules()))
+
+
+def buffers_of(
+    modules: Sequence[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what `named_buffers` yields of the model with these modules.
+
+    Each call looks the buffers up again, so `modules` may be older than a buffer.
+    """
+    found: set[int] = set()  # by id: a buffer that two modules share has one name
+    for prefix, module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is None or id(buffer) in found or key.endswith(_DERIVED):
+                continue
+            found.add(id(buffer))
+            yield f"{prefix}.{key}" if prefix else key, buffer
+    yield from named_scaling(modules)
 
 
 def buffers_by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -80,7 +80,7 @@ class StageReplay:
         self._sums = _StageSums(state, operators)
         self._began: int | None = None
         self._buffers: Mapping[str, torch.Tensor] = {}
-        self._modes: Mapping[torch.nn.Module, bool] = {}
+        self._modes: Sequence[bool] = ()  # of all modules
 
     @property
     def tied_gradient_bytes(self) -> int:
@@ -90,7 +90,7 @@ class StageReplay:
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
         """Return the state that `iteration` starts from beside parameters and moments; buffers are remembered here."""
         self._began, self._buffers = iteration, buffers(self._state)
-        self._modes = {module: module.training for chunk in self._state.model for module in chunk.modules()}
+        self._modes = [module.training for _, module in self._state.modules]
         return small_state(self._state)
 
     def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
@@ -158,7 +158,8 @@ class StageReplay:
 
     def abandon_pass(self) -> None:
         """Clean up after a pass that was cut off: Megatron's globals, and modules in evaluation mode."""
-        for module, training in self._modes.items():
+        # none before the first iteration has begun
+        for (_, module), training in zip(self._state.modules, self._modes, strict=False):
             module.training = training
         forget_communication(self._state.model)
         forget_shared_experts(self._state.model)

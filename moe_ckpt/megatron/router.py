@@ -7,7 +7,8 @@ router returns are zero outside the top k, and with k = 1 would equal hard count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +20,10 @@ from megatron.core.transformer.moe.router import Router
 from moe_ckpt.megatron.places import bare_model, locate
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
-from moe_ckpt.types import ExpertCounts, OperatorId, OperatorKind, OperatorTable
+from moe_ckpt.types import ExpertCounts, IntArray, OperatorId, OperatorKind, OperatorTable
+
+_Places = Mapping[tuple[int | None, int | None], IntArray]
+"""By layer and MTP depth: int64 [2, experts of the layer], places among all experts, and expert numbers."""
 
 
 class RouterCounts:
@@ -31,7 +35,9 @@ class RouterCounts:
     def __init__(self, state: TrainingState, table: OperatorTable, *, soft: bool) -> None:
         self._hard: dict[OperatorId, torch.Tensor] = {}
         self._soft: dict[OperatorId, torch.Tensor] = {}
-        self._experts = [operator for operator in table.operators if operator.kind is OperatorKind.EXPERT]
+        kinds = [operator.kind for operator in table.operators]
+        self._num_experts = kinds.count(OperatorKind.EXPERT)
+        self._places = _places_by_layer(table)
         self._counting = False
         for gate, router in routers_of(state):
             router.register_forward_hook(partial(self._count_routed, gate))
@@ -76,12 +82,21 @@ class RouterCounts:
         counts[gate] = counts[gate] + total if gate in counts else total
 
     def _in_table_order(self, counts: dict[OperatorId, torch.Tensor]) -> npt.NDArray[np.float64]:
-        by_layer = {(gate.layer, gate.mtp_depth): total.numpy() for gate, total in counts.items()}
-        found = np.zeros(len(self._experts))
-        for position, expert in enumerate(self._experts):
-            layer = by_layer.get((expert.layer, expert.mtp_depth))
-            found[position] = 0.0 if layer is None or expert.expert is None else layer[expert.expert]
+        found = np.zeros(self._num_experts)
+        for gate, total in counts.items():
+            positions, experts = self._places[gate.layer, gate.mtp_depth]
+            found[positions] = total.numpy()[experts]
         return found
+
+
+def _places_by_layer(table: OperatorTable) -> _Places:
+    """Return the experts of each layer, and their places among all experts of the table."""
+    found: dict[tuple[int | None, int | None], list[tuple[int, int]]] = defaultdict(list)
+    experts = (each for each in table.operators if each.kind is OperatorKind.EXPERT)
+    for position, operator in enumerate(experts):
+        assert operator.expert is not None, operator
+        found[operator.layer, operator.mtp_depth].append((position, operator.expert))
+    return {layer: np.array(pairs).T for layer, pairs in found.items()}
 
 
 def _probabilities(scores: torch.Tensor, router: Router) -> torch.Tensor:

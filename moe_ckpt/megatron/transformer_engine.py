@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,14 +25,20 @@ def is_scaling(name: str) -> bool:
     return f".{FORWARD}." in name or f".{BACKWARD}." in name
 
 
-def named_scaling(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of delayed scaling, float32, in place: `linear.scaling_fwd.scale`, `...amax_history`.
+def named_scaling(
+    modules: Iterable[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of delayed scaling, float32, in place.
 
-    A module that multiplies n times has scales of [3n] tensors in forward (inputs, weights, outputs), and [2n] in
+    Names are `linear.scaling_fwd.scale`, `...amax_history`. A module that multiplies n
+    times has scales of [3n] tensors in forward (inputs, weights, outputs), and [2n] in
     backward; a history has a row for each update that it remembers.
     """
-    for name, module in model.named_modules():
-        meta = getattr(module, "fp8_meta", {})
+    for name, module in modules:
+        # no `getattr`: torch searches three dictionaries before it says that there is none
+        meta = vars(module).get("fp8_meta")
+        if meta is None:
+            continue
         for direction in (FORWARD, BACKWARD):
             for kind in _TENSORS:
                 tensor = getattr(meta.get(direction), kind, None)
@@ -68,14 +74,14 @@ def _num_products(module: torch.nn.Module) -> int:
     return getattr(module, "num_gemms", 2 if hasattr(module, "fc2_weight") else 1)
 
 
-def forget_noted(chunks: Sequence[torch.nn.Module]) -> None:
+def forget_noted(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
     """Drop the largest values of inputs and outputs that were noted since the last update: those of an evaluation.
 
     Transformer Engine notes them without gradients, too, and the next training pass would take its scales from them:
     after a recovery, which repeats no evaluation, it would take others. Those of weights stay: the cast of FP8 weights
     notes them after a step, and an evaluation the same as the pass after it.
     """
-    named = (pair for chunk in chunks for pair in named_scaling(chunk))
+    named = named_scaling(modules)
     forward = [tensor for name, tensor in named if name.endswith(f"{FORWARD}.amax_history")]
     noted = [history[0, first::3] for history in forward for first in (0, 2)]  # of input, weight, output, ...
     if noted:

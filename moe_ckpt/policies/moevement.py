@@ -194,7 +194,8 @@ class SparseWindows:
         terms = self._choose(measured) if self._config.window == AUTO else None
         reordered = self._reorder(measured.popularity)
         self._start = iteration
-        self._window = self._kind.cut(self._order, self._num_slots)
+        if reordered or self._window is None or self._window.num_slots != self._num_slots:
+            self._window = self._kind.cut(self._order, self._num_slots)
         return WindowChoice(
             num_slots=self._num_slots,
             iteration_s=measured.iteration_s,

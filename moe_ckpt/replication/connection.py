@@ -85,13 +85,9 @@ class Connection:
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 
-    def send(self, message: Message) -> None:
-        """Send a message."""
-        body = message_to_json(message)
-        if len(body) > MOST_MESSAGE_BYTES:
-            raise OSError(f"got a message of {len(body)} bytes to send, wanted at most {MOST_MESSAGE_BYTES}")
-        head = _HEAD.pack(len(body), len(body) ^ _ALL_BITS, xxhash.xxh3_64_intdigest(body))
-        self._send(memoryview(head + body))
+    def send(self, *messages: Message) -> None:
+        """Send messages, at once."""
+        self._send(memoryview(b"".join(map(_framed, messages))))
 
     def receive(self, most_bytes: int = MOST_MESSAGE_BYTES) -> Message:
         """Return the next message, of at most `most_bytes`. Its memory is allocated after that check."""
@@ -125,15 +121,25 @@ class Connection:
         self.send(request)
         return self.expect(kind)
 
-    def send_stream(self, content: memoryview, pace: Pace) -> int:
-        """Send bytes in chunks; return their XXH3."""
+    def send_stream(self, content: memoryview, pace: Pace, known_xxh3: int | None = None) -> int:
+        """Send bytes in chunks.
+
+        Args:
+            content: The bytes.
+            pace: Called before each chunk.
+            known_xxh3: The XXH3 of all bytes; None: it is computed.
+
+        Returns:
+            The XXH3 of all bytes.
+        """
         digest = xxhash.xxh3_64()
         for start in range(0, len(content), CHUNK_BYTES):
             chunk = content[start : start + CHUNK_BYTES]
             pace(len(chunk))
-            digest.update(chunk)
+            if known_xxh3 is None:
+                digest.update(chunk)
             self._send(chunk)
-        return digest.intdigest()
+        return digest.intdigest() if known_xxh3 is None else known_xxh3
 
     def receive_stream(self, target: memoryview, pace: Pace) -> int:
         """Fill memory with bytes in chunks; return their XXH3."""
@@ -183,3 +189,11 @@ class Connection:
         if left_s <= 0:
             raise TimeoutError("no time is left")
         return left_s
+
+
+def _framed(message: Message) -> bytes:
+    body = message_to_json(message)
+    if len(body) > MOST_MESSAGE_BYTES:
+        raise OSError(f"got a message of {len(body)} bytes to send, wanted at most {MOST_MESSAGE_BYTES}")
+    head = _HEAD.pack(len(body), len(body) ^ _ALL_BITS, xxhash.xxh3_64_intdigest(body))
+    return head + body

@@ -49,7 +49,7 @@ from moe_ckpt.snapshot.arriving_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.token_bucket import Throttle
 
-_LOOK_EVERY_S = 0.1
+_LOOK_EVERY_S = 1.0  # whether the folder was deleted, which nothing but a lost memory does
 
 _log = logging.getLogger(__name__)
 

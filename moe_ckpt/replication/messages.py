@@ -6,7 +6,8 @@ Owns: the kinds of messages, and strict reading. Must not: send messages, or exe
     a daemon -> a client    Challenge                              answer: Hello; then Welcome, Refused
     daemon -> a daemon      Put, Drop, Clear                       answers: Done, Refused
     worker -> a daemon      ListKeys, Get                          answers: Keys, a blob, Refused
-    a blob                  Found ->   <- Done   header, payload, Sent ->
+    a blob                  Found ->                              a small header, and no payload
+                            Found ->   <- Done   header, payload, Sent ->
 """
 
 from __future__ import annotations
@@ -114,10 +115,16 @@ class Keys(Message, frozen=True, kw_only=True):
 
 
 class Found(Message, frozen=True, kw_only=True):
-    """A blob of this size, whose bytes follow after the other side's Done. None: the blob has no payload."""
+    """A blob. What the message does not hold follows after the other side's Done."""
 
-    header_bytes: Count
+    header: bytes | None = None
+    """The header; None: it is too large for a message, and follows."""
+
+    header_bytes: Count = 0
+    """The size of a header that follows."""
+
     payload_bytes: Count | None
+    """The size of the payload, which follows; None: the blob has no payload."""
 
 
 class Sent(Message, frozen=True, kw_only=True):

@@ -43,13 +43,16 @@ from moe_ckpt.snapshot.adam_update import (
 )
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 from moe_ckpt.snapshot.codec import Snapshot, SnapshotHeader, header_from_json, header_to_json
-from moe_ckpt.snapshot.step_log import RECORD, START, StepRecord, window_steps
+from moe_ckpt.snapshot.step_log import START, STEP, StepRecord, window_steps
 from moe_ckpt.snapshot.windows import HostBuffers
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
 _SNAPSHOT, _LOCAL = "snapshot-", "local-"
-_KEY = re.compile(rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{RECORD})([0-9]+))")
+_OLDER_STEP = "record-"
+"""The record of a step in windows of older versions, which have each start alone."""
+
+_KEY = re.compile(rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{STEP}|{_OLDER_STEP})([0-9]+))")
 _TIED = "tied_gradient"
 _GRADIENTS, _BATCHES = "gradients", "batches"
 
@@ -78,7 +81,7 @@ class NoCopies:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FolderContents:
-    """The contents of a folder: snapshots in any order, and the start and the record of each iteration."""
+    """The contents of a folder: snapshots in any order, and starts and records by iteration."""
 
     snapshots: tuple[Snapshot, ...]
     starts: Mapping[int, Mapping[str, torch.Tensor]]
@@ -123,7 +126,8 @@ class Publisher:
         kind = _SNAPSHOT if header.unit is None or header.unit.on_peers else _LOCAL
         key = _new_key(kind, header)
         with self._lock:
-            self.folder.publish(key, header_to_json(header), snapshot.payload, header.payload_bytes)
+            content = header_to_json(header)
+            self.folder.publish(key, content, snapshot.payload, header.payload_bytes, header.checksum)
             self._keys[id(snapshot.payload)] = key
             if kind == _SNAPSHOT:
                 unit = header.unit.name if header.unit else None
@@ -245,35 +249,38 @@ class Publisher:
         if packed is not None:
             self.updates.release(packed)
 
-    def drop_snapshot(self, snapshot: Snapshot) -> None:
-        """Withdraw a snapshot: its memory is about to be reused."""
+    def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
+        """Withdraw snapshots: their memory is about to be reused."""
         with self._lock:
-            key = self._keys.pop(id(snapshot.payload))
-            self._times.drop(key)
-            self.drop([key])
+            keys = [self._keys.pop(id(snapshot.payload)) for snapshot in snapshots]
+            for key in keys:
+                self._times.drop(key)
+            self.drop(keys)
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
         """Publish the state that an iteration starts from."""
         self._put(f"{START}{iteration}", save(dict(start)))
 
-    def add_record(self, record: StepRecord) -> None:
-        """Publish an iteration's record."""
-        tensors = {} if record.tied_gradient is None else {_TIED: record.tied_gradient}
+    def add_step(self, record: StepRecord, start: Mapping[str, torch.Tensor] | None) -> None:
+        """Publish an iteration's record, and the start of the iteration unless it is None."""
+        tensors = {f"{START}{name}": tensor for name, tensor in (start or {}).items()}
+        if record.tied_gradient is not None:
+            tensors[_TIED] = record.tied_gradient
         facts = {_GRADIENTS: json.dumps(asdict(record.gradients))}
         if record.batches is not None:
             facts[_BATCHES] = record.batches
-        self._put(f"{RECORD}{record.iteration}", save(tensors, metadata=facts))
+        self._put(f"{STEP}{record.iteration}", save(tensors, metadata=facts))
 
-    def drop_steps(self, starts: Iterable[int], records: Iterable[int]) -> None:
-        """Withdraw the starts and records of these iterations."""
-        self.drop([f"{START}{i}" for i in starts] + [f"{RECORD}{i}" for i in records])
+    def drop_steps(self, starts: Iterable[int], steps: Iterable[int]) -> None:
+        """Withdraw the starts and the steps of these iterations."""
+        self.drop([f"{START}{i}" for i in starts] + [f"{STEP}{i}" for i in steps])
 
     def has_copies_of_step(self, iteration: int) -> bool:
-        """Wait until peers hold the start and the record of `iteration`; return whether they do.
+        """Wait until peers hold the record of `iteration`, with its start; return whether they do.
 
         If a copy has failed since copying began, training does not wait again: every iteration would.
         """
-        return not self._copies_fail and self._are_copied([f"{START}{iteration}", f"{RECORD}{iteration}"])
+        return not self._copies_fail and self._are_copied([f"{STEP}{iteration}"])
 
     def has_copies(self, snapshots: Sequence[Snapshot]) -> bool:
         """Wait until peers hold these snapshots of a window and its steps; return whether they do."""
@@ -382,7 +389,12 @@ class Publisher:
             self.folder.discard(key)  # of a process that died before it saw the copy complete
         blobs = self.folder.adopt()
         self._keys = {id(blob.payload): key for key, blob in blobs.items() if _is_snapshot(key)}
-        return _kept(blobs)
+        kept = _kept(blobs)
+        for iteration, record in kept.records.items():
+            if (older := f"{_OLDER_STEP}{iteration}") in blobs:
+                self.add_step(record, kept.starts.get(iteration))
+                self.folder.withdraw(older)
+        return kept
 
     def replace(self, fetch: Callable[[BlobFolder], int], forget: Callable[[], None]) -> int:
         """Replace the folder's contents by those that `fetch` puts into the folder that it is given.
@@ -499,17 +511,17 @@ def belongs_to(key: str, window_start: int) -> bool:
 
 
 def _numbers(key: str) -> list[int]:
-    """Return the start and the slot of a snapshot, or the iteration of a start or a record, from the key."""
+    """Return the start and the slot of a snapshot, or the iteration of a start or a step, from the key."""
     found = _KEY.fullmatch(key)
     if found is None:
-        wanted = f"{_SNAPSHOT}START-SLOT-ID, {_LOCAL}START-SLOT-ID, {START}ITERATION or {RECORD}ITERATION"
+        wanted = f"{_SNAPSHOT}START-SLOT-ID, {_LOCAL}START-SLOT-ID, {START}ITERATION or {STEP}ITERATION"
         raise CheckpointLoadError(f"key of a blob: got {key!r}, wanted {wanted}")
     return [int(number) for number in found.groups() if number is not None]
 
 
 def holds_records(keys: Iterable[str]) -> bool:
     """Return whether these keys include the record of an iteration."""
-    return any(key.startswith(RECORD) for key in keys)
+    return any(key.startswith((STEP, _OLDER_STEP)) for key in keys)
 
 
 def _done() -> Future[None]:
@@ -553,8 +565,11 @@ def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
                 snapshots.append(Snapshot(header=header_from_json(blob.header), payload=blob.payload))
             elif key.startswith(START):
                 starts[_numbers(key)[0]] = _tensors(blob)[0]
-            elif key.startswith(RECORD):
-                records[_numbers(key)[0]] = _record(_numbers(key)[0], blob)
+            elif key.startswith((STEP, _OLDER_STEP)):
+                iteration = _numbers(key)[0]
+                records[iteration], start = _step(iteration, blob)
+                if start:
+                    starts.setdefault(iteration, start)  # one that was published alone is as new, or newer
         except CheckpointLoadError as error:
             _log.warning("%s cannot be used: %s", key, error)
     return FolderContents(snapshots=tuple(snapshots), starts=starts, records=records)
@@ -570,13 +585,16 @@ def _tensors(blob: Blob) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise CheckpointLoadError(f"step log: {error}") from error
 
 
-def _record(iteration: int, blob: Blob) -> StepRecord:
+def _step(iteration: int, blob: Blob) -> tuple[StepRecord, dict[str, torch.Tensor]]:
+    """Return an iteration's record and its start, which is empty if it is not there."""
     tensors, facts = _tensors(blob)
     try:
         fields = json.loads(facts[_GRADIENTS])
         gradients = ReadyGradients(**{**fields, "overflows": tuple(fields["overflows"])})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointLoadError(f"step record: got {facts} ({error!r}), wanted gradients as JSON") from error
-    return StepRecord(
+    record = StepRecord(
         iteration=iteration, gradients=gradients, tied_gradient=tensors.get(_TIED), batches=facts.get(_BATCHES)
     )
+    starts = {name for name in tensors if name.startswith(START)}
+    return record, {name.removeprefix(START): tensors[name] for name in starts}

@@ -32,7 +32,7 @@ from moe_ckpt.snapshot.step_log import is_step
 from moe_ckpt.snapshot.token_bucket import Throttle
 
 _LONGEST_YIELD_S = 0.02  # a chunk: copying goes on, at 50 MB/s or more, however busy training is
-_YIELD_S = 0.001
+_YIELD_S = 0.005  # no event: the flag of training is memory that its process writes
 _LOOK_EVERY_S = 0.1  # while a chunk waits for tokens: how often to check that its snapshot is still wanted
 _MOST_REFUSED = 3  # a peer whose arithmetic differs never computes the same state
 
@@ -178,14 +178,13 @@ class _Lane:
 
     def _send(self, link: Connection, key: str) -> ServerWork:
         blob = self._own.get(key)
-        link.send(Put(owner_rank=self._owner_rank, key=key))
 
         def pace(nbytes: int) -> None:
             if not is_step(key):  # these are few bytes, for which every iteration waits
                 self._throttle.wait(nbytes, lambda seconds: self._sleep(seconds, key, blob))
             self._yield_to_training()
 
-        send_blob(link, self._own, key, blob, pace)
+        send_blob(link, self._own, key, blob, pace, Put(owner_rank=self._owner_rank, key=key))
         done = link.expect(Done)
         return ServerWork(busy_us=done.busy_us, after_us=done.after_us)
 

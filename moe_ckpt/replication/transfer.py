@@ -5,6 +5,9 @@ choose blobs.
 
     sender    Found          header | payload    Sent, or Refused if it was withdrawn meanwhile
     receiver        Done                                                                        keep
+
+A small header is in Found. A blob of such a header and no payload is that one message, as
+each iteration has one and waits for it.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from typing import Protocol, Unpack
 import torch
 
 from moe_ckpt.replication.connection import Connection, Pace, RefusedError
-from moe_ckpt.replication.messages import Done, Found, Refused, Sent
+from moe_ckpt.replication.messages import Done, Found, Message, Refused, Sent
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 
 MOST_HEADER_BYTES = 256 << 20
+_SMALL_BYTES = 256 << 10
 
 
 class Consumer(Protocol):
@@ -64,14 +68,36 @@ class Deposit:
         """Nothing to drop."""
 
 
-def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: Pace) -> None:
-    """Send a blob that `folder.get(key)` returned."""
+def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: Pace, *before: Message) -> None:
+    """Send a blob.
+
+    Args:
+        link: The connection.
+        folder: Has the blob.
+        key: The blob's key.
+        blob: What `folder.get(key)` returned.
+        pace: Called before each chunk of bytes.
+        before: A request that the blob belongs to, which goes out with the first message.
+
+    Raises:
+        RefusedError: The receiver has no room.
+        OSError: The connection failed.
+    """
     payload_bytes = None if blob.payload is None else blob.payload_bytes
-    link.send(Found(header_bytes=len(blob.header), payload_bytes=payload_bytes))
+    is_small = len(blob.header) <= _SMALL_BYTES
+    sizes = Found(
+        header=blob.header if is_small else None,
+        header_bytes=0 if is_small else len(blob.header),
+        payload_bytes=payload_bytes,
+    )
+    link.send(*before, sizes)
+    if _is_whole(sizes):
+        return
     # the receiver has allocated by then: one without room refuses here, and no payload is on its way
     link.expect(Done)
-    header_xxh3 = link.send_stream(memoryview(blob.header), pace)
-    payload_xxh3 = link.send_stream(_bytes_of(blob.payload, blob.payload_bytes), pace)
+    header_xxh3 = link.send_stream(memoryview(b"" if is_small else blob.header), pace)
+    payload = _bytes_of(blob.payload, blob.payload_bytes)
+    payload_xxh3 = link.send_stream(payload, pace, blob.payload_xxh3)
     if folder.is_current(key, blob):
         link.send(Sent(header_xxh3=header_xxh3, payload_xxh3=payload_xxh3))
     else:  # its memory may have been reused already
@@ -89,15 +115,20 @@ def receive_blob(
     if found.header_bytes > MOST_HEADER_BYTES:
         reason = f"blob {key}: got a header of {found.header_bytes} bytes, wanted at most {MOST_HEADER_BYTES}"
         raise RefusedError(reason, garbled=False)
+    if _is_whole(found):
+        assert found.header is not None
+        begin(folder, key, found.header, None, 0).keep()
+        return len(found.header)
     with ExitStack() as undo:
         payload, payload_bytes = None, found.payload_bytes or 0
         if found.payload_bytes is not None:
             payload = folder.allocate(found.payload_bytes)
             undo.callback(folder.free, payload)
-        header = bytearray(found.header_bytes)
+        streamed = bytearray(found.header_bytes)
         link.send(Done())
-        header_xxh3 = link.receive_stream(memoryview(header), pace)
-        consumer = begin(folder, key, bytes(header), payload, payload_bytes)
+        header_xxh3 = link.receive_stream(memoryview(streamed), pace)
+        header = bytes(streamed) if found.header is None else found.header
+        consumer = begin(folder, key, header, payload, payload_bytes)
         # callbacks run in reverse order: the consumer ends before the payload is freed
         undo.callback(consumer.abandon)
         payload_xxh3 = link.receive_stream(_bytes_of(payload, payload_bytes), _counting(consumer, pace))
@@ -105,7 +136,12 @@ def receive_blob(
         _compare(key, link.expect(Sent), Sent(header_xxh3=header_xxh3, payload_xxh3=payload_xxh3))
         consumer.keep()
         undo.pop_all()
-    return found.header_bytes + payload_bytes
+    return len(header) + payload_bytes
+
+
+def _is_whole(found: Found) -> bool:
+    """Return whether a message holds all of its blob."""
+    return found.header is not None and found.payload_bytes is None
 
 
 def _counting(consumer: Consumer, pace: Pace) -> Pace:

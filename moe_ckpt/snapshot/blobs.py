@@ -40,15 +40,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blob:
-    """A header and a payload: uint8, [at least payload_bytes], or None.
-
-    `serial` distinguishes blobs of the same key.
-    """
+    """A header and a payload."""
 
     header: bytes
+
     payload: torch.Tensor | None
+    """uint8, [at least payload_bytes]; None: the blob has no payload."""
+
     payload_bytes: int
+
     serial: str
+    """Distinguishes blobs of the same key."""
+
+    payload_xxh3: int | None
+    """XXH3 of the payload, as it was published with; None: without one."""
 
 
 def own_path(rank_folder: Path) -> Path:
@@ -165,17 +170,40 @@ class BlobFolder:
         with self._lock:
             self._unlink_buffer(self._let_go(tensor))
 
-    def publish(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
-        """Make a blob visible, atomically, in place of one of the same key; `payload` was allocated here.
+    def publish(
+        self,
+        key: str,
+        header: bytes,
+        payload: torch.Tensor | None,
+        payload_bytes: int,
+        payload_xxh3: int | None = None,
+    ) -> None:
+        """Make a blob visible, atomically, in place of one of the same key.
 
-        Its first `payload_bytes` bytes must not change before it is withdrawn or replaced. Raises CheckpointSaveError.
+        Args:
+            key: The blob's key.
+            header: The blob's header.
+            payload: Memory that was allocated here, or None.
+            payload_bytes: So many bytes of it belong to the blob, and must not change
+                before the blob is withdrawn or replaced.
+            payload_xxh3: Their XXH3, if it is known: readers need not compute it.
+
+        Raises:
+            CheckpointSaveError: The blob cannot be written.
         """
         assert payload_bytes <= (0 if payload is None else payload.numel()), (key, payload_bytes)
         with self._lock:
             name = None if payload is None else self._names[id(payload)]
             # random: a count would begin anew in a successor, and a reader could take its blob for the one before
             serial = secrets.token_hex(8)
-            entry = IndexEntry(key=key, buffer=name, payload_bytes=payload_bytes, serial=serial, header=header)
+            entry = IndexEntry(
+                key=key,
+                buffer=name,
+                payload_bytes=payload_bytes,
+                serial=serial,
+                header=header,
+                payload_xxh3=payload_xxh3,
+            )
             self._index.write(entry, None if name is None else self._buffer_path(name))
 
     def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
@@ -295,7 +323,13 @@ class BlobFolder:
         if num_mapped < entry.payload_bytes:
             reason = f"got {num_mapped} bytes of payload, wanted {entry.payload_bytes}"
             raise CheckpointLoadError(f"blob {key} in {self.path}: {reason}")
-        return Blob(header=entry.header, payload=payload, payload_bytes=entry.payload_bytes, serial=entry.serial)
+        return Blob(
+            header=entry.header,
+            payload=payload,
+            payload_bytes=entry.payload_bytes,
+            serial=entry.serial,
+            payload_xxh3=entry.payload_xxh3,
+        )
 
     def _payload(self, buffer: str, *, hold: bool) -> torch.Tensor:
         if buffer in self._mapped:

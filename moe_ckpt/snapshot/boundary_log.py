@@ -19,6 +19,7 @@ import torch
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.snapshot.codec import checksum
 from moe_ckpt.snapshot.copier import HostCopier
+from moe_ckpt.snapshot.host_transfers import bytes_of
 from moe_ckpt.snapshot.windows import HostBuffers
 
 _log = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ class LoggedEnds:
 class _Entry:
     buffer: torch.Tensor
     size_bytes: int
-    copied: Future[float]
-    checksum: Future[int]
+    copied: Future[int]
+    """The checksum of the bytes, once they are copied."""
 
 
 _Iteration = dict[Direction, list[_Entry]]
@@ -79,20 +80,18 @@ class BoundaryLog:
         if self._current is None:
             return
         started_s = time.monotonic()
-        source = tensor.detach().reshape(-1).view(torch.uint8)  # Megatron replaces the storage of sent tensors
+        source = bytes_of(tensor)  # Megatron replaces the storage of sent tensors
+        size_bytes = source.numel()
         try:
-            buffer = self._buffers.acquire(source.numel())
+            buffer = self._buffers.acquire(size_bytes)
         except CheckpointSaveError as error:  # a recovery sees the gap in the log, and training continues
             (iteration,) = (number for number, log in self._iterations.items() if log is self._current)
             self.end()
             self._drop(iteration)
             _log.warning("boundary log: iteration %d is not logged, training goes on: %s", iteration, error)
             return
-        size_bytes = source.numel()
-        copied = self._copier.run(lambda: self._copier.copy_now([(buffer[:size_bytes], source)]))
-        # by the copier: training would stand still for the hash of every transfer
-        hashed = self._copier.then(lambda: checksum(buffer, size_bytes))
-        entry = _Entry(buffer=buffer, size_bytes=size_bytes, copied=copied, checksum=hashed)
+        copied = self._copier.run(lambda: self._copy(source, buffer))
+        entry = _Entry(buffer=buffer, size_bytes=size_bytes, copied=copied)
         self._current[direction].append(entry)
         self.spent_s += time.monotonic() - started_s
 
@@ -135,8 +134,15 @@ class BoundaryLog:
         log = self._iterations.pop(iteration, None)
         for entry in _entries(log) if log else ():
             # a released buffer is filled anew: the copier must be done with it
-            entry.checksum.result()
+            entry.copied.exception()
             self._buffers.release(entry.buffer)
+
+    def _copy(self, source: torch.Tensor, buffer: torch.Tensor) -> int:
+        """Copy, in the copier's thread; return the checksum of the copied bytes."""
+        size_bytes = source.numel()
+        self._copier.copy_now([(buffer[:size_bytes], source)])
+        # here: training would stand still for the hash of every transfer
+        return checksum(buffer, size_bytes)
 
 
 def _entries(log: _Iteration) -> Iterable[_Entry]:
@@ -144,5 +150,6 @@ def _entries(log: _Iteration) -> Iterable[_Entry]:
 
 
 def _is_as_recorded(entry: _Entry) -> bool:
-    recorded = entry.checksum.result()  # the copy has ended by then, or failed
-    return entry.copied.exception() is None and checksum(entry.buffer, entry.size_bytes) == recorded
+    if entry.copied.exception() is not None:
+        return False
+    return checksum(entry.buffer, entry.size_bytes) == entry.copied.result()

@@ -143,9 +143,9 @@ class SnapshotEngine:
     def drop(self, finished: Sequence[Snapshot]) -> None:
         """Withdraw snapshots that were captured, and are kept nowhere."""
         # withdrawn before it is released: no peer may read a payload whose memory is filled anew
+        if self._daemon and finished:
+            self._daemon.drop_snapshots(finished)
         for snapshot in finished:
-            if self._daemon:
-                self._daemon.drop_snapshot(snapshot)
             self._buffers.release(snapshot.payload)
 
     @contextlib.contextmanager

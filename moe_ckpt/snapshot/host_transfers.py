@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-_ALIGN_BYTES = 16  # at least the size of any number
-
 
 class HostTransfers:
     """Brings tensors to the host; `num_transfers` counts how often the host has waited for that."""
@@ -24,15 +22,14 @@ class HostTransfers:
         if not tensors:
             return []
         flat = [bytes_of(tensor) for tensor in tensors]
-        padded = [torch.nn.functional.pad(each, (0, -each.numel() % _ALIGN_BYTES)) for each in flat]
+        # larger elements first: each part is then aligned to its elements
+        order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
         self.num_transfers += 1
-        packed = torch.cat(padded).to("cpu", copy=True)
-        parts = packed.split([part.numel() for part in padded])
+        packed = torch.cat([flat[index] for index in order]).to("cpu", copy=True)
+        parts = packed.split([flat[index].numel() for index in order])
+        on_host = dict(zip(order, parts, strict=True))
         # a clone of each, or the smallest would keep the whole transfer in memory
-        return [
-            part[: tensor.nbytes].view(tensor.dtype).reshape(tensor.shape).clone()
-            for part, tensor in zip(parts, tensors, strict=True)
-        ]
+        return [on_host[index].view(tensor.dtype).view(tensor.shape).clone() for index, tensor in enumerate(tensors)]
 
 
 class PendingCopy:
@@ -55,7 +52,8 @@ class PendingCopy:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements as flat bytes, uint8: a view, if they are contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    # contiguous first: to reshape a slice with a step in one dimension copies nothing
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 TRANSFERS = HostTransfers()

@@ -2,12 +2,11 @@
 
 Owns: the bytes of an entry, and the detection of damage. Must not: access files, or look into the header.
 
-    XXH3 of all that follows, 8 bytes | a line of JSON: key, buffer, payload_bytes, serial | header
+    XXH3 of all that follows, 8 bytes | a line of JSON: the entry's fields, but for its header | header
 """
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass
 
@@ -21,13 +20,22 @@ _HASH = struct.Struct(">Q")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexEntry:
-    """The blob under a key: `buffer` names the file of the payload, `serial` is new with every publication."""
+    """The blob under a key."""
 
     key: str
+
     buffer: str | None
+    """Name of the payload's file; None: the blob has no payload."""
+
     payload_bytes: int
+
     serial: str
+    """New with every publication."""
+
     header: bytes
+
+    payload_xxh3: int | None = None
+    """XXH3 of the payload; None: nobody has hashed it."""
 
 
 class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +43,7 @@ class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     buffer: str | None
     payload_bytes: int
     serial: str
+    payload_xxh3: int | None = None
 
 
 # made at import: two threads that decoded a type for the first time at once crashed a daemon inside msgspec 0.22
@@ -43,8 +52,14 @@ _FIELDS = msgspec.json.Decoder(_Fields)
 
 def entry_to_bytes(entry: IndexEntry) -> bytes:
     """Return an entry's bytes, with their checksum."""
-    fields = {"buffer": entry.buffer, "payload_bytes": entry.payload_bytes, "serial": entry.serial}
-    content = json.dumps({"key": entry.key, **fields}).encode() + b"\n" + entry.header
+    fields = _Fields(
+        key=entry.key,
+        buffer=entry.buffer,
+        payload_bytes=entry.payload_bytes,
+        serial=entry.serial,
+        payload_xxh3=entry.payload_xxh3,
+    )
+    content = msgspec.json.encode(fields) + b"\n" + entry.header
     return _HASH.pack(xxhash.xxh3_64_intdigest(content)) + content
 
 

@@ -19,28 +19,35 @@ from moe_ckpt.types import ReadyGradients
 T = TypeVar("T")
 
 
-START, RECORD = "start-", "record-"
-"""How the keys of published starts and records begin; the iteration follows."""
+START, STEP = "start-", "step-"
+"""How the keys of published starts and steps begin; the iteration follows.
+
+A step is an iteration's record together with its start. A start alone is that of the
+iteration after a snapshot of the whole state.
+"""
 
 
 def is_step(key: str) -> bool:
-    """Return whether a blob is the start or the record of an iteration."""
-    return key.startswith((START, RECORD))
+    """Return whether a blob is the start or the step of an iteration."""
+    return key.startswith((START, STEP))
 
 
 def window_steps(snapshots: Sequence[Snapshot]) -> list[str]:
-    """Return the keys of the starts and records that a replay of a window needs, the start after its end first.
+    """Return the keys of what leads from a window's snapshots to the state at its end.
 
-    `snapshots`: those of the window, by slot. Units of a partial checkpoint have no replay, and need none.
+    Slots of the iterations 4 to 6: step-5, step-6, whose replay leads to the start of 7.
+    One slot, of iteration 4: start-5.
 
-    Slots of the iterations 4 to 6: start-7, start-6, start-5, record-5, record-6.
+    Args:
+        snapshots: Those of the window, by slot. Units of a partial checkpoint have no
+            replay, and need nothing.
     """
     headers = [snapshot.header for snapshot in snapshots if snapshot.header.unit is None]
     if not headers:
         return []
-    starts = [f"{START}{header.iteration + 1}" for header in reversed(headers)]
-    replayed = range(headers[0].window_start + 1, headers[-1].iteration + 1)
-    return starts + [f"{RECORD}{iteration}" for iteration in replayed]
+    after_first = headers[0].window_start + 1
+    replayed = range(after_first, headers[-1].iteration + 1)
+    return [f"{STEP}{iteration}" for iteration in replayed] or [f"{START}{after_first}"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,22 +65,33 @@ class StepRecord:
 
 
 class StepPublisher(Protocol):
-    """Receives every entry that is logged or dropped, to store it elsewhere as well."""
+    """Stores what is logged elsewhere as well, in place of an earlier entry of the same iteration."""
 
-    def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None: ...
+    def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
+        """Store a start by itself."""
+        ...
 
-    def add_record(self, record: StepRecord) -> None: ...
+    def add_step(self, record: StepRecord, start: Mapping[str, torch.Tensor] | None) -> None:
+        """Store a record, and the start of its iteration unless that is not logged."""
+        ...
 
-    def drop_steps(self, starts: Iterable[int], records: Iterable[int]) -> None: ...
+    def drop_steps(self, starts: Iterable[int], steps: Iterable[int]) -> None:
+        """Drop the starts and the steps of these iterations."""
+        ...
 
 
 class StepLog:
-    """One rank's log by iteration: its start (generators, scalers, schedule), and its record."""
+    """One rank's log by iteration: its start (generators, scalers, schedule), and its record.
+
+    The daemon receives one entry an iteration, with the record. A start is published alone
+    where no replay leads to it: after a snapshot of the whole state.
+    """
 
     def __init__(self, daemon: StepPublisher | None = None) -> None:
         self._daemon = daemon
         self._starts: dict[int, Mapping[str, torch.Tensor]] = {}
         self._records: dict[int, StepRecord] = {}
+        self._published: set[int] = set()  # iterations whose starts are published alone
 
     @property
     def size_bytes(self) -> int:
@@ -96,6 +114,7 @@ class StepLog:
         """Take over the entries of an earlier process from its daemon."""
         self._starts |= starts
         self._records |= records
+        self._published |= starts.keys()  # some came with a record: to drop them twice does no harm
 
     def fill(self, facts: Mapping[int, ReadyGradients]) -> None:
         """Add the records of iterations that have none."""
@@ -111,14 +130,20 @@ class StepLog:
     def log_start(self, iteration: int, small_state: Mapping[str, torch.Tensor]) -> None:
         """Log the start of `iteration`, in place of an earlier one."""
         self._starts[iteration] = small_state
+        if iteration in self._published:  # with other contents, perhaps
+            self.publish_start(iteration)
+
+    def publish_start(self, iteration: int) -> None:
+        """Publish a start that is logged, before the record of its iteration."""
+        self._published.add(iteration)
         if self._daemon:
-            self._daemon.add_start(iteration, small_state)
+            self._daemon.add_start(iteration, self._starts[iteration])
 
     def add(self, record: StepRecord) -> None:
         """Log a record, in place of an older one of the same iteration."""
         self._records[record.iteration] = record
         if self._daemon:
-            self._daemon.add_record(record)
+            self._daemon.add_step(record, self._starts.get(record.iteration))
 
     def has_start(self, iteration: int) -> bool:
         """Return whether the start of an iteration is logged."""
@@ -133,14 +158,20 @@ class StepLog:
         return _found(self._records, iteration)
 
     def reaches(self, first: int) -> int | None:
-        """Return the last iteration up to which all iterations from `first` on can be replayed; `first` - 1 for none.
+        """Return how far a replay leads from the state before an iteration.
 
-        None without the start of `first`: not even the state before it can be restored.
+        Of the iterations after `first` only the records are needed: where a start is not
+        logged, the replay of the iteration before has led to it.
+
+        Returns:
+            The last iteration up to which all iterations from `first` on can be replayed,
+            `first` - 1 for none; None without the start of `first`: not even the state
+            before it can be restored.
         """
         if first not in self._starts:
             return None
         last = first - 1
-        while last + 1 in self._starts and last + 1 in self._records:
+        while last + 1 in self._records:
             last += 1
         return last
 
@@ -158,8 +189,10 @@ class StepLog:
             del self._starts[old]
         for old in records:
             del self._records[old]
-        if self._daemon and (starts or records):
-            self._daemon.drop_steps(starts, records)
+        published = self._published.intersection(starts)
+        self._published -= published
+        if self._daemon and (published or records):
+            self._daemon.drop_steps(sorted(published), records)
 
 
 def _found(logged: Mapping[int, T], iteration: int) -> T:

@@ -73,18 +73,19 @@ class HostBuffers:
         self._limit_bytes = limit_bytes
         self._lock = Lock()
         self._in_use: dict[int, torch.Tensor] = {}  # by id
+        self._in_use_bytes = 0
         self._free: list[torch.Tensor] = []  # the one released first comes first
         self._peak_bytes = 0
 
     @property
     def in_use_bytes(self) -> int:
         with self._lock:
-            return _total(self._in_use.values())
+            return self._in_use_bytes
 
     @property
     def total_bytes(self) -> int:
         with self._lock:
-            return _total(self._in_use.values()) + _total(self._free)
+            return self._in_use_bytes + _total(self._free)
 
     def acquire(self, nbytes: int) -> torch.Tensor:
         """Return a buffer of at least `nbytes` bytes of arbitrary contents.
@@ -110,6 +111,7 @@ class HostBuffers:
         with self._lock:
             assert id(buffer) in self._in_use, "released a tensor that is not a buffer in use"
             self._free.append(self._in_use.pop(id(buffer)))
+            self._in_use_bytes -= buffer.numel()
 
     def free_unused(self) -> None:
         """Free the memory of all buffers that are not in use."""
@@ -119,7 +121,8 @@ class HostBuffers:
 
     def _use(self, buffer: torch.Tensor) -> None:
         self._in_use[id(buffer)] = buffer
-        self._peak_bytes = max(self._peak_bytes, _total(self._in_use.values()))
+        self._in_use_bytes += buffer.numel()
+        self._peak_bytes = max(self._peak_bytes, self._in_use_bytes)
 
     def _take_free(self, nbytes: int) -> torch.Tensor | None:
         """Return the smallest free buffer that is large enough, unless the snapshot would waste too much of it.
@@ -127,14 +130,12 @@ class HostBuffers:
         Under a limit no byte is wasted: forecasts count exact sizes.
         """
         most_bytes = 1.25 * nbytes + 4096 if self._limit_bytes is None else nbytes
-        fitting = [buffer for buffer in self._free if nbytes <= buffer.numel() <= most_bytes]
-        best = min(fitting, key=torch.Tensor.numel, default=None)
-        # by identity: `remove` would compare elements
-        self._free = [buffer for buffer in self._free if buffer is not best]
-        return best
+        sizes = [buffer.numel() for buffer in self._free]
+        fitting = [size for size in sizes if nbytes <= size <= most_bytes]
+        return self._free.pop(sizes.index(min(fitting))) if fitting else None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        used_bytes = _total(self._in_use.values())
+        used_bytes = self._in_use_bytes
         if self._limit_bytes is not None and used_bytes + nbytes > self._limit_bytes:
             raise CheckpointSaveError(
                 f"host memory for snapshots: got {used_bytes} bytes in use and {nbytes} more to hold, "
@@ -183,8 +184,8 @@ class SnapshotPublisher(Protocol):
         """
         ...
 
-    def drop_snapshot(self, snapshot: Snapshot) -> None:
-        """The snapshot is not needed any more, and its memory is about to be reused."""
+    def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
+        """The snapshots are not needed any more, and their memory is about to be reused."""
         ...
 
 
@@ -335,12 +336,11 @@ class SnapshotMemory:
         before = self.snapshots()
         self._in_flight, self._persisted, self._kept = in_flight, sorted(set(versions), reverse=True), kept
         stay = {id(snapshot.payload) for snapshot in self.snapshots()}
-        for snapshot in before:
-            if id(snapshot.payload) in stay:
-                continue
-            # first: no peer may read a payload whose memory is filled anew
-            if self._daemon:
-                self._daemon.drop_snapshot(snapshot)
+        dropped = [snapshot for snapshot in before if id(snapshot.payload) not in stay]
+        # first: no peer may read a payload whose memory is filled anew
+        if self._daemon and dropped:
+            self._daemon.drop_snapshots(dropped)
+        for snapshot in dropped:
             self._buffers.release(snapshot.payload)
 
 

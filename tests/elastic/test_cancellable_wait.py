@@ -1,4 +1,4 @@
-"""Waiting that can be ended: one thread, the first, settles an outcome, and a helper outlives its failures."""
+"""Waiting that can be ended: in slices, and by helpers, whose outcomes the first thread settles."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
-from moe_ckpt.elastic.cancellable_wait import Helper, WaitResult
+from moe_ckpt.elastic.cancellable_wait import Helper, HostWaits, WaitResult
 from moe_ckpt.errors import PeersLostError
 from tests.waits import WAIT_S
 
@@ -133,3 +134,46 @@ def test_a_helper_at_rest_holds_no_tensors(helper: Helper) -> None:
     del tensors
     done.wait(WAIT_S)
     assert freed.wait(WAIT_S)
+
+
+class Slow:
+    """An operation that ends after some slices, perhaps as a slice does, or with an error."""
+
+    def __init__(self, num_slices: int, error: str = "", *, ends_with_slice: bool = False) -> None:
+        self.has_timed_out = threading.Event()
+        self._left = num_slices
+        self._error = error
+        self._ends_with_slice = ends_with_slice
+
+    def is_completed(self) -> bool:
+        return self._left == 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self._left:
+            assert timeout is not None, "a wait that no thread could end"
+            self._left -= 1
+            self.has_timed_out.set()
+            if self._left or self._ends_with_slice:
+                raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+@pytest.mark.parametrize("ends_with_slice", [True, False])
+@pytest.mark.parametrize("num_slices", [0, 1, 3])
+def test_a_wait_in_slices_ends_as_its_operation_does(num_slices: int, ends_with_slice: bool) -> None:
+    waits = HostWaits()
+    waits.abandon()  # a wait that begins later is another one
+    waits.wait_in_slices(Slow(num_slices, ends_with_slice=ends_with_slice))
+    with pytest.raises(RuntimeError, match="its own error"):
+        waits.wait_in_slices(Slow(num_slices, "its own error", ends_with_slice=ends_with_slice))
+
+
+def test_a_wait_in_slices_can_be_abandoned() -> None:
+    waits, never = HostWaits(), Slow(1 << 60)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(waits.wait_in_slices, never)
+        assert never.has_timed_out.wait(WAIT_S)
+        waits.abandon()
+        with pytest.raises(PeersLostError, match="abandoned"):
+            waiting.result(WAIT_S)

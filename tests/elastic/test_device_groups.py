@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -405,15 +405,25 @@ def test_results_of_gloo_count_without_a_question_to_the_store(tmp_path: Path) -
     assert run_ranks(2, partial(decide_after_the_end, completes=False), str(tmp_path)) == [(GIVEN, GIVEN)] * 2
 
 
+class CutAtEntry(contextlib.AbstractContextManager[None]):
+    """A context at whose entry the generation ends."""
+
+    def __init__(self, groups: ElasticGroups) -> None:
+        self._groups = groups
+
+    def __enter__(self) -> None:
+        self._groups.cut()
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 class CuttingTransport(LaunchingTransport):
     """A transport whose generation ends while a thread is about to begin an operation."""
 
     groups: ElasticGroups
 
-    @contextlib.contextmanager
-    def launching(self, inside: Any) -> Iterator[None]:
-        self.groups.cut()
-        yield
+    def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:
+        return CutAtEntry(self.groups)
 
 
 def begin_as_the_generation_ends() -> tuple[str, int]:

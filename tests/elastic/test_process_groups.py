@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 
 from launcher.proc import stands_still
 from moe_ckpt.elastic.backends import GlooBackend
-from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroups
+from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroup, ElasticGroups
 from moe_ckpt.elastic.supervisor import run_and_exit
 from moe_ckpt.errors import PeersLostError
 from tests.elastic.collectives import (
@@ -37,7 +37,7 @@ from tests.elastic.collectives import (
 )
 from tests.elastic.transports import HeldTransport
 from tests.elastic.workers import PATIENT, meet, open_groups, open_store, own_rank, wait_until
-from tests.ranks import run_ranks
+from tests.ranks import rank_store, run_ranks
 from tests.waits import WAIT_S
 
 
@@ -92,7 +92,7 @@ def large() -> torch.Tensor:
     return torch.zeros(32 << 20, dtype=torch.uint8)
 
 
-FORGOTTEN = "an operation that no cut ends"
+FORGOTTEN = ("a transfer that no cut ends", "a sum that no cut ends")
 WAITS: dict[str, Callable[[], object]] = {
     "recv": lambda: dist.recv(torch.zeros(1), 1),
     "all_reduce": lambda: dist.all_reduce(torch.zeros(1)),
@@ -104,7 +104,8 @@ WAITS: dict[str, Callable[[], object]] = {
     "large broadcast": lambda: dist.broadcast(large(), 0),
     "large all_to_all": lambda: dist.all_to_all_single(large(), large()),
     "large recv": lambda: dist.recv(large(), 1),  # the peer has sent a part of it
-    FORGOTTEN: lambda: dist.recv(torch.zeros(1), 1),
+    FORGOTTEN[0]: lambda: dist.recv(torch.zeros(1), 1),
+    FORGOTTEN[1]: lambda: dist.all_reduce(torch.zeros(1)),
 }
 """What rank 0 waits in for rank 1, which stands still."""
 
@@ -113,9 +114,9 @@ def release(groups: ElasticGroups, waiting: threading.Event, released: threading
     """Be the thread that watches the generation: it ends as soon as rank 0 waits."""
     waiting.wait(WAIT_S)
     while not released.wait(0.01):
-        if name != FORGOTTEN:
+        if name not in FORGOTTEN:
             groups.cut()
-        if name == FORGOTTEN or name.startswith("large"):  # which gloo forgets now and then
+        if name in FORGOTTEN or name.startswith("large"):  # which gloo forgets now and then
             groups.abandon()
 
 
@@ -160,6 +161,107 @@ def test_an_operation_that_waits_for_a_stopped_peer_is_released(tmp_path: Path) 
     assert found == dict.fromkeys(WAITS, "PeersLostError")
 
 
+class LateWork:
+    """An operation whose peer begins it once waits for it have timed out `NUM_SLICES` times."""
+
+    def __init__(self, work: Any, begin_on_peer: Callable[[], object], timeouts: list[str]) -> None:
+        self.work = work
+        self.is_completed = work.is_completed
+        self._begin_on_peer = begin_on_peer
+        self._timeouts = timeouts
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is None:  # a wait without slices, or the last one
+            self._begin_on_peer()
+            self.work.wait()
+            return
+        try:
+            self.work.wait(timeout)
+        except RuntimeError as error:
+            self._timeouts.append(str(error))
+            if len(self._timeouts) == NUM_SLICES:
+                self._begin_on_peer()
+            raise
+
+
+NUM_SLICES = 3
+
+
+class LateTransport(GlooBackend):
+    """gloo whose operations wait for a peer that is late, once `begin_on_peer` says how that begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin_on_peer: Callable[[], object] | None = None
+        self.timeouts: list[str] = []
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        return LateGroup(super().make(store, rank, size, form_s=form_s, operation_s=operation_s), self)
+
+
+class LateGroup:
+    """A group of a LateTransport."""
+
+    def __init__(self, group: Any, transport: LateTransport) -> None:
+        self._group = group
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        begin = getattr(self._group, name)
+        late = self._transport
+        if late.begin_on_peer is None or name.startswith("_get"):
+            return begin
+        begin_on_peer = late.begin_on_peer
+        return lambda *arguments, **options: LateWork(begin(*arguments, **options), begin_on_peer, late.timeouts)
+
+
+ENDS_AT_THE_LAST = ("reduce", "gather", "gather_object")
+"""Collectives in which the last rank waits for others, not the first."""
+
+
+def call_with_a_late_peer(folder: str) -> dict[str, tuple[Any, bool]]:
+    """Return what each collective gives, and whether a wait for it has timed out several times."""
+    transport = LateTransport()
+    groups, store = open_groups(own_rank(), 2, transport=transport), open_store(folder)
+    groups.form(open_store(folder), 1)
+    found = {}
+    for call in COLLECTIVES:
+        name = call.__name__
+        is_first = own_rank() == (name in ENDS_AT_THE_LAST)
+        transport.timeouts.clear()
+        transport.begin_on_peer = partial(store.set, f"{name}/begin", "") if is_first else None
+        if not is_first:
+            store.wait([f"{name}/begin"], timedelta(seconds=WAIT_S))
+        result = plain(call(dist.group.WORLD, [0, 1]))
+        found[name] = (result, len(transport.timeouts) >= NUM_SLICES)
+        if transport.begin_on_peer is not None:
+            transport.begin_on_peer()  # an operation that needs no peer has ended without
+        transport.begin_on_peer = None
+        meet(store, f"{name}/end", 2)
+    return found
+
+
+def call_in_time() -> dict[str, Any]:
+    dist.init_process_group("gloo", store=rank_store(), rank=own_rank(), world_size=2)
+    return {call.__name__: plain(call(dist.group.WORLD, [0, 1])) for call in COLLECTIVES}
+
+
+WAIT_WITH_A_HELPER = {
+    *("send", "send_around"),  # a timeout closes the connection
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_coalesced"),  # takes none
+}
+
+
+def test_collectives_with_a_late_peer_survive_slices_of_a_wait(tmp_path: Path) -> None:
+    """In processes: only gloo itself can say which of its operations go on after a timeout."""
+    wanted = run_ranks(2, call_in_time)
+    found = run_ranks(2, call_with_a_late_peer, str(tmp_path))
+    for rank in range(2):
+        assert {name: result for name, (result, _) in found[rank].items()} == wanted[rank]
+    sliced = {name for name in wanted[0] if found[0][name][1] or found[1][name][1]}
+    assert sliced == set(wanted[0]) - WAIT_WITH_A_HELPER
+
+
 class Forgotten:
     """An operation that gloo has forgotten: it ends when the test does."""
 
@@ -170,16 +272,28 @@ class Forgotten:
         self.end.wait(WAIT_S)
 
 
+class Remembering:
+    """A group whose transfers are these."""
+
+    def __init__(self, *transfers: Forgotten) -> None:
+        self._transfers = iter(transfers)
+
+    def recv(self) -> Forgotten:
+        return next(self._transfers)
+
+
 def test_an_abandoned_operation_keeps_no_later_one_waiting() -> None:
     groups = ElasticGroups(GlooBackend(), PATIENT, lambda waiting: None)
-    over, first, second = threading.Event(), Forgotten(), Forgotten()
+    handle: Any = ElasticGroup("both", 0, 2, GlooBackend(), groups)
+    first, second = Forgotten(), Forgotten()
     second.end.set()
+    handle.inside = Remembering(first, second)
     with ThreadPoolExecutor(1) as training_thread:
-        abandoned = training_thread.submit(groups.wait, first, over, GlooBackend())
+        abandoned = training_thread.submit(lambda: handle.recv().wait())
         assert wait_until(lambda: groups.abandon() or abandoned.done())
         with pytest.raises(PeersLostError, match="abandoned"):
             abandoned.result()
-        training_thread.submit(groups.wait, second, over, GlooBackend()).result(WAIT_S / 3)
+        training_thread.submit(lambda: handle.recv().wait()).result(WAIT_S / 3)
         first.end.set()
 
 

@@ -133,7 +133,7 @@ def test_a_window_without_its_steps_is_not_saved(tmp_path: Path) -> None:
     job = stopped(tmp_path, "moevement", window=2, pause_iters=1)
     own = BlobFolder(own_path(job.memory(0)))
     for key in own.keys():  # noqa: SIM118 - not a mapping
-        if key.startswith("record-"):
+        if key.startswith("step-"):
             own.withdraw(key)
     assert 5 not in saved(job.memory(0))
 
@@ -179,12 +179,11 @@ DAMAGES = pytest.mark.parametrize(
         flip_payload,
         cut_payloads,
         flip_entries("snapshot"),
-        flip_entries("start-"),
-        flip_entries("record-"),
+        flip_entries("step-"),
         name_another_run,
         name_another_model,
     ],
-    ids=["bit", "cut", "entry", "start", "record", "another run", "another model"],
+    ids=["bit", "cut", "entry", "step", "another run", "another model"],
 )
 
 

@@ -32,7 +32,7 @@ from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.window_sizes import WindowSizes
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
-from moe_ckpt.snapshot.step_log import RECORD, START
+from moe_ckpt.snapshot.step_log import STEP
 from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.copies import answer_copies
@@ -341,7 +341,7 @@ def test_a_rank_votes_once_its_peers_hold_the_step(tmp_path: Path) -> None:
         def look_and_prepare(gradients: ReadyGradients) -> None:
             iteration = job.pages[rank].iteration
             held = set(BlobFolder(held_path(job.memory(1 - rank), rank)).keys())
-            missing.extend((rank, key) for key in {f"start-{iteration}", f"record-{iteration}"} - held)
+            missing.extend((rank, key) for key in {f"step-{iteration}"} - held)
             prepare(gradients)
 
         session._state.prepare = look_and_prepare
@@ -446,13 +446,20 @@ def test_a_copy_that_cannot_be_fetched_is_not_asked_for_again(tmp_path: Path) ->
     assert len(asked) == 1
 
 
-def lose_start(job: ThreadJob) -> None:
-    """Lose the start from which rank 1's own windows lead to the target: it asks for its copy."""
-    BlobFolder(own_path(job.memory(1))).discard(f"{START}{AT_REDUCE.iteration - 1}")
+TIED_PIPE = replace(PIPE, tied=True)
+
+
+def lose_step(job: ThreadJob) -> None:
+    """Lose the step from which rank 0's own windows lead to the target, and which no other stage knows."""
+    BlobFolder(own_path(job.memory(0))).discard(f"{STEP}{AT_REDUCE.iteration - 1}")
+
+
+STEP_IS_LOST = replace(AT_REDUCE, rank=0, before_restart=lose_step)
+"""Rank 0 asks for the copy of its windows, which rank 1 holds."""
 
 
 def damage_copy(job: ThreadJob, holder: int) -> None:
-    flip_a_bit(held_path(job.memory(holder), 1))
+    flip_a_bit(held_path(job.memory(holder), 0))
 
 
 def end_holder(job: ThreadJob, holder: int) -> None:
@@ -460,13 +467,13 @@ def end_holder(job: ThreadJob, holder: int) -> None:
 
 
 def drop_copies(job: ThreadJob, holder: int) -> None:
-    BlobFolder(held_path(job.memory(holder), 1)).clear()
+    BlobFolder(held_path(job.memory(holder), 0)).clear()
 
 
 @pytest.mark.parametrize("spoil", [damage_copy, end_holder, drop_copies])
 def test_own_windows_stay_where_a_fetch_fails(spoil: Callable[[ThreadJob, int], None], tmp_path: Path) -> None:
     """They lead to an earlier iteration, to which all ranks go back."""
-    job = made(tmp_path, replace(AT_REDUCE, before_restart=lose_start))
+    job = made(tmp_path, STEP_IS_LOST, shape=TIED_PIPE, replicas=1)
     asked: list[int] = []
 
     def spoil_it(_: int, holder: int) -> None:
@@ -475,28 +482,28 @@ def test_own_windows_stay_where_a_fetch_fails(spoil: Callable[[ThreadJob, int], 
 
     job.before_fetch = spoil_it
     exact(job)
-    assert asked == [2]
+    assert asked == [1]
     assert [event.iteration for event in rejoined(job)] == [AT_REDUCE.iteration - 2] * 3
 
 
 def test_windows_that_find_no_room_beside_others_take_their_place(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The memory is full as rank 1 fetches its windows: one line says that its others are dropped first."""
+    """The memory is full as rank 0 fetches its windows: one line says that its others are dropped first."""
     asked: list[int] = []
     with small_disk(tmp_path / "memory") as memory:
 
         def fill(_: int, holder: int) -> None:
             asked.append(holder)
             if len(asked) == 1:
-                memory.fill(left_bytes=8 * 4096)  # for the start and the newer snapshot that its own memory lacks
+                memory.fill(left_bytes=8 * 4096)  # for the step that its own memory lacks
 
-        job = made(tmp_path, replace(AT_REDUCE, before_restart=lose_start))
+        job = made(tmp_path, STEP_IS_LOST, shape=TIED_PIPE, replicas=1)
         job.before_fetch = fill
         exact(job)
     said = [record.message for record in caplog.records if "are dropped first" in record.message]
     assert len(said) == 1
-    assert said[0].startswith("runtime.shared_memory has no room for the windows that rank 1 needs")
+    assert said[0].startswith("runtime.shared_memory has no room for the windows that rank 0 needs")
 
 
 def test_the_next_holders_copy_may_lack_the_last_record(tmp_path: Path) -> None:
@@ -504,7 +511,7 @@ def test_the_next_holders_copy_may_lack_the_last_record(tmp_path: Path) -> None:
     target = AT_REDUCE.iteration - 1
 
     def lose_record(job: ThreadJob) -> None:
-        copies, key = BlobFolder(held_path(job.memory(2), 1)), f"{RECORD}{target}"
+        copies, key = BlobFolder(held_path(job.memory(2), 1)), f"{STEP}{target}"
         assert key in copies.keys()  # noqa: SIM118 - not a mapping
         copies.discard(key)
 
@@ -525,10 +532,10 @@ def test_a_copy_of_a_tied_stage_does_without_its_last_record(tmp_path: Path) -> 
     """The stage in the middle, which holds it, cannot know that record: all ranks go back by an iteration."""
 
     def lose_record(job: ThreadJob) -> None:
-        BlobFolder(held_path(job.memory(1), 0)).discard(f"{RECORD}{AT_REDUCE.iteration - 1}")
+        BlobFolder(held_path(job.memory(1), 0)).discard(f"{STEP}{AT_REDUCE.iteration - 1}")
 
     fault = replace(AT_REDUCE, rank=0, loses_memory=True, before_restart=lose_record)
-    job = exact(made(tmp_path, fault, shape=replace(PIPE, tied=True), replicas=1))
+    job = exact(made(tmp_path, fault, shape=TIED_PIPE, replicas=1))
     assert [event.iteration for event in rejoined(job)] == [AT_REDUCE.iteration - 2] * 3
 
 

@@ -197,7 +197,7 @@ def test_host_memory_is_lost_or_damaged(tmp_path: Path) -> None:
     job = survive(tmp_path, faults, *THIRTY_SIX, settings=["ckpt.window=2"], setup=setup)
     said = job.said()
     assert "checksum" in said
-    assert "done without: fetching record-" in said
+    assert "done without: fetching step-" in said
     starts = [event.window_start for event in events_of(job.run, StageRecovered, 1)]
     assert 19 in starts, "the window without copies was preferred"
 
@@ -209,8 +209,9 @@ def _damage_and_kill(job: ElasticJob, ranks: Sequence[int]) -> None:
 
 def _damage_a_needless_copy(job: ElasticJob, ranks: Sequence[int]) -> None:
     index = Path(job.worker(0).memory) / "held" / "rank0001" / "index"
-    oldest = min(index.glob("record-*.blob"), key=lambda path: int(path.stem.removeprefix("record-")))
-    oldest.write_bytes(b"garbage")
+    # the replay of the step before leads to its start, and other ranks share its record
+    newest = max(index.glob("step-*.blob"), key=lambda path: int(path.stem.removeprefix("step-")))
+    newest.write_bytes(b"garbage")
     job.lose_nodes(*ranks)
 
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, restore_small_state, small_state
+from moe_ckpt.megatron.state import (
+    TrainingState,
+    buffers,
+    digest_of,
+    named_state,
+    restore_buffers,
+    restore_small_state,
+    small_state,
+)
 from moe_ckpt.sim.job import STEP_LOG_BYTES_ON_CPU
 from tests.megatron.stage import (
     FP16,
@@ -109,3 +118,23 @@ def _logged_bytes() -> int:
 
 def test_a_simulated_rank_logs_as_much_of_an_iteration_as_a_real_one() -> None:
     assert run_ranks(1, _logged_bytes) == [STEP_LOG_BYTES_ON_CPU]
+
+
+def _restore_buffers_that_were_replaced() -> tuple[list[int], list[int]]:
+    """Return counts of tokens as they were saved, and as they were restored."""
+    state, _ = trained_stage(*BIAS, iterations=1)
+    buffers(state)  # the model has been walked once
+    named = state.model[0].named_modules()
+    name, module = next(pair for pair in named if hasattr(pair[1], "local_tokens_per_expert"))
+    router = cast("Any", module)
+    router.local_tokens_per_expert = torch.full_like(router.local_tokens_per_expert, 7)
+    saved = buffers(state)
+    router.local_tokens_per_expert = torch.zeros_like(router.local_tokens_per_expert)
+    restore_buffers(state, saved)
+    kept = saved[f"0.{name}.local_tokens_per_expert"]
+    return kept.int().tolist(), router.local_tokens_per_expert.int().tolist()
+
+
+def test_a_buffer_that_was_assigned_anew_is_saved_and_restored() -> None:
+    ((kept, restored),) = run_ranks(1, _restore_buffers_that_were_replaced)
+    assert kept == restored == [7] * len(kept)

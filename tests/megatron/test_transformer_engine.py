@@ -28,7 +28,7 @@ def test_scaling_of_each_layer_is_found_by_name() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     forward, backward = ScalingState(3, 2, E4M3), ScalingState(2, 2, E5M2)
     cast("Any", model[0]).fp8_meta = {FORWARD: forward, BACKWARD: backward, "recipe": object()}
-    found = dict(named_scaling(model))
+    found = dict(named_scaling(model.named_modules()))
     assert list(found) == [f"0.{way}.{kind}" for way in (FORWARD, BACKWARD) for kind in ("scale", "amax_history")]
     assert found[f"0.{FORWARD}.scale"] is forward.scale
     assert found[f"0.{BACKWARD}.amax_history"] is backward.amax_history
@@ -58,7 +58,7 @@ def test_values_noted_between_iterations_are_dropped_but_those_of_weights() -> N
     for state in (forward, backward):
         state.amax_history.fill_(2.0)
     cast("Any", layer).fp8_meta = {FORWARD: forward, BACKWARD: backward}
-    forget_noted([layer])
+    forget_noted(layer.named_modules())
     assert forward.amax_history.tolist() == [[0.0, 2.0, 0.0, 0.0, 2.0, 0.0], [2.0] * 6]
     assert bool((backward.amax_history == 2.0).all())
 
@@ -160,15 +160,15 @@ def test_a_layer_put_back_computes_the_same_again() -> None:
         return [*outputs, inputs.grad.clone()]  # type: ignore[union-attr]
 
     run()
-    kept = {name: tensor.clone() for name, tensor in named_scaling(model)}
+    kept = {name: tensor.clone() for name, tensor in named_scaling(model.named_modules())}
     assert len(kept) == 4
     inputs.grad = None
     first = run()
-    for name, tensor in named_scaling(model):
+    for name, tensor in named_scaling(model.named_modules()):
         tensor.copy_(kept[name])
     inputs.grad = None
     assert all(map(torch.equal, first, run()))
-    for _, tensor in named_scaling(model):
+    for _, tensor in named_scaling(model.named_modules()):
         tensor.fill_(8.0)
     inputs.grad = None
     assert not all(map(torch.equal, first, run())), "with other scales, values are rounded differently"
@@ -177,4 +177,4 @@ def test_a_layer_put_back_computes_the_same_again() -> None:
 def test_nothing_is_allocated_without_transformer_engine() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     allocate_scaling([model])
-    assert not list(named_scaling(model))
+    assert not list(named_scaling(model.named_modules()))

@@ -31,6 +31,7 @@ VALUES: dict[str, Callable[[random.Random], Any]] = {
     "Count": lambda chosen: random_number(chosen, 2**63),
     "str": random_text,
     "Count | None": lambda chosen: chosen.choice((None, random_number(chosen, 2**63))),
+    "bytes | None": lambda chosen: chosen.choice((None, chosen.randbytes(40))),
     "str | None": lambda chosen: chosen.choice((None, random_text(chosen))),
     "tuple[str, ...]": lambda chosen: tuple(random_text(chosen) for _ in range(chosen.randrange(4))),
 }
@@ -102,8 +103,8 @@ def test_a_changed_message_is_another_one_or_refused(chosen: random.Random) -> N
 
 def test_the_form_of_a_message() -> None:
     assert message_to_json(Keys(keys=("a", "b"))) == b'{"Keys":{"keys":["a","b"]}}'
-    found = Found(header_bytes=1, payload_bytes=None)
-    assert message_to_json(found) == b'{"Found":{"header_bytes":1,"payload_bytes":null}}'
+    found = Found(header=b"abc", payload_bytes=None)
+    assert message_to_json(found) == b'{"Found":{"header":"YWJj","header_bytes":0,"payload_bytes":null}}'
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "node-7.cluster", "::1"])

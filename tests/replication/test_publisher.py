@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,8 @@ from tests.snapshot.samples import persist_window, piece, starts_of, take_window
 from tests.waits import WAIT_S
 
 GRADIENTS = ReadyGradients(overflows=(False, True), total_norm=None, loss_scale=2.0)
-STEP_5 = {"start-5", "record-5"}
+FACTS = json.dumps(asdict(GRADIENTS))
+STEP_5 = {"step-5"}
 NUMBERS = piece(torch.ones(100))
 
 
@@ -89,8 +92,11 @@ class Life:
     def persist(self, start: int) -> None:
         persist_window(self.memory, self.buffers, start, daemon=self.publisher)
 
-    def log(self, iteration: int) -> None:
+    def log(self, iteration: int, *, after_whole_state: bool = False) -> None:
+        """Log an iteration; `after_whole_state`: a snapshot of the whole state came before it."""
         self.steps.log_start(iteration, {"rng": torch.full((4,), iteration)})
+        if after_whole_state:
+            self.steps.publish_start(iteration)
         self.steps.add(StepRecord(iteration=iteration, gradients=GRADIENTS, tied_gradient=torch.ones(2)))
 
     def keys(self) -> set[str]:
@@ -141,11 +147,11 @@ def test_peers_get_nothing_until_told_to_then_differences(life: Life, live: Call
     found = live()
     found.memory.clear()
     found.steps.drop_up_to(5)
-    found.log(7)
+    found.log(7, after_whole_state=True)
     assert peers.held == before, "they may have the last copy of what was dropped here"
     peers.asked = 0
     found.begin(before)
-    assert peers.held == {"start-7", "record-7"} == found.keys()
+    assert peers.held == {"start-7", "step-7"} == found.keys()
     assert peers.asked == 2
 
 
@@ -312,7 +318,7 @@ def test_peers_are_not_told_to_forget_new_copies(tmp_path: Path, while_peers: st
         training.join()
     peers.answer()
     assert life.publisher.has_copies_of_step(5)
-    assert peers.held == {"start-4", "record-4", *STEP_5}
+    assert peers.held == {"step-4", *STEP_5}
 
 
 def waits_in_publisher(thread: threading.Thread) -> bool:
@@ -321,10 +327,10 @@ def waits_in_publisher(thread: threading.Thread) -> bool:
 
 
 def test_a_blob_that_one_of_two_peers_lacks_is_copied(life: Life, live: Callable[[], Life], peers: Peers) -> None:
-    life.log(5)
+    life.log(5, after_whole_state=True)
     life = live()
-    life.begin(STEP_5, {"start-5"})
-    assert peers.held == {"record-5"}
+    life.begin({"start-5", *STEP_5}, {"start-5"})
+    assert peers.held == STEP_5
     assert life.publisher.has_copies_of_step(5)
 
 
@@ -333,11 +339,11 @@ def test_a_start_noted_again_before_copying_is_copied_again(life: Life, live: Ca
     life.log(5)
     life = live()
     life.steps.log_start(5, {"rng": torch.zeros(4)})
-    life.begin(STEP_5)
+    life.begin({"start-5", *STEP_5})
     assert peers.held == {"start-5"}
     life.publisher.stop_copying()
     peers.held = set()
-    life.begin(STEP_5)
+    life.begin({"start-5", *STEP_5})
     assert peers.held == set(), "once is enough"
 
 
@@ -357,13 +363,12 @@ def test_copies_that_fail_are_waited_for_once(life: Life, peers: Peers) -> None:
 def test_a_window_counts_as_copied_with_its_steps_only(life: Life, peers: Peers) -> None:
     """A record whose copy failed is not sent again, and no replay gets past its iteration."""
     life.begin(set())
-    for iteration in (5, 6):
-        life.log(iteration)
+    life.log(5)
     life.persist(4)
     snapshots = life.memory.windows()[0].snapshots
     assert life.publisher.has_copies(snapshots)
-    lacking = [peers.held - {key} for key in ("start-5", "start-6", "record-5")]
-    assert [life.publisher.num_copies(snapshots, [held]) for held in (peers.held, *lacking)] == [1, 0, 0, 0]
+    lacking = peers.held - STEP_5
+    assert [life.publisher.num_copies(snapshots, [held]) for held in (peers.held, lacking)] == [1, 0]
     peers.fails = True
     life.steps.add(life.steps.record(5))
     assert not life.publisher.awaits_copies(snapshots)
@@ -393,7 +398,7 @@ def copy(tmp_path: Path) -> BlobFolder:
     """A peer's copy of a window and its steps."""
     life = Life(tmp_path / "copy", NoCopies())
     life.persist(4)
-    life.log(5)
+    life.log(5, after_whole_state=True)
     return BlobFolder(tmp_path / "copy")
 
 
@@ -473,8 +478,8 @@ def test_a_snapshots_key_without_its_numbers_is_one_clear_error(key: str) -> Non
 
 
 def test_which_keys_belong_to_a_window() -> None:
-    keys = ["snapshot-4-1-aa", "snapshot-5-0-bb", "start-4", "start-5", "record-5"]
-    assert [key for key in keys if belongs_to(key, 4)] == ["snapshot-4-1-aa", "start-5", "record-5"]
+    keys = ["snapshot-4-1-aa", "snapshot-5-0-bb", "start-4", "start-5", "step-5"]
+    assert [key for key in keys if belongs_to(key, 4)] == ["snapshot-4-1-aa", "start-5", "step-5"]
     assert newest_snapshot(keys) == 5
     assert newest_snapshot(["start-5"]) is None
     with pytest.raises(CheckpointLoadError, match="got 'other', wanted snapshot-START-SLOT-ID, "):
@@ -487,12 +492,12 @@ DAMAGED = ["{}", "[]", "[", '{"overflows": 3}', '{"overflows": [], "loss_scale":
 def test_damaged_steps_are_left_out(copy: BlobFolder, caplog: pytest.LogCaptureFixture) -> None:
     facts = [None, {"other": "1"}, *({"gradients": text} for text in DAMAGED)]
     heads = [save({}, metadata=each) for each in facts]
-    blobs = {f"record-{number}": head for number, head in enumerate(heads, start=6)}
+    blobs = {f"step-{number}": head for number, head in enumerate(heads, start=6)}
     blobs |= {
         "start-six": heads[0],
-        "record-six": heads[0],
+        "step-six": heads[0],
         "start-7": b"",
-        "record-99": (2).to_bytes(8, "little") + b"[]",
+        "step-99": (2).to_bytes(8, "little") + b"[]",
     }
     for key, head in blobs.items():
         copy.publish(key, head, None, 0)
@@ -508,6 +513,29 @@ def test_only_a_record_proves_progress(copy: BlobFolder) -> None:
 
 def test_a_copy_that_is_being_changed_is_read_as_far_as_it_is_whole(copy: BlobFolder) -> None:
     (copy.path / "index" / "start-5.blob").write_bytes(b"garbage")
+    (copy.path / "index" / "step-6.blob").write_bytes(b"garbage")
     kept = read_kept(copy)
     assert [snapshot.header.slot for snapshot in kept.snapshots] == [0, 1]
-    assert (kept.starts, list(kept.records)) == ({}, [5])
+    assert (list(kept.starts), list(kept.records)) == ([5], [5]), "a step has its start, too"
+
+
+def test_a_start_that_was_published_alone_is_as_new_as_that_of_the_step(life: Life) -> None:
+    life.log(5, after_whole_state=True)
+    life.steps.log_start(5, {"rng": torch.zeros(4)})
+    assert read_kept(life.publisher.folder).starts[5]["rng"].tolist() == [0] * 4
+
+
+def test_steps_of_older_versions_become_those_of_today(life: Life, live: Callable[[], Life]) -> None:
+    """Each start was a blob of its own, and so was each record."""
+    life.log(5, after_whole_state=True)
+    life.log(6, after_whole_state=True)
+    for iteration in (5, 6):
+        head = save({"tied_gradient": torch.ones(2)}, metadata={"gradients": FACTS})
+        life.publisher.folder.publish(f"record-{iteration}", head, None, 0)
+        life.publisher.folder.withdraw(f"step-{iteration}")
+    found = live()
+    assert found.steps.reaches(5) == 6
+    assert found.steps.record(6).gradients == GRADIENTS
+    assert found.keys() == {"start-5", "start-6", "step-5", "step-6"}
+    found.steps.drop_up_to(6)
+    assert found.keys() == set()

@@ -60,7 +60,8 @@ def finish(copier: HostCopier) -> None:
 
 def _waits_for_a_future(thread_id: int) -> bool:
     frame = sys._current_frames().get(thread_id)
-    while frame is not None and frame.f_code is not Future.result.__code__:
+    waits = (Future.result.__code__, Future.exception.__code__)
+    while frame is not None and frame.f_code not in waits:
         frame = frame.f_back
     return frame is not None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -164,8 +164,8 @@ class FullDaemon:
             raise CheckpointSaveError("no room")
         self.kept.append(snapshot)
 
-    def drop_snapshot(self, snapshot: Snapshot) -> None:
-        self.dropped.append(snapshot)
+    def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
+        self.dropped += snapshots
 
 
 @pytest.mark.parametrize("refused", range(4))

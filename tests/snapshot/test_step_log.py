@@ -37,7 +37,7 @@ def test_a_log_reaches_as_far_as_all_can_run_again(first: int, last: int | None)
 
 def test_the_steps_of_a_window() -> None:
     window = [snapshot_of(pool(), (4, slot, 3)) for slot in range(3)]
-    assert window_steps(window) == ["start-7", "start-6", "start-5", "record-5", "record-6"]
+    assert window_steps(window) == ["step-5", "step-6"]
     assert window_steps(window[:1]) == ["start-5"]
 
 
@@ -49,6 +49,14 @@ def test_both_start_and_record_are_needed() -> None:
     log.add(record(2))
     log.add(record(1))
     assert [*reached, log.reaches(2), log.reaches(1)] == [1, 3, None]
+
+
+def test_a_replay_leads_to_starts_that_are_not_logged() -> None:
+    log = StepLog()
+    log.log_start(4, started(4))
+    for iteration in (4, 5, 6):
+        log.add(record(iteration))
+    assert (log.reaches(4), log.reaches(5)) == (6, None)
 
 
 def test_the_last_entry_of_an_iteration_is_returned() -> None:

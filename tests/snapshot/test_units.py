@@ -66,8 +66,8 @@ class Rank:
     def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
         raise AssertionError("the engine adds")
 
-    def drop_snapshot(self, snapshot: Snapshot) -> None:
-        self.dropped.append(said(snapshot))
+    def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
+        self.dropped += map(said, snapshots)
 
     def begin(self, iteration: int, units: dict[str, str], *, epoch: int = 0) -> None:
         """Take units, each kept at places."""
