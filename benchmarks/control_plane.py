@@ -11,7 +11,7 @@ Ranks are threads of this process with the real protocol (`Membership`, over tor
     agree   profiles of all stages: bytes of reductions, as a ring receives them
     report  what each rank's memory has, gathered from all, as torch's all_gather_object receives it
     plan    one rank's choice of a window from these profiles, in seconds of CPU: at first, and after a fault
-    an iteration  operations in the one store that a rank makes in each iteration, where groups are of NCCL; of gloo, none
+    an iteration  operations of a rank in the job's one store, in each iteration with NCCL; with gloo none
     tables  what a rank keeps of all this: its stage's operators, profiles of all stages, and bytes of windows
 
 All threads share the interpreter, so seconds are those of all ranks' work one after the other; `ms a rank` is what a
@@ -128,7 +128,7 @@ class NoGroups:
     def __init__(self) -> None:
         self._is_over_in_store: Callable[[], bool] | None = None
 
-    def form(self, store: object, generation: int, is_over_in_store: Callable[[], bool], on_failure: object) -> None:
+    def form(self, _store: object, _generation: int, is_over_in_store: Callable[[], bool], _: object) -> None:
         self._is_over_in_store = is_over_in_store
 
     def sync(self) -> None:

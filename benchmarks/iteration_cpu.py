@@ -37,11 +37,18 @@ import numpy as np  # noqa: E402
 from benchmarks.overhead import student  # noqa: E402
 from benchmarks.runs import RANKS, current_commit, default_model, hardware  # noqa: E402
 from benchmarks.thread_names import LOOKER  # noqa: E402
-from benchmarks.turns import TRAIN, Job, ended_at_exit, in_turn, warm_up  # noqa: E402
+from benchmarks.turns import (  # noqa: E402
+    SUPERVISED,
+    TRAIN,
+    WITHOUT_HOOKS,
+    Job,
+    ended_at_exit,
+    in_turn,
+    warm_up,
+)
 from moe_ckpt.elastic.live_workers import read_live  # noqa: E402
 from moe_ckpt.linux import children_of, descendants_of  # noqa: E402
 
-SUPERVISED = "supervised"
 ALL = "all"
 _NAMES = "benchmarks/thread_names.py"
 _POLICY = "moevement,ckpt.window=4"
@@ -239,7 +246,7 @@ def main() -> int:
             run, program = Path(folder) / str(len(jobs)), (_NAMES, script)
             jobs.append(Job(name, run, RANKS, given, on_gpu=False, script=program))
 
-        start(SUPERVISED, "benchmarks/without_hooks.py", policies[0])
+        start(SUPERVISED, WITHOUT_HOOKS[0], policies[0])
         for policy in policies:
             start(policy, TRAIN[0], policy)
         warm_up(jobs, warm_s=options.warm_s, limit_s=options.limit_s)

@@ -30,6 +30,8 @@ from moe_ckpt.run_folder import read_run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ("launcher/train.py",)
+WITHOUT_HOOKS = ("benchmarks/without_hooks.py",)
+SUPERVISED = "supervised"  # the name of a job without hooks
 _FIRST_COMMITS = 3
 _FEWEST_COMMITS = 3  # between them lie two whole iterations
 _POLL_S = 0.2

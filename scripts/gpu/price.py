@@ -8,7 +8,9 @@ are stopped (SIGSTOP), block by block in turn: all jobs meet the same clocks, he
 neighbours. The time of an iteration is that from one commit to the next, where both lie
 in a block. A line of JSON for each policy: the geometric mean of its iterations beside
 those without checkpoints, over rounds of blocks, with its 95 % interval; stalls; bytes.
-`--policy none` is the control, whose interval must include 1.
+`--policy none` is the control, whose interval must include 1. `--beside supervised`
+compares with a job that has the supervisors, daemons and process groups of the first
+policy, and no hooks (benchmarks/without_hooks.py).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.overhead import Ratio, ratio  # noqa: E402
-from benchmarks.turns import Job, ended_at_exit, measure, of_kind  # noqa: E402
+from benchmarks.turns import SUPERVISED, TRAIN, WITHOUT_HOOKS, Job, ended_at_exit, measure, of_kind  # noqa: E402
 from moe_ckpt.events import IterationCommitted, SnapshotTaken, WindowReplicated  # noqa: E402
 
 
@@ -93,6 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the jobs")
     parser.add_argument("--policy", action="append", required=True, metavar="CKPT[,SETTING=VALUE...]")
+    parser.add_argument("--beside", choices=["none", SUPERVISED], default="none", help="the job to compare with")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each job")
     parser.add_argument("--cpu", action="store_true", help="without a GPU")
     parser.add_argument("--rounds", type=int, default=9, help="blocks of each job")
@@ -103,16 +106,19 @@ def main(arguments: Sequence[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     jobs: list[Job] = []
 
-    def start(name: str, policy: str, *settings: str) -> None:
-        folder = options.out.resolve() / f"{len(jobs)}-{policy}"
-        given = [f"+ckpt={policy}", *overrides, *settings]
-        jobs.append(Job(name, folder, options.ranks, given, on_gpu=not options.cpu))
+    def start(name: str, given: str, script: Sequence[str] = TRAIN) -> None:
+        policy, *settings = given.split(",")
+        folder = options.out.resolve() / f"{len(jobs)}-{name.partition(',')[0]}"
+        words = [f"+ckpt={policy}", *overrides, *settings]
+        jobs.append(Job(name, folder, options.ranks, words, on_gpu=not options.cpu, script=script))
 
     with ended_at_exit(jobs):
-        start("none", "none")
+        if options.beside == SUPERVISED:
+            start(SUPERVISED, options.policy[0], WITHOUT_HOOKS)
+        else:
+            start("none", "none")
         for given in options.policy:
-            policy, *settings = given.split(",")
-            start(given, policy, *settings)
+            start(given, given)
         limits: dict[str, Any] = {"block_s": options.block_s, "warm_s": options.warm_s, "limit_s": options.limit_s}
         measure(jobs, num_rounds=options.rounds, **limits)
     status = 0
