@@ -1,7 +1,7 @@
 """How long ranks take to enter a generation, and how many bytes each receives for it, without a model.
 
     python benchmarks/control_plane.py [--ranks 64 256 1024] [--model deepseek_671b]
-    python benchmarks/control_plane.py --only-plan --ranks 1024 4096 16384
+    python benchmarks/control_plane.py --only-plan --ranks 4 32 128 1024 4096 16384
 
 Ranks are threads of this process with the real protocol (`Membership`, over torch's HashStore), profiles
 (`share_profiles`) and reports; only process groups are not formed. A row a number of ranks:
@@ -11,6 +11,7 @@ Ranks are threads of this process with the real protocol (`Membership`, over tor
     agree   profiles of all stages: bytes of reductions, as a ring receives them
     report  what each rank's memory has, gathered from all, as torch's all_gather_object receives it
     plan    one rank's choice of a window from these profiles, in seconds of CPU: at first, and after a fault
+    an iteration  operations of a rank in the job's one store, in each iteration with NCCL; with gloo none
     tables  what a rank keeps: the operators of the own stage, profiles of all stages, and bytes of windows
 
 All threads share the interpreter, so seconds are those of all ranks' work one after the other; `ms a rank` is what a
@@ -32,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -55,7 +56,9 @@ from moe_ckpt.policies.stage_profile import StageProfile  # noqa: E402
 from moe_ckpt.snapshot.codec import ShardIdentity  # noqa: E402
 from moe_ckpt.types import Measured, OperatorTable, ParallelLayout, RunIdentity  # noqa: E402
 
-GPUS_A_NODE, LEAST_RANKS_A_STAGE, MOST_STAGES = 8, 64, 16
+GPUS_A_NODE, LEAST_RANKS_A_STAGE, LEAST_STAGES, MOST_STAGES = 8, 64, 2, 16
+QUESTIONS = 2  # of an iteration, after the vote and after weights were gathered; a third where a window is confirmed
+_MOST_MEMBERS = 64  # a rank's operations do not depend on the number of ranks
 JOIN_S = 300.0
 
 
@@ -120,9 +123,17 @@ class CountedRanks:
 
 
 class NoGroups:
-    """Process groups that are not formed."""
+    """Process groups that are not formed. They ask the store what groups of NCCL ask."""
 
-    def form(self, store: object, generation: int, *callbacks: object) -> None: ...
+    def __init__(self) -> None:
+        self._is_over_in_store: Callable[[], bool] | None = None
+
+    def form(self, _store: object, _generation: int, is_over_in_store: Callable[[], bool], _: object) -> None:
+        self._is_over_in_store = is_over_in_store
+
+    def sync(self) -> None:
+        assert self._is_over_in_store is not None, "groups are formed first"
+        assert not self._is_over_in_store()
 
     def cut(self) -> None: ...
 
@@ -157,7 +168,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.only_plan:
         print_costs_of_entering(arguments.ranks, arguments.model)
-    print("ranks  stages  kinds  plan CPU s  after a fault  slots  tables MB")
+    print("ranks  stages  kinds  plan CPU s  after a fault  slots  tables MB  an iteration")
     for num_ranks in arguments.ranks:
         profiles = profiles_of(arguments.model, num_ranks)
         shared = shared_by_stages(profiles)
@@ -165,9 +176,10 @@ def main() -> int:
         again_s, _, _ = plan(shared.stages, policy)
         kinds = len(policy.sizes.kinds)
         tables_mb = kept_bytes(profiles[1].table, shared, policy.sizes) / 1e6
+        operations = operations_of_an_iteration(num_ranks)
         print(
             f"{num_ranks:5d} {len(profiles):7d} {kinds:6d} {first_s:11.3f} {again_s:14.4f} "
-            f"{num_slots:6d} {tables_mb:10.2f}",
+            f"{num_slots:6d} {tables_mb:10.2f} {operations:13d}",
             flush=True,
         )
     return 0
@@ -252,10 +264,11 @@ def measure(num_ranks: int, model: str) -> Row:
 
 @functools.cache
 def profiles_of(model: str, num_ranks: int) -> list[StageProfile]:
-    """Return the profiles of a job of so many ranks, 64 a stage in up to 16 stages."""
-    ranks_a_stage = max(LEAST_RANKS_A_STAGE, num_ranks // MOST_STAGES)
-    stages = num_ranks // ranks_a_stage
-    job = f"model={model} cluster=h100_ib cluster.nodes={num_ranks // GPUS_A_NODE} parallel.pp={stages}"
+    """Return the profiles of a job of so many ranks, 64 a stage in up to 16 stages, or fewer in 2 stages."""
+    ranks_a_stage = min(max(LEAST_RANKS_A_STAGE, num_ranks // MOST_STAGES), num_ranks // LEAST_STAGES)
+    stages, gpus_a_node = num_ranks // ranks_a_stage, min(GPUS_A_NODE, num_ranks)
+    nodes = f"cluster.nodes={num_ranks // gpus_a_node} cluster.gpus_per_node={gpus_a_node}"
+    job = f"model={model} cluster=h100_ib {nodes} parallel.pp={stages}"
     batch = "batch.global_batch_size=1024 batch.micro_batch_size=1 cluster.gpu_memory_bytes=1e15"
     found = compose_simulation([*job.split(), *batch.split()]).setup.job.profiles
     return [replace(each, table=_of_all_ranks(each.table, ranks_a_stage)) for each in found]
@@ -290,18 +303,54 @@ def _pieces(row: IntArray, count: int) -> IntArray:
     return np.clip(ends, bounds[:-1, None], bounds[1:, None]) - before
 
 
+def operations_of_an_iteration(num_ranks: int) -> int:
+    """Return the operations in the store of one rank's iteration, with groups of NCCL.
+
+    Args:
+        num_ranks: Ranks of the job.
+    """
+    with _Members(min(num_ranks, _MOST_MEMBERS)) as members:
+        members.join()
+        before = members.traffic[0].operations
+        for _ in range(QUESTIONS):
+            members.all[0].sync()
+        return members.traffic[0].operations - before
+
+
 def _join(num_ranks: int) -> tuple[float, Sequence[Traffic]]:
-    store, traffic = dist.HashStore(), [Traffic() for _ in range(num_ranks)]
-    for rank in range(num_ranks):
-        store.set(f"incarnation/{rank}", "0")
-    with tempfile.TemporaryDirectory() as folder:
-        members = [_member(Path(folder), rank, num_ranks, store, traffic[rank]) for rank in range(num_ranks)]
-        seconds = _run(num_ranks, lambda rank: members[rank].join())
-        assert {member.generation for member in members} == {1}
-        cast("Any", members[0])._generations.end(1, "the benchmark is over")
-        for member in members:
+    with _Members(num_ranks) as members:
+        return members.join(), members.traffic
+
+
+class _Members:
+    """Ranks of a job, as threads with one store. A context manager, which ends their generation.
+
+    Args:
+        num_ranks: Ranks of the job.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        store = dist.HashStore()
+        for rank in range(num_ranks):
+            store.set(f"incarnation/{rank}", "0")
+        self.traffic = [Traffic() for _ in range(num_ranks)]
+        self._folder = tempfile.TemporaryDirectory()
+        pages = Path(self._folder.name)
+        self.all = [_member(pages, rank, num_ranks, store, self.traffic[rank]) for rank in range(num_ranks)]
+
+    def join(self) -> float:
+        """Join the first generation; return the seconds until all have."""
+        return _run(len(self.all), lambda rank: self.all[rank].join())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert {member.generation for member in self.all} == {1}
+        cast("Any", self.all[0])._generations.end(1, "the benchmark is over")
+        for member in self.all:
             member.leave()
-    return seconds, traffic
+        self._folder.cleanup()
 
 
 def _member(folder: Path, rank: int, num_ranks: int, store: dist.Store, traffic: Traffic) -> Membership:

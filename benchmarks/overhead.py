@@ -10,6 +10,18 @@ given; without any, `policy` (+ckpt=moevement). An iteration's time is the time 
 all work of checkpointing is in it, wherever it is done. Printed for each variant: the geometric mean over rounds of its
 mean iteration time beside that of `plain` and of `supervised`, with 95 % intervals (Student's t of the logarithms); the
 stall; bytes. Rounds end early once all intervals are within `--within`. Absolute times mean nothing on a laptop.
+
+`supervised` is the baseline for the price of a policy. `plain` hides a part of it: with gloo
+each of torch's groups has connections and threads of its own, where handles of the same ranks
+share an inner group (`ElasticGroups(shares=True)`), which saves some 20 ms of CPU a rank and
+iteration on two cores. Plain jobs have no handles, so there is nothing in them that could
+share; and groups of handles in `plain` would make it `supervised` without its supervisors.
+Where 1 % has to be told, jobs take turns; here with a slot and its copies in each iteration:
+
+    python scripts/gpu/price.py --cpu --out DIR --beside supervised --ranks 4 --rounds 30 model=tiny \\
+        --policy moevement,ckpt.window=4,parallel.ranks_per_node=1
+
+benchmarks/iteration_cpu.py tells CPU time by thread.
 """
 
 from __future__ import annotations

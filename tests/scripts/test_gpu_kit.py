@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.turns import Block, iteration_s_of
 from scripts.gpu.fetch_source import fetch_source
-from scripts.gpu.price import Block, iteration_s_of
 from scripts.gpu.thin_fatbin import describe, thin
 
 ROOT = Path(__file__).resolve().parents[2]
