@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -175,15 +176,20 @@ class OwnedParameter:
         if is_fp8_parameter(self.parameter):
             payload, scale = self.weights(), fp8_parameters.scales_of(self.parameter)
         elif fp8_linear.is_fp8(self.parameter):
-            payload, scale = fp8_linear.rounded(self.parameter)
+            rounded, scale = fp8_linear.rounded(self.parameter)
+            payload = rounded.view(-1)
         else:
             payload, scale = self.weights(), None
-        yield self.key(COMPUTE), payload.view(-1)[slice(*owned)], owned
+        yield self.key(COMPUTE), payload[slice(*owned)], owned
         if scale is not None:
             yield self.key(scale_of(COMPUTE)), scale.reshape(-1), (0, scale.numel())
 
     def key(self, role: str) -> PartKey:
-        return PartKey(operator=str(self.operator), tensor=self.name, role=role)
+        return PartKey(operator=self._operator_name, tensor=self.name, role=role)
+
+    @cached_property
+    def _operator_name(self) -> str:
+        return str(self.operator)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
