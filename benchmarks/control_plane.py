@@ -11,7 +11,6 @@ Ranks are threads of this process with the real protocol (`Membership`, over tor
     agree   profiles of all stages: bytes of reductions, as a ring receives them
     report  what each rank's memory has, gathered from all, as torch's all_gather_object receives it
     plan    one rank's choice of a window from these profiles, in seconds of CPU: at first, and after a fault
-    an iteration  operations of a rank in the job's one store, in each iteration with NCCL; with gloo none
     tables  what a rank keeps: the operators of the own stage, profiles of all stages, and bytes of windows
 
 All threads share the interpreter, so seconds are those of all ranks' work one after the other; `ms a rank` is what a
@@ -33,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -57,8 +56,6 @@ from moe_ckpt.snapshot.codec import ShardIdentity  # noqa: E402
 from moe_ckpt.types import Measured, OperatorTable, ParallelLayout, RunIdentity  # noqa: E402
 
 GPUS_A_NODE, LEAST_RANKS_A_STAGE, LEAST_STAGES, MOST_STAGES = 8, 64, 2, 16
-QUESTIONS = 2  # of an iteration, after the vote and after weights were gathered; a third where a window is confirmed
-_MOST_MEMBERS = 64  # a rank's operations do not depend on the number of ranks
 JOIN_S = 300.0
 
 
@@ -123,17 +120,9 @@ class CountedRanks:
 
 
 class NoGroups:
-    """Process groups that are not formed. They ask the store what groups of NCCL ask."""
+    """Process groups that are not formed."""
 
-    def __init__(self) -> None:
-        self._is_over_in_store: Callable[[], bool] | None = None
-
-    def form(self, _store: object, _generation: int, is_over_in_store: Callable[[], bool], _: object) -> None:
-        self._is_over_in_store = is_over_in_store
-
-    def sync(self) -> None:
-        assert self._is_over_in_store is not None, "groups are formed first"
-        assert not self._is_over_in_store()
+    def form(self, store: object, generation: int, *callbacks: object) -> None: ...
 
     def cut(self) -> None: ...
 
@@ -168,7 +157,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.only_plan:
         print_costs_of_entering(arguments.ranks, arguments.model)
-    print("ranks  stages  kinds  plan CPU s  after a fault  slots  tables MB  an iteration")
+    print("ranks  stages  kinds  plan CPU s  after a fault  slots  tables MB")
     for num_ranks in arguments.ranks:
         profiles = profiles_of(arguments.model, num_ranks)
         shared = shared_by_stages(profiles)
@@ -176,10 +165,9 @@ def main() -> int:
         again_s, _, _ = plan(shared.stages, policy)
         kinds = len(policy.sizes.kinds)
         tables_mb = kept_bytes(profiles[1].table, shared, policy.sizes) / 1e6
-        operations = operations_of_an_iteration(num_ranks)
         print(
             f"{num_ranks:5d} {len(profiles):7d} {kinds:6d} {first_s:11.3f} {again_s:14.4f} "
-            f"{num_slots:6d} {tables_mb:10.2f} {operations:13d}",
+            f"{num_slots:6d} {tables_mb:10.2f}",
             flush=True,
         )
     return 0
@@ -303,54 +291,18 @@ def _pieces(row: IntArray, count: int) -> IntArray:
     return np.clip(ends, bounds[:-1, None], bounds[1:, None]) - before
 
 
-def operations_of_an_iteration(num_ranks: int) -> int:
-    """Return the operations in the store of one rank's iteration, with groups of NCCL.
-
-    Args:
-        num_ranks: Ranks of the job.
-    """
-    with _Members(min(num_ranks, _MOST_MEMBERS)) as members:
-        members.join()
-        before = members.traffic[0].operations
-        for _ in range(QUESTIONS):
-            members.all[0].sync()
-        return members.traffic[0].operations - before
-
-
 def _join(num_ranks: int) -> tuple[float, Sequence[Traffic]]:
-    with _Members(num_ranks) as members:
-        return members.join(), members.traffic
-
-
-class _Members:
-    """Ranks of a job, as threads with one store. A context manager, which ends their generation.
-
-    Args:
-        num_ranks: Ranks of the job.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        store = dist.HashStore()
-        for rank in range(num_ranks):
-            store.set(f"incarnation/{rank}", "0")
-        self.traffic = [Traffic() for _ in range(num_ranks)]
-        self._folder = tempfile.TemporaryDirectory()
-        pages = Path(self._folder.name)
-        self.all = [_member(pages, rank, num_ranks, store, self.traffic[rank]) for rank in range(num_ranks)]
-
-    def join(self) -> float:
-        """Join the first generation; return the seconds until all have."""
-        return _run(len(self.all), lambda rank: self.all[rank].join())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert {member.generation for member in self.all} == {1}
-        cast("Any", self.all[0])._generations.end(1, "the benchmark is over")
-        for member in self.all:
+    store, traffic = dist.HashStore(), [Traffic() for _ in range(num_ranks)]
+    for rank in range(num_ranks):
+        store.set(f"incarnation/{rank}", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        members = [_member(Path(folder), rank, num_ranks, store, traffic[rank]) for rank in range(num_ranks)]
+        seconds = _run(num_ranks, lambda rank: members[rank].join())
+        assert {member.generation for member in members} == {1}
+        cast("Any", members[0])._generations.end(1, "the benchmark is over")
+        for member in members:
             member.leave()
-        self._folder.cleanup()
+    return seconds, traffic
 
 
 def _member(folder: Path, rank: int, num_ranks: int, store: dist.Store, traffic: Traffic) -> Membership:

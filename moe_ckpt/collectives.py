@@ -61,13 +61,28 @@ class Ranks(Protocol):
         """Overwrite the tensor with the next one that a rank sends to this one."""
         ...
 
+    def confirm(self) -> None:
+        """Return once all operations that ranks of the group have awaited have right results on all of them.
+
+        Also those of other groups of these ranks, or of some of them. All other methods
+        but `send` and `receive` confirm their own results.
+        """
+        ...
+
 
 @runtime_checkable
 class ConfirmingGroup(Protocol):
     """A process group on which an operation that another rank has cut off may complete, with wrong data."""
 
-    def confirm(self) -> None:
-        """Return once the results so far are known to be right. Raises PeersLostError if a rank was lost."""
+    def confirm(self) -> bool:
+        """Return once the results so far are right on all ranks of the group. Collective.
+
+        Returns:
+            Whether ranks have met for it.
+
+        Raises:
+            PeersLostError: A rank was lost.
+        """
         ...
 
 
@@ -87,36 +102,44 @@ class TorchRanks:
 
     def reduce(self, tensor: torch.Tensor, operation: Reduction) -> None:
         dist.all_reduce(tensor, op=_OPERATIONS[operation], group=self._group)
-        self._confirm()
+        self.confirm()
 
     def gather(self, value: T) -> list[T]:
         values: list[T] = [value] * self.size
         dist.all_gather_object(values, value, group=self._group)
-        self._confirm()
+        self.confirm()
         return values
 
     def broadcast(self, value: T) -> T:
         values = [value]
         dist.broadcast_object_list(values, group=self._group, group_src=0)
-        self._confirm()
+        self.confirm()
         return values[0]
 
     def barrier(self) -> None:
-        dist.barrier(group=self._group)
-        self._confirm()
+        if not self._have_met():
+            dist.barrier(group=self._group)
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
+        self._require_host(tensor)
         dist.send(tensor, group=self._group, group_dst=rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        self._require_host(tensor)
         dist.recv(tensor, group=self._group, group_src=rank)
-        self._confirm()
 
-    def _confirm(self) -> None:
+    def confirm(self) -> None:
         # ranks decide by these values: none may come from an operation that was cut off
+        self._have_met()
+
+    def _have_met(self) -> bool:
+        """Confirm earlier results where that is needed; return whether all ranks have met for it."""
         group = self._group or dist.group.WORLD
-        if isinstance(group, ConfirmingGroup):
-            group.confirm()
+        return isinstance(group, ConfirmingGroup) and group.confirm()
+
+    def _require_host(self, tensor: torch.Tensor) -> None:
+        # two ranks cannot confirm: that takes all ranks of the group
+        assert tensor.device.type == "cpu", f"transfers: got a tensor on {tensor.device}, wanted one in host memory"
 
 
 def broadcast_result(ranks: Ranks, compute: Callable[[], T], failure: type[MoeCkptError]) -> T:

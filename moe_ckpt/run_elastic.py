@@ -186,7 +186,6 @@ class Worker:
         addresses = CheckedStore(_open_store("daemons", self.job.runtime), self.page.waits)
         return ElasticContext(
             member=membership.member,
-            sync=membership.sync,
             page=self.page,
             memory=place.memory,
             daemon=DaemonClient(place.memory, timeout_s=copy_s) if place.has_daemon else None,

@@ -21,14 +21,12 @@ class ElasticContext:
 
     `daemon` is None if peers keep no copies; `address_of` returns the address of a rank's daemon.
 
-    `sync` returns once all communication of this rank is complete; it raises PeersLostError if ranks were lost.
     `copy_s` limits a copy of a window, and its fetch. `peers` consecutive ranks train one stage, if copies must stay
     among these. `at_end` runs an action, in another thread, at each end of a generation. `serves_itself`: this rank's
     own daemon also holds its state, unless servers on `hosts` are in use, with which ranks agree before `use_peers`.
     """
 
     member: Member
-    sync: Callable[[], None]
     page: StatusPage
     memory: Path
     daemon: DaemonClient | None

@@ -144,13 +144,10 @@ class Generations:
         self._store.wait([f"{generation}/outcome"], _FOR_EVER)
         return self.has_finished(generation)
 
-    def is_over(self, generation: int) -> bool:
-        """Return whether any rank has ended a generation, or all have finished it: no rank aborts before."""
-        return self._store.check([f"{generation}/outcome"])
-
     def has_finished(self, generation: int) -> bool:
         """Return whether all ranks were done in a generation: that is final."""
-        return self.is_over(generation) and self._store.get(f"{generation}/outcome") == _FINISHED.encode()
+        key = f"{generation}/outcome"
+        return self._store.check([key]) and self._store.get(key) == _FINISHED.encode()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,10 +245,6 @@ class Membership:
         """Return the number of processes of the job that have died so far."""
         return self._generations.num_deaths()
 
-    def sync(self) -> None:
-        """Wait until all communication is complete, and right. Raises PeersLostError if ranks were lost meanwhile."""
-        self._groups.sync()
-
     def leave(self) -> str:
         """Leave a generation that has ended; return the reason for its end."""
         self._ended.wait(_END_SEEN_S)  # the watching thread reads the reason
@@ -292,7 +285,6 @@ class Membership:
             self._groups.form(
                 self._store,
                 generation,
-                lambda: self._generations.is_over(generation),
                 lambda reason: self._fail(generation, reason),
             )
         except PeersLostError as error:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from moe_ckpt.elastic.backends import Backend, GlooBackend, die, register_groups
 from moe_ckpt.elastic.batched_transfers import batch_transfers_of
@@ -40,6 +41,7 @@ BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
 """Names of backends: for tensors on training's device, and for tensors on the host."""
 
 _FORMING_THREADS = 4
+_LEAST_SUMMAND = 1 << 40
 _NO_BACKWARD = -1  # autograd's number for a thread that computes no gradients
 _BATCH = "batched transfers"
 _FINISHED = FinishedWork()
@@ -60,6 +62,30 @@ class TransferCount:
     """The number of transfers between two ranks that an inner group has begun."""
 
     total: int = 0
+
+
+class Guards:
+    """The summands by which the ranks of an inner group confirm what they did before.
+
+    A guard is a sum, to which a rank adds its summand once its device has finished what
+    the guard is for. An operation that an abort has cut off completes with what was in its
+    buffers: nothing, some of the summands, or the sum of an earlier guard. So summands are
+    positive, and each guard of each generation has another one.
+    """
+
+    def __init__(self, members: str, generation: int) -> None:
+        self._place = f"{generation}/{members}"
+        self._num_begun = 0
+
+    def next(self) -> int:
+        """Return the summand of the next guard, which is the same on all ranks.
+
+        Returns:
+            An integer from 2^40 up to 2^41: sums over 2^22 ranks are below 2^63.
+        """
+        self._num_begun += 1
+        place = f"{self._place}/{self._num_begun}"
+        return _LEAST_SUMMAND + xxhash.xxh3_64_intdigest(place.encode()) % _LEAST_SUMMAND
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +114,9 @@ class ElasticGroup(dist.ProcessGroup):
         self.transport = transport
         self.launching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()  # of the inner group
         self.batch: _Batch | None = None
-        self.transfers = TransferCount()  # of the inner group, by all handles that share it
+        # of the inner group, by all handles that share it
+        self.transfers = TransferCount()
+        self.guards: Guards | None = None
         self._groups = groups
 
     @property
@@ -103,10 +131,9 @@ class ElasticGroup(dist.ProcessGroup):
         """The collective operations that the inner group has begun: gloo numbers its messages by them."""
         return self.inside._get_sequence_number_for_group() - self.transfers.total
 
-    def confirm(self) -> None:
-        """Return once the results of all operations that were waited for are known to be right: see `sync`."""
-        if self.transport.completes_when_cut:
-            self._groups.sync()
+    def confirm(self) -> bool:
+        """Return once the results of earlier operations are right on all ranks: see `ElasticGroups.confirm`."""
+        return self._groups.confirm(self)
 
     # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
 
@@ -170,7 +197,6 @@ class ElasticGroups:
         self._unfinished: set[_Operation] = set()
         self._store_lock = threading.Lock()
         self._over = threading.Event()  # one per generation: a late thread must not see that of the next one
-        self._is_over_in_store: Callable[[], bool] = self._over.is_set
         self._training_thread = 0
 
     @property
@@ -190,18 +216,15 @@ class ElasticGroups:
         self,
         client: dist.Store,
         generation: int,
-        is_over_in_store: Callable[[], bool] | None = None,
         on_failure: Callable[[str], object] | None = None,
     ) -> None:
         """Form the inner groups of all handles, for a new generation.
 
-        The ranks meet in the store of `client`, which no other thread may use meanwhile. `is_over_in_store` asks, in
-        the training thread, whether any rank has ended the generation; None: as far as this rank knows.
-        `on_failure` receives, in another thread, the reason why the device will not complete an operation. Raises
-        PeersLostError if forming takes too long, or is cut.
+        The ranks meet in the store of `client`, which no other thread may use meanwhile. `on_failure` receives, in
+        another thread, the reason why the device will not complete an operation. Raises PeersLostError if forming takes
+        too long, or is cut.
         """
         over = self._over = threading.Event()
-        self._is_over_in_store = is_over_in_store or over.is_set
         self._device_waits.begin(on_failure or _ignore)
         self._training_thread = threading.get_ident()
         made: dict[str, Any] = {}
@@ -210,9 +233,10 @@ class ElasticGroups:
         for transport in reversed(self._distinct):  # the host's first: sockets that NCCL opens later are not its own
             self._form_all(transport, store, over, made)
         counts = {members: TransferCount() for members in made}
+        guards = {members: Guards(members, generation) for members in made}
         for handle in self._handles:
             if handle.members in made:
-                handle.transfers = counts[handle.members]
+                handle.transfers, handle.guards = counts[handle.members], guards[handle.members]
                 handle.launching = handle.transport.launching(made[handle.members])
                 handle.inside = made[handle.members]  # last: other threads begin operations from here on
         # once more: a cut that came while groups were formed did not know those that handles have from here on
@@ -226,18 +250,39 @@ class ElasticGroups:
         for transport in self._distinct:
             transport.cut(self._timeouts.abort_s)
 
-    def sync(self) -> None:
-        """Wait until all operations that this thread has awaited are complete on its device, too, with right results.
+    def confirm(self, handle: ElasticGroup) -> bool:
+        """Return once the results that all ranks of a group have awaited are right, on all of them. Collective.
 
-        Until then an operation of NCCL is only queued, and may still fail. Raises PeersLostError if ranks are lost.
+        Also results of other groups with the same ranks, or with some of them. NCCL only
+        queues an operation: until it is confirmed it may still fail, and may have completed
+        with wrong data as a peer aborted its group. On gloo an operation that was cut off
+        fails by itself.
+
+        Returns:
+            Whether ranks have met: not on gloo, nor in a group that is not formed.
+
+        Raises:
+            PeersLostError: A rank was lost, or an operation was cut off.
         """
+        over = self._over
+        self._sync(handle.transport, over)
+        if not handle.transport.completes_when_cut or handle.guards is None:
+            return False
+        # only now: the sum proves that each rank's device had finished before that rank
+        # aborted anything. An abort follows the flag, and `run` looks at the flag
+        summand = handle.guards.next()
+        total = torch.full((), summand, dtype=torch.int64, device=handle.transport.device)
+        dist.all_reduce(total, group=handle)
+        self._sync(handle.transport, over)
+        if total.item() != handle.size() * summand:
+            raise PeersLostError("other ranks were lost: an operation was cut off")
+        return True
+
+    def _sync(self, transport: Backend, over: threading.Event) -> None:
+        """Wait until the awaited operations are complete on the device, too. Raises PeersLostError."""
         with self._telling():
-            for transport in self._distinct:
-                transport.sync(self._over.is_set, self._timeouts.operation_s)
-        # a peer's abort may complete this rank's operations with wrong data. The peer aborts after the end is in the
-        # store, so a question that comes after the device has finished finds it
-        asks = any(transport.completes_when_cut for transport in self._distinct)
-        if self._over.is_set() or (asks and self._is_over_in_store()):
+            transport.sync(over.is_set, self._timeouts.operation_s)
+        if over.is_set():
             raise PeersLostError("other ranks were lost")
 
     def abandon(self) -> None:

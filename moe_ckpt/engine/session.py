@@ -270,8 +270,8 @@ class Session:
         self._enter_phase(Phase.STEP)
 
     def step_committed(self, iteration: int) -> None:
-        if self._elastic:
-            self._elastic.sync()  # NCCL has only queued the gather of weights: it may still fail
+        if self._in_memory:  # NCCL has only queued the gather of weights: it may still fail
+            self._in_memory.parts.adapter.place.stage_ranks.confirm()
         self._state.be_at(iteration)
         self._enter_phase(Phase.SNAPSHOT)
         if self._in_memory:

@@ -149,7 +149,7 @@ class WindowRecovery:
                 state.apply(target.iteration)
             # on all ranks of the stage, also those that had gathered: the gather is collective, and may be repeated
             self._stage.gather()
-            self._elastic.sync()  # before the state counts as whole: NCCL has only queued the gather
+            self._place.stage_ranks.confirm()  # before the state counts as whole: NCCL has only queued the gather
             state.be_at(target.iteration)
         if state.reached != target.iteration or not state.whole:
             return False

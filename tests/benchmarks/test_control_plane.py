@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.control_plane import (
-    QUESTIONS,
-    kept_bytes,
-    measure,
-    operations_of_an_iteration,
-    profiles_of,
-    shared_by_stages,
-)
+from benchmarks.control_plane import kept_bytes, measure, profiles_of, shared_by_stages
 from moe_ckpt.sim.hardware import STORE_OPERATIONS
 
 
@@ -34,11 +27,6 @@ def test_numbers_that_several_values_keep_are_counted_once() -> None:
     numbers = np.zeros(1000, np.int64)
     one, view = kept_bytes([numbers]), kept_bytes([numbers, numbers[:10]])
     assert 8000 < one < view < one + 200
-
-
-@pytest.mark.parametrize("num_ranks", [4, 64])
-def test_a_rank_asks_the_store_once_a_question_however_many_ranks_there_are(num_ranks: int) -> None:
-    assert operations_of_an_iteration(num_ranks) == QUESTIONS
 
 
 @pytest.mark.parametrize("num_ranks", [4, 32, 128])

@@ -19,7 +19,6 @@ def test_a_rank_without_a_daemon_does_not_count_as_waiting_for_ever(tmp_path: Pa
     page = StatusPage(tmp_path / "page")
     context = ElasticContext(
         member=Member(global_rank=0, world_size=2, incarnation=0),
-        sync=lambda: None,
         page=page,
         memory=tmp_path,
         daemon=DaemonClient(tmp_path, timeout_s=0.0),

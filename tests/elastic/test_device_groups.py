@@ -365,44 +365,198 @@ def test_a_host_that_blocks_for_its_device_waits_for_others(reduce: Callable[[],
     assert age_s < 1.0, "the supervisor would kill a rank as soon as a long wait has ended"
 
 
-def decide_after_the_end(folder: str, *, completes: bool) -> tuple[list[str], list[str]]:
-    """Return how operations end, and how they end once the end of the generation is in the store.
+class CutOffGroup:
+    """gloo whose sums an abort can cut off: then they complete with what `left` makes of this rank's summand."""
 
-    The rank's own watcher never sees that. `completes`: as operations of NCCL do when they are cut.
-    """
-    transport = GlooBackend()
-    transport.completes_when_cut = completes
-    generations = Generations(open_store(folder))
-    generations.set_incarnation(own_rank(), 0)
-    membership = open_membership(folder, own_rank(), 2, transport=transport, watched=dist.HashStore())
-    generation, ranks, other = membership.join(), TorchRanks(), 1 - own_rank()
-    calls: list[Callable[[], object]] = [
-        lambda: ranks.reduce(ones(1), "sum"),
-        lambda: ranks.gather("value"),
-        lambda: ranks.broadcast("value"),
-        ranks.barrier,
-        lambda: ranks.receive(ones(1), other) if own_rank() else ranks.send(ones(1), other),
-        membership.sync,
-    ]
-    before = [outcome_of(call) for call in calls]
-    meet(open_store(folder), "all is right", 2)
-    generations.end(generation, "rank 2 is lost")
-    meet(open_store(folder), "the end is in the store", 2)
-    return before, [outcome_of(call) for call in calls]
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.left: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self.last = torch.zeros(())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        (tensor,) = tensors
+        if self.left is not None:
+            tensor.copy_(self.left(tensor, self.last))
+            return Launched()
+        self._group.allreduce(tensors, options).wait()
+        self.last = tensor.clone()
+        return Launched()
 
 
-GIVEN = ["got None", "got ['value', 'value']", "got value", *["got None"] * 3]
+class CutOffTransport(GlooBackend):
+    """gloo whose operations complete when they are cut, as NCCL's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.completes_when_cut = True
+
+    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+        return CutOffGroup(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
 
 
-def test_results_count_only_if_no_rank_had_ended_the_generation(tmp_path: Path) -> None:
-    sender, receiver = run_ranks(2, partial(decide_after_the_end, completes=True), str(tmp_path))
-    lost = "PeersLostError"
-    assert sender == (GIVEN, [*[lost] * 4, "got None", lost])
-    assert receiver == (GIVEN, [lost] * 6)
+NUM_RANKS = 3
+LEFT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "nothing": lambda own, _: torch.zeros_like(own),
+    "the summand of this rank": lambda own, _: own,
+    "the summands of all ranks but one": lambda own, _: (NUM_RANKS - 1) * own,
+    "the sum before": lambda _, last: last,
+    "other summands beside the sum before": lambda own, last: last + own,
+}
+RIGHT = [f"got [{NUM_RANKS}.0]", "got ['value', 'value', 'value']", "got value", "got None", "got None"]
 
 
-def test_results_of_gloo_count_without_a_question_to_the_store(tmp_path: Path) -> None:
-    assert run_ranks(2, partial(decide_after_the_end, completes=False), str(tmp_path)) == [(GIVEN, GIVEN)] * 2
+def decide() -> list[str]:
+    """Return how operations end by whose values ranks decide."""
+    ranks, total = TorchRanks(), torch.ones(1)
+
+    def reduce() -> list[float]:
+        ranks.reduce(total, "sum")
+        return total.tolist()
+
+    gather, broadcast = partial(ranks.gather, "value"), partial(ranks.broadcast, "value")
+    return [outcome_of(call) for call in (reduce, gather, broadcast, ranks.barrier, ranks.confirm)]
+
+
+def decide_after_an_abort(folder: str, left: str) -> tuple[list[str], list[str]]:
+    """Return how decisions end, and how they end once a peer has aborted, of which this rank knows nothing yet."""
+    groups = open_groups(own_rank(), NUM_RANKS, transport=CutOffTransport())
+    groups.form(open_store(folder), 1)
+    before = decide()
+    for inside in groups.insides:
+        inside.left = LEFT[left]
+    return before, decide()
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_results_that_an_abort_has_completed_count_for_nothing(left: str, tmp_path: Path) -> None:
+    # processes: torch has one world in each
+    found = run_ranks(NUM_RANKS, decide_after_an_abort, str(tmp_path), left)
+    assert found == [(RIGHT, ["PeersLostError"] * len(RIGHT))] * NUM_RANKS
+
+
+def decide_in_a_next_generation(folder: str) -> list[str]:
+    """Return how decisions end in a generation whose memory has the last sum of the one before."""
+    groups = open_groups(own_rank(), 2, transport=CutOffTransport())
+    groups.form(open_store(folder), 1)
+    TorchRanks().barrier()
+    (inside,) = groups.insides
+    last = inside.last
+    groups.leave()
+    groups.form(open_store(folder), 2)
+    (inside,) = groups.insides
+    inside.left = lambda *_: last
+    return [outcome_of(TorchRanks().barrier)]
+
+
+def test_a_sum_of_an_earlier_generation_counts_for_nothing(tmp_path: Path) -> None:
+    assert run_ranks(2, decide_in_a_next_generation, str(tmp_path)) == [["PeersLostError"]] * 2
+
+
+def decide_on_gloo(folder: str) -> tuple[list[str], int]:
+    """Return how decisions end, and the number of operations of a sum and a confirmation."""
+    groups = open_groups(own_rank(), NUM_RANKS)
+    groups.form(open_store(folder), 1)
+    ranks = TorchRanks()
+    ranks.reduce(torch.ones(1), "sum")
+    ranks.confirm()
+    num_operations = cast("Any", dist.group.WORLD).num_operations
+    return decide(), num_operations
+
+
+def test_results_of_gloo_count_as_they_are(tmp_path: Path) -> None:
+    assert run_ranks(NUM_RANKS, decide_on_gloo, str(tmp_path)) == [(RIGHT, 1)] * NUM_RANKS
+
+
+class AskedStore(dist.FileStore):
+    """A store that counts the requests that a generation makes of it."""
+
+    num_requests = 0
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        self.num_requests += 1
+        return super().compare_set(key, expected_value, desired_value)
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_requests += 1
+        return super().check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.num_requests += 1
+        return super().get(key)
+
+    def add(self, key: str, value: int) -> int:
+        self.num_requests += 1
+        return super().add(key, value)
+
+
+def decide_without_the_store(folder: str) -> tuple[bool, int]:
+    """Return whether joining asks the store, and the number of requests of a hundred decisions."""
+    Generations(open_store(folder)).set_incarnation(own_rank(), 0)
+    store = AskedStore(str(Path(folder) / "store"), -1)
+    membership = open_membership(
+        folder, own_rank(), 2, connect=lambda _: store, watched=open_store(folder), transport=CutOffTransport()
+    )
+    membership.join()
+    joined = store.num_requests
+    for _ in range(100):
+        TorchRanks().barrier()
+        TorchRanks().confirm()
+    return joined > 0, store.num_requests - joined
+
+
+def test_no_decision_asks_the_store(tmp_path: Path) -> None:
+    assert run_ranks(2, decide_without_the_store, str(tmp_path)) == [(True, 0)] * 2
+
+
+class BusyTransport(LaunchingTransport):
+    """A device whose generation ends while the host waits for it."""
+
+    groups: ElasticGroups
+
+    def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+        self.groups.cut()
+
+
+def confirm_what_is_cut() -> tuple[str, int]:
+    """Return how a confirmation ends that a cut has overtaken, and how many sums have begun."""
+    transport = BusyTransport()
+    transport.groups = groups = open_groups(0, 2, transport=transport)
+    groups.form(dist.HashStore(), 1)
+    return outcome_of(TorchRanks().confirm), groups.insides[0].num_begun
+
+
+def test_a_rank_adds_its_summand_only_while_its_generation_lasts() -> None:
+    """Else peers would take the results that its abort has spoilt for confirmed ones."""
+    assert run_ranks(1, confirm_what_is_cut) == [("PeersLostError", 0)]
+
+
+class OrderedTransport(LaunchingTransport):
+    """A device that notes, at each wait for it, how many sums have begun."""
+
+    groups: ElasticGroups
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun_at_waits: list[int] = []
+
+    def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
+        self.begun_at_waits.append(self.groups.insides[0].num_begun)
+
+
+def confirm_in_order() -> list[int]:
+    """Return how many sums had begun at each wait for the device."""
+    transport = OrderedTransport()
+    transport.groups = groups = open_groups(0, 2, transport=transport)
+    groups.form(dist.HashStore(), 1)
+    outcome_of(TorchRanks().confirm)
+    return transport.begun_at_waits
+
+
+def test_a_rank_adds_its_summand_after_its_device_has_finished() -> None:
+    assert run_ranks(1, confirm_in_order) == [[0, 1]]
 
 
 class CutAtEntry(contextlib.AbstractContextManager[None]):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from launcher.proc import stands_still
+from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.elastic.backends import GlooBackend
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroup, ElasticGroups
 from moe_ckpt.elastic.supervisor import run_and_exit
@@ -385,9 +386,10 @@ def test_a_survivor_of_many_deaths_holds_no_more_than_after_the_first(tmp_path: 
 
 def settle_after_a_cut() -> list[str]:
     groups = open_groups(0, 2)
-    outcomes = [outcome_of(groups.sync)]
+    ranks = TorchRanks()
+    outcomes = [outcome_of(ranks.confirm)]
     groups.cut()
-    return [*outcomes, outcome_of(groups.sync)]
+    return [*outcomes, outcome_of(ranks.confirm)]
 
 
 def test_operations_that_were_cut_do_not_settle() -> None:

@@ -628,7 +628,6 @@ class ThreadJob:
         has_daemon = self._replicas > 0 or self._has_servers or bool(self.config and self.config.disk_every_iters)
         return ElasticContext(
             member=Member(global_rank=rank, world_size=self.shape.world_size, incarnation=self._incarnations[rank]),
-            sync=lambda: None,
             page=page,
             memory=self.memory(rank),
             daemon=DaemonClient(self.memory(rank), timeout_s=_WAIT_S) if has_daemon else None,

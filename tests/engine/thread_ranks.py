@@ -139,6 +139,9 @@ class ThreadRanks:
         assert (received.shape, received.dtype) == (tensor.shape, tensor.dtype), (received, tensor)
         tensor.copy_(received)
 
+    def confirm(self) -> None:
+        """An operation that was cut off has raised."""
+
     def require_alive(self) -> None:
         """Raise WorkerKilled where this rank's worker was killed."""
         if self._is_killed.is_set():
