@@ -8,12 +8,13 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.elastic.generation_sockets import GenerationSockets
+from moe_ckpt.elastic.generation_sockets import LoopSockets
+from moe_ckpt.elastic.rendezvous_store import PollingStore, meet
 
 _log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
@@ -103,6 +104,10 @@ class Backend(Protocol):
 class GlooBackend:
     """gloo over TCP. It has no abort; shutting its sockets down makes operations fail within milliseconds.
 
+    Two ranks connect as an operation of both needs it. Connections between all ranks of a
+    group, as gloo opens by itself, are n x n, and each rank reads n addresses from the one
+    store: with 1,024 ranks longer than `runtime.form_s`.
+
     Tensors are on `device`; for one that is not the host, `wrap` makes a group of gloo's that copies them.
     """
 
@@ -111,7 +116,7 @@ class GlooBackend:
         self.wrap = wrap
         self.completes_when_cut = False
         self.closing_s: float | None = 0.5
-        self._sockets = GenerationSockets()
+        self._sockets = LoopSockets()
 
     def begin(self) -> None:
         self._sockets.begin()
@@ -120,12 +125,18 @@ class GlooBackend:
         return None  # an awaited operation is complete, but for copies of results in the order of the stream
 
     def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
-        backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=form_s))
+        options: Any = cast("Any", dist.ProcessGroupGloo)._Options()
+        options._timeout = timedelta(seconds=form_s)
+        # a group's own: where groups share a device that connects later, gloo takes pairs of one for those of another
+        options._devices = self._sockets.add(_open_devices)
+        backend = dist.ProcessGroupGloo(store.direct if isinstance(store, PollingStore) else store, rank, size, options)
+        # from here on the addresses of all ranks are there: an operation that reads one does not wait for it
+        meet(store, size)
         backend._set_default_timeout(timedelta(seconds=operation_s))
         return self.wrap(group_of(backend, store, _HOST, dist.ProcessGroup.BackendType.GLOO))
 
     def formed(self) -> None:
-        self._sockets.formed()
+        pass  # connections are opened later, and are found as they are needed
 
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002 - a cut frees none
         return _UNHELD
@@ -148,6 +159,15 @@ class GlooBackend:
     def is_quiet(self) -> bool:
         # gloo's thread goes on reading, into tensors, the bytes that came before the socket was shut down
         return not self._sockets.have_unread_bytes()
+
+
+def _open_devices() -> list[Any]:
+    """Return gloo's devices, for the interfaces that GLOO_SOCKET_IFNAME names, as torch would make them."""
+    create = dist.ProcessGroupGloo
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not interfaces:
+        return [create.create_default_device(lazy_init=True)]
+    return [create.create_device(interface=name, lazy_init=True) for name in interfaces.split(",")]
 
 
 def register_groups(name: str, create: Callable[[Any, Any], Any], device_types: Sequence[str]) -> None:

@@ -49,6 +49,11 @@ class CheckedStore(dist.Store):
         self._waits = waits
         self._call = _call_in_thread if heeds_signals else operator.call
 
+    @property
+    def inside(self) -> dist.Store:
+        """The client, whose errors are torch's own."""
+        return self._client
+
     def ask(self, request: str, /, *arguments: Any) -> Any:
         """Send one request. Raises StoreLostError, or torch's DistStoreError."""
         with self._waits():

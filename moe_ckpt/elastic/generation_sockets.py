@@ -5,12 +5,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import sys
 import termios
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from moe_ckpt.linux import duplicate_socket
+
+T = TypeVar("T")
+
+_OWN_FILES = Path("/proc/self/fd")
+_WATCHED = re.compile(r"^tfd: +([0-9]+) .* ino:([0-9a-f]+) ", re.MULTILINE)
+"""A line about an epoll instance in /proc: the descriptor of a file that it watches, and the file's inode."""
 
 
 class GenerationSockets:
@@ -39,14 +50,83 @@ class GenerationSockets:
         return any(inode in own and _unread_bytes(fd) for inode, fd in _open_sockets().items())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loop:
+    """A loop of gloo: the epoll instance of its thread."""
+
+    fd: int
+    """The descriptor of the instance."""
+
+    listening: frozenset[str]
+    """The sockets that the instance watched at first, which listen. They tell it from a
+    later instance with the same descriptor."""
+
+
+class LoopSockets:
+    """The sockets that gloo's loops watch: those that there are, as gloo opens them when operations need them.
+
+    For any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held while a loop starts: no other may start then
+        self._loops: list[_Loop] = []
+
+    def begin(self) -> None:
+        """Leave the loops of the last generation alone: they end with its groups."""
+        self._loops = []
+
+    def add(self, start: Callable[[], T]) -> T:
+        """Return what `start` returns, and know the loops that it starts."""
+        with self._lock:
+            before = set(_open_polls())
+            started = start()
+            new = set(_open_polls()) - before
+            self._loops += [_Loop(fd=fd, listening=frozenset(_watched(fd))) for fd in new]
+        return started
+
+    def shut_down(self) -> None:
+        """Shut the sockets down, but for those that listen."""
+        for inode, fd in self._watched_now():
+            _shut_down(fd, inode, listening=False)
+
+    def have_unread_bytes(self) -> bool:
+        """Return whether bytes have arrived that no thread has read yet."""
+        return any(_unread_bytes(fd) for _, fd in self._watched_now())
+
+    def _watched_now(self) -> Iterator[tuple[str, int]]:
+        for loop in tuple(self._loops):
+            watched = _watched(loop.fd)
+            if not loop.listening.isdisjoint(watched):
+                yield from watched.items()
+
+
 def _open_sockets() -> dict[str, int]:
     """Return the sockets of this process, by inode: a file descriptor's number is soon reused."""
-    found: dict[str, int] = {}
-    for entry in Path("/proc/self/fd").iterdir():
+    return {target: fd for fd, target in _open_files() if target.startswith("socket:")}
+
+
+def _open_polls() -> list[int]:
+    """Return the epoll instances of this process."""
+    return [fd for fd, target in _open_files() if target == "anon_inode:[eventpoll]"]
+
+
+def _open_files() -> Iterator[tuple[int, str]]:
+    """Yield the descriptors of this process, and the names of their files."""
+    for entry in _OWN_FILES.iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
-            target = os.readlink(entry)
-            if target.startswith("socket:"):
-                found[target] = int(entry.name)
+            yield int(entry.name), os.readlink(entry)
+
+
+def _watched(poll_fd: int) -> dict[str, int]:
+    """Return the sockets that an epoll instance watches, by inode; none if the instance is closed."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for fd, inode in _WATCHED.findall(Path(f"/proc/self/fdinfo/{poll_fd}").read_text()):
+            name = f"socket:[{int(inode, 16)}]"
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(_OWN_FILES / fd) == name:  # else a pipe, which wakes the loop
+                    found[name] = int(fd)
     return found
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from moe_ckpt.config import require
 from moe_ckpt.elastic.backends import Mark, die, group_of
 from moe_ckpt.elastic.generation_sockets import GenerationSockets
+from moe_ckpt.elastic.rendezvous_store import meet
 from moe_ckpt.errors import PeersLostError
 
 _LOOK_AGAIN_S = 0.0001
@@ -94,7 +95,7 @@ class NcclBackend:
         options.config.blocking = 1
         backend = dist.ProcessGroupNCCL(store, rank, size, options)
         # NCCL itself waits for a missing rank without limit
-        _meet(store, size)
+        meet(store, size)
         with self._making(), torch.cuda.device(self.device):
             backend.eager_connect_single_device(self.device)
             backend._set_default_timeout(timedelta(seconds=operation_s))
@@ -249,13 +250,6 @@ def _configure_nccl() -> None:
     # with 1, the default, a first collective waits inside its launch for all ranks to begin it: no abort is safe then
     connects = os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     require(connects == "0", "NCCL_RUNTIME_CONNECT", connects, "0 with runtime.backend=nccl: connections at the start")
-
-
-def _meet(store: dist.Store, size: int) -> None:
-    """Return once all ranks of a group have come here. Raises PeersLostError, as `store` does."""
-    if store.add("here", 1) == size:
-        store.set("all here", "")
-    store.wait(["all here"])
 
 
 def _drain(device: torch.device, made: list[_Made]) -> None:

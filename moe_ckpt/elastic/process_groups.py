@@ -220,16 +220,23 @@ class ElasticGroups:
     ) -> None:
         """Form the inner groups of all handles, for a new generation.
 
-        The ranks meet in the store of `client`, which no other thread may use meanwhile. `on_failure` receives, in
-        another thread, the reason why the device will not complete an operation. Raises PeersLostError if forming takes
-        too long, or is cut.
+        The ranks meet in the store of `client`. Threads of gloo read addresses there for as long as the generation
+        lasts. `on_failure` receives, in another thread, the reason why the device will not complete an operation.
+        Raises PeersLostError if forming takes too long, or is cut.
         """
         over = self._over = threading.Event()
         self._device_waits.begin(on_failure or _ignore)
         self._training_thread = threading.get_ident()
         made: dict[str, Any] = {}
         # keys with the generation: a rank that is late must not meet the others through addresses of the last one
-        store = PollingStore(client, self._store_lock, f"{generation}/groups/", over.is_set, self._timeouts.form_s)
+        store = PollingStore(
+            client,
+            self._store_lock,
+            f"{generation}/groups/",
+            over.is_set,
+            self._timeouts.form_s,
+            num_ranks=max((handle.size() for handle in self._handles), default=1),
+        )
         for transport in reversed(self._distinct):  # the host's first: sockets that NCCL opens later are not its own
             self._form_all(transport, store, over, made)
         counts = {members: TransferCount() for members in made}
@@ -430,7 +437,7 @@ class ElasticGroups:
                 return
             time.sleep(0.001)
 
-    def _form_all(self, transport: Backend, store: dist.Store, over: threading.Event, made: dict[str, Any]) -> None:
+    def _form_all(self, transport: Backend, store: PollingStore, over: threading.Event, made: dict[str, Any]) -> None:
         """Form the inner groups of one transport's handles, one for all of the same members. Raises PeersLostError."""
         handles = (handle for handle in self._handles if handle.size() > 1 and handle.transport is transport)
         # each group costs connections, threads and, with NCCL, seconds and device memory: Megatron's 12 groups in a job
@@ -457,13 +464,13 @@ class ElasticGroups:
             transport.formed()
 
     def _form(
-        self, handles: Sequence[ElasticGroup], store: dist.Store, over: threading.Event, made: dict[str, Any]
+        self, handles: Sequence[ElasticGroup], store: PollingStore, over: threading.Event, made: dict[str, Any]
     ) -> None:
         for handle in handles:
             if over.is_set():
                 raise PeersLostError("forming process groups: other ranks were lost")
             made[handle.members] = handle.transport.make(
-                dist.PrefixStore(handle.members, store),
+                store.part(handle.members),
                 handle.rank(),
                 handle.size(),
                 form_s=self._timeouts.form_s,

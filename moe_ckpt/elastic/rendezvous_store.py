@@ -14,27 +14,64 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from moe_ckpt.elastic.checked_store import CheckedStore
 from moe_ckpt.errors import PeersLostError
 
 T = TypeVar("T")
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
+_PAUSE_A_RANK_S = 1.5e-4
+"""Four threads of each rank ask once in so many seconds a rank: half of what torch's store
+answers, at 17 us a request."""
 
 
 class PollingStore(dist.Store):
-    """`client` under a lock. Every request raises PeersLostError once `is_over` returns True.
+    """A part of the job's store, by one client under a lock.
 
-    A wait also ends so after `timeout_s` seconds.
+    Each request raises PeersLostError once the generation is over, and a wait does so after
+    its limit.
     """
 
     def __init__(
-        self, client: dist.Store, lock: Lock, prefix: str, is_over: Callable[[], bool], timeout_s: float
+        self,
+        client: dist.Store,
+        lock: Lock,
+        prefix: str,
+        is_over: Callable[[], bool],
+        timeout_s: float,
+        *,
+        num_ranks: int = 1,
     ) -> None:
+        """Begin.
+
+        Args:
+            client: The client of the job's store.
+            lock: Held for each request.
+            prefix: In front of all keys.
+            is_over: Whether the generation is over.
+            timeout_s: The limit of a wait, in seconds.
+            num_ranks: The ranks that may wait at the same time.
+        """
         super().__init__()
         self._client = client
         self._lock = lock
         self._prefix = prefix
         self._is_over = is_over
         self._timeout_s = timeout_s
+        self._num_ranks = num_ranks
+
+    @property
+    def direct(self) -> dist.Store:
+        """The same part by torch's own client, which waits without end, and without an error of Python's.
+
+        For gloo's threads: an error of Python's that is raised there a second time ends the process.
+        """
+        client = self._client.inside if isinstance(self._client, CheckedStore) else self._client
+        return dist.PrefixStore(self._prefix, client)
+
+    def part(self, name: str) -> PollingStore:
+        """Return a part of this part."""
+        prefix = f"{self._prefix}{name}/"
+        return PollingStore(self._client, self._lock, prefix, self._is_over, self._timeout_s, num_ranks=self._num_ranks)
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda: self._client.set(self._prefix + key, value))
@@ -51,13 +88,14 @@ class PollingStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         wanted_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
+        most_pause_s = max(_MOST_PAUSE_S, self._num_ranks * _PAUSE_A_RANK_S)
         begun_s = time.monotonic()
         while not self.check(keys):
             waited_s = time.monotonic() - begun_s
             if waited_s > wanted_s:
                 raise PeersLostError(f"rendezvous: got no {keys} in {wanted_s:g} s")
             # a blocking wait could not be left; a quarter of the time so far, as all ranks ask one server
-            time.sleep(min(max(_LEAST_PAUSE_S, waited_s / 4), _MOST_PAUSE_S))
+            time.sleep(min(max(_LEAST_PAUSE_S, waited_s / 4), most_pause_s))
 
     def _ask(self, request: Callable[[], T]) -> T:
         with self._lock:
@@ -65,3 +103,10 @@ class PollingStore(dist.Store):
             if self._is_over():
                 raise PeersLostError("rendezvous: other ranks were lost")
             return request()
+
+
+def meet(store: dist.Store, size: int) -> None:
+    """Return once so many ranks have come here. Raises PeersLostError, as `PollingStore` does."""
+    if store.add("here", 1) == size:
+        store.set("all here", "")
+    store.wait(["all here"])

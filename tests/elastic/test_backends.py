@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.elastic.backend_choice import open_backend
-from moe_ckpt.elastic.backends import GlooBackend
+from moe_ckpt.elastic.generation_sockets import GenerationSockets, LoopSockets
 from moe_ckpt.elastic.staged import register_staged
 from moe_ckpt.elastic.staged_group import STAGED
 from tests.elastic.transports import passes
@@ -40,24 +42,24 @@ def pair(stack: ExitStack) -> Callable[[], tuple[socket.socket, ...]]:
     ],
 )
 def test_only_sockets_of_the_generation_are_cut(pair, begins: bool, is_formed: bool, left: list[bool]) -> None:
-    transport = GlooBackend()
+    sockets = GenerationSockets()
     before = pair()
     if begins:
-        transport.begin()
+        sockets.begin()
     during = pair()
     if is_formed:
-        transport.formed()
+        sockets.formed()
     after = pair()
-    transport.cut(WAIT_S)
+    sockets.shut_down()
     assert [passes(ends) for ends in (before, during, after)] == left
 
 
 def test_a_socket_that_gets_the_number_of_another_is_not_cut(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets are closed and opened by other threads while a cut goes on."""
-    transport = GlooBackend()
-    transport.begin()
+    sockets = GenerationSockets()
+    sockets.begin()
     during = pair()
-    transport.formed()
+    sockets.formed()
     later: list[Any] = []
 
     def close_and_dup(fd: int, *, dup: Callable[[int], int] = os.dup) -> int:
@@ -70,33 +72,101 @@ def test_a_socket_that_gets_the_number_of_another_is_not_cut(pair, monkeypatch: 
         return dup(fd)
 
     monkeypatch.setattr(os, "dup", close_and_dup)
-    transport.cut(WAIT_S)
+    sockets.shut_down()
     monkeypatch.undo()
     assert passes(later[0])
 
 
 def test_a_listening_socket_is_not_cut() -> None:
-    transport = GlooBackend()
-    transport.begin()
+    sockets = GenerationSockets()
+    sockets.begin()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        transport.cut(WAIT_S)
+        sockets.shut_down()
         socket.create_connection(server.getsockname(), WAIT_S).close()
         server.accept()[0].close()
 
 
-def test_a_transport_is_quiet_once_all_bytes_are_read(pair) -> None:
-    transport = GlooBackend()
-    transport.begin()
-    left, right = pair()
-    transport.formed()
+# The sockets that a loop of gloo watches.
+
+
+@dataclass
+class Loop:
+    """An epoll instance that watches a listening socket, as a loop of gloo does from its start."""
+
+    poll: select.epoll
+    server: socket.socket
+    stack: ExitStack
+
+    def connect(self) -> tuple[socket.socket, socket.socket]:
+        """Return both ends of a new connection, of which the loop watches the first."""
+        there = self.stack.enter_context(socket.create_connection(self.server.getsockname(), WAIT_S))
+        here = self.stack.enter_context(self.server.accept()[0])
+        self.poll.register(here)
+        return here, there
+
+
+@pytest.fixture
+def start(stack: ExitStack) -> Callable[[], Loop]:
+    """Return a function that starts a loop."""
+
+    def begin() -> Loop:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        poll = stack.enter_context(select.epoll())
+        poll.register(server)
+        return Loop(poll, server, stack)
+
+    return begin
+
+
+def test_connections_that_a_loop_has_opened_later_are_cut_and_no_others(pair, start: Callable[[], Loop]) -> None:
+    before, sockets = start(), LoopSockets()
+    loop = sockets.add(start)
+    after = start()
+    first, second = loop.connect(), loop.connect()
+    others = before.connect(), after.connect(), pair()
+    sockets.shut_down()
+    assert [passes(ends) for ends in (first, second, *others)] == [False, False, True, True, True]
+    third = loop.connect()  # the listening socket is not shut down
+    assert passes(third)
+
+
+def test_loops_of_a_next_generation_take_the_place_of_those_before(start: Callable[[], Loop]) -> None:
+    sockets = LoopSockets()
+    old = sockets.add(start)
+    sockets.begin()
+    new, other = sockets.add(start), sockets.add(start)
+    ends = [loop.connect() for loop in (old, new, other)]
+    sockets.shut_down()
+    assert [passes(each) for each in ends] == [True, False, False]
+
+
+def test_another_loop_with_the_number_of_one_that_has_ended_is_left_alone(
+    stack: ExitStack, start: Callable[[], Loop]
+) -> None:
+    sockets = LoopSockets()
+    loop = sockets.add(start)
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    number = loop.poll.fileno()
+    loop.poll.close()
+    other = Loop(stack.enter_context(select.epoll()), server, stack)
+    assert other.poll.fileno() == number
+    other.poll.register(server)
+    ends = other.connect()
+    sockets.shut_down()
+    assert passes(ends)
+
+
+def test_a_generation_is_quiet_once_all_bytes_are_read(pair, start: Callable[[], Loop]) -> None:
+    sockets = LoopSockets()
+    loop = sockets.add(start)
+    here, there = loop.connect()
     others = pair()
     others[0].send(b"not the generation's")
-    assert transport.is_quiet()
-    left.send(b"late")
-    transport.cut(WAIT_S)
-    assert not transport.is_quiet()
-    right.recv(4)
-    assert transport.is_quiet()
+    assert not sockets.have_unread_bytes()
+    there.send(b"late")
+    assert wait_until(sockets.have_unread_bytes)
+    here.recv(4)
+    assert not sockets.have_unread_bytes()
 
 
 NUM_GROUPS, NUM_FIRST = 50, 10

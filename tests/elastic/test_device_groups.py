@@ -500,6 +500,7 @@ def decide_without_the_store(folder: str) -> tuple[bool, int]:
         folder, own_rank(), 2, connect=lambda _: store, watched=open_store(folder), transport=CutOffTransport()
     )
     membership.join()
+    TorchRanks().barrier()  # gloo reads addresses as it first needs them
     joined = store.num_requests
     for _ in range(100):
         TorchRanks().barrier()
