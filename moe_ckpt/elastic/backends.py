@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from moe_ckpt.elastic.generation_sockets import LoopSockets
 from moe_ckpt.elastic.rendezvous_store import PollingStore, meet
 
 _log = logging.getLogger(__name__)
+MOST_CONNECTED = 16
 _HOST = torch.device("cpu")
 _UNHELD = contextlib.nullcontext()
 
@@ -43,6 +45,10 @@ class Backend(Protocol):
 
     def begin(self) -> None:
         """A generation is about to be formed: connections opened from now on belong to it."""
+        ...
+
+    def connects_late(self, size: int) -> bool:
+        """Return whether a transfer in a group of this size may wait, as it begins, until its peer connects."""
         ...
 
     def mark(self) -> Mark | None:
@@ -104,15 +110,23 @@ class Backend(Protocol):
 class GlooBackend:
     """gloo over TCP. It has no abort; shutting its sockets down makes operations fail within milliseconds.
 
-    Two ranks connect as an operation of both needs it. Connections between all ranks of a
-    group, as gloo opens by itself, are n x n, and each rank reads n addresses from the one
-    store: with 1,024 ranks longer than `runtime.form_s`.
+    All ranks of a group connect as the group forms, as gloo does by itself. In groups of more
+    than `most_connected` ranks, two ranks connect as an operation first needs both: else a rank
+    reads the addresses of all others from the one store, which for 1,024 ranks takes longer
+    than `runtime.form_s`.
 
     Tensors are on `device`; for one that is not the host, `wrap` makes a group of gloo's that copies them.
     """
 
-    def __init__(self, device: torch.device = _HOST, wrap: Callable[[Any], Any] = lambda group: group) -> None:
+    def __init__(
+        self,
+        device: torch.device = _HOST,
+        wrap: Callable[[Any], Any] = lambda group: group,
+        *,
+        most_connected: int = MOST_CONNECTED,
+    ) -> None:
         self.device = device
+        self._most_connected = most_connected
         self.wrap = wrap
         self.completes_when_cut = False
         self.closing_s: float | None = 0.5
@@ -121,6 +135,9 @@ class GlooBackend:
     def begin(self) -> None:
         self._sockets.begin()
 
+    def connects_late(self, size: int) -> bool:
+        return size > self._most_connected
+
     def mark(self) -> Mark | None:
         return None  # an awaited operation is complete, but for copies of results in the order of the stream
 
@@ -128,10 +145,13 @@ class GlooBackend:
         options: Any = cast("Any", dist.ProcessGroupGloo)._Options()
         options._timeout = timedelta(seconds=form_s)
         # a group's own: where groups share a device that connects later, gloo takes pairs of one for those of another
-        options._devices = self._sockets.add(_open_devices)
-        backend = dist.ProcessGroupGloo(store.direct if isinstance(store, PollingStore) else store, rank, size, options)
-        # from here on the addresses of all ranks are there: an operation that reads one does not wait for it
-        meet(store, size)
+        is_late = self.connects_late(size)
+        options._devices = self._sockets.add(functools.partial(_open_devices, lazy_init=is_late))
+        asked = store.direct if is_late and isinstance(store, PollingStore) else store
+        backend = dist.ProcessGroupGloo(asked, rank, size, options)
+        if is_late:
+            # from here on the addresses of all ranks are there: an operation that reads one does not wait for it
+            meet(store, size)
         backend._set_default_timeout(timedelta(seconds=operation_s))
         return self.wrap(group_of(backend, store, _HOST, dist.ProcessGroup.BackendType.GLOO))
 
@@ -161,13 +181,13 @@ class GlooBackend:
         return not self._sockets.have_unread_bytes()
 
 
-def _open_devices() -> list[Any]:
+def _open_devices(*, lazy_init: bool) -> list[Any]:
     """Return gloo's devices, for the interfaces that GLOO_SOCKET_IFNAME names, as torch would make them."""
     create = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interfaces:
-        return [create.create_default_device(lazy_init=True)]
-    return [create.create_device(interface=name, lazy_init=True) for name in interfaces.split(",")]
+        return [create.create_default_device(lazy_init=lazy_init)]
+    return [create.create_device(interface=name, lazy_init=lazy_init) for name in interfaces.split(",")]
 
 
 def register_groups(name: str, create: Callable[[Any, Any], Any], device_types: Sequence[str]) -> None:

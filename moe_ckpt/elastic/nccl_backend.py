@@ -86,6 +86,9 @@ class NcclBackend:
             self._is_cut = self._is_formed = False
         self._draining = None
 
+    def connects_late(self, size: int) -> bool:  # noqa: ARG002 - NCCL_RUNTIME_CONNECT=0
+        return False
+
     def mark(self) -> Mark | None:
         return _PointOnDevice(self.device)
 

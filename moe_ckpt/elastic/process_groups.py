@@ -329,7 +329,10 @@ class ElasticGroups:
             _begin_without_waiting(*arguments, *options.values())
         # a launch may wait for the device, or for a peer to connect
         with self._telling(), handle.launching:
-            work = _call(handle, inside, over, name, name, arguments, options)
+            if name in TRANSFERS and handle.transport.connects_late(handle.size()):
+                work = self._begin_with_helper(handle, inside, over, name, arguments, options)
+            else:
+                work = _call(handle, inside, over, name, name, arguments, options)
         if name in TRANSFERS:
             handle.transfers.total += 1
         if handle.batch is not None:  # the batch's end returns the operation that is waited for
@@ -405,6 +408,24 @@ class ElasticGroups:
             raise PeersLostError(f"{name}: other ranks were lost")
         self._device_waits.add(handle.transport.mark(), over.is_set)
         return _FINISHED
+
+    def _begin_with_helper(
+        self,
+        handle: ElasticGroup,
+        inside: Any,
+        over: threading.Event,
+        name: str,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        """Begin a transfer that may wait for its peer to connect, which a lost one never does."""
+        begun: list[Any] = []
+
+        def begin() -> None:
+            begun.append(_call(handle, inside, over, name, name, arguments, options))
+
+        self._waits.wait_with_helper(begin, _ignore)
+        return begun.pop()
 
     def _wait_on_host(self, operation: _Operation) -> None:
         if operation.name in SURVIVE_TIMEOUTS:
@@ -598,5 +619,5 @@ def _nobody(waiting: bool) -> None:
     pass
 
 
-def _ignore(reason: str) -> None:
+def _ignore(_: object) -> None:
     pass

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -42,10 +42,23 @@ from tests.ranks import rank_store, run_ranks
 from tests.waits import WAIT_S
 
 
+def late() -> GlooBackend:
+    """Return a transport whose ranks connect as an operation needs them, in groups of any size."""
+    return GlooBackend(most_connected=1)
+
+
+def late_over_generations(folder: str, generations: Sequence[int]) -> list[dict[str, Any]]:
+    return over_generations(folder, CPU_BACKEND, generations, late())
+
+
 def test_one_handle_computes_the_same_as_gloo_in_every_generation(tmp_path: Path) -> None:
     wanted = run_ranks(3, with_plain_gloo)
     assert [result["all_reduce"][0] for result in wanted] == [[111.0, 222.0, 333.0]] * 3
-    assert run_ranks(3, over_generations, str(tmp_path), CPU_BACKEND, (1, 2, 5)) == [[want] * 3 for want in wanted]
+    together, later = tmp_path / "together", tmp_path / "later"
+    for folder in (together, later):
+        folder.mkdir()
+    assert run_ranks(3, over_generations, str(together), CPU_BACKEND, (1, 2, 5)) == [[want] * 3 for want in wanted]
+    assert run_ranks(3, late_over_generations, str(later), (1, 2)) == [[want] * 2 for want in wanted]
 
 
 def open_sockets() -> set[str]:
@@ -327,6 +340,46 @@ def form_until_cut() -> str:
 
 def test_forming_is_released_by_a_cut() -> None:
     assert run_ranks(1, form_until_cut) == ["PeersLostError"]
+
+
+def outlive_a_peer_that_has_not_connected(folder: str, operation: Callable[[], object]) -> tuple[str, Any]:
+    """Return how an operation ends whose peer has died before, and what the next generation gives."""
+    store, waiting, outcome = open_store(folder), threading.Event(), "was not there"
+    dies = own_rank() == 1 and os.fork() == 0
+    if own_rank() == 1 and not dies:
+        os.wait()
+        store.set("has died", "")
+    groups = open_groups(own_rank(), 2, on_wait=lambda waits: waits and waiting.set(), transport=late())
+    if dies:
+        groups.form(open_store(folder), 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if own_rank() == 0:
+        groups.form(open_store(folder), 1)
+        store.wait(["has died"])
+        # as the watching thread does once the death is known
+        watcher = threading.Thread(target=lambda: (waiting.wait(WAIT_S), groups.cut(), groups.abandon()))
+        watcher.start()
+        outcome = outcome_of(operation)
+        watcher.join()
+        groups.leave()
+    groups.form(open_store(folder), 2)
+    total = plain(all_reduce(None, [0, 1]))
+    meet(store, "both have it", 2)
+    return outcome, total
+
+
+def receive_from_last() -> None:
+    dist.recv(torch.zeros(3), 1)
+
+
+@pytest.mark.parametrize("operation", [dist.barrier, receive_from_last])
+def test_an_operation_ends_whose_peer_has_died_before_they_connected(
+    operation: Callable[[], object], tmp_path: Path
+) -> None:
+    """gloo tries to connect for long, a transfer as it begins: there is no socket whose end would end the operation."""
+    first, second = run_ranks(2, outlive_a_peer_that_has_not_connected, str(tmp_path), operation)
+    assert first == ("PeersLostError", [11.0, 22.0, 33.0])
+    assert second == ("was not there", [11.0, 22.0, 33.0])
 
 
 NUM_DEATHS = 10

@@ -41,6 +41,9 @@ class HeldTransport:
 
     def begin(self) -> None: ...
 
+    def connects_late(self, size: int) -> bool:
+        return False
+
     def mark(self) -> Mark | None:
         return None
 
