@@ -19,6 +19,9 @@ from moe_ckpt.elastic.rendezvous_store import PollingStore, meet
 
 _log = logging.getLogger(__name__)
 MOST_CONNECTED = 16
+"""The most ranks of a group of gloo that all connect as the group forms. Pipelines have fewer, so
+their transfers never wait for a connection."""
+
 _HOST = torch.device("cpu")
 _UNHELD = contextlib.nullcontext()
 

@@ -1,8 +1,9 @@
 """NCCL inside a process group, and its abort.
 
 Owns: forming communicators, so that a rank that dies meanwhile keeps no other one waiting; ending operations that wait
-for a dead peer; errors of NCCL, which are the caller's. Must not: abort before the end of the generation is in the
-store, as an abort completes operations of peers with wrong data. docs/gpu.md has the reasons for each order.
+for a dead peer; errors of NCCL, which are the caller's. Must not: abort before the caller's flag says that the
+generation is over, as an abort completes operations of peers with wrong data. docs/gpu.md has the reasons for each
+order.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class _Made:
 class NcclBackend:
     """NCCL, with communicators that block: torch's all-to-all fails on others where it has to wait for a peer.
 
-    Kernels of aborted communicators finish, with garbage, on peers, too: after a synchronization the caller asks
-    whether the generation has ended. An abort frees its communicator, so none begins while a thread begins an
+    Kernels of aborted communicators finish, with garbage, on peers, too: the caller confirms results
+    (`ElasticGroups.confirm`). An abort frees its communicator, so none begins while a thread begins an
     operation of it. Raises ConfigError where a setting lets torch's watchdog end this process, or an abort fail.
     """
 
@@ -135,9 +136,9 @@ class NcclBackend:
             self._nccl.ncclGroupStart()
 
     def wait(self, work: Any) -> None:
-        # not `wait`, which aborts the communicator of an operation that has failed: peers could take garbage for the
-        # result before the end of the generation is in the store, where they ask for it. Nor `synchronize`, which
-        # keeps other threads from running while the device has no room for a call
+        # not `wait`, which aborts the communicator of an operation that has failed, before the flag of the generation's
+        # end is set: this rank could add to a guard afterwards, and confirm garbage. Nor `synchronize`, which keeps
+        # other threads from running while the device has no room for a call
         work.block_current_stream()
 
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:

@@ -20,8 +20,8 @@ from moe_ckpt.errors import PeersLostError
 T = TypeVar("T")
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
 _PAUSE_A_RANK_S = 1.5e-4
-"""Four threads of each rank ask once in so many seconds a rank: half of what torch's store
-answers, at 17 us a request."""
+"""Seconds between two requests of a wait, for each rank of the job: four threads of all ranks
+that wait take half of what torch's store answers, at 17 us a request."""
 
 
 class PollingStore(dist.Store):
@@ -41,7 +41,7 @@ class PollingStore(dist.Store):
         *,
         num_ranks: int = 1,
     ) -> None:
-        """Begin.
+        """Open a part of the store.
 
         Args:
             client: The client of the job's store.

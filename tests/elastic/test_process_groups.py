@@ -356,10 +356,16 @@ def outlive_a_peer_that_has_not_connected(folder: str, operation: Callable[[], o
     if own_rank() == 0:
         groups.form(open_store(folder), 1)
         store.wait(["has died"])
-        # as the watching thread does once the death is known
-        watcher = threading.Thread(target=lambda: (waiting.wait(WAIT_S), groups.cut(), groups.abandon()))
+        # as the watching thread does once the death is known, again and again
+        released = threading.Event()
+        watcher = threading.Thread(
+            target=lambda: (
+                waiting.wait(WAIT_S) and wait_until(lambda: groups.cut() or groups.abandon() or released.is_set())
+            )
+        )
         watcher.start()
         outcome = outcome_of(operation)
+        released.set()
         watcher.join()
         groups.leave()
     groups.form(open_store(folder), 2)
@@ -380,6 +386,25 @@ def test_an_operation_ends_whose_peer_has_died_before_they_connected(
     first, second = run_ranks(2, outlive_a_peer_that_has_not_connected, str(tmp_path), operation)
     assert first == ("PeersLostError", [11.0, 22.0, 33.0])
     assert second == ("was not there", [11.0, 22.0, 33.0])
+
+
+def wait_for_a_peer_that_cuts(folder: str) -> str:
+    """Return how an operation ends once the other rank, which is not in it, has cut its groups."""
+    groups, store = open_groups(own_rank(), 2, transport=late()), open_store(folder)
+    groups.form(open_store(folder), 1)
+    dist.all_reduce(torch.ones(1))  # connects
+    meet(store, "both are connected", 2)
+    if own_rank() == 1:
+        groups.cut()
+        store.wait(["rank 0 has its outcome"])
+        return "cut"
+    outcome = outcome_of(dist.barrier)
+    store.set("rank 0 has its outcome", "")
+    return outcome
+
+
+def test_a_cut_shuts_down_what_was_connected_after_the_groups_were_formed(tmp_path: Path) -> None:
+    assert run_ranks(2, wait_for_a_peer_that_cuts, str(tmp_path)) == ["PeersLostError", "cut"]
 
 
 NUM_DEATHS = 10
