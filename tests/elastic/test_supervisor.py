@@ -349,15 +349,17 @@ def test_an_end_of_a_workers_processes_spares_the_daemon(supervised) -> None:
     assert is_alive(int(store.get("daemon/1")))
 
 
+def pause_for_ever() -> int:
+    while True:
+        signal.pause()
+
+
 def supervisor_with_processes(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
     """Supervisor with a daemon and a janitor, whose pids files have, and which notes how it frees memory."""
     place = Path(folder)
 
     def start(name: str) -> int:
-        pid = os.fork()
-        if pid == 0:
-            while True:
-                signal.pause()
+        pid = start_beside(pause_for_ever)
         (place / name).write_text(str(pid))
         return pid
 
