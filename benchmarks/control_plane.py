@@ -41,6 +41,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks.counted_store import CountedStore, Traffic  # noqa: E402
 from launcher.config import compose_settings  # noqa: E402
 from launcher.simulator.config import compose_simulation  # noqa: E402
 from moe_ckpt.collectives import Ranks, Reduction  # noqa: E402
@@ -57,32 +58,6 @@ from moe_ckpt.types import Measured, OperatorTable, ParallelLayout, RunIdentity 
 
 GPUS_A_NODE, LEAST_RANKS_A_STAGE, LEAST_STAGES, MOST_STAGES = 8, 64, 2, 16
 JOIN_S = 300.0
-
-
-@dataclass
-class Traffic:
-    """Store operations and bytes of one rank."""
-
-    operations: int = 0
-    nbytes: int = 0
-
-
-class CountedStore:
-    """Torch's store, as one rank sees it, with what passes counted."""
-
-    def __init__(self, store: dist.Store, traffic: Traffic) -> None:
-        self._store, self._traffic = store, traffic
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._store, name)
-
-        def counted(*arguments: Any) -> Any:
-            answer = method(*arguments)
-            self._traffic.operations += 1
-            self._traffic.nbytes += sum(len(str(each)) for each in (*arguments, answer) if each is not None)
-            return answer
-
-        return counted
 
 
 class SharedGroup:
@@ -306,7 +281,7 @@ def _join(num_ranks: int) -> tuple[float, Sequence[Traffic]]:
 
 
 def _member(folder: Path, rank: int, num_ranks: int, store: dist.Store, traffic: Traffic) -> Membership:
-    counted = cast("dist.Store", CountedStore(store, traffic))
+    counted = CountedStore(store, traffic)
     member = Member(global_rank=rank, world_size=num_ranks, incarnation=0)
     page = StatusPage(folder / str(rank))
     return Membership(member, counted, store, cast("Any", NoGroups()), page, join_s=JOIN_S, grace_s=0.0)

@@ -11,14 +11,13 @@ counted by their commits, with fractions. A row a kind of thread: milliseconds o
 rank and iteration, means over rounds with 95 % intervals, and what a policy adds.
 
 CPU time is of use on a busy machine, too: waits for a core do not count. Names of threads
-are those of benchmarks/thread_names.py; its own thread is left out.
+are those of benchmarks/thread_names.py, whose own thread is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import re
 import statistics
 import sys
@@ -34,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from benchmarks.overhead import student  # noqa: E402
+from benchmarks.overhead import half_interval  # noqa: E402
 from benchmarks.runs import RANKS, current_commit, default_model, hardware  # noqa: E402
 from benchmarks.thread_names import LOOKER  # noqa: E402
 from benchmarks.turns import (  # noqa: E402
@@ -88,7 +87,7 @@ class Mean:
 
 
 def kind_of(process: str, name: str, *, is_main: bool) -> str:
-    """Return the kind of a thread: its process, and its name without numbers.
+    """Return the kind of a thread: the process, and the name of the thread without numbers.
 
     Args:
         process: `worker`, `daemon` or `supervisor`.
@@ -125,8 +124,8 @@ def ms_by_kind(before: Reading, after: Reading, commits_unix_s: Sequence[float],
 
     Args:
         before: The first reading.
-        after: The second one. Threads that began since count from their start; those that
-            have ended do not count.
+        after: The second reading. A thread that has begun between both readings counts from
+            the thread's start; a thread that has ended does not count.
         commits_unix_s: When iterations were committed, from before the first reading to
             after the second one.
         num_ranks: Ranks of the job.
@@ -150,10 +149,7 @@ def ms_by_kind(before: Reading, after: Reading, commits_unix_s: Sequence[float],
 
 def mean_of(values: Sequence[float]) -> Mean:
     """Return the mean of a value a round, with its interval."""
-    if len(values) < 2:
-        return Mean(mean=values[0], half=math.inf)
-    spread = statistics.stdev(values) / math.sqrt(len(values))
-    return Mean(mean=statistics.fmean(values), half=student(len(values) - 1) * spread)
+    return Mean(mean=statistics.fmean(values), half=half_interval(values))
 
 
 def lines(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[str]:
@@ -208,7 +204,7 @@ def _processes_of(job: Job) -> dict[int, str]:
 
 
 def _measure_block(job: Job, num_iterations: int) -> dict[str, float]:
-    """Let a job train for so many iterations; it is stopped before and afterwards."""
+    """Let a job, which is stopped before and afterwards, train for so many iterations."""
     job.go_on()
     _wait_for_commits(job, 1)  # the iteration in which the job was stopped
     before = read_threads(_processes_of(job))

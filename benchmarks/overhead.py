@@ -108,13 +108,17 @@ def student(degrees_of_freedom: int) -> float:
     return _STUDENT[min(degrees_of_freedom, len(_STUDENT)) - 1]
 
 
+def half_interval(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of a mean (Student's t); infinite for one value."""
+    if len(values) < 2:
+        return math.inf
+    return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def ratio(seconds: Sequence[float], beside: Sequence[float]) -> Ratio:
     """Return how much longer iterations of one variant take than those of another, round by round."""
     logs = [math.log(one / other) for one, other in zip(seconds, beside, strict=True)]
-    mean = statistics.mean(logs)
-    if len(logs) < 2:
-        return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
-    half = student(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean, half = statistics.mean(logs), half_interval(logs)
     return Ratio(mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
 
 

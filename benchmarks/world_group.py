@@ -1,9 +1,9 @@
-"""What a group of all ranks on the host asks of the job's one store, and how many connections it opens.
+"""Requests of a group of all ranks on the host to the job's one store, and the connections of that group.
 
     python benchmarks/world_group.py [--ranks 16 64 256 1024] [--most-all-to-all 64] [--write]
 
 Ranks are threads of processes on this machine with a group of gloo each, over torch's
-TCPStore; their requests are counted. `as needed` is this project's way (`GlooBackend`): two ranks connect
+TCPStore. `as needed` is this project's way (`GlooBackend`): two ranks connect
 as an operation first needs both. `all to all` is what gloo does by itself: a rank reads the
 addresses of all others, and connects to all of them. Counted are requests and sockets of the
 rank with the most, to form the group, and then for an all-reduce, a barrier and an exchange with
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import os
 import sys
 import threading
 import time
@@ -34,10 +33,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks.counted_store import CountedStore, Traffic  # noqa: E402
 from benchmarks.marks import rewrite  # noqa: E402
 from benchmarks.runs import current_commit, hardware  # noqa: E402
 from moe_ckpt.elastic.backends import GlooBackend  # noqa: E402
 from moe_ckpt.elastic.rendezvous_store import PollingStore  # noqa: E402
+from moe_ckpt.linux import own_files  # noqa: E402
 
 AS_NEEDED, ALL_TO_ALL = "as needed", "all to all"
 FORKS = multiprocessing.get_context("fork")  # of a process that has imported torch, in milliseconds
@@ -51,38 +52,9 @@ _MARKS = (
 )
 
 
-class CountedStore(dist.Store):
-    """One rank's client of a store, which counts its requests."""
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self._store = store
-        self.num_requests = 0
-
-    def set(self, key: str, value: str) -> None:
-        self.num_requests += 1
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.num_requests += 1
-        return self._store.get(key)
-
-    def add(self, key: str, value: int) -> int:
-        self.num_requests += 1
-        return self._store.add(key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        self.num_requests += 1
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=_LIMIT_S)) -> None:
-        self.num_requests += 1
-        self._store.wait(keys, timeout)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one rank has counted."""
+    """The counts of one rank."""
 
     to_form: int
     """Requests to form the group."""
@@ -99,7 +71,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one group asks for."""
+    """The counts of one group."""
 
     num_ranks: int
     """Ranks of the group."""
@@ -172,13 +144,15 @@ def _be_ranks(ranks: Sequence[int], num_ranks: int, way: str, port: int, pipe: C
 
 
 def _be_rank(rank: int, num_ranks: int, way: str, client: dist.Store) -> Found:
-    store, lock = CountedStore(client), threading.Lock()
-    polling = PollingStore(store, lock, "1/groups/", lambda: False, _LIMIT_S, num_ranks=num_ranks)
+    traffic, lock = Traffic(), threading.Lock()
+    polling = PollingStore(
+        CountedStore(client, traffic), lock, "1/groups/", lambda: False, _LIMIT_S, num_ranks=num_ranks
+    )
     group = (_form_as_needed if way == AS_NEEDED else _form_all_to_all)(polling, rank, num_ranks)
-    formed_s, to_form = time.monotonic(), store.num_requests
+    formed_s, to_form = time.monotonic(), traffic.operations
     _communicate(group, rank, num_ranks)
-    _GROUPS.append((group, store, polling))
-    return Found(to_form=to_form, to_work=store.num_requests - to_form, num_sockets=0.0, formed_s=formed_s)
+    _GROUPS.append((group, polling))
+    return Found(to_form=to_form, to_work=traffic.operations - to_form, num_sockets=0.0, formed_s=formed_s)
 
 
 def _form_as_needed(store: PollingStore, rank: int, num_ranks: int) -> Any:
@@ -205,13 +179,7 @@ def _communicate(group: Any, rank: int, num_ranks: int) -> None:
 
 
 def _num_sockets() -> int:
-    links = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(os.readlink(entry))
-        except OSError:  # closed meanwhile
-            continue
-    return sum(link.startswith("socket:") for link in links)
+    return sum(name.startswith("socket:") for _, name in own_files())
 
 
 def lines(rows: Sequence[Row]) -> list[str]:

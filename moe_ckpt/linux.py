@@ -85,6 +85,13 @@ def thread_states(pid: int) -> str:
     return "".join(fields[_STATE] for thread in threads if (fields := _stat(thread / "stat")))
 
 
+def own_files() -> Iterator[tuple[int, str]]:
+    """Yield the descriptors of this process with the names of their files: `socket:[1234]`, a path, and so on."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            yield int(entry.name), os.readlink(entry)
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal; real-time ones between the first and the last have only numbers."""
     try:

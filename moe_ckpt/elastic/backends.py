@@ -159,7 +159,7 @@ class GlooBackend:
         return self.wrap(group_of(backend, store, _HOST, dist.ProcessGroup.BackendType.GLOO))
 
     def formed(self) -> None:
-        pass  # connections are opened later, and are found as they are needed
+        pass  # a cut finds connections, also those that are opened later, in the loops that watch them
 
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002 - a cut frees none
         return _UNHELD

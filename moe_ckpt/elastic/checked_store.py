@@ -15,26 +15,29 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partialmethod
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from moe_ckpt.errors import StoreLostError
-from moe_ckpt.linux import duplicate_socket, signals_held
+from moe_ckpt.linux import duplicate_socket, own_files, signals_held
 
 _PROBES = 4  # in the time that a connection may be silent
 _LONGEST_PAUSE_S = 32767  # Linux allows no more
 
 
 class CheckedStore(dist.Store):
-    """`client` for a worker or a supervisor; each request runs inside `waits()`.
+    """A client of the job's store, for a worker or a supervisor.
 
-    `heeds_signals`: Python's signal handlers run during a request in the main thread. torch's client alone begins its
-    system call again after a signal, and no handler runs before the answer is there.
+    A request raises StoreLostError where the connection is broken. A wait that no other
+    process ends in time raises torch's DistStoreError.
 
-    Requests raise StoreLostError where the connection is broken. A wait that no other process ends in time raises
-    torch's DistStoreError, as before.
+    Args:
+        client: torch's client.
+        waits: Returns a context in which each request runs.
+        heeds_signals: Whether Python's signal handlers run during a request in the main
+            thread. torch's client alone begins its system call again after a signal, and
+            no handler runs before the answer is there.
     """
 
     def __init__(
@@ -88,8 +91,8 @@ def end_silent_connections(port: int, after_s: float) -> None:
     TCP alone is patient for a quarter of an hour, and without limit where nothing was sent. The other end's kernel
     confirms, so a server may be slow, or stopped.
     """
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError), duplicate_socket(int(entry.name)) as connection:
+    for fd, _ in own_files():
+        with contextlib.suppress(OSError), duplicate_socket(fd) as connection:
             if connection.type == socket.SOCK_STREAM and _peer_port(connection) == port:
                 _limit_silence(connection, after_s)
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from moe_ckpt.linux import duplicate_socket
+from moe_ckpt.linux import duplicate_socket, own_files
 
 T = TypeVar("T")
 
-_OWN_FILES = Path("/proc/self/fd")
 _WATCHED = re.compile(r"^tfd: +([0-9]+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 """A line about an epoll instance in /proc: the descriptor of a file that it watches, and the file's inode."""
 
@@ -38,16 +37,11 @@ class GenerationSockets:
     def formed(self) -> None:
         self._own = frozenset(_open_sockets()) - self._before
 
-    def shut_down(self, *, listening: bool = False) -> None:
-        """Shut the sockets down, those that are `listening` as well: an accept in them then fails."""
+    def shut_down(self) -> None:
+        """Shut the sockets down, those that listen as well: an accept in them then fails."""
         for inode, fd in _open_sockets().items():
             if inode in self._own if self._own is not None else inode not in self._before:
-                _shut_down(fd, inode, listening=listening)
-
-    def have_unread_bytes(self) -> bool:
-        """Return whether bytes have arrived that no thread has read yet."""
-        own = self._own or frozenset()
-        return any(inode in own and _unread_bytes(fd) for inode, fd in _open_sockets().items())
+                _shut_down(fd, inode, listening=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +52,8 @@ class _Loop:
     """The descriptor of the instance."""
 
     listening: frozenset[str]
-    """The sockets that the instance watched at first, which listen. They tell it from a
-    later instance with the same descriptor."""
+    """The listening sockets that the instance watched at first. These sockets tell the
+    instance from a later one with the same descriptor."""
 
 
 class LoopSockets:
@@ -103,19 +97,12 @@ class LoopSockets:
 
 def _open_sockets() -> dict[str, int]:
     """Return the sockets of this process, by inode: a file descriptor's number is soon reused."""
-    return {target: fd for fd, target in _open_files() if target.startswith("socket:")}
+    return {target: fd for fd, target in own_files() if target.startswith("socket:")}
 
 
 def _open_polls() -> list[int]:
     """Return the epoll instances of this process."""
-    return [fd for fd, target in _open_files() if target == "anon_inode:[eventpoll]"]
-
-
-def _open_files() -> Iterator[tuple[int, str]]:
-    """Yield the descriptors of this process, and the names of their files."""
-    for entry in _OWN_FILES.iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            yield int(entry.name), os.readlink(entry)
+    return [fd for fd, target in own_files() if target == "anon_inode:[eventpoll]"]
 
 
 def _watched(poll_fd: int) -> dict[str, int]:
@@ -125,7 +112,7 @@ def _watched(poll_fd: int) -> dict[str, int]:
         for fd, inode in _WATCHED.findall(Path(f"/proc/self/fdinfo/{poll_fd}").read_text()):
             name = f"socket:[{int(inode, 16)}]"
             with contextlib.suppress(OSError):  # closed meanwhile
-                if os.readlink(_OWN_FILES / fd) == name:  # else a pipe, which wakes the loop
+                if os.readlink(f"/proc/self/fd/{fd}") == name:  # else a pipe, which wakes the loop
                     found[name] = int(fd)
     return found
 

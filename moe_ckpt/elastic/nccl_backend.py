@@ -166,7 +166,7 @@ class NcclBackend:
                 abort.start()
             is_making = self._num_being_made > 0
         if is_making:  # a rank that dies leaves the others in NCCL's bootstrap, which torch cannot abort
-            self._sockets.shut_down(listening=True)
+            self._sockets.shut_down()
 
     def is_quiet(self) -> bool:
         with self._lock:
@@ -197,7 +197,7 @@ class NcclBackend:
     def _abort(self, made: _Made, limit_s: float) -> None:
         """Abort a group once no thread begins an operation of it: the generation is over, and none begins later."""
         if not _is_free_within(made.launch, _LAUNCH_S):
-            self._sockets.shut_down(listening=True)  # one that begins a transfer may wait for its peer to connect
+            self._sockets.shut_down()  # one that begins a transfer may wait for its peer to connect
             if not _is_free_within(made.launch, limit_s):
                 die(f"an operation on {self.device} has not begun in runtime.abort_s={limit_s:g} seconds after a cut")
         made.group.abort()

@@ -329,10 +329,9 @@ class ElasticGroups:
             _begin_without_waiting(*arguments, *options.values())
         # a launch may wait for the device, or for a peer to connect
         with self._telling(), handle.launching:
-            if name in TRANSFERS and handle.transport.connects_late(handle.size()):
-                work = self._begin_with_helper(handle, inside, over, name, arguments, options)
-            else:
-                work = _call(handle, inside, over, name, name, arguments, options)
+            call = functools.partial(_call, handle, inside, over, name, name, arguments, options)
+            is_late = name in TRANSFERS and handle.transport.connects_late(handle.size())
+            work = self._begin_with_helper(call) if is_late else call()
         if name in TRANSFERS:
             handle.transfers.total += 1
         if handle.batch is not None:  # the batch's end returns the operation that is waited for
@@ -409,22 +408,10 @@ class ElasticGroups:
         self._device_waits.add(handle.transport.mark(), over.is_set)
         return _FINISHED
 
-    def _begin_with_helper(
-        self,
-        handle: ElasticGroup,
-        inside: Any,
-        over: threading.Event,
-        name: str,
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> Any:
+    def _begin_with_helper(self, begin: Callable[[], Any]) -> Any:
         """Begin a transfer that may wait for its peer to connect, which a lost one never does."""
         begun: list[Any] = []
-
-        def begin() -> None:
-            begun.append(_call(handle, inside, over, name, name, arguments, options))
-
-        self._waits.wait_with_helper(begin, _ignore)
+        self._waits.wait_with_helper(lambda: begun.append(begin()), _ignore)
         return begun.pop()
 
     def _wait_on_host(self, operation: _Operation) -> None:

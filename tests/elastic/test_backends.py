@@ -77,13 +77,13 @@ def test_a_socket_that_gets_the_number_of_another_is_not_cut(pair, monkeypatch: 
     assert passes(later[0])
 
 
-def test_a_listening_socket_is_not_cut() -> None:
-    sockets = GenerationSockets()
-    sockets.begin()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sockets.shut_down()
-        socket.create_connection(server.getsockname(), WAIT_S).close()
-        server.accept()[0].close()
+def test_a_listening_socket_is_not_cut(start: Callable[[], Loop]) -> None:
+    """A loop goes on listening; what bootstraps a communicator is shut down as a whole."""
+    sockets = LoopSockets()
+    server = sockets.add(start).server
+    sockets.shut_down()
+    socket.create_connection(server.getsockname(), WAIT_S).close()
+    server.accept()[0].close()
 
 
 # The sockets that a loop of gloo watches.

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.counted_store import CountedStore, Traffic
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.elastic import process_groups
 from moe_ckpt.elastic.backends import GlooBackend
@@ -470,42 +471,25 @@ def test_results_of_gloo_count_as_they_are(tmp_path: Path) -> None:
     assert run_ranks(NUM_RANKS, decide_on_gloo, str(tmp_path)) == [(RIGHT, 1)] * NUM_RANKS
 
 
-class AskedStore(dist.FileStore):
-    """A store that counts the requests that a generation makes of it."""
-
-    num_requests = 0
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        self.num_requests += 1
-        return super().compare_set(key, expected_value, desired_value)
-
-    def check(self, keys: list[str]) -> bool:
-        self.num_requests += 1
-        return super().check(keys)
-
-    def get(self, key: str) -> bytes:
-        self.num_requests += 1
-        return super().get(key)
-
-    def add(self, key: str, value: int) -> int:
-        self.num_requests += 1
-        return super().add(key, value)
-
-
 def decide_without_the_store(folder: str) -> tuple[bool, int]:
     """Return whether joining asks the store, and the number of requests of a hundred decisions."""
     Generations(open_store(folder)).set_incarnation(own_rank(), 0)
-    store = AskedStore(str(Path(folder) / "store"), -1)
+    traffic = Traffic()
     membership = open_membership(
-        folder, own_rank(), 2, connect=lambda _: store, watched=open_store(folder), transport=CutOffTransport()
+        folder,
+        own_rank(),
+        2,
+        connect=lambda folder: CountedStore(open_store(folder), traffic),
+        watched=open_store(folder),
+        transport=CutOffTransport(),
     )
     membership.join()
     TorchRanks().barrier()  # gloo reads addresses as it first needs them
-    joined = store.num_requests
+    joined = traffic.operations
     for _ in range(100):
         TorchRanks().barrier()
         TorchRanks().confirm()
-    return joined > 0, store.num_requests - joined
+    return joined > 0, traffic.operations - joined
 
 
 def test_no_decision_asks_the_store(tmp_path: Path) -> None:

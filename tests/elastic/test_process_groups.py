@@ -26,6 +26,7 @@ from moe_ckpt.elastic.backends import GlooBackend
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroup, ElasticGroups
 from moe_ckpt.elastic.supervisor import run_and_exit
 from moe_ckpt.errors import PeersLostError
+from moe_ckpt.linux import own_files
 from tests.elastic.collectives import (
     COLLECTIVES,
     all_reduce,
@@ -62,11 +63,7 @@ def test_one_handle_computes_the_same_as_gloo_in_every_generation(tmp_path: Path
 
 
 def open_sockets() -> set[str]:
-    targets = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            targets.add(os.readlink(entry))
-    return {target for target in targets if target.startswith("socket:")}
+    return {name for _, name in own_files() if name.startswith("socket:")}
 
 
 def use_groups_after_a_leave(folder: str) -> tuple[set[str], set[str], bool, bool]:
