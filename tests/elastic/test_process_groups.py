@@ -353,13 +353,8 @@ def outlive_a_peer_that_has_not_connected(folder: str, operation: Callable[[], o
     if own_rank() == 0:
         groups.form(open_store(folder), 1)
         store.wait(["has died"])
-        # as the watching thread does once the death is known, again and again
         released = threading.Event()
-        watcher = threading.Thread(
-            target=lambda: (
-                waiting.wait(WAIT_S) and wait_until(lambda: groups.cut() or groups.abandon() or released.is_set())
-            )
-        )
+        watcher = threading.Thread(target=release, args=(groups, waiting, released, "large"))
         watcher.start()
         outcome = outcome_of(operation)
         released.set()
@@ -383,6 +378,35 @@ def test_an_operation_ends_whose_peer_has_died_before_they_connected(
     first, second = run_ranks(2, outlive_a_peer_that_has_not_connected, str(tmp_path), operation)
     assert first == ("PeersLostError", [11.0, 22.0, 33.0])
     assert second == ("was not there", [11.0, 22.0, 33.0])
+
+
+NUM_ROLES = 6
+"""Generations in which each rank is, by chance, the one that connects or the one that waits for it."""
+
+
+def receive_from_an_idle_peer(folder: str) -> list[str]:
+    """Return how transfers end that a cut reaches before their peer has begun any, generation by generation."""
+    waiting, outcomes = threading.Event(), []
+    groups = open_groups(own_rank(), 2, on_wait=lambda waits: waits and waiting.set(), transport=late())
+    store = open_store(folder)
+    for generation in range(1, 1 + NUM_ROLES):
+        groups.form(open_store(folder), generation)
+        if own_rank() == 0:
+            waiting.clear()
+            released = threading.Event()
+            watcher = threading.Thread(target=release, args=(groups, waiting, released, "large recv"))
+            watcher.start()
+            outcomes.append(outcome_of(receive_from_last))
+            released.set()
+            watcher.join()
+        meet(store, f"the end of {generation}", 2)
+        groups.leave()
+    return outcomes
+
+
+def test_a_transfer_that_waits_for_its_peer_to_connect_is_released_by_a_cut(tmp_path: Path) -> None:
+    outcomes, _ = run_ranks(2, receive_from_an_idle_peer, str(tmp_path))
+    assert outcomes == ["PeersLostError"] * NUM_ROLES
 
 
 def wait_for_a_peer_that_cuts(folder: str) -> str:
