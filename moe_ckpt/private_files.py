@@ -28,18 +28,31 @@ def make_private(folder: Path) -> None:
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
 
-def write_private(path: Path, content: str | bytes) -> None:
+def write_private(path: str | Path, content: str | bytes) -> None:
     """Write a file, in place of one that is there.
 
     Raises:
         OSError: The file cannot be written.
     """
-    data = content.encode() if isinstance(content, str) else content
-    # a new file, as one that is there may be another user's, who could read what is written into it
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    with open(path, "xb", opener=open_private) as file:
-        file.write(data)
+    data = memoryview(content.encode() if isinstance(content, str) else content)
+    fd = _new_file(path)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    finally:
+        os.close(fd)
+
+
+def _new_file(path: str | Path) -> int:
+    """Create a file in place of one that is there, and return its descriptor."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return open_private(path, flags)
+    except FileExistsError:
+        # it may be another user's, who could read what is written into it
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return open_private(path, flags)
 
 
 def replace_private(path: Path, content: str) -> None:

@@ -2,7 +2,7 @@
 
 Owns: framing, checksums of all bytes, and the limit on every wait. Must not: interpret messages, or unpickle.
 
-    length, 4 bytes | its complement | XXH3 of the message, 8 bytes | JSON      a message
+    length, 4 bytes | its complement | XXH3 of the message, 8 bytes | MessagePack      a message
     bytes of an agreed number                                                   a stream; both ends compute its XXH3
 """
 
@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import xxhash
 
-from moe_ckpt.replication.messages import Message, Refused, message_from_json, message_to_json
+from moe_ckpt.replication.messages import Message, Refused, message_from_bytes, message_to_bytes
 
 CHUNK_BYTES = 1 << 20
 MOST_MESSAGE_BYTES = 16 << 20
@@ -100,7 +100,7 @@ class Connection:
         if found != wanted:
             raise ConnectionError(f"got a message with XXH3 {found:016x}, wanted {wanted:016x}")
         try:
-            return message_from_json(bytes(body))
+            return message_from_bytes(body)
         except ValueError as error:
             raise ConnectionError(str(error)) from error
 
@@ -193,7 +193,7 @@ class Connection:
 
 def _framed(message: Message) -> bytes:
     """Return a message's head and body. Raises OSError for a message that no receiver takes."""
-    body = message_to_json(message)
+    body = message_to_bytes(message)
     if len(body) > MOST_MESSAGE_BYTES:
         raise OSError(f"got a message of {len(body)} bytes to send, wanted at most {MOST_MESSAGE_BYTES}")
     head = _HEAD.pack(len(body), len(body) ^ _ALL_BITS, xxhash.xxh3_64_intdigest(body))

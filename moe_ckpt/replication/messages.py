@@ -1,4 +1,4 @@
-"""The messages between daemons and workers: values, and their form as JSON.
+"""The messages between daemons and workers: values, and their form as MessagePack.
 
 Owns: the kinds of messages, and strict reading. Must not: send messages, or execute their requests.
 
@@ -193,18 +193,19 @@ class UsePeers(Message, frozen=True, kw_only=True):
 
 
 # made at import: two threads that first decoded a type at the same time crashed a daemon inside msgspec 0.22
-_NAMED = msgspec.json.Decoder(dict[str, Raw])
+_NAMED = msgspec.msgpack.Decoder(dict[str, Raw])
 _KINDS = {kind.__name__: kind for kind in Message.__subclasses__()}
-_DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()}
+_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()}
 
 
-def message_to_json(message: Message) -> bytes:
-    """Return a message as a JSON object with one field: its kind, with its fields."""
-    return msgspec.json.encode({type(message).__name__: message})
+def message_to_bytes(message: Message) -> bytes:
+    """Return a message as a map with one entry: its kind, with its fields."""
+    # MessagePack: JSON would have headers of blobs in base 64, and each iteration sends one
+    return msgspec.msgpack.encode({type(message).__name__: message})
 
 
-def message_from_json(data: bytes) -> Message:
-    """Return the message that `message_to_json` wrote. Raises ValueError if the bytes are anything else."""
+def message_from_bytes(data: bytes | bytearray) -> Message:
+    """Return the message that `message_to_bytes` wrote. Raises ValueError if the bytes are anything else."""
     try:
         ((name, content),) = _NAMED.decode(data).items()
         return _DECODERS[name].decode(content)

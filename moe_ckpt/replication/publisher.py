@@ -8,7 +8,6 @@ logs again what it sent.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 import secrets
@@ -17,13 +16,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotInTimeError
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, PeersLostError
 from moe_ckpt.mirror.plan import Mirrored
@@ -43,9 +40,9 @@ from moe_ckpt.snapshot.adam_update import (
 )
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 from moe_ckpt.snapshot.codec import Snapshot, SnapshotHeader, header_from_json, header_to_json
+from moe_ckpt.snapshot.step_codec import start_from_bytes, start_to_bytes, step_from_bytes, step_to_bytes
 from moe_ckpt.snapshot.step_log import START, STEP, StepRecord, window_steps
 from moe_ckpt.snapshot.windows import HostBuffers
-from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
 _SNAPSHOT, _LOCAL = "snapshot-", "local-"
@@ -53,8 +50,6 @@ _OLDER_STEP = "record-"
 """How keys of records begin in windows of older versions, in which each start is a blob of its own."""
 
 _KEY = re.compile(rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{STEP}|{_OLDER_STEP})([0-9]+))")
-_TIED = "tied_gradient"
-_GRADIENTS, _BATCHES = "gradients", "batches"
 
 
 class Copies(Protocol):
@@ -259,17 +254,11 @@ class Publisher:
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
         """Publish the state that an iteration starts from."""
-        self._put(f"{START}{iteration}", save(dict(start)))
+        self._put(f"{START}{iteration}", start_to_bytes(start))
 
     def add_step(self, record: StepRecord, start: Mapping[str, torch.Tensor] | None) -> None:
         """Publish an iteration's record, and the start of the iteration unless it is None."""
-        tensors = {f"{START}{name}": tensor for name, tensor in (start or {}).items()}
-        if record.tied_gradient is not None:
-            tensors[_TIED] = record.tied_gradient
-        facts = {_GRADIENTS: json.dumps(asdict(record.gradients))}
-        if record.batches is not None:
-            facts[_BATCHES] = record.batches
-        self._put(f"{STEP}{record.iteration}", save(tensors, metadata=facts))
+        self._put(f"{STEP}{record.iteration}", step_to_bytes(record, start))
 
     def drop_steps(self, starts: Iterable[int], steps: Iterable[int]) -> None:
         """Withdraw the starts and the steps of these iterations."""
@@ -564,37 +553,12 @@ def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
             if _is_snapshot(key) and blob.payload is not None:
                 snapshots.append(Snapshot(header=header_from_json(blob.header), payload=blob.payload))
             elif key.startswith(START):
-                starts[_numbers(key)[0]] = _tensors(blob)[0]
+                starts[_numbers(key)[0]] = start_from_bytes(blob.header)
             elif key.startswith((STEP, _OLDER_STEP)):
                 iteration = _numbers(key)[0]
-                records[iteration], start = _step(iteration, blob)
+                records[iteration], start = step_from_bytes(iteration, blob.header)
                 if start:
                     starts.setdefault(iteration, start)  # one that was published alone is as new, or newer
         except CheckpointLoadError as error:
             _log.warning("%s cannot be used: %s", key, error)
     return FolderContents(snapshots=tuple(snapshots), starts=starts, records=records)
-
-
-def _tensors(blob: Blob) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors and the facts of a blob without payload."""
-    try:
-        tensors = load(blob.header)  # first: it checks the form of the JSON
-        length = int.from_bytes(blob.header[:8], "little")
-        return tensors, json.loads(blob.header[8 : 8 + length]).get("__metadata__", {})
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointLoadError(f"step log: {error}") from error
-
-
-def _step(iteration: int, blob: Blob) -> tuple[StepRecord, dict[str, torch.Tensor]]:
-    """Return an iteration's record and its start, which is empty if it is not there."""
-    tensors, facts = _tensors(blob)
-    try:
-        fields = json.loads(facts[_GRADIENTS])
-        gradients = ReadyGradients(**{**fields, "overflows": tuple(fields["overflows"])})
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointLoadError(f"step record: got {facts} ({error!r}), wanted gradients as JSON") from error
-    record = StepRecord(
-        iteration=iteration, gradients=gradients, tied_gradient=tensors.get(_TIED), batches=facts.get(_BATCHES)
-    )
-    start = {name.removeprefix(START): tensor for name, tensor in tensors.items() if name.startswith(START)}
-    return record, start

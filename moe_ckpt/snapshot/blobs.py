@@ -81,6 +81,7 @@ class _Index:
 
     def __init__(self, path: Path, *, synced: bool) -> None:
         self._path = path
+        self._folder = f"{path}{os.sep}"
         self._synced = synced
 
     def keys(self) -> list[str]:
@@ -91,42 +92,53 @@ class _Index:
         """Return the files of entries that never became visible."""
         return [path for path in _listed(self._path) if path.suffix == _UNFINISHED]
 
+    # by `os` and plain text: each iteration waits for an entry, and `pathlib` takes
+    # more time than the kernel
+
     def read(self, key: str) -> IndexEntry:
         """Return an entry. Raises CheckpointLoadError if it is missing or damaged."""
         path = self._path_of(key)
         try:
-            data = path.read_bytes()
+            with open(path, "rb", buffering=0) as file:
+                data = file.readall()
         except OSError as error:
             raise CheckpointLoadError(f"{path}: {error.strerror}") from error
         return entry_from_bytes(key, data)
 
-    def write(self, entry: IndexEntry, buffer: Path | None) -> None:
+    def write(self, entry: IndexEntry, buffer: str | None) -> None:
         """Make an entry visible, atomically, in place of one of the same key. Raises CheckpointSaveError."""
         path = self._path_of(entry.key)
-        unfinished = path.with_suffix(_UNFINISHED)
+        unfinished = f"{self._folder}{entry.key}{_UNFINISHED}"
         try:
             if buffer is not None:
-                buffer.stat()  # the folder may have been deleted meanwhile
-            make_private(path.parent)
-            write_private(unfinished, entry_to_bytes(entry))
+                os.stat(buffer)  # the folder may have been deleted meanwhile
+            self._write_unfinished(unfinished, entry_to_bytes(entry))
             if self._synced:
-                sync(*([buffer, buffer.parent] if buffer else ()), unfinished)
+                sync(*([buffer, os.path.dirname(buffer)] if buffer else ()), unfinished)
             # the entry appears last: a death before leaves the old blob, and a power cut no entry without its bytes
-            unfinished.replace(path)
+            os.replace(unfinished, path)
             if self._synced:
                 # the new name is a change of the folder, which the sync of the file does not bring to the device
-                sync(path.parent)
+                sync(self._folder)
         except OSError as error:
             where = self._path.parent
             raise CheckpointSaveError(f"blob {entry.key} in {where}: got {error}, wanted to write it") from error
 
     def remove(self, key: str) -> None:
         """Remove an entry, if it exists."""
-        self._path_of(key).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path_of(key))
 
-    def _path_of(self, key: str) -> Path:
+    def _write_unfinished(self, path: str, data: bytes) -> None:
+        try:
+            write_private(path, data)
+        except FileNotFoundError:  # the first entry
+            make_private(self._path)
+            write_private(path, data)
+
+    def _path_of(self, key: str) -> str:
         assert is_key(key), f"not a key: {key!r}"
-        return self._path / f"{key}{_ENTRY}"
+        return f"{self._folder}{key}{_ENTRY}"
 
 
 class BlobFolder:
@@ -204,7 +216,7 @@ class BlobFolder:
                 header=header,
                 payload_xxh3=payload_xxh3,
             )
-            self._index.write(entry, None if name is None else self._buffer_path(name))
+            self._index.write(entry, None if name is None else str(self._buffer_path(name)))
 
     def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
         """Publish a blob and leave `payload` to it: this process unmaps it, and `discard` or a newer blob frees it.
@@ -393,7 +405,7 @@ def _listed(directory: Path) -> list[Path]:
         return []
 
 
-def sync(*paths: Path) -> None:
+def sync(*paths: str | Path) -> None:
     """Wait until files, or the entries of folders, are on the device. Raises OSError."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)  # `open` refuses folders

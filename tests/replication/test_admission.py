@@ -21,7 +21,7 @@ from moe_ckpt.replication.messages import (
     Message,
     Ticket,
     Welcome,
-    message_to_json,
+    message_to_bytes,
     parse_address,
 )
 from moe_ckpt.replication.strangers import RareWarning
@@ -98,7 +98,7 @@ def test_only_a_client_with_the_token_is_admitted(server: Server, changes: dict[
 
 
 def test_a_server_without_the_token_is_refused_and_does_not_learn_it(server: Server) -> None:
-    assert TICKET.token.encode() not in message_to_json(heard_by(server))
+    assert TICKET.token.encode() not in message_to_bytes(heard_by(server))
     assert TICKET.token not in repr(TICKET)
 
 

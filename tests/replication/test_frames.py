@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.replication.connection import Connection
-from moe_ckpt.replication.messages import Done, Message, message_to_json
+from moe_ckpt.replication.messages import Done, Message, message_to_bytes
 from tests.properties import GENERATORS, MANY, PER_EXAMPLE, inputs
 from tests.replication.peers import frame
 from tests.waits import WAIT_S
@@ -31,7 +31,7 @@ def received(content: bytes) -> Message:
 
 
 def test_a_message_is_received() -> None:
-    assert received(frame(message_to_json(Done()))) == Done()
+    assert received(frame(message_to_bytes(Done()))) == Done()
 
 
 @inputs(MANY)
@@ -44,7 +44,7 @@ def test_any_bytes_end_the_connection(beginning: bytes, chosen: random.Random) -
 
 
 def test_a_message_with_any_changed_byte_ends_the_connection() -> None:
-    intact = frame(message_to_json(Done()))
+    intact = frame(message_to_bytes(Done()))
     for position, change in itertools.product(range(len(intact)), range(1, 256)):
         content = bytearray(intact)
         content[position] ^= change

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from moe_ckpt.replication import messages
 from moe_ckpt.replication.messages import (
@@ -18,12 +18,13 @@ from moe_ckpt.replication.messages import (
     Found,
     Keys,
     Message,
-    message_from_json,
-    message_to_json,
+    message_from_bytes,
+    message_to_bytes,
     parse_address,
 )
 from tests.properties import GENERATORS, MANY, PER_EXAMPLE, inputs, random_number, random_text
 
+_SCALARS = st.none() | st.integers(-(2**63), 2**64 - 1) | st.text()
 KINDS = list(messages._KINDS.values())
 VALUES: dict[str, Callable[[random.Random], Any]] = {
     "bool": lambda chosen: chosen.random() < 0.5,
@@ -47,64 +48,74 @@ def random_message(chosen: random.Random) -> Message:
 def test_every_message_is_read_back(chosen: random.Random) -> None:
     for _ in range(PER_EXAMPLE):
         message = random_message(chosen)
-        assert message_from_json(message_to_json(message)) == message
+        assert message_from_bytes(message_to_bytes(message)) == message
 
 
 @given(st.text())
 def test_every_text_is_read_back(text: str) -> None:
-    assert message_from_json(message_to_json(Keys(keys=(text, text)))) == Keys(keys=(text, text))
+    assert message_from_bytes(message_to_bytes(Keys(keys=(text, text)))) == Keys(keys=(text, text))
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"{}",
-        b'{"Done":{}',
-        b'{"Done":[]}',
-        b'{"Done":{},"Keys":{}}',
-        b'{"Done":{"more":1}}',
-        b'{"Nothing":{}}',
-        b'{"Message":{}}',
-        b'{"Keys":{}}',
-        b'{"Keys":{"keys":"ab"}}',
-        b'{"Keys":{"keys":[1]}}',
-        b'{"Found":{"header_bytes":-1,"payload_bytes":null}}',
-        b'{"Found":{"header_bytes":9223372036854775808,"payload_bytes":null}}',
-        b'{"Found":{"header_bytes":true,"payload_bytes":null}}',
-        b'{"Found":{"header_bytes":1.0,"payload_bytes":null}}',
-        b'{"Found":{"header_bytes":null,"payload_bytes":null}}',
-        b'{"Refused":{"reason":"x","garbled":1}}',
-        b'{"Refused":{"reason":null,"garbled":true}}',
-        b"[" * 100_000,
+        {},
+        {"Done": []},
+        {"Done": {}, "Keys": {}},
+        {"Done": {"more": 1}},
+        {"Nothing": {}},
+        {"Message": {}},
+        {"Keys": {}},
+        {"Keys": {"keys": "ab"}},
+        {"Keys": {"keys": [1]}},
+        {"Found": {"header_bytes": -1, "payload_bytes": None}},
+        {"Found": {"header_bytes": 2**63, "payload_bytes": None}},
+        {"Found": {"header_bytes": True, "payload_bytes": None}},
+        {"Found": {"header_bytes": 1.0, "payload_bytes": None}},
+        {"Found": {"header_bytes": None, "payload_bytes": None}},
+        {"Refused": {"reason": "x", "garbled": 1}},
+        {"Refused": {"reason": None, "garbled": True}},
     ],
 )
-def test_other_content_is_refused_as_a_message(content: bytes) -> None:
+def test_other_content_is_refused_as_a_message(content: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not a message"):
-        message_from_json(content)
+        message_from_bytes(msgpack.encode(content))
 
 
-@given(st.binary() | st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner)).map(json.dumps))
-def test_any_bytes_are_refused_with_a_value_error(content: bytes | str) -> None:
+@pytest.mark.parametrize(
+    "content", [msgpack.encode({"Done": {}})[:-1], msgpack.encode({"Done": {}}) + b"\0", b"\x91" * 100_000]
+)
+def test_a_part_of_a_message_or_more_than_one_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="not a message"):
-        message_from_json(content.encode() if isinstance(content, str) else content)
+        message_from_bytes(content)
+
+
+@given(st.binary() | st.recursive(_SCALARS, lambda inner: st.lists(inner)).map(msgpack.encode))
+def test_any_bytes_are_refused_with_a_value_error(content: bytes) -> None:
+    with pytest.raises(ValueError, match="not a message"):
+        message_from_bytes(content)
 
 
 @inputs(MANY)
 @given(GENERATORS)
 def test_a_changed_message_is_another_one_or_refused(chosen: random.Random) -> None:
     for _ in range(PER_EXAMPLE):
-        content = bytearray(message_to_json(random_message(chosen)))
+        content = bytearray(message_to_bytes(random_message(chosen)))
         for _ in range(chosen.randrange(1, 4)):
-            content[chosen.randrange(len(content))] = chosen.choice((chosen.randrange(256), *b'"[]{},:0'))
+            content[chosen.randrange(len(content))] = chosen.choice(
+                (chosen.randrange(256), 0x80, 0x81, 0x90, 0xA1, 0xC0, 0xC4)
+            )
         with contextlib.suppress(ValueError):  # it is no message any more
-            found = message_from_json(bytes(content))
-            assert message_from_json(message_to_json(found)) == found
+            found = message_from_bytes(bytes(content))
+            assert message_from_bytes(message_to_bytes(found)) == found
 
 
 def test_the_form_of_a_message() -> None:
-    assert message_to_json(Keys(keys=("a", "b"))) == b'{"Keys":{"keys":["a","b"]}}'
+    assert msgpack.decode(message_to_bytes(Keys(keys=("a", "b")))) == {"Keys": {"keys": ["a", "b"]}}
     found = Found(header=b"abc", payload_bytes=None)
-    assert message_to_json(found) == b'{"Found":{"header":"YWJj","header_bytes":0,"payload_bytes":null}}'
+    assert msgpack.decode(message_to_bytes(found)) == {
+        "Found": {"header": b"abc", "header_bytes": 0, "payload_bytes": None}
+    }
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "node-7.cluster", "::1"])

@@ -17,8 +17,19 @@ from moe_ckpt.replication.admission import MOST_GREETING_BYTES
 from moe_ckpt.replication.connection import CHUNK_BYTES, RefusedError
 from moe_ckpt.replication.copy_server import HoldingRules
 from moe_ckpt.replication.fetch import clear_held, list_held
-from moe_ckpt.replication.messages import Address, Clear, Done, Drop, Found, Get, ListKeys, Message, Put, Ticket
-from moe_ckpt.replication.messages import message_to_json as to_json
+from moe_ckpt.replication.messages import (
+    Address,
+    Clear,
+    Done,
+    Drop,
+    Found,
+    Get,
+    ListKeys,
+    Message,
+    Put,
+    Ticket,
+    message_to_bytes,
+)
 from moe_ckpt.replication.sender import Replicator
 from moe_ckpt.replication.transfer import MOST_HEADER_BYTES
 from moe_ckpt.snapshot.blobs import BlobFolder
@@ -173,7 +184,7 @@ STRANGERS = {
     "half a head": b"\x00" * 5,
     "too long": b"\xff" * 100,
     "no message": frame(b"nonsense"),
-    "no ticket": frame(to_json(Get(owner_rank=0, key="a"))),
+    "no ticket": frame(message_to_bytes(Get(owner_rank=0, key="a"))),
     "a long greeting": frame(b"", length=MOST_GREETING_BYTES + 1),
 }
 

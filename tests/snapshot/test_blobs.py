@@ -221,7 +221,7 @@ def die_while_publishing(path: str, step: str) -> None:
     if step == "memory":
         os.posix_fallocate = dying(os.posix_fallocate)
     elif step == "renamed":
-        Path.replace = dying(Path.replace)
+        os.replace = dying(os.replace)
     else:
         share = 2 if step == "half an entry" else 1
         blobs.write_private = dying(lambda path, data: write_private(path, data[: len(data) // share]))
