@@ -3,7 +3,7 @@
 Owns: one recovery, from the common inventory to the proof that a replay left healthy ranks unchanged. Must not: decide
 which stages roll back (`recovery.plan` does) or in which steps (`recovery.convert` does).
 
-    all ranks        inventory -> plan                                                        -> outcome
+    all ranks        inventory -> plan -> what it takes is intact                             -> outcome
     segment          load snapshot -> [receive logs of i -> replay i -> load ...] -> compare
     its neighbours   send logs of i, i+1, ...
 """
@@ -27,7 +27,7 @@ from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
 from moe_ckpt.snapshot.codec import Snapshot
-from moe_ckpt.snapshot.verified_windows import contents_of, cut_of, verified_window
+from moe_ckpt.snapshot.verified_windows import contents_of, cut_of, listed_window, require_intact
 from moe_ckpt.snapshot.windows import Window
 
 _log = logging.getLogger(__name__)
@@ -62,18 +62,23 @@ class StageRecovery:
         # before `carry_out` takes digests of healthy ranks: they are those of the target, which a replay must reach
         if undo and not lost.mine:
             self._stage.restore_start(self._memory.steps.start(target + 1), undo=target + 1)
-        inventories = gather_results(self._place.ranks, lambda: self.inventory(target), CheckpointLoadError)
-        plan = plan_recovery(
-            lost.stages, inventories, target_iteration=target, boundary_log=self._memory.boundary is not None
-        )
-        if plan.target_iteration != target:
-            raise CheckpointLoadError(f"nothing leads to iteration {target}: {'; '.join(plan.lines())}")
+        has_log = self._memory.boundary is not None
+        while True:
+            inventories = gather_results(self._place.ranks, lambda: self.inventory(target), CheckpointLoadError)
+            plan = plan_recovery(lost.stages, inventories, target_iteration=target, boundary_log=has_log)
+            if plan.target_iteration != target:
+                raise CheckpointLoadError(f"nothing leads to iteration {target}: {'; '.join(plan.lines())}")
+            if self.confirms(plan):
+                break
         self.carry_out(plan, live=not lost.mine)
         if self._place.shard.global_rank == 0:
             _log.warning("%s", "; ".join(plan.lines()))
 
     def inventory(self, target: int | None) -> Inventory:
-        """Return this rank's own verified sources that lead to `target`, or to any iteration (None)."""
+        """Return this rank's own sources that lead to `target`, or to any iteration (None).
+
+        Their contents have not been read: `confirms` does that for those that a plan takes.
+        """
         boundary = self._memory.boundary
         refs = [
             ref
@@ -86,9 +91,21 @@ class StageRecovery:
             stage=self._place.stage,
             windows=tuple(refs),
             held={},
-            logged_from=boundary.usable_from(last) if boundary else last + 1,
+            logged_from=boundary.complete_from(last) if boundary else last + 1,
             logged_to=last,
         )
+
+    def confirms(self, plan: RecoveryPlan, *, has_fetched: bool = False) -> bool:
+        """Return whether all that a plan takes from ranks is intact; what is damaged is dropped. Collective.
+
+        Args:
+            plan: The plan. If it is not confirmed, take stock and plan again.
+            has_fetched: This rank's window was fetched for the plan, and verified then.
+        """
+        intact = gather_results(
+            self._place.ranks, lambda: self._is_intact(plan, has_fetched=has_fetched), CheckpointLoadError
+        )
+        return all(intact)
 
     def carry_out(self, plan: RecoveryPlan, *, live: bool, progress: Progress = lambda _: None) -> int:
         """Bring this rank to the plan's target; return the number of iterations that it executed.
@@ -163,16 +180,42 @@ class StageRecovery:
     def _usable(self, window: Window) -> WindowRef | None:
         try:
             steps_to = self._memory.steps.reaches(window.start + 1)
-            return verified_window(window.snapshots, self._place.identity, self._place.shard, steps_to)
+            return listed_window(window.snapshots, self._place.identity, self._place.shard, steps_to)
         except CheckpointLoadError as error:
-            self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
-            _log.warning("%s cannot be used: %s", window, error)
-            self._memory.snapshots.drop(window.start)
+            self._drop(window, error)
             return None
+
+    def _is_intact(self, plan: RecoveryPlan, *, has_fetched: bool) -> bool:
+        """Verify what this rank gives to a plan, and drop what is damaged."""
+        stage, target = self._place.stage, plan.target_iteration
+        mine = plan.rollback_of(stage)
+        has_window = mine is None or has_fetched or self._has_intact(mine.window_start)
+        served = [each.starts_from for each in plan.rollbacks if stage in each.neighbours(plan.num_stages)]
+        boundary = self._memory.boundary
+        lacks_log = boundary is not None and bool(served) and boundary.drop_damaged(1 + min(served), target)
+        return has_window and not lacks_log
+
+    def _has_intact(self, window_start: int) -> bool:
+        """Verify the window of this rank that starts there, and drop it if it is damaged."""
+        window = self._window_at(window_start)
+        try:
+            require_intact(window.snapshots, self._place.identity, self._place.shard)
+        except CheckpointLoadError as error:
+            self._drop(window, error)
+            return False
+        return True
+
+    def _drop(self, window: Window, error: CheckpointLoadError) -> None:
+        self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
+        _log.warning("%s cannot be used: %s", window, error)
+        self._memory.snapshots.drop(window.start)
+
+    def _window_at(self, start: int) -> Window:
+        return next(window for window in self._memory.snapshots.windows() if window.start == start)
 
     def _roll_back(self, rollback: Rollback, target: int, progress: Progress) -> int:
         """Load and replay, or go on with a replay; return the bytes received from neighbours."""
-        window = next(window for window in self._memory.snapshots.windows() if window.start == rollback.window_start)
+        window = self._window_at(rollback.window_start)
         contents = [contents_of(snapshot) for snapshot in window.snapshots]
         cut = cut_of(contents)
 

@@ -3,7 +3,7 @@
 Owns: the inventory of all ranks, finishing or undoing a step that was cut off, and fetching lost memory from peers.
 Must not: decide which stages roll back (`recovery` does), or replay (`engine.stage_recovery` does).
 
-    standings -> target -> finish or undo -> inventories -> plan -> fetch -> carry out
+    standings -> target -> finish or undo -> inventories -> plan -> fetch -> verify -> carry out
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.engine.survey import CopySurvey
-from moe_ckpt.engine.window_sources import WindowSources
+from moe_ckpt.engine.window_sources import Fetched, WindowSources
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState
 from moe_ckpt.recovery.plan import RecoveryPlan, after_fetches, plan_recovery
@@ -73,8 +73,7 @@ class WindowRecovery:
             return RecoveredState(iteration=None)
         started_s = time.monotonic()
         brought_bytes = self._bring_from_hosts()
-        inventories = self._take_stock(target, state.replayed)
-        plan, fetched_bytes = self._plan_and_fetch(target, inventories)
+        plan, fetched_bytes = self._plan_and_fetch(target, state.replayed)
         fetch_s = time.monotonic() - started_s
         if plan.rollback_of(self._place.stage):
             state.lose()  # a fault during the replay must not find this state live, at no iteration
@@ -121,10 +120,13 @@ class WindowRecovery:
         self.copies.drop_all()
         # through memory, as after a fetch: the same checks, and a rank that dies meanwhile leaves the disk as it is
         gather_results(self._place.ranks, lambda: self._sources.restore(publisher, disk), CheckpointLoadError)
-        inventories = gather_results(
-            self._place.ranks, lambda: self._stage_recovery.inventory(None), CheckpointLoadError
-        )
-        plan = self._plan(None, inventories)
+        while True:
+            inventories = gather_results(
+                self._place.ranks, lambda: self._stage_recovery.inventory(None), CheckpointLoadError
+            )
+            plan = self._plan(None, inventories)
+            if self._stage_recovery.confirms(plan):
+                break
         self._stage_recovery.carry_out(plan, live=False)
         self._keep_safest()
         starts = {rollback.window_start for rollback in plan.rollbacks}
@@ -160,7 +162,10 @@ class WindowRecovery:
         return True
 
     def _take_stock(self, target: Target | None, replayed: ReplayedState | None) -> list[Inventory]:
-        """Return every rank's sources; copies only for ranks whose own memory does not lead to the target."""
+        """Return every rank's sources; copies only for ranks whose own memory does not lead to the target.
+
+        Own windows are not verified here: see `StageRecovery.confirms`.
+        """
         goal = target.iteration if target else None
         own = gather_results(
             self._place.ranks, lambda: replace(self._sources.own(goal), replayed=replayed), CheckpointLoadError
@@ -187,19 +192,30 @@ class WindowRecovery:
                 return brought[ranks.rank] or 0
         return 0
 
-    def _plan_and_fetch(self, target: Target | None, inventories: list[Inventory]) -> tuple[RecoveryPlan, int]:
-        """Return the plan and the bytes fetched from peers; this rank then has what it needs for the plan.
+    def _plan_and_fetch(self, target: Target | None, replayed: ReplayedState | None) -> tuple[RecoveryPlan, int]:
+        """Return the plan and the bytes fetched from peers; all ranks then have what the plan takes, verified.
 
-        A copy whose fetch fails is left out, and all ranks plan again.
+        A copy whose fetch fails is left out, and so is what a rank finds damaged: all ranks plan again.
         """
+        fetched_bytes = 0
+        while True:
+            inventories = self._take_stock(target, replayed)
+            plan, fetched = self._fetch_all(target, inventories)
+            fetched_bytes += sum(each.size_bytes or 0 for each in fetched)
+            has_fetched = fetched[self._place.ranks.rank].is_verified
+            if self._stage_recovery.confirms(plan, has_fetched=has_fetched):
+                return plan, fetched_bytes
+
+    def _fetch_all(self, target: Target | None, inventories: Sequence[Inventory]) -> tuple[RecoveryPlan, list[Fetched]]:
+        """Return a plan of which all fetches have succeeded, and their outcomes by rank."""
         while True:
             plan = self._plan(target, inventories)
             fetch_own = functools.partial(self._sources.fetch, plan)
             fetched = gather_results(self._place.ranks, fetch_own, CheckpointLoadError)
-            failed = {rank for rank, (size_bytes, _) in enumerate(fetched) if size_bytes is None}
+            failed = {rank for rank, each in enumerate(fetched) if each.size_bytes is None}
             if not failed:
-                return plan, sum(nbytes or 0 for nbytes, _ in fetched)
-            emptied = {rank for rank in failed if not fetched[rank][1]}
+                return plan, fetched
+            emptied = {rank for rank in failed if not fetched[rank].keeps_own}
             inventories = after_fetches(inventories, plan.fetches, failed, emptied)
 
     def _plan(self, target: Target | None, inventories: Sequence[Inventory]) -> RecoveryPlan:

@@ -1,13 +1,14 @@
-"""One rank's windows, verified: in its memory, on its node's checkpoint server, held for other ranks, and on its disk.
+"""One rank's windows: in its memory, on its node's checkpoint server, held for other ranks, and on its disk.
 
-Owns: finding them, and bringing those that a plan names into the rank's own memory. Must not: choose among them.
+Owns: finding them, and bringing those that a plan names into the rank's own memory. All but those in its memory are
+verified as they are found. Must not: choose among them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.rank_parts import RankParts
@@ -25,6 +26,20 @@ from moe_ckpt.snapshot.windows import Window, group_windows
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetched:
+    """What became of a rank's part in a plan's fetches."""
+
+    size_bytes: int | None = 0
+    """Bytes that crossed the network; None: the fetch failed."""
+
+    keeps_own: bool = True
+    """Whether the rank's own windows may be planned with from here on."""
+
+    is_verified: bool = False
+    """Whether the rank now has the plan's window, verified as it came."""
 
 
 class WindowSources:
@@ -111,20 +126,17 @@ class WindowSources:
             _log.warning("a copy of rank %d's memory cannot be used: %s", owner, error)
             return None
 
-    def fetch(self, plan: RecoveryPlan) -> tuple[int | None, bool]:
+    def fetch(self, plan: RecoveryPlan) -> Fetched:
         """Fetch this rank's memory if the plan says so.
 
         Args:
             plan: The plan of all ranks.
-
-        Returns:
-            The bytes, or None if the fetch failed; and whether this rank's own windows may be planned with after that.
         """
         mine, publisher = self._place.shard.global_rank, self._memory.publisher
         fetch = next((fetch for fetch in plan.fetches if fetch.global_rank == mine), None)
         start = self._start_on_own_server(plan) if fetch is None else None
         if publisher is None or (fetch is None and start is None):
-            return 0, True
+            return Fetched()
         facts = dict(self._memory.steps.gradients)  # the fetched log may lack the last ones
 
         def bring(folder: BlobFolder) -> int:
@@ -144,10 +156,11 @@ class WindowSources:
             holder = mine if fetch is None else fetch.source_rank
             _log.warning("rank %d cannot have its copy in rank %d's memory: %s", mine, holder, error)
             # a state on its own node's server would be planned with again, and fail again
-            return None, fetch is not None and has_own == bool(self._memory.snapshots.snapshots())
+            keeps_own = fetch is not None and has_own == bool(self._memory.snapshots.snapshots())
+            return Fetched(size_bytes=None, keeps_own=keeps_own)
         self._memory.adopt_kept()
         self.fill_records(facts)
-        return size_bytes, True
+        return Fetched(size_bytes=size_bytes, is_verified=True)
 
     def _replace(self, publisher: Publisher, bring: Callable[[BlobFolder], int]) -> int:
         """Replace this rank's memory by the windows that `bring` brings, which are whole before the others go."""

@@ -110,15 +110,32 @@ class BoundaryLog:
             entry.copied.result()
         return [entry.buffer[: entry.size_bytes] for entry in entries]
 
-    def usable_from(self, last: int) -> int:
-        """Return the first iteration from which the log is complete and intact up to `last`; else last + 1."""
+    def complete_from(self, last: int) -> int:
+        """Return the first iteration from which the log is complete up to `last`; else last + 1.
+
+        Whether the tensors are still as they were sent, `drop_damaged` finds out.
+        """
         first = last + 1
-        while first - 1 in self._iterations:
-            if not all(map(_is_as_recorded, _entries(self._iterations[first - 1]))):
-                _log.warning("boundary log: iteration %d is damaged (checksum)", first - 1)
-                break
+        while first - 1 in self._iterations and all(map(_is_copied, _entries(self._iterations[first - 1]))):
             first -= 1
         return first
+
+    def drop_damaged(self, first: int, last: int) -> bool:
+        """Drop those iterations of a range whose tensors are not as they were sent.
+
+        Args:
+            first: The first iteration of the range.
+            last: The last one.
+
+        Returns:
+            Whether there were any.
+        """
+        logged = [number for number in self._iterations if first <= number <= last]
+        damaged = [number for number in logged if not all(map(_is_as_recorded, _entries(self._iterations[number])))]
+        for iteration in damaged:
+            _log.warning("boundary log: iteration %d is damaged (checksum)", iteration)
+            self._drop(iteration)
+        return bool(damaged)
 
     def drop_up_to(self, iteration: int) -> None:
         """Drop `iteration` and all earlier ones."""
@@ -149,7 +166,9 @@ def _entries(log: _Iteration) -> Iterable[_Entry]:
     return itertools.chain.from_iterable(log.values())
 
 
+def _is_copied(entry: _Entry) -> bool:
+    return entry.copied.exception() is None
+
+
 def _is_as_recorded(entry: _Entry) -> bool:
-    if entry.copied.exception() is not None:
-        return False
-    return checksum(entry.buffer, entry.size_bytes) == entry.copied.result()
+    return _is_copied(entry) and checksum(entry.buffer, entry.size_bytes) == entry.copied.result()

@@ -233,8 +233,18 @@ def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -
 
     Raises CheckpointLoadError naming the snapshot and the difference: run, model, layout, shard, size or checksum.
     """
+    require_own(snapshot, identity=identity, shard=shard)
     header = snapshot.header
-    # names before the hash: it reads the whole payload, and that of a foreign snapshot may be intact
+    found = checksum(snapshot.payload, header.payload_bytes)
+    _expect(header, "checksum of the payload", f"{found:016x}", f"{header.checksum:016x}")
+
+
+def require_own(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -> None:
+    """Check that a snapshot belongs to this run and this shard, without reading its payload.
+
+    Raises CheckpointLoadError naming the snapshot and the difference: run, model, layout, shard or size.
+    """
+    header = snapshot.header
     _expect(header, "run id", header.identity.run_id, identity.run_id)
     _expect(header, "model fingerprint", header.identity.model, identity.model)
     _expect(header, "layout", header.identity.layout, identity.layout)
@@ -242,8 +252,6 @@ def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -
     held_bytes = snapshot.payload.numel()
     if held_bytes < header.payload_bytes:
         raise CheckpointLoadError(f"{header}: got a payload of {held_bytes} bytes, wanted {header.payload_bytes}")
-    found = checksum(snapshot.payload, header.payload_bytes)
-    _expect(header, "checksum of the payload", f"{found:016x}", f"{header.checksum:016x}")
 
 
 def header_to_json(header: SnapshotHeader) -> bytes:

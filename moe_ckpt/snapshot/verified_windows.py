@@ -2,6 +2,9 @@
 
 Owns: the check by which a start, a recovery and the last save decide what they can use.
 Must not: choose among windows.
+
+A recovery looks for its own windows by their headers, and reads the payloads of those
+only that its plan takes: 10 GB take more than a second.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Sequence
 
 from moe_ckpt.recovery.convert import SnapshotContents, plan_conversion
 from moe_ckpt.recovery.inventory import WindowRef
-from moe_ckpt.snapshot.codec import ShardIdentity, Snapshot, verify
+from moe_ckpt.snapshot.codec import ShardIdentity, Snapshot, require_own, verify
 from moe_ckpt.types import RunIdentity
 
 
@@ -35,8 +38,47 @@ def verified_window(
     Raises:
         CheckpointLoadError: The window is damaged, incomplete, or of another run or shard.
     """
+    require_intact(snapshots, identity, shard)
+    return listed_window(snapshots, identity, shard, steps_to)
+
+
+def require_intact(snapshots: Sequence[Snapshot], identity: RunIdentity, shard: ShardIdentity) -> None:
+    """Read and hash the payloads of a window.
+
+    Args:
+        snapshots: The snapshots of the window.
+        identity: The run.
+        shard: The rank.
+
+    Raises:
+        CheckpointLoadError: One is damaged, or of another run or shard.
+    """
     for snapshot in snapshots:
         verify(snapshot, identity=identity, shard=shard)
+
+
+def listed_window(
+    snapshots: Sequence[Snapshot],
+    identity: RunIdentity,
+    shard: ShardIdentity,
+    steps_to: int | None,
+) -> WindowRef | None:
+    """Return the reference of a complete window, by its headers alone.
+
+    Args:
+        snapshots: The snapshots of the window, by slot.
+        identity: The run.
+        shard: The rank.
+        steps_to: The last iteration to which steps lead; None: not even the start.
+
+    Returns:
+        The reference; None if the steps do not reach the window's end.
+
+    Raises:
+        CheckpointLoadError: The window is incomplete, or of another run or shard.
+    """
+    for snapshot in snapshots:
+        require_own(snapshot, identity=identity, shard=shard)
     contents = [contents_of(snapshot) for snapshot in snapshots]
     last = contents[-1].iteration
     plan_conversion(contents, last)  # raises for slots that make no whole window

@@ -114,6 +114,22 @@ def test_a_gap_in_boundary_logs_rolls_all_back(at: int, inflict: Callable[[RankM
     assert [event.first_stage for event in job.events(StageRecovered)] == [0]
 
 
+def test_only_what_the_plan_takes_is_read(tmp_path: Path) -> None:
+    """The stage that lost nothing serves iterations 8 to 10; its windows and older logs cost the recovery no time."""
+    job = job_of(tmp_path, keep_windows=2)
+
+    def inflict(memory: RankMemory) -> None:
+        flip_a_byte(memory)
+        assert memory.boundary is not None
+        for tensor in memory.boundary.sent(7, Direction.ACTIVATION):
+            tensor[5] ^= 1
+
+    job.upsets[0, 11] = lambda _: inflict(job.rank_memory(0))
+    exact(job)
+    assert not job.events(CheckpointSkipped, 0)
+    assert (recovered_from(job, 0), recovered_from(job, 1)) == ([], [7])
+
+
 def test_a_snapshot_that_fails_stops_nothing_and_no_rank_keeps_its_window(tmp_path: Path) -> None:
     job = job_of(tmp_path, iteration=8, phase="step", stage=0)
     job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None)

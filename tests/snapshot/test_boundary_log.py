@@ -40,9 +40,10 @@ class Written:
             self.log.end()
 
     def usable_from(self, last: int) -> int:
-        """Judge the log once all of it is copied."""
+        """Verify the log once all of it is copied."""
         finish(self.copier)
-        return self.log.usable_from(last)
+        self.log.drop_damaged(1, last)
+        return self.log.complete_from(last)
 
     def read(self, iteration: int, direction: Direction = ACTIVATION) -> list[list[int]]:
         return [sent.view(torch.int64).tolist() for sent in self.log.sent(iteration, direction)]
@@ -200,7 +201,7 @@ def test_reading_and_judging_wait_for_the_copy(written: Written) -> None:
         assert waited.is_set()
     with held_until_waited_for(written.copier):
         written.write(2)
-        assert written.log.usable_from(2) == 1
+        assert written.log.complete_from(2) == 1
 
 
 @pytest.mark.parametrize("drop", ["drop_up_to", "begin", "clear"])
@@ -250,10 +251,20 @@ def test_a_log_can_be_used_back_to_the_first_damage(
     assert (written.usable_from(2), written.usable_from(3)) == (1, 4)
     written.damage(5, direction, number)
     assert written.usable_from(5) == 6
-    written.damage(5, direction, number)  # the bit is as it was
+    written.write(5)
     assert written.usable_from(5) == 4
     written.write(3)
     assert written.usable_from(5) == 1, "what is logged again is whole again"
+
+
+def test_only_a_range_is_read(written: Written) -> None:
+    written.write(1, 2, 3)
+    for iteration in (1, 3):
+        written.damage(iteration, ACTIVATION)
+    finish(written.copier)
+    assert (written.log.drop_damaged(2, 2), written.log.complete_from(3)) == (False, 1)
+    assert (written.log.drop_damaged(2, 3), written.log.complete_from(3)) == (True, 4)
+    assert written.log.complete_from(2) == 1
 
 
 def test_the_rest_of_a_buffer_that_is_too_large_is_not_of_the_log(written: Written) -> None:
