@@ -10,6 +10,7 @@ which stages roll back (`recovery.plan` does) or in which steps (`recovery.conve
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -63,13 +64,14 @@ class StageRecovery:
         if undo and not lost.mine:
             self._stage.restore_start(self._memory.steps.start(target + 1), undo=target + 1)
         has_log = self._memory.boundary is not None
-        while True:
-            inventories = gather_results(self._place.ranks, lambda: self.inventory(target), CheckpointLoadError)
+
+        def plan_from(inventories: Sequence[Inventory]) -> RecoveryPlan:
             plan = plan_recovery(lost.stages, inventories, target_iteration=target, boundary_log=has_log)
             if plan.target_iteration != target:
                 raise CheckpointLoadError(f"nothing leads to iteration {target}: {'; '.join(plan.lines())}")
-            if self.confirms(plan):
-                break
+            return plan
+
+        plan = self.intact_plan(target, plan_from)
         self.carry_out(plan, live=not lost.mine)
         if self._place.shard.global_rank == 0:
             _log.warning("%s", "; ".join(plan.lines()))
@@ -77,7 +79,7 @@ class StageRecovery:
     def inventory(self, target: int | None) -> Inventory:
         """Return this rank's own sources that lead to `target`, or to any iteration (None).
 
-        Their contents have not been read: `confirms` does that for those that a plan takes.
+        Their contents have not been read: `is_intact` does that for those that a plan takes.
         """
         boundary = self._memory.boundary
         refs = [
@@ -95,17 +97,36 @@ class StageRecovery:
             logged_to=last,
         )
 
-    def confirms(self, plan: RecoveryPlan, *, has_fetched: bool = False) -> bool:
-        """Return whether all that a plan takes from ranks is intact; what is damaged is dropped. Collective.
+    def intact_plan(self, target: int | None, plan_from: Callable[[Sequence[Inventory]], RecoveryPlan]) -> RecoveryPlan:
+        """Return a plan of which all ranks' own sources are intact. Collective.
 
         Args:
-            plan: The plan. If it is not confirmed, take stock and plan again.
-            has_fetched: This rank's window was fetched for the plan, and verified then.
+            target: The iteration to which sources have to lead; None: to any.
+            plan_from: Makes a plan from the inventories of all ranks.
         """
-        intact = gather_results(
-            self._place.ranks, lambda: self._is_intact(plan, has_fetched=has_fetched), CheckpointLoadError
-        )
-        return all(intact)
+        ranks = self._place.ranks
+        while True:
+            plan = plan_from(gather_results(ranks, lambda: self.inventory(target), CheckpointLoadError))
+            if all(gather_results(ranks, functools.partial(self.is_intact, plan), CheckpointLoadError)):
+                return plan
+
+    def is_intact(self, plan: RecoveryPlan, *, has_fetched: bool = False) -> bool:
+        """Verify what this rank gives to a plan, and drop what is damaged: then take stock and plan again.
+
+        Args:
+            plan: The plan.
+            has_fetched: This rank's window was fetched for the plan, and verified then.
+
+        Returns:
+            Whether nothing was damaged.
+        """
+        stage, target = self._place.stage, plan.target_iteration
+        mine = plan.rollback_of(stage)
+        has_window = mine is None or has_fetched or self._has_intact(mine.window_start)
+        served = [each.starts_from for each in plan.rollbacks if stage in each.neighbours(plan.num_stages)]
+        boundary = self._memory.boundary
+        lacks_log = boundary is not None and bool(served) and boundary.drop_damaged(1 + min(served), target)
+        return has_window and not lacks_log
 
     def carry_out(self, plan: RecoveryPlan, *, live: bool, progress: Progress = lambda _: None) -> int:
         """Bring this rank to the plan's target; return the number of iterations that it executed.
@@ -185,19 +206,11 @@ class StageRecovery:
             self._drop(window, error)
             return None
 
-    def _is_intact(self, plan: RecoveryPlan, *, has_fetched: bool) -> bool:
-        """Verify what this rank gives to a plan, and drop what is damaged."""
-        stage, target = self._place.stage, plan.target_iteration
-        mine = plan.rollback_of(stage)
-        has_window = mine is None or has_fetched or self._has_intact(mine.window_start)
-        served = [each.starts_from for each in plan.rollbacks if stage in each.neighbours(plan.num_stages)]
-        boundary = self._memory.boundary
-        lacks_log = boundary is not None and bool(served) and boundary.drop_damaged(1 + min(served), target)
-        return has_window and not lacks_log
-
     def _has_intact(self, window_start: int) -> bool:
         """Verify the window of this rank that starts there, and drop it if it is damaged."""
         window = self._window_at(window_start)
+        if window is None:  # dropped while another rank's fetch failed, after which all plan with the same inventories
+            return False
         try:
             require_intact(window.snapshots, self._place.identity, self._place.shard)
         except CheckpointLoadError as error:
@@ -210,12 +223,13 @@ class StageRecovery:
         _log.warning("%s cannot be used: %s", window, error)
         self._memory.snapshots.drop(window.start)
 
-    def _window_at(self, start: int) -> Window:
-        return next(window for window in self._memory.snapshots.windows() if window.start == start)
+    def _window_at(self, start: int) -> Window | None:
+        return next((window for window in self._memory.snapshots.windows() if window.start == start), None)
 
     def _roll_back(self, rollback: Rollback, target: int, progress: Progress) -> int:
         """Load and replay, or go on with a replay; return the bytes received from neighbours."""
         window = self._window_at(rollback.window_start)
+        assert window is not None, rollback
         contents = [contents_of(snapshot) for snapshot in window.snapshots]
         cut = cut_of(contents)
 

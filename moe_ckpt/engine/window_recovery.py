@@ -120,13 +120,7 @@ class WindowRecovery:
         self.copies.drop_all()
         # through memory, as after a fetch: the same checks, and a rank that dies meanwhile leaves the disk as it is
         gather_results(self._place.ranks, lambda: self._sources.restore(publisher, disk), CheckpointLoadError)
-        while True:
-            inventories = gather_results(
-                self._place.ranks, lambda: self._stage_recovery.inventory(None), CheckpointLoadError
-            )
-            plan = self._plan(None, inventories)
-            if self._stage_recovery.confirms(plan):
-                break
+        plan = self._stage_recovery.intact_plan(None, functools.partial(self._plan, None))
         self._stage_recovery.carry_out(plan, live=False)
         self._keep_safest()
         starts = {rollback.window_start for rollback in plan.rollbacks}
@@ -164,7 +158,7 @@ class WindowRecovery:
     def _take_stock(self, target: Target | None, replayed: ReplayedState | None) -> list[Inventory]:
         """Return every rank's sources; copies only for ranks whose own memory does not lead to the target.
 
-        Own windows are not verified here: see `StageRecovery.confirms`.
+        Own windows are not verified here: see `StageRecovery.is_intact`.
         """
         goal = target.iteration if target else None
         own = gather_results(
@@ -197,26 +191,28 @@ class WindowRecovery:
 
         A copy whose fetch fails is left out, and so is what a rank finds damaged: all ranks plan again.
         """
-        fetched_bytes = 0
-        while True:
-            inventories = self._take_stock(target, replayed)
-            plan, fetched = self._fetch_all(target, inventories)
-            fetched_bytes += sum(each.size_bytes or 0 for each in fetched)
-            has_fetched = fetched[self._place.ranks.rank].is_verified
-            if self._stage_recovery.confirms(plan, has_fetched=has_fetched):
-                return plan, fetched_bytes
-
-    def _fetch_all(self, target: Target | None, inventories: Sequence[Inventory]) -> tuple[RecoveryPlan, list[Fetched]]:
-        """Return a plan of which all fetches have succeeded, and their outcomes by rank."""
+        inventories, fetched_bytes = self._take_stock(target, replayed), 0
         while True:
             plan = self._plan(target, inventories)
-            fetch_own = functools.partial(self._sources.fetch, plan)
+            fetch_own = functools.partial(self._fetch_and_verify, plan)
             fetched = gather_results(self._place.ranks, fetch_own, CheckpointLoadError)
+            fetched_bytes += sum(each.size_bytes or 0 for each in fetched)
             failed = {rank for rank, each in enumerate(fetched) if each.size_bytes is None}
-            if not failed:
-                return plan, fetched
-            emptied = {rank for rank in failed if not fetched[rank].keeps_own}
-            inventories = after_fetches(inventories, plan.fetches, failed, emptied)
+            if failed:
+                emptied = {rank for rank in failed if not fetched[rank].keeps_own}
+                inventories = after_fetches(inventories, plan.fetches, failed, emptied)
+            elif all(each.is_intact for each in fetched):
+                return plan, fetched_bytes
+            else:
+                inventories = self._take_stock(target, replayed)
+
+    def _fetch_and_verify(self, plan: RecoveryPlan) -> Fetched:
+        """Fetch what the plan gives to this rank, and verify what the plan takes from it."""
+        fetched = self._sources.fetch(plan)
+        if fetched.size_bytes is None:  # all ranks plan again
+            return fetched
+        is_intact = self._stage_recovery.is_intact(plan, has_fetched=fetched.is_verified)
+        return replace(fetched, is_intact=is_intact)
 
     def _plan(self, target: Target | None, inventories: Sequence[Inventory]) -> RecoveryPlan:
         lost = target.lost_stages if target else frozenset(range(self._place.num_stages))

@@ -41,6 +41,9 @@ class Fetched:
     is_verified: bool = False
     """Whether the rank now has the plan's window, verified as it came."""
 
+    is_intact: bool = True
+    """Whether all that the plan takes from the rank is intact."""
+
 
 class WindowSources:
     """The windows of one generation.

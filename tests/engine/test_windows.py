@@ -528,6 +528,27 @@ def test_the_next_holders_copy_may_lack_the_last_record(tmp_path: Path) -> None:
     assert asked == [0, 2]
 
 
+def test_damage_is_found_while_another_ranks_fetch_fails(tmp_path: Path) -> None:
+    """Rank 2, of the same stage as the lost rank 3, drops its window; all take stock again once rank 3 has its own."""
+
+    def damage(job: ThreadJob) -> None:
+        job.rank_memory(2).snapshots.windows()[0].snapshots[-1].payload[0] ^= 1
+
+    fault = replace(AT_REDUCE, rank=3, loses_memory=True, before_restart=damage)
+    job = made(tmp_path, fault, shape=Shape(), replicas=2)
+    asked: list[tuple[int, int]] = []
+
+    def lose_first(rank: int, holder: int) -> None:
+        asked.append((rank, holder))
+        if len(asked) == 1:
+            BlobFolder(held_path(job.memory(holder), rank)).clear()
+
+    job.before_fetch = lose_first
+    exact(job)
+    assert [rank for rank, _ in asked] == [3, 3, 2]
+    assert ["checksum" in event.reason for event in job.events(CheckpointSkipped, 2)] == [True]
+
+
 def test_a_copy_of_a_tied_stage_does_without_its_last_record(tmp_path: Path) -> None:
     """The stage in the middle, which holds it, cannot know that record: all ranks go back by an iteration."""
 
