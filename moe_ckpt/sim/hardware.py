@@ -20,8 +20,21 @@ STORE_OPERATIONS = 10
 `benchmarks/control_plane.py` counts them. The bytes that it counts beside (64 kB and 46 a rank) take no time here: on
 16,384 ranks less than a megabyte.
 """
+JOB_GROUPS = 2
+"""Groups on the host that have all ranks of a job, one for training and one for saves."""
+FORM_OPERATIONS = 10
+"""Operations by which a rank forms such a group; `benchmarks/world_group.py` counts them."""
 _SHARES = ("compute_share", "copies_share")
 _MAY_BE_ZERO = ("spares", "interference", "sync_overlap")
+
+
+def connecting_operations(num_ranks: int) -> int:
+    """Return the most operations by which a rank finds others in a group's first uses.
+
+    The uses are an all-reduce, a barrier and a transfer to a neighbour
+    (`benchmarks/world_group.py`).
+    """
+    return max(0, 4 * math.ceil(math.log2(num_ranks)) - 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +95,14 @@ class ClusterConfig:
 
     @property
     def join_s(self) -> float:
-        """Seconds in which the one store of the job serves all ranks that enter a generation."""
-        return STORE_OPERATIONS * self.num_gpus * self.store_operation_s
+        """Seconds in which the one store of the job serves all ranks that enter a generation.
+
+        Each rank enters, and forms and uses the groups of all ranks. Smaller groups are
+        left out: all of them together ask for less where there are many ranks.
+        """
+        of_group = FORM_OPERATIONS + connecting_operations(self.num_gpus)
+        operations = STORE_OPERATIONS + JOB_GROUPS * of_group
+        return operations * self.num_gpus * self.store_operation_s
 
     @property
     def peer_bytes_per_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.world_group import ALL_TO_ALL, AS_NEEDED, Row, lines, measure
+from moe_ckpt.sim.hardware import connecting_operations
 
 NUM_RANKS = 24
 
@@ -12,7 +13,8 @@ def test_a_rank_connects_to_those_that_its_operations_need() -> None:
     needed, all_to_all = measure(NUM_RANKS, AS_NEEDED), measure(NUM_RANKS, ALL_TO_ALL)
     assert all_to_all.num_sockets == NUM_RANKS
     assert needed.num_sockets <= NUM_RANKS / 2
-    assert needed.to_work > 0 == all_to_all.to_work
+    # what the simulator charges
+    assert connecting_operations(NUM_RANKS) >= needed.to_work > 0 == all_to_all.to_work
     assert all_to_all.to_form >= 2 * NUM_RANKS
 
 
