@@ -28,7 +28,7 @@ from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
 from moe_ckpt.snapshot.codec import Snapshot
-from moe_ckpt.snapshot.verified_windows import contents_of, cut_of, listed_window, require_intact
+from moe_ckpt.snapshot.verified_windows import contents_of, cut_of, verified_window
 from moe_ckpt.snapshot.windows import Window
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class StageRecovery:
         refs = [
             ref
             for window in self._memory.snapshots.windows()
-            if (ref := self._usable(window)) is not None and (target is None or ref.end <= target)
+            if (ref := self._usable(window, by_headers=True)) is not None and (target is None or ref.end <= target)
         ]
         last = 0 if target is None else target
         return Inventory(
@@ -198,30 +198,22 @@ class StageRecovery:
                 verdict,
             )
 
-    def _usable(self, window: Window) -> WindowRef | None:
+    def _usable(self, window: Window, *, by_headers: bool) -> WindowRef | None:
+        """Check a window of this rank, and drop it if it is damaged."""
+        place, steps_to = self._place, self._memory.steps.reaches(window.start + 1)
         try:
-            steps_to = self._memory.steps.reaches(window.start + 1)
-            return listed_window(window.snapshots, self._place.identity, self._place.shard, steps_to)
+            return verified_window(window.snapshots, place.identity, place.shard, steps_to, by_headers=by_headers)
         except CheckpointLoadError as error:
-            self._drop(window, error)
+            self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
+            _log.warning("%s cannot be used: %s", window, error)
+            self._memory.snapshots.drop(window.start)
             return None
 
     def _has_intact(self, window_start: int) -> bool:
         """Verify the window of this rank that starts there, and drop it if it is damaged."""
         window = self._window_at(window_start)
-        if window is None:  # dropped while another rank's fetch failed, after which all plan with the same inventories
-            return False
-        try:
-            require_intact(window.snapshots, self._place.identity, self._place.shard)
-        except CheckpointLoadError as error:
-            self._drop(window, error)
-            return False
-        return True
-
-    def _drop(self, window: Window, error: CheckpointLoadError) -> None:
-        self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
-        _log.warning("%s cannot be used: %s", window, error)
-        self._memory.snapshots.drop(window.start)
+        # None: dropped while another rank's fetch failed, after which all plan with the same inventories
+        return window is not None and self._usable(window, by_headers=False) is not None
 
     def _window_at(self, start: int) -> Window | None:
         return next((window for window in self._memory.snapshots.windows() if window.start == start), None)

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """What became of a rank's part in a plan's fetches."""
+    """The outcome of a rank's part in a plan: what the rank fetched, and the check of what the rank gives."""
 
     size_bytes: int | None = 0
     """Bytes that crossed the network; None: the fetch failed."""

@@ -199,7 +199,7 @@ _DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items(
 
 
 def message_to_bytes(message: Message) -> bytes:
-    """Return a message as a map with one entry: its kind, with its fields."""
+    """Return a map with one entry: the name of the message's kind, with the message's fields."""
     # MessagePack: JSON would have headers of blobs in base 64, and each iteration sends one
     return msgspec.msgpack.encode({type(message).__name__: message})
 

@@ -77,7 +77,10 @@ def is_key(text: str) -> bool:
 
 
 class _Index:
-    """The entries of a folder's blobs. `synced`: an entry and its buffer are on the device before it is visible."""
+    """The entries of a folder's blobs. `synced`: an entry and its buffer are on the device before it is visible.
+
+    Paths of entries are plain text: each iteration waits for an entry, and `pathlib` takes more time than the kernel.
+    """
 
     def __init__(self, path: Path, *, synced: bool) -> None:
         self._path = path
@@ -92,9 +95,6 @@ class _Index:
         """Return the files of entries that never became visible."""
         return [path for path in _listed(self._path) if path.suffix == _UNFINISHED]
 
-    # by `os` and plain text: each iteration waits for an entry, and `pathlib` takes
-    # more time than the kernel
-
     def read(self, key: str) -> IndexEntry:
         """Return an entry. Raises CheckpointLoadError if it is missing or damaged."""
         path = self._path_of(key)
@@ -105,16 +105,16 @@ class _Index:
             raise CheckpointLoadError(f"{path}: {error.strerror}") from error
         return entry_from_bytes(key, data)
 
-    def write(self, entry: IndexEntry, buffer: str | None) -> None:
+    def write(self, entry: IndexEntry, buffer: Path | None) -> None:
         """Make an entry visible, atomically, in place of one of the same key. Raises CheckpointSaveError."""
         path = self._path_of(entry.key)
         unfinished = f"{self._folder}{entry.key}{_UNFINISHED}"
         try:
             if buffer is not None:
-                os.stat(buffer)  # the folder may have been deleted meanwhile
+                buffer.stat()  # the folder may have been deleted meanwhile
             self._write_unfinished(unfinished, entry_to_bytes(entry))
             if self._synced:
-                sync(*([buffer, os.path.dirname(buffer)] if buffer else ()), unfinished)
+                sync(*([buffer, buffer.parent] if buffer else ()), unfinished)
             # the entry appears last: a death before leaves the old blob, and a power cut no entry without its bytes
             os.replace(unfinished, path)
             if self._synced:
@@ -216,7 +216,7 @@ class BlobFolder:
                 header=header,
                 payload_xxh3=payload_xxh3,
             )
-            self._index.write(entry, None if name is None else str(self._buffer_path(name)))
+            self._index.write(entry, None if name is None else self._buffer_path(name))
 
     def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
         """Publish a blob and leave `payload` to it: this process unmaps it, and `discard` or a newer blob frees it.

@@ -233,6 +233,7 @@ def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -
 
     Raises CheckpointLoadError naming the snapshot and the difference: run, model, layout, shard, size or checksum.
     """
+    # names before the hash: it reads the whole payload, and that of a foreign snapshot may be intact
     require_own(snapshot, identity=identity, shard=shard)
     header = snapshot.header
     found = checksum(snapshot.payload, header.payload_bytes)

@@ -16,11 +16,8 @@ from safetensors.torch import load
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.snapshot.host_transfers import bytes_of
-from moe_ckpt.snapshot.step_log import StepRecord
+from moe_ckpt.snapshot.step_log import START, StepRecord
 from moe_ckpt.types import ReadyGradients
-
-_START = "start-"
-"""How the names of a start's tensors begin where a record is with them."""
 
 _TIED = "tied_gradient"
 _GRADIENTS, _BATCHES = "gradients", "batches"
@@ -42,7 +39,13 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float32: "F32",
     torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
+"""All types that the library reads: the state of a user's iterator is part of a start."""
 
 
 def start_to_bytes(start: Mapping[str, torch.Tensor]) -> bytes:
@@ -67,7 +70,7 @@ def step_to_bytes(record: StepRecord, start: Mapping[str, torch.Tensor] | None) 
     Raises:
         KeyError: A tensor has a type that no step has.
     """
-    tensors = {f"{_START}{name}": tensor for name, tensor in (start or {}).items()}
+    tensors = {f"{START}{name}": tensor for name, tensor in (start or {}).items()}
     if record.tied_gradient is not None:
         tensors[_TIED] = record.tied_gradient
     # no `asdict`, which copies in depth: each iteration waits for these bytes
@@ -113,7 +116,7 @@ def step_from_bytes(iteration: int, data: bytes) -> tuple[StepRecord, dict[str, 
         tied_gradient=tensors.get(_TIED),
         batches=facts.get(_BATCHES),
     )
-    start = {name.removeprefix(_START): tensor for name, tensor in tensors.items() if name.startswith(_START)}
+    start = {name.removeprefix(START): tensor for name, tensor in tensors.items() if name.startswith(START)}
     return record, start
 
 
@@ -143,7 +146,7 @@ def _pack(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> byte
 def _unpack(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors and the facts."""
     try:
-        tensors = load(data)  # first: it checks the form of the JSON
+        tensors = load(data)  # first: the library checks the form of the JSON
         (length,) = _LENGTH.unpack_from(data)
         head = json.loads(data[_LENGTH.size : _LENGTH.size + length])
     except (SafetensorError, ValueError) as error:

@@ -23,6 +23,8 @@ def verified_window(
     identity: RunIdentity,
     shard: ShardIdentity,
     steps_to: int | None,
+    *,
+    by_headers: bool = False,
 ) -> WindowRef | None:
     """Return the reference of a complete window, after its payloads were read and hashed.
 
@@ -31,6 +33,7 @@ def verified_window(
         identity: The run.
         shard: The rank.
         steps_to: The last iteration to which steps lead; None: not even the start.
+        by_headers: Whether headers alone are checked, and no payload is read.
 
     Returns:
         The reference; None if the steps do not reach the window's end.
@@ -38,47 +41,9 @@ def verified_window(
     Raises:
         CheckpointLoadError: The window is damaged, incomplete, or of another run or shard.
     """
-    require_intact(snapshots, identity, shard)
-    return listed_window(snapshots, identity, shard, steps_to)
-
-
-def require_intact(snapshots: Sequence[Snapshot], identity: RunIdentity, shard: ShardIdentity) -> None:
-    """Read and hash the payloads of a window.
-
-    Args:
-        snapshots: The snapshots of the window.
-        identity: The run.
-        shard: The rank.
-
-    Raises:
-        CheckpointLoadError: One is damaged, or of another run or shard.
-    """
+    check = require_own if by_headers else verify
     for snapshot in snapshots:
-        verify(snapshot, identity=identity, shard=shard)
-
-
-def listed_window(
-    snapshots: Sequence[Snapshot],
-    identity: RunIdentity,
-    shard: ShardIdentity,
-    steps_to: int | None,
-) -> WindowRef | None:
-    """Return the reference of a complete window, by its headers alone.
-
-    Args:
-        snapshots: The snapshots of the window, by slot.
-        identity: The run.
-        shard: The rank.
-        steps_to: The last iteration to which steps lead; None: not even the start.
-
-    Returns:
-        The reference; None if the steps do not reach the window's end.
-
-    Raises:
-        CheckpointLoadError: The window is incomplete, or of another run or shard.
-    """
-    for snapshot in snapshots:
-        require_own(snapshot, identity=identity, shard=shard)
+        check(snapshot, identity=identity, shard=shard)
     contents = [contents_of(snapshot) for snapshot in snapshots]
     last = contents[-1].iteration
     plan_conversion(contents, last)  # raises for slots that make no whole window
