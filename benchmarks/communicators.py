@@ -43,8 +43,9 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the table into benchmarks/README.md")
     options = parser.parse_args()
     lines = [
-        "| ranks | PP, EP | groups of a rank | inner groups, one a group | seconds | shared by membership | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| ranks | PP, EP | groups of a rank | inner groups, one a group | seconds "
+        "| shared by membership | seconds | all kept, seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for num_ranks in options.ranks:
         lines.append(_row(num_ranks, options.generations))
@@ -61,19 +62,27 @@ def main() -> int:
 
 def _row(num_ranks: int, generations: int) -> str:
     """Return the line of the table for a number of ranks."""
-    before, after = (_measure(num_ranks, generations, shares=shares) for shares in (False, True))
+    before, after = (_measure(num_ranks, generations, shares=shares, are_idle=False) for shares in (False, True))
+    _, kept_s = _measure(num_ranks, 1 + generations, shares=True, are_idle=True)
     pp, ep = LAYOUTS[num_ranks]
     cells = [num_ranks, f"{pp}, {ep}", before[0], before[0], f"{before[1]:.3f}", after[0], f"{after[1]:.3f}"]
+    cells.append(f"{kept_s:.3f}")
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _measure(num_ranks: int, generations: int, *, shares: bool) -> tuple[int, float]:
-    """Return the most inner groups of any rank, and the median over generations of the slowest rank's seconds."""
+def _measure(num_ranks: int, generations: int, *, shares: bool, are_idle: bool) -> tuple[int, float]:
+    """Return the most inner groups of any rank, and the median over generations of the slowest rank's seconds.
+
+    With `are_idle`, all groups go on as a generation ends, so that the first generation forms
+    them and is left out.
+    """
     forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [forks.Pipe(duplex=False) for _ in range(num_ranks)]
         ranks = [
-            forks.Process(target=_be_rank, args=(rank, num_ranks, generations, shares, folder, pipes[rank][1]))
+            forks.Process(
+                target=_be_rank, args=(rank, num_ranks, generations, shares, are_idle, folder, pipes[rank][1])
+            )
             for rank in range(num_ranks)
         ]
         for rank in ranks:
@@ -84,10 +93,10 @@ def _measure(num_ranks: int, generations: int, *, shares: bool) -> tuple[int, fl
             for rank in ranks:
                 rank.kill()
     slowest = [max(seconds) for seconds in zip(*(seconds for _, seconds in found), strict=True)]
-    return max(count for count, _ in found), statistics.median(slowest)
+    return max(count for count, _ in found), statistics.median(slowest[1:] if are_idle else slowest)
 
 
-def _be_rank(rank: int, size: int, generations: int, shares: bool, folder: str, sender: Any) -> None:
+def _be_rank(rank: int, size: int, generations: int, shares: bool, are_idle: bool, folder: str, sender: Any) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     timeouts = GroupTimeouts(form_s=_LIMIT_S, operation_s=_LIMIT_S, abort_s=_LIMIT_S)
     groups = ElasticGroups(GlooBackend(), timeouts, lambda _: None, shares=shares)
@@ -107,6 +116,9 @@ def _be_rank(rank: int, size: int, generations: int, shares: bool, folder: str, 
         seconds.append(time.monotonic() - begun_s)
         count = len(groups.insides)
         _meet(store, f"end of {generation}", size)
+        if not are_idle:
+            for inner in groups.inners.values():
+                inner.is_broken = True  # as after an operation that a lost rank has left unfinished
         groups.leave()
     sender.send((count, seconds))
     _meet(store, "all have sent", size)

@@ -350,7 +350,8 @@ class Rejoined(Event):
     All ranks were together again, on this rank's clock, at `joined_unix_s`. Seconds on this rank: `detect_s` from the
     last sign of life to the supervisor's finding (the longest of the deaths), `rebuild_s` from there until all ranks
     are together again, `fetch_s` for windows out of other ranks' memories, `replay_s` for the rest. `executed_iters`
-    were run again on this rank. `classes` has the class of each death, or that of the fault without a death.
+    were run again on this rank. `classes` has the class of each death, or that of the fault without a death. Of this
+    rank's process groups, `formed_groups` were formed anew, and `kept_groups` were idle and go on.
     """
 
     generation: int
@@ -364,6 +365,8 @@ class Rejoined(Event):
     fetched_bytes: int
     executed_iters: int
     classes: list[str] = field(default_factory=list[str])
+    formed_groups: int = 0
+    kept_groups: int = 0
 
 
 class TrainingFailed(_IterationEvent):

@@ -7,7 +7,9 @@ import functools
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, cast
 
@@ -46,8 +48,12 @@ class Backend(Protocol):
     closing_s: float | None
     """Seconds to wait for quiet after `cut`, then continue without it; None: never continue without it."""
 
-    def begin(self) -> None:
-        """A generation is about to be formed: connections opened from now on belong to it."""
+    def begin(self, kept: Collection[Any] = ()) -> None:
+        """A generation is about to be formed: connections opened from now on belong to it, and those of `kept`."""
+        ...
+
+    def keeps_idle(self, size: int) -> bool:
+        """Return whether an idle group of this size may outlive its generation."""
         ...
 
     def connects_late(self, size: int) -> bool:
@@ -98,16 +104,33 @@ class Backend(Protocol):
         """Return the failure of an operation of the generation, from any thread; None if none has failed."""
         ...
 
-    def cut(self, limit_s: float) -> None:
+    def cut(self, limit_s: float, spared: Collection[Any] = ()) -> None:
         """End all operations of the generation, from any thread; may be repeated.
 
-        A thread that still begins one after `limit_s` seconds ends the process.
+        `spared` groups stay as they are: they have no operation. A thread that still begins
+        an operation of another one after `limit_s` seconds ends the process.
         """
         ...
 
     def is_quiet(self) -> bool:
         """Return, after `cut`, whether no further byte can arrive in a tensor of an operation."""
         ...
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Made:
+    """A group of gloo's, from before its first socket."""
+
+    sockets: LoopSockets = field(default_factory=LoopSockets)
+    """The sockets of its loops."""
+
+    group: Callable[[], Any] = lambda: None
+    """Returns the group while somebody uses it; None before it is made."""
+
+    def is_one_of(self, groups: Collection[Any]) -> bool:
+        """Return whether it is one of these groups."""
+        own = self.group()
+        return any(own is group for group in groups)
 
 
 class GlooBackend:
@@ -133,10 +156,15 @@ class GlooBackend:
         self.wrap = wrap
         self.completes_when_cut = False
         self.closing_s: float | None = 0.5
-        self._sockets = LoopSockets()
+        self._made: list[_Made] = []
 
-    def begin(self) -> None:
-        self._sockets.begin()
+    def begin(self, kept: Collection[Any] = ()) -> None:
+        # the loops of others end with their groups
+        self._made = [made for made in self._made if made.is_one_of(kept)]
+
+    def keeps_idle(self, size: int) -> bool:
+        # operations of a group that connects late read addresses in the store of its generation
+        return not self.connects_late(size)
 
     def connects_late(self, size: int) -> bool:
         return size > self._most_connected
@@ -149,14 +177,18 @@ class GlooBackend:
         options._timeout = timedelta(seconds=form_s)
         # a group's own: where groups share a device that connects later, gloo takes pairs of one for those of another
         is_late = self.connects_late(size)
-        options._devices = self._sockets.add(functools.partial(_open_devices, lazy_init=is_late))
+        made = _Made()
+        self._made.append(made)
+        options._devices = made.sockets.add(functools.partial(_open_devices, lazy_init=is_late))
         asked = store.direct if is_late and isinstance(store, PollingStore) else store
         backend = dist.ProcessGroupGloo(asked, rank, size, options)
         if is_late:
             # from here on the addresses of all ranks are there: an operation that reads one does not wait for it
             meet(store, size)
         backend._set_default_timeout(timedelta(seconds=operation_s))
-        return self.wrap(group_of(backend, store, _HOST, dist.ProcessGroup.BackendType.GLOO))
+        group = self.wrap(group_of(backend, store, _HOST, dist.ProcessGroup.BackendType.GLOO))
+        made.group = weakref.ref(group)
+        return group
 
     def formed(self) -> None:
         pass  # a cut finds connections, also those that are opened later, in the loops that watch them
@@ -176,12 +208,14 @@ class GlooBackend:
     def failure(self) -> str | None:
         return None  # a wait for the operation raises it
 
-    def cut(self, limit_s: float) -> None:  # noqa: ARG002 - sockets end what waits for them at once
-        self._sockets.shut_down()
+    def cut(self, limit_s: float, spared: Collection[Any] = ()) -> None:  # noqa: ARG002 - sockets end waits at once
+        for made in tuple(self._made):
+            if not made.is_one_of(spared):
+                made.sockets.shut_down()
 
     def is_quiet(self) -> bool:
         # gloo's thread goes on reading, into tensors, the bytes that came before the socket was shut down
-        return not self._sockets.have_unread_bytes()
+        return not any(made.sockets.have_unread_bytes() for made in self._made)
 
 
 def _open_devices(*, lazy_init: bool) -> list[Any]:

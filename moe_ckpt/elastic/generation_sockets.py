@@ -19,6 +19,9 @@ from moe_ckpt.linux import duplicate_socket, own_files
 
 T = TypeVar("T")
 
+_STARTING = threading.Lock()
+"""Held while a loop starts: no other may start then."""
+
 _WATCHED = re.compile(r"^tfd: +([0-9]+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 """A line about an epoll instance in /proc: the descriptor of a file that it watches, and the file's inode."""
 
@@ -57,22 +60,17 @@ class _Loop:
 
 
 class LoopSockets:
-    """The sockets that gloo's loops watch: those that there are, as gloo opens them when operations need them.
+    """The sockets that loops of gloo watch: those that there are, as gloo opens them when operations need them.
 
     For any thread.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # held while a loop starts: no other may start then
         self._loops: list[_Loop] = []
-
-    def begin(self) -> None:
-        """Leave the loops of the last generation alone: they end with its groups."""
-        self._loops = []
 
     def add(self, start: Callable[[], T]) -> T:
         """Return what `start` returns, and know the loops that it starts."""
-        with self._lock:
+        with _STARTING:
             before = set(_open_polls())
             started = start()
             new = set(_open_polls()) - before

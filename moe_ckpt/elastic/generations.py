@@ -179,6 +179,7 @@ class Membership:
         self.member = member
         self.page = page
         self.generation = 0
+        self.num_formed_groups = self.num_kept_groups = 0
         self._store = CheckedStore(store)  # forming groups is a wait as a whole, and uses it from several threads
         self._generations = Generations(CheckedStore(store, page.waits))
         # without `page.waits`: this thread always waits, which must not excuse a training thread that hangs
@@ -294,6 +295,7 @@ class Membership:
             return False
         finally:
             self.page.wait(False)
+        self.num_formed_groups, self.num_kept_groups = self._groups.num_formed, self._groups.num_kept
         return True
 
     def _fail(self, generation: int, reason: str) -> None:
@@ -314,7 +316,7 @@ class Membership:
             action()
         abandon_s = time.monotonic() + self._grace_s
         while not left.is_set():
-            self._groups.cut()  # again and again: groups that are being formed open connections after the first cut
+            self._groups.cut()  # again and again: connections are opened, and operations begin, after the first cut
             if time.monotonic() >= abandon_s:
                 self._groups.abandon()
             left.wait(0.02)

@@ -13,7 +13,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -81,11 +81,14 @@ class NcclBackend:
         self._draining: threading.Thread | None = None
         _configure_nccl()
 
-    def begin(self) -> None:
+    def begin(self, kept: Collection[Any] = ()) -> None:  # noqa: ARG002 - none
         self._sockets.begin()
         with self._lock:
             self._is_cut = self._is_formed = False
         self._draining = None
+
+    def keeps_idle(self, size: int) -> bool:  # noqa: ARG002
+        return False  # no group was seen to go on beside an aborted one of the same device
 
     def connects_late(self, size: int) -> bool:  # noqa: ARG002 - NCCL_RUNTIME_CONNECT=0
         return False
@@ -156,7 +159,7 @@ class NcclBackend:
         error = next((error for error in errors if error != "SUCCESS"), None)
         return error and f"operations on {self.device}: NCCL reports {error}"
 
-    def cut(self, limit_s: float) -> None:
+    def cut(self, limit_s: float, spared: Collection[Any] = ()) -> None:  # noqa: ARG002 - none
         with self._lock:
             self._is_cut = True
             # all at the same time: one after another, aborts of communicators can wait for each other

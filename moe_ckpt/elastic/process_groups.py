@@ -1,4 +1,4 @@
-"""Process groups that outlive a fault: handles that stay, around inner groups that each generation forms anew.
+"""Process groups that outlive a fault: handles that stay, around inner groups that are replaced.
 
 Megatron keeps dozens of references to process groups, so it gets handles; only the inner groups are replaced. Owns: the
 handles of this process, forming their inner groups, and ending every operation when a generation ends. Must not: decide
@@ -7,6 +7,8 @@ when that is (`elastic.generations` does).
     alone      while a process builds its model: every collective has this rank's contribution only
     formed     gloo or NCCL inside
     cut        operations raise PeersLostError, also those that wait, until groups are formed again
+    kept       the inner group of gloo was idle as its generation ended, and waits for a vote of its
+               members (`elastic.idle_groups`): it goes on in the next generation, or another is formed
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import gc
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +33,7 @@ from moe_ckpt.elastic.backends import Backend, GlooBackend, die, register_groups
 from moe_ckpt.elastic.batched_transfers import batch_transfers_of
 from moe_ckpt.elastic.cancellable_wait import Helper, HostWaits, WaitResult
 from moe_ckpt.elastic.device_waits import DeviceWaits
+from moe_ckpt.elastic.idle_groups import agree_to_keep
 from moe_ckpt.elastic.operations import OPERATIONS, SURVIVE_TIMEOUTS, TRANSFERS, BackendAbilities
 from moe_ckpt.elastic.rendezvous_store import PollingStore
 from moe_ckpt.elastic.solo_group import FinishedWork, SoloGroup
@@ -55,13 +58,6 @@ class GroupTimeouts:
     form_s: float
     operation_s: float
     abort_s: float
-
-
-@dataclass(slots=True)
-class TransferCount:
-    """The number of transfers between two ranks that an inner group has begun."""
-
-    total: int = 0
 
 
 class Guards:
@@ -95,10 +91,56 @@ class _Batch:
     Until they have begun, `held` keeps a cut from aborting the group.
     """
 
-    inside: Any
+    inner: InnerGroup
     device: torch.device
     arguments: list[tuple[Any, ...]]
     held: contextlib.ExitStack
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class InnerGroup:
+    """A group that a generation has formed, for all handles with the same members."""
+
+    group: Any
+    """The group of gloo or NCCL."""
+
+    launching: contextlib.AbstractContextManager[object]
+    """Held while a thread begins an operation: no abort frees the group then, and nobody takes it for idle."""
+
+    generation: int
+    """The generation that has formed it."""
+
+    can_outlast: bool
+    """Whether it may outlive a generation, once it is idle."""
+
+    guards: Guards
+    """Of the present generation."""
+
+    num_begun: int = 0
+    """Operations that this rank has begun, of all kinds."""
+
+    num_transfers: int = 0
+    """Transfers between two ranks among these operations."""
+
+    unfinished: set[_Operation] = field(default_factory=set)
+    """Operations that nobody has awaited to their end, with their tensors: after a cut an
+    operation may still write to their memory, which must not be another tensor's."""
+
+    is_broken: bool = False
+    """Whether it was cut, or an operation has failed as it began."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no byte is under way in it, if its members have begun the same number of operations.
+
+        A transfer has one of two ranks only, so numbers of transfers prove nothing.
+        """
+        return not (self.is_broken or self.num_transfers or self.unfinished)
+
+    @property
+    def position(self) -> str:
+        """What its members have to have in common, to go on with it while it is idle."""
+        return f"{self.generation}/{self.num_begun}"
 
 
 class ElasticGroup(dist.ProcessGroup):
@@ -110,13 +152,9 @@ class ElasticGroup(dist.ProcessGroup):
     def __init__(self, members: str, own: int, size: int, transport: Backend, groups: ElasticGroups) -> None:
         super().__init__(own, size)  # pyright: ignore[reportCallIssue] - the stubs know another constructor
         self.members = members
-        self.inside: Any = SoloGroup(size)
+        self.inner: InnerGroup | SoloGroup | None = SoloGroup(size)
         self.transport = transport
-        self.launching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()  # of the inner group
         self.batch: _Batch | None = None
-        # of the inner group, by all handles that share it
-        self.transfers = TransferCount()
-        self.guards: Guards | None = None
         self._groups = groups
 
     @property
@@ -129,7 +167,9 @@ class ElasticGroup(dist.ProcessGroup):
     @property
     def num_operations(self) -> int:
         """The collective operations that the inner group has begun: gloo numbers its messages by them."""
-        return self.inside._get_sequence_number_for_group() - self.transfers.total
+        inner = self.inner
+        assert isinstance(inner, InnerGroup), "the group is not formed"
+        return inner.group._get_sequence_number_for_group() - inner.num_transfers
 
     def confirm(self) -> bool:
         """Return once the results of earlier operations are right on all ranks: see `ElasticGroups.confirm`."""
@@ -138,9 +178,10 @@ class ElasticGroup(dist.ProcessGroup):
     # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
 
     def _get_backend(self, device: torch.device) -> Any:
-        if self.inside is None or isinstance(self.inside, SoloGroup):
+        inner = self.inner
+        if not isinstance(inner, InnerGroup):
             return BackendAbilities(supports_coalescing=False)
-        return BackendAbilities(supports_coalescing=self.inside._get_backend(device).supports_coalescing)
+        return BackendAbilities(supports_coalescing=inner.group._get_backend(device).supports_coalescing)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._groups.start_batch(self, device)
@@ -192,18 +233,33 @@ class ElasticGroups:
             on_device_wait or _nobody, lambda: self._transports[BACKEND].failure(), limit_s=timeouts.operation_s
         )
         self._handles: list[ElasticGroup] = []
+        self._kept: dict[str, InnerGroup] = {}  # by members: idle groups of the last generation
         self._waits = HostWaits()
-        # with their tensors: after a cut an operation may write to their memory, which must not be another tensor's
-        self._unfinished: set[_Operation] = set()
         self._store_lock = threading.Lock()
         self._over = threading.Event()  # one per generation: a late thread must not see that of the next one
         self._training_thread = 0
+        self._generation = 0
+
+    @property
+    def inners(self) -> dict[str, InnerGroup]:
+        """The inner groups of handles, by members."""
+        inners = ((handle.members, handle.inner) for handle in self._handles)
+        return {members: inner for members, inner in inners if isinstance(inner, InnerGroup)}
 
     @property
     def insides(self) -> list[Any]:
-        """The inner groups of handles with more than one rank, each once."""
-        shared = (handle.inside for handle in self._handles if handle.size() > 1 and handle.inside is not None)
-        return list({id(inside): inside for inside in shared}.values())
+        """The groups of gloo or NCCL inside, each once."""
+        return [inner.group for inner in self.inners.values()]
+
+    @property
+    def num_formed(self) -> int:
+        """The inner groups that this generation has formed."""
+        return len(self.inners) - self.num_kept
+
+    @property
+    def num_kept(self) -> int:
+        """The inner groups that this generation has from an earlier one."""
+        return sum(inner.generation < self._generation for inner in self.inners.values())
 
     def register(self) -> None:
         """Register these groups with `torch.distributed` under the backends' names."""
@@ -218,16 +274,17 @@ class ElasticGroups:
         generation: int,
         on_failure: Callable[[str], object] | None = None,
     ) -> None:
-        """Form the inner groups of all handles, for a new generation.
+        """Form the inner groups of all handles, for a new generation, but for those that all members have kept.
 
         The ranks meet in the store of `client`. Threads of gloo read addresses there for as long as the generation
         lasts. `on_failure` receives, in another thread, the reason why the device will not complete an operation.
         Raises PeersLostError if forming takes too long, or is cut.
         """
         over = self._over = threading.Event()
+        self._generation = generation
         self._device_waits.begin(on_failure or _ignore)
         self._training_thread = threading.get_ident()
-        made: dict[str, Any] = {}
+        made: dict[str, InnerGroup] = {}
         # keys with the generation: a rank that is late must not meet the others through addresses of the last one
         store = PollingStore(
             client,
@@ -239,13 +296,10 @@ class ElasticGroups:
         )
         for transport in reversed(self._distinct):  # the host's first: sockets that NCCL opens later are not its own
             self._form_all(transport, store, over, made)
-        counts = {members: TransferCount() for members in made}
-        guards = {members: Guards(members, generation) for members in made}
+        self._kept.clear()
         for handle in self._handles:
             if handle.members in made:
-                handle.transfers, handle.guards = counts[handle.members], guards[handle.members]
-                handle.launching = handle.transport.launching(made[handle.members])
-                handle.inside = made[handle.members]  # last: other threads begin operations from here on
+                handle.inner = made[handle.members]  # other threads begin operations from here on
         # once more: a cut that came while groups were formed did not know those that handles have from here on
         if over.is_set():
             self.cut()
@@ -254,8 +308,15 @@ class ElasticGroups:
     def cut(self) -> None:
         """End all operations, and let no new one begin. May be repeated."""
         self._over.set()
+        # an operation that is about to begin in an idle group is found at the next call
+        spared = []
+        for inner in (*self.inners.values(), *self._kept.values()):
+            if inner.can_outlast and inner.is_idle:
+                spared.append(inner.group)
+            else:
+                inner.is_broken = True
         for transport in self._distinct:
-            transport.cut(self._timeouts.abort_s)
+            transport.cut(self._timeouts.abort_s, spared)
 
     def confirm(self, handle: ElasticGroup) -> bool:
         """Return once the results that all ranks of a group have awaited are right, on all of them. Collective.
@@ -271,13 +332,13 @@ class ElasticGroups:
         Raises:
             PeersLostError: A rank was lost, or an operation was cut off.
         """
-        over = self._over
+        over, inner = self._over, handle.inner
         self._sync(handle.transport, over)
-        if not handle.transport.completes_when_cut or handle.guards is None:
+        if not handle.transport.completes_when_cut or not isinstance(inner, InnerGroup):
             return False
         # only now: the sum proves that each rank's device had finished before that rank
         # aborted anything. An abort follows the flag, and `run` looks at the flag
-        summand = handle.guards.next()
+        summand = inner.guards.next()
         total = torch.full((), summand, dtype=torch.int64, device=handle.transport.device)
         dist.all_reduce(total, group=handle)
         self._sync(handle.transport, over)
@@ -297,7 +358,7 @@ class ElasticGroups:
         self._waits.abandon()
 
     def leave(self) -> None:
-        """Drop the inner groups once no further byte can arrive in a tensor."""
+        """Drop the inner groups, but for idle ones, once no further byte can arrive in a tensor."""
         for handle in self._handles:
             # an error between the calls of a batch has left it open
             self.drop_batch(handle)
@@ -306,13 +367,12 @@ class ElasticGroups:
         self.cut()
         self._device_waits.clear()
         begun_s = time.monotonic()
-        unfinished, self._unfinished = list(self._unfinished), set()
-        insides = self.insides
+        dropped = [inner for members, inner in self.inners.items() if not self._keeps(members, inner)]
         for handle in self._handles:
             if handle.size() > 1:  # a group of one needs no other rank, and is never formed anew
-                handle.inside = None
-        threading.Thread(target=_bury, args=(unfinished, insides), daemon=True).start()
-        del unfinished, insides  # this frame is not to keep groups that the other thread has given up
+                handle.inner = None
+        threading.Thread(target=_bury, args=(dropped,), daemon=True).start()
+        del dropped  # this frame is not to keep groups that the other thread has given up
         for transport in self._distinct:
             self._wait_for_quiet(transport, begun_s)
         gc.collect()  # groups in cycles keep their sockets open, and with them peers waiting
@@ -321,48 +381,51 @@ class ElasticGroups:
 
     def run(self, handle: ElasticGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dist.Work:
         """Begin an operation of a handle's inner group. Raises PeersLostError if ranks are lost."""
-        # in this order: an inside is dropped after its generation is over
-        over, inside = self._over, handle.inside
-        if isinstance(inside, SoloGroup):
-            return getattr(inside, name)(*arguments, **options)
+        # in this order: an inner group is dropped after its generation is over
+        over, inner = self._over, handle.inner
+        if isinstance(inner, SoloGroup):
+            return getattr(inner, name)(*arguments, **options)
+        inner = _usable(inner, over, name)
         if name == "barrier":
             _begin_without_waiting(*arguments, *options.values())
         # a launch may wait for the device, or for a peer to connect
-        with self._telling(), handle.launching:
-            call = functools.partial(_call, handle, inside, over, name, name, arguments, options)
+        with self._telling(), inner.launching:
+            call = functools.partial(_call, handle, inner, over, name, name, arguments, options)
             is_late = name in TRANSFERS and handle.transport.connects_late(handle.size())
             work = self._begin_with_helper(call) if is_late else call()
-        if name in TRANSFERS:
-            handle.transfers.total += 1
-        if handle.batch is not None:  # the batch's end returns the operation that is waited for
-            handle.batch.arguments.append(arguments)
-            return _FINISHED
-        return self._begun(handle, name, work, arguments, over)
+            inner.num_begun += 1
+            inner.num_transfers += name in TRANSFERS
+            if handle.batch is not None:  # the batch's end returns the operation that is waited for
+                handle.batch.arguments.append(arguments)
+                return _FINISHED
+            return self._begun(handle, inner, name, work, arguments, over)
 
     def start_batch(self, handle: ElasticGroup, device: torch.device) -> None:
         """Let a handle's operations begin together, at `end_batch`. Raises PeersLostError if ranks are lost.
 
         NCCL serializes transfers that are not batched: two neighbours that both send first would wait for ever.
         """
-        over, inside = self._over, handle.inside
+        over, inner = self._over, handle.inner
+        assert not isinstance(inner, SoloGroup), "no batches in a group that is not formed"
+        inner = _usable(inner, over, _BATCH)
         with self._telling(), contextlib.ExitStack() as held:
-            held.enter_context(handle.launching)
-            _call(handle, inside, over, _BATCH, "_start_coalescing", (device,), {})
-            handle.batch = _Batch(inside=inside, device=device, arguments=[], held=held.pop_all())
+            held.enter_context(inner.launching)
+            _call(handle, inner, over, _BATCH, "_start_coalescing", (device,), {})
+            handle.batch = _Batch(inner=inner, device=device, arguments=[], held=held.pop_all())
 
     def end_batch(self, handle: ElasticGroup) -> dist.Work:
         """Begin a handle's batch and return it as one operation. Raises PeersLostError if ranks are lost."""
         over, batch = self._over, handle.batch
         assert batch is not None, "the batch was not started"
         try:
-            with self._telling(), handle.launching:
-                work = _call(handle, batch.inside, over, _BATCH, "_end_coalescing", (batch.device,), {})
+            with self._telling(), batch.inner.launching:
+                work = _call(handle, batch.inner, over, _BATCH, "_end_coalescing", (batch.device,), {})
         except BaseException:
             self.drop_batch(handle)
             raise
         handle.batch = None
         batch.held.close()
-        return self._begun(handle, _BATCH, work, tuple(batch.arguments), over)
+        return self._begun(handle, batch.inner, _BATCH, work, tuple(batch.arguments), over)
 
     def drop_batch(self, handle: ElasticGroup) -> None:
         """End a batch that failed: NCCL counts open batches per thread, and would begin no later operation."""
@@ -371,7 +434,7 @@ class ElasticGroups:
             with batch.held:
                 handle.transport.discard(num_open=1)
                 with contextlib.suppress(RuntimeError):
-                    batch.inside._end_coalescing(batch.device)
+                    batch.inner.group._end_coalescing(batch.device)
 
     def wait(self, operation: _Operation) -> None:
         """Wait for an operation to end or to be abandoned. Raises PeersLostError."""
@@ -388,19 +451,25 @@ class ElasticGroups:
             raise PeersLostError(str(error)) from error
         # NCCL: the current stream waits for it, the host does not
         self._device_waits.add(transport.mark(), over.is_set)
-        self._unfinished.discard(operation)
+        operation.unfinished.discard(operation)
         if over.is_set():
             raise PeersLostError("other ranks were lost")
         if isinstance(operation.work, StagedWork):
             operation.work.copy_back()  # last: an operation that was cut off leaves its tensors as they are
 
     def _begun(
-        self, handle: ElasticGroup, name: str, work: Any, arguments: tuple[Any, ...], over: threading.Event
+        self,
+        handle: ElasticGroup,
+        inner: InnerGroup,
+        name: str,
+        work: Any,
+        arguments: tuple[Any, ...],
+        over: threading.Event,
     ) -> dist.Work:
         """Return what the caller waits for, of an operation that has begun. Raises PeersLostError."""
         if work is not None:
-            operation = _Operation(self, handle.transport, name, work, arguments, over)
-            self._unfinished.add(operation)
+            operation = _Operation(self, handle.transport, inner, name, work, arguments, over)
+            inner.unfinished.add(operation)
             return operation
         # NCCL since torch 2.8: a synchronous operation is in the order of the current stream
         if over.is_set():
@@ -430,6 +499,16 @@ class ElasticGroups:
             return self._reported
         return _UNREPORTED
 
+    def _keeps(self, members: str, inner: InnerGroup) -> bool:
+        """Keep an inner group for the next generation, if it is idle; return whether it is."""
+        if not inner.can_outlast:
+            return False
+        with inner.launching:  # whoever begins an operation later finds that its generation is over
+            is_idle = inner.is_idle
+        if is_idle:
+            self._kept[members] = inner
+        return is_idle
+
     @property
     def _distinct(self) -> tuple[Backend, ...]:
         """The device's transport first: aborts of its groups precede the end of sockets under running kernels."""
@@ -445,7 +524,9 @@ class ElasticGroups:
                 return
             time.sleep(0.001)
 
-    def _form_all(self, transport: Backend, store: PollingStore, over: threading.Event, made: dict[str, Any]) -> None:
+    def _form_all(
+        self, transport: Backend, store: PollingStore, over: threading.Event, made: dict[str, InnerGroup]
+    ) -> None:
         """Form the inner groups of one transport's handles, one for all of the same members. Raises PeersLostError."""
         handles = (handle for handle in self._handles if handle.size() > 1 and handle.transport is transport)
         # each group costs connections, threads and, with NCCL, seconds and device memory: Megatron's 12 groups in a job
@@ -454,7 +535,7 @@ class ElasticGroups:
         shared = list({handle.members: handle for handle in handles}.values())
         # a part keeps the order in which all ranks have created the groups: no two groups wait for each other
         parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
-        transport.begin()
+        transport.begin([inner.group for inner in self._kept.values()])
         outcomes: list[WaitResult] = []
         for part in parts:
             helper = Helper()
@@ -472,18 +553,42 @@ class ElasticGroups:
             transport.formed()
 
     def _form(
-        self, handles: Sequence[ElasticGroup], store: PollingStore, over: threading.Event, made: dict[str, Any]
+        self, handles: Sequence[ElasticGroup], store: PollingStore, over: threading.Event, made: dict[str, InnerGroup]
     ) -> None:
         for handle in handles:
             if over.is_set():
                 raise PeersLostError("forming process groups: other ranks were lost")
-            made[handle.members] = handle.transport.make(
-                store.part(handle.members),
-                handle.rank(),
-                handle.size(),
-                form_s=self._timeouts.form_s,
-                operation_s=self._timeouts.operation_s,
-            )
+            part = store.part(handle.members)
+            made[handle.members] = self._kept_inner(handle, part) or self._new_inner(handle, part)
+
+    def _kept_inner(self, handle: ElasticGroup, store: PollingStore) -> InnerGroup | None:
+        """Return a handle's idle inner group, if all members go on with theirs; else drop it."""
+        if not handle.transport.keeps_idle(handle.size()):
+            return None
+        kept = self._kept.get(handle.members)
+        if agree_to_keep(store, handle.size(), kept and kept.position):
+            assert kept is not None, "the vote was unanimous"
+            kept.guards = Guards(handle.members, self._generation)
+            return kept
+        self._kept.pop(handle.members, None)
+        return None
+
+    def _new_inner(self, handle: ElasticGroup, store: PollingStore) -> InnerGroup:
+        group = handle.transport.make(
+            store,
+            handle.rank(),
+            handle.size(),
+            form_s=self._timeouts.form_s,
+            operation_s=self._timeouts.operation_s,
+        )
+        can_outlast = handle.transport.keeps_idle(handle.size())
+        return InnerGroup(
+            group=group,
+            launching=threading.RLock() if can_outlast else handle.transport.launching(group),
+            generation=self._generation,
+            can_outlast=can_outlast,
+            guards=Guards(handle.members, self._generation),
+        )
 
     def _create(self, backend: str, transport: Backend, options: Any, _: Any) -> ElasticGroup:
         ranks = options.global_ranks_in_group or range(options.group_size)  # torch names no ranks for the world
@@ -521,6 +626,7 @@ class _Operation(dist.Work):
         self,
         groups: ElasticGroups,
         transport: Backend,
+        inner: InnerGroup,
         name: str,
         work: Any,
         arguments: tuple[Any, ...],
@@ -528,6 +634,7 @@ class _Operation(dist.Work):
     ) -> None:
         super().__init__()
         self.transport = transport
+        self.unfinished = inner.unfinished  # not the group: a caller that keeps this object would keep its sockets
         self.name = name
         self.work = work
         self.over = over
@@ -563,9 +670,16 @@ class _Operation(dist.Work):
             self.host_work.wait()
 
 
+def _usable(inner: InnerGroup | None, over: threading.Event, name: str) -> InnerGroup:
+    """Return an inner group of a generation that ends with `over`. Raises PeersLostError; `name` is for errors."""
+    if over.is_set() or inner is None:
+        raise PeersLostError(f"{name}: other ranks were lost")
+    return inner
+
+
 def _call(
     handle: ElasticGroup,
-    inside: Any,
+    inner: InnerGroup,
     over: threading.Event,
     name: str,
     method: str,
@@ -576,11 +690,11 @@ def _call(
 
     Raises PeersLostError if the generation is over or the call fails.
     """
-    if over.is_set() or inside is None:
-        raise PeersLostError(f"{name}: other ranks were lost")
+    _usable(inner, over, name)  # once more: the thread may have waited to launch it
     try:
-        return getattr(inside, method)(*arguments, **options)
+        return getattr(inner.group, method)(*arguments, **options)
     except BaseException as error:
+        inner.is_broken = True
         handle.transport.discard()
         if isinstance(error, RuntimeError):
             raise PeersLostError(f"{name}: {error}") from error
@@ -594,12 +708,14 @@ def _begin_without_waiting(*values: Any) -> None:
             value.asyncOp = True
 
 
-def _bury(unfinished: Iterable[_Operation], insides: list[Any]) -> None:
+def _bury(inners: list[InnerGroup]) -> None:
     """Keep the objects of unfinished operations until these have ended."""
     # in this thread: the destructor of a group waits for its operations, and would stop training
-    for operation in unfinished:
-        operation.bury()
-    insides.clear()
+    for inner in inners:
+        for operation in tuple(inner.unfinished):
+            operation.bury()
+        inner.unfinished.clear()  # an operation holds its group
+    inners.clear()
 
 
 def _nobody(waiting: bool) -> None:

@@ -83,6 +83,9 @@ class PollingStore(dist.Store):
     def add(self, key: str, value: int) -> int:
         return self._ask(lambda: self._client.add(self._prefix + key, value))
 
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._ask(lambda: self._client.compare_set(self._prefix + key, expected_value, desired_value))
+
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask(lambda: self._client.check([self._prefix + key for key in keys]))
 

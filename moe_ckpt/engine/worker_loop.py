@@ -23,6 +23,10 @@ class Rendezvous(Protocol):
     """How the ranks of a job meet, generation by generation. All methods belong to the thread that trains."""
 
     page: StatusPage
+    num_formed_groups: int
+    """Process groups of this rank that the generation has formed."""
+    num_kept_groups: int
+    """Process groups of this rank that it has from an earlier generation."""
 
     def join(self) -> int:
         """Wait for all ranks, and return the generation that begins."""
@@ -122,6 +126,8 @@ class GenerationLoop:
             fetched_bytes=recovered.fetched_bytes,
             executed_iters=recovered.executed_iters,
             classes=[death.fault for death in deaths] or [fault_of_end(self._reason)],
+            formed_groups=self._rendezvous.num_formed_groups,
+            kept_groups=self._rendezvous.num_kept_groups,
         )
         self._events.append(event)
         return done, [_paragraph(event, self._reason, recovered.lines)]

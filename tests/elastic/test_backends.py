@@ -130,16 +130,6 @@ def test_connections_that_a_loop_has_opened_later_are_cut_and_no_others(pair, st
     assert passes(third)
 
 
-def test_loops_of_a_next_generation_take_the_place_of_those_before(start: Callable[[], Loop]) -> None:
-    sockets = LoopSockets()
-    old = sockets.add(start)
-    sockets.begin()
-    new, other = sockets.add(start), sockets.add(start)
-    ends = [loop.connect() for loop in (old, new, other)]
-    sockets.shut_down()
-    assert [passes(each) for each in ends] == [True, False, False]
-
-
 def test_another_loop_with_the_number_of_one_that_has_ended_is_left_alone(
     stack: ExitStack, start: Callable[[], Loop]
 ) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,7 @@ def use_groups_without_work(folder: str) -> tuple[list[Any], int, str]:
     groups.form(open_store(folder), 1)
     calls = (all_reduce, all_reduce_later, broadcast, broadcast_object, barrier, all_gather_into_tensor)
     results = [plain(call(dist.group.WORLD, [0, 1])) for call in calls]
-    kept = len(groups._unfinished)
+    kept = sum(len(inner.unfinished) for inner in groups.inners.values())
     meet(open_store(folder), "all operations are done", 2)
     groups.cut()
     return results, kept, outcome_of(dist.barrier)
@@ -164,6 +164,9 @@ class SerialTransport(GlooBackend):
         self.launches = Counted()
         self.num_discarded = 0
 
+    def keeps_idle(self, size: int) -> bool:
+        return False
+
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:
         return self.launches
 
@@ -191,7 +194,7 @@ def exchange_in_batches(folder: str, cut_at: str) -> tuple[str, list[float], int
         for work in dist.batch_isend_irecv(both_send_first):
             work.wait()
 
-    outcome, kept = outcome_of(exchange), len(groups._unfinished)
+    outcome, kept = outcome_of(exchange), sum(len(inner.unfinished) for inner in groups.inners.values())
     meet(open_store(folder), "the exchange ended", 2)
     (inside,) = groups.insides
     call = getattr(inside, cut_at)
@@ -632,7 +635,7 @@ class DeviceTransport(HeldTransport):
     def open_socket(self) -> None:
         self.sockets.append(socket.socketpair())
 
-    def cut(self, limit_s: float) -> None:
+    def cut(self, limit_s: float, spared: Collection[Any] = ()) -> None:
         self.worked_at_the_cut += [passes(pair) for pair in self.sockets]
 
 

@@ -477,7 +477,8 @@ def only_member(store: dist.Store, page: StatusPage) -> tuple[Generations, Membe
     generations = Generations(store)
     generations.set_incarnation(0, 0)
     member = Member(global_rank=0, world_size=1, incarnation=0)
-    groups: Any = SimpleNamespace(**dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None))
+    calls = dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None)
+    groups: Any = SimpleNamespace(**calls, num_formed=0, num_kept=0)
     return generations, Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -39,7 +39,10 @@ class HeldTransport:
         self.held.wait(WAIT_S)
         return object()
 
-    def begin(self) -> None: ...
+    def begin(self, kept: Collection[Any] = ()) -> None: ...
+
+    def keeps_idle(self, size: int) -> bool:
+        return False
 
     def connects_late(self, size: int) -> bool:
         return False
@@ -63,7 +66,7 @@ class HeldTransport:
 
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None: ...
 
-    def cut(self, limit_s: float) -> None: ...
+    def cut(self, limit_s: float, spared: Collection[Any] = ()) -> None: ...
 
     def is_quiet(self) -> bool:
         return True

@@ -268,6 +268,7 @@ class _Rendezvous:
         self._ranks, self._stage_ranks = ranks, stage
         self._reported = 0
         self._number = 0
+        self.num_formed_groups = self.num_kept_groups = 0
 
     def join(self) -> int:
         if self._generations.failure:
