@@ -24,7 +24,15 @@ from moe_ckpt.elastic.process_groups import CPU_BACKEND, ElasticGroups
 from moe_ckpt.elastic.supervisor import run_and_exit
 from moe_ckpt.linux import duplicate_socket, own_files
 from tests.elastic.collectives import outcome_of
-from tests.elastic.workers import meet, open_groups, open_store, own_rank, wait_until
+from tests.elastic.workers import (
+    count_held,
+    holds_no_more,
+    meet,
+    open_groups,
+    open_store,
+    own_rank,
+    wait_until,
+)
 from tests.ranks import run_ranks
 
 
@@ -281,6 +289,24 @@ def test_a_group_is_kept_if_nothing_is_under_way_in_it(tmp_path: Path, act: Call
     assert run_ranks(2, go_on_after, act, str(tmp_path)) == [wanted] * 2
 
 
+def cut_a_kept_group(folder: str) -> tuple[int, int, float]:
+    """Return how many groups a second and a third generation have kept, and the sum of the third."""
+    groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
+    groups.form(open_store(folder), 1)
+    groups.leave()
+    groups.form(open_store(folder), 2)
+    num_kept = groups.num_kept
+    wait_for_the_other(groups)
+    meet(store, "the wait has ended", 2)
+    groups.leave()
+    groups.form(open_store(folder), 3)
+    return num_kept, groups.num_kept, sum_of_two()
+
+
+def test_what_waits_in_a_kept_group_is_cut_off(tmp_path: Path) -> None:
+    assert run_ranks(2, cut_a_kept_group, str(tmp_path)) == [(1, 0, 11.0)] * 2
+
+
 def end_before_all_have_voted(folder: str) -> tuple[str, int, float]:
     """Return how forming ends for a rank whose generation ends meanwhile, and the next generation's groups and sum."""
     groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
@@ -309,22 +335,22 @@ def test_a_vote_that_a_cut_has_ended_is_held_again(tmp_path: Path) -> None:
 NUM_GENERATIONS = 20
 
 
-def keep_a_group(folder: str) -> list[tuple[int, int, int]]:
-    """Return, generation by generation, the kept groups, and how many files and threads there are."""
+def keep_a_group(folder: str) -> tuple[list[int], tuple[int, int], tuple[int, int]]:
+    """Return the kept groups of each generation, and how many files and threads there were at first and at last."""
     groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
-    client, counts = open_store(folder), []
+    client, kept, first = open_store(folder), [], (0, 0)
     for generation in range(1, 1 + NUM_GENERATIONS):
         groups.form(client, generation)
         assert sum_of_two() == 11.0
-        held = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-        counts.append((groups.num_kept, *held))
+        kept.append(groups.num_kept)
+        first = first if generation > 2 else count_held()
         meet(store, f"the end of {generation}", 2)
         groups.leave()
-    return counts
+    wait_until(lambda: holds_no_more(count_held(), first))  # threads that have formed groups end by themselves
+    return kept, first, count_held()
 
 
 def test_a_group_that_is_kept_for_long_costs_no_more(tmp_path: Path) -> None:
-    for counts in run_ranks(2, keep_a_group, str(tmp_path)):
-        assert [kept for kept, *_ in counts] == [0] + [1] * (NUM_GENERATIONS - 1)
-        first, last = counts[2][1:], counts[-1][1:]
-        assert all(now <= then for now, then in zip(last, first, strict=True)), counts
+    for kept, first, last in run_ranks(2, keep_a_group, str(tmp_path)):
+        assert kept == [0] + [1] * (NUM_GENERATIONS - 1)
+        assert holds_no_more(last, first), (first, last)

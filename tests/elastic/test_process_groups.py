@@ -38,7 +38,16 @@ from tests.elastic.collectives import (
     with_plain_gloo,
 )
 from tests.elastic.transports import HeldTransport
-from tests.elastic.workers import PATIENT, meet, open_groups, open_store, own_rank, wait_until
+from tests.elastic.workers import (
+    PATIENT,
+    count_held,
+    holds_no_more,
+    meet,
+    open_groups,
+    open_store,
+    own_rank,
+    wait_until,
+)
 from tests.ranks import rank_store, run_ranks
 from tests.waits import WAIT_S
 
@@ -464,14 +473,6 @@ def outlive_peers(folder: str) -> list[tuple[int, int]]:
     # gloo's own thread closes the last sockets, when it gets a CPU
     wait_until(lambda: holds_no_more(count_held(), counts[1]))
     return [*counts, count_held()]
-
-
-def count_held() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
-def holds_no_more(last: tuple[int, int], first: tuple[int, int]) -> bool:
-    return all(now <= then for now, then in zip(last, first, strict=True))
 
 
 def train_as_peer(folder: str, generation: int) -> int:

@@ -79,6 +79,16 @@ def open_membership(
     return Membership(member, connect(folder), watched, groups, page, join_s=join_s, grace_s=grace_s)
 
 
+def count_held() -> tuple[int, int]:
+    """Return how many files and threads this process has."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def holds_no_more(last: tuple[int, int], first: tuple[int, int]) -> bool:
+    """Return whether a process has no more files and threads than before."""
+    return all(now <= then for now, then in zip(last, first, strict=True))
+
+
 def caused(error: Exception, cause: Exception) -> Exception:
     """Return `error` as if it was raised from `cause`."""
     error.__cause__ = cause
