@@ -1,5 +1,7 @@
 """How many inner groups a rank forms in a generation, and how long that takes: shared by membership, and one a group.
 
+The last column is a generation that goes on with all groups of the one before, after a vote on each.
+
     python benchmarks/communicators.py [--ranks 4 8 16] [--generations 5] [--write]
 
 Ranks are processes of this machine that make Megatron's groups with gloo and form them over a store in a file; they do
