@@ -1,14 +1,17 @@
-"""Megatron-LM's own loop with an attachment, beside the same loop without one: iterations, and kills.
+"""Megatron-LM's own loop with an attachment, beside the same loop without one:
+iterations, and kills.
 
     python benchmarks/attached.py [--rounds 3] [--iterations 40] [--skip 10] [--kills 6] [--restarts 3]
                                   [--ckpt moevement] [--set KEY=VALUE] [-- ARGUMENTS]
 
-Jobs are those of examples/megatron_lm.sh on 4 ranks; ARGUMENTS come after the example's, and replace them. Each round
-trains once without and once with the attachment; the order changes from round to round. Iteration times are those that
-Megatron-LM logs. Then random workers of an attached job are killed, and random processes of a job that torchrun starts
-again, which loads the newest of its checkpoints, one every 10 iterations. Printed: the ratio of iteration times with
-its 95 % interval, and medians of seconds from `kill -9` to the next new iteration. Absolute times mean little on a
-laptop; ratios do.
+Jobs are those of examples/megatron_lm.sh on 4 ranks; ARGUMENTS come after the
+example's, and replace them. Each round trains once without and once with the
+attachment; the order changes from round to round. Iteration times are those that
+Megatron-LM logs. Then random workers of an attached job are killed, and random
+processes of a job that torchrun starts again, which loads the newest of its
+checkpoints, one every 10 iterations. Printed: the ratio of iteration times with its 95
+% interval, and medians of seconds from `kill -9` to the next new iteration. Absolute
+times mean little on a laptop; ratios do.
 """
 
 from __future__ import annotations
@@ -41,14 +44,23 @@ RANKS = 4
 WARM_ITERATIONS = 12  # the restarted job has a checkpoint then
 NEW_ITERATIONS_BETWEEN_KILLS = 5
 PATIENCE_S = 240.0
-_, _, _WORDS = (ROOT / "examples" / "megatron_lm.sh").read_text().partition("-- examples/megatron_lm.py ")
+_, _, _WORDS = (
+    (ROOT / "examples" / "megatron_lm.sh")
+    .read_text()
+    .partition("-- examples/megatron_lm.py ")
+)
 ARGUMENTS = _WORDS.replace("\\\n", " ").split()
-_LINE = re.compile(r"\[(\S+ \S+)\] iteration +(\d+)/ *\d+ .*elapsed time per iteration \(ms\): ([\d.]+)")
+_LINE = re.compile(
+    r"\[(\S+ \S+)\] iteration +(\d+)/ *\d+ .*elapsed time per iteration \(ms\):"
+    r" ([\d.]+)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """A line of Megatron-LM's log: when an iteration ended, in Unix seconds, and its seconds."""
+    """A line of Megatron-LM's log: when an iteration ended, in Unix seconds, and its
+    seconds.
+    """
 
     iteration: int
     ended_unix_s: float
@@ -56,31 +68,68 @@ class Logged:
 
 
 def read_log(text: str) -> list[Logged]:
-    """Return the logged iterations, in the order in which they ended; an iteration may occur twice."""
+    """Return the logged iterations, in the order in which they ended; an iteration may
+    occur twice.
+    """
     return [
         Logged(
-            iteration=int(number), ended_unix_s=datetime.fromisoformat(ended).timestamp(), seconds=float(taken_ms) / 1e3
+            iteration=int(number),
+            ended_unix_s=datetime.fromisoformat(ended).timestamp(),
+            seconds=float(taken_ms) / 1e3,
         )
         for ended, number, taken_ms in _LINE.findall(text)
     ]
 
 
 class Job:
-    """A job of the example under torchrun; `own` are options of moe_ckpt.run, `more` arguments of the script."""
+    """A job of the example under torchrun; `own` are options of moe_ckpt.run, `more`
+    arguments of the script.
+    """
 
-    def __init__(self, folder: Path, own: Sequence[str], more: Sequence[str], max_restarts: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        own: Sequence[str],
+        more: Sequence[str],
+        max_restarts: int = 0,
+    ) -> None:
         self.run = folder / "run"
         folder.mkdir()
         self._log = folder / "log"
-        torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={RANKS}"]
-        own = ["-m", "moe_ckpt.run", *own, "--set", f"run.dir={self.run}", "--", "examples/megatron_lm.py"]
+        torchrun = [
+            str(Path(sys.executable).with_name("torchrun")),
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+        ]
+        own = [
+            "-m",
+            "moe_ckpt.run",
+            *own,
+            "--set",
+            f"run.dir={self.run}",
+            "--",
+            "examples/megatron_lm.py",
+        ]
         path = os.pathsep.join(map(str, (FOLDER, ROOT)))
-        quiet = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        if max_restarts:  # gloo would find the addresses of dead ranks in a store that outlives them
+        quiet = {
+            "TORCHDYNAMO_DISABLE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+        # gloo would find the addresses of dead ranks in a store that outlives them
+        if max_restarts:
             quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [*torchrun, f"--max-restarts={max_restarts}", *own, *ARGUMENTS, "--eval-interval", "100000", *more],
+                [
+                    *torchrun,
+                    f"--max-restarts={max_restarts}",
+                    *own,
+                    *ARGUMENTS,
+                    "--eval-interval",
+                    "100000",
+                    *more,
+                ],
                 cwd=ROOT,
                 env=os.environ | quiet | {"PYTHONPATH": path},
                 stdout=log,
@@ -107,10 +156,15 @@ class Job:
             time.sleep(0.05)
 
     def workers(self) -> list[int]:
-        """Return the pids of the processes that train: those that supervisors wrote down, or torchrun's children."""
+        """Return the pids of the processes that train: those that supervisors wrote
+        down, or torchrun's children.
+        """
         live = [worker.pid for worker in read_live(self.run)]
         pid = self._process.pid
-        return live or [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return live or [
+            int(child)
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
@@ -118,20 +172,32 @@ class Job:
 
 
 def pair(folder: Path, number: int, options: argparse.Namespace) -> tuple[float, float]:
-    """Return the mean seconds of an iteration with the attachment and without, in an order by the round."""
+    """Return the mean seconds of an iteration with the attachment and without, in an
+    order by the round.
+    """
     kinds = {"attached": options.own, "plain": ["--plain"]}
     found = {}
     for name in sorted(kinds, reverse=number % 2 == 1):
         job = Job(
-            folder / f"{name}{number}", kinds[name], ["--train-iters", str(options.iterations), *options.arguments]
+            folder / f"{name}{number}",
+            kinds[name],
+            ["--train-iters", str(options.iterations), *options.arguments],
         )
-        found[name] = statistics.mean(each.seconds for each in job.finish() if each.iteration > options.skip)
-    print(f"round {number}: attached {found['attached']:.3f} s, plain {found['plain']:.3f} s", flush=True)
+        found[name] = statistics.mean(
+            each.seconds for each in job.finish() if each.iteration > options.skip
+        )
+    print(
+        f"round {number}: attached {found['attached']:.3f} s, plain"
+        f" {found['plain']:.3f} s",
+        flush=True,
+    )
     return found["attached"], found["plain"]
 
 
 def kills(job: Job, count: int, chosen: random.Random) -> list[float]:
-    """Kill a random worker again and again; return the seconds from each kill to the next new iteration."""
+    """Kill a random worker again and again; return the seconds from each kill to the
+    next new iteration.
+    """
     try:
         job.wait_for(lambda: job.newest() >= WARM_ITERATIONS, "first iterations")
         return [kill_once(job, chosen) for _ in range(count)]
@@ -142,16 +208,31 @@ def kills(job: Job, count: int, chosen: random.Random) -> list[float]:
 def kill_once(job: Job, chosen: random.Random) -> float:
     before, killed_unix_s = job.newest(), time.time()
     os.kill(chosen.choice(job.workers()), signal.SIGKILL)
-    job.wait_for(lambda: job.newest() >= before + NEW_ITERATIONS_BETWEEN_KILLS, "new iterations")
-    later = [each for each in job.iterations() if each.iteration > before + 1 and each.ended_unix_s > killed_unix_s]
+    job.wait_for(
+        lambda: job.newest() >= before + NEW_ITERATIONS_BETWEEN_KILLS, "new iterations"
+    )
+    later = [
+        each
+        for each in job.iterations()
+        if each.iteration > before + 1 and each.ended_unix_s > killed_unix_s
+    ]
     found = min(each.ended_unix_s for each in later) - killed_unix_s
     print(f"killed at iteration {before}: {found:.2f} s", flush=True)
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rounds", 3), ("iterations", 40), ("skip", 10), ("kills", 6), ("restarts", 3), ("seed", 0)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("rounds", 3),
+        ("iterations", 40),
+        ("skip", 10),
+        ("kills", 6),
+        ("restarts", 3),
+        ("seed", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ckpt", default="moevement")
     parser.add_argument("--set", action="append", default=[])
@@ -160,16 +241,42 @@ def main() -> int:
     settings = [word for setting in options.set for word in ("--set", setting)]
     options.own = ["--ckpt", options.ckpt, "--set", "runtime.heartbeat_s=20", *settings]
     if not FOLDER.exists():
-        sys.exit("Megatron-LM is not there: get it by python scripts/fetch_megatron_lm.py")
-    chosen, endless = random.Random(options.seed), ["--train-iters", "100000", *options.arguments]
+        sys.exit(
+            "Megatron-LM is not there: get it by python scripts/fetch_megatron_lm.py"
+        )
+    chosen, endless = (
+        random.Random(options.seed),
+        ["--train-iters", "100000", *options.arguments],
+    )
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         rounds = [pair(folder, number, options) for number in range(options.rounds)]
-        recovered = kills(Job(folder / "killed", options.own, endless), options.kills, chosen)
-        saved = ["--save", f"{folder}/saved", "--load", f"{folder}/saved", "--save-interval", "10"]
-        # Megatron-LM cannot load the optimizer of torch's Adam, which a CPU has: a restart that loads less
-        without = ["--no-load-optim", "--no-load-rng", "--override-opt-param-scheduler", "--ckpt-format", "torch_dist"]
-        restarting = Job(folder / "restarted", ["--plain"], [*endless, *saved, *without], options.restarts)
+        recovered = kills(
+            Job(folder / "killed", options.own, endless), options.kills, chosen
+        )
+        saved = [
+            "--save",
+            f"{folder}/saved",
+            "--load",
+            f"{folder}/saved",
+            "--save-interval",
+            "10",
+        ]
+        # Megatron-LM cannot load the optimizer of torch's Adam, which a CPU has: a
+        # restart that loads less
+        without = [
+            "--no-load-optim",
+            "--no-load-rng",
+            "--override-opt-param-scheduler",
+            "--ckpt-format",
+            "torch_dist",
+        ]
+        restarting = Job(
+            folder / "restarted",
+            ["--plain"],
+            [*endless, *saved, *without],
+            options.restarts,
+        )
         restarted = kills(restarting, options.restarts, chosen)
         show(options, rounds, recovered, restarted)
     return 0
@@ -183,12 +290,27 @@ def show(
 ) -> None:
     attached, plain = zip(*rounds, strict=True)
     times = statistics.median(restarted) / statistics.median(recovered)
-    print(f"commit {current_commit()}, {hardware()}, --ckpt {options.ckpt} {' '.join(options.set)}")
+    print(
+        f"commit {current_commit()}, {hardware()}, --ckpt {options.ckpt}"
+        f" {' '.join(options.set)}"
+    )
     print("| | attached | without |\n| --- | --- | --- |")
-    print(f"| an iteration, s | {statistics.mean(attached):.3f} | {statistics.mean(plain):.3f} |")
-    print(f"| ratio of iteration times, {len(rounds)} pairs | {ratio(attached, plain)} | 1 |")
-    print(f"| kill to the next new iteration, s | {summary(recovered)} | {summary(restarted)} |")
-    print(f"| ratio of the medians, {len(recovered)} kills, {len(restarted)} restarts | 1 | {times:.1f} |")
+    print(
+        f"| an iteration, s | {statistics.mean(attached):.3f} |"
+        f" {statistics.mean(plain):.3f} |"
+    )
+    print(
+        f"| ratio of iteration times, {len(rounds)} pairs | {ratio(attached, plain)}"
+        " | 1 |"
+    )
+    print(
+        f"| kill to the next new iteration, s | {summary(recovered)} |"
+        f" {summary(restarted)} |"
+    )
+    print(
+        f"| ratio of the medians, {len(recovered)} kills, {len(restarted)} restarts | 1"
+        f" | {times:.1f} |"
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/captures.py [--ranks 4] [--kib 1024] [--iterations 10] [--replays 40] [--loss 1e-3] [--write PAGE]
 
-Ranks reduce one bucket in each iteration over gloo; all frames at the loopback interface are recorded once, which needs
-CAP_NET_RAW. They are cut into packets as on a network with an MTU of 1500, and replayed to 1, 2 and 3 captures. Each
-loses packets at random. An iteration counts as lost if the captures together lack any byte of the sum; complete ones
-are compared with the ranks' own sum.
+Ranks reduce one bucket in each iteration over gloo; all frames at the loopback
+interface are recorded once, which needs CAP_NET_RAW. They are cut into packets as on a
+network with an MTU of 1500, and replayed to 1, 2 and 3 captures. Each loses packets at
+random. An iteration counts as lost if the captures together lack any byte of the sum;
+complete ones are compared with the ranks' own sum.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from moe_ckpt.mirror.port import MirrorPort  # noqa: E402
 from moe_ckpt.mirror.redundancy import PACKET_BYTES, failure_probability  # noqa: E402
 from moe_ckpt.mirror.watcher import Watcher  # noqa: E402
 
-MARKS = ("<!-- captures: written by benchmarks/captures.py -->", "<!-- end of captures -->")
+MARKS = (
+    "<!-- captures: written by benchmarks/captures.py -->",
+    "<!-- end of captures -->",
+)
 GROUP = b"captures' shares"
 _PORT = 29556
 _CAPTURES = (1, 2, 3)
@@ -42,7 +46,9 @@ _CAPTURES = (1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The iterations of all replays, those that were lost, and the packets that carry an iteration's sum."""
+    """The iterations of all replays, those that were lost, and the packets that carry
+    an iteration's sum.
+    """
 
     captures: int
     iterations: int
@@ -57,7 +63,9 @@ def be_rank(rank: int, num_ranks: int, num_bytes: int, iterations: int) -> None:
     mark = bytearray(mark_of(GROUP, num_ranks, rank))
     dist.all_reduce(torch.frombuffer(mark, dtype=torch.uint8), dist.ReduceOp.MAX)
     for iteration in range(iterations):
-        dist.all_reduce(torch.arange(num_bytes // 4, dtype=torch.float32) % 1000 + iteration)
+        dist.all_reduce(
+            torch.arange(num_bytes // 4, dtype=torch.float32) % 1000 + iteration
+        )
     dist.barrier()
 
 
@@ -72,25 +80,40 @@ def record(num_ranks: int, num_bytes: int, iterations: int) -> list[TcpSegment]:
     thread = Thread(target=read)
     thread.start()
     options = [str(value) for value in (num_ranks, num_bytes, iterations)]
-    ranks = [subprocess.Popen([sys.executable, __file__, "rank", str(rank), *options]) for rank in range(num_ranks)]
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, "rank", str(rank), *options])
+        for rank in range(num_ranks)
+    ]
     statuses = [rank.wait(120) for rank in ranks]
     is_over.set()
     thread.join()
     port.close()
     assert statuses == [0] * num_ranks, statuses
     seen = [segment for frame in frames if (segment := segment_of(frame))]
-    streams = {segment.stream for segment in seen if find_mark(segment.payload)}  # and those of other processes
-    return [packet for segment in seen if segment.stream in streams for packet in _packets(segment)]
+    # and those of other processes
+    streams = {segment.stream for segment in seen if find_mark(segment.payload)}
+    return [
+        packet
+        for segment in seen
+        if segment.stream in streams
+        for packet in _packets(segment)
+    ]
 
 
 def _packets(segment: TcpSegment) -> Iterator[TcpSegment]:
     for start in range(0, max(1, len(segment.payload)), PACKET_BYTES):
         part = segment.payload[start : start + PACKET_BYTES]
-        yield replace(segment, sequence=(segment.sequence + start) % 2**32, payload=part)
+        yield replace(
+            segment, sequence=(segment.sequence + start) % 2**32, payload=part
+        )
 
 
 def replay(
-    segments: Sequence[TcpSegment], wanted: Sequence[MirroredSums], captures: int, loss: float, seed: int
+    segments: Sequence[TcpSegment],
+    wanted: Sequence[MirroredSums],
+    captures: int,
+    loss: float,
+    seed: int,
 ) -> Share:
     """Return the share of one replay."""
     watcher = Watcher(captures, loss=loss, seed=seed)
@@ -99,35 +122,73 @@ def replay(
     watcher.flush()
     results = [watcher.sums(sums) for sums in wanted]
     for iteration, result in enumerate(results):
-        assert result is None or bytes(result[0]) == _sum(wanted[0], iteration), iteration
+        assert result is None or bytes(result[0]) == _sum(wanted[0], iteration), (
+            iteration
+        )
     size = wanted[0].size
     of_capture = watcher.num_watched / captures / len(wanted)
     packets = of_capture / 2 * size / (size - 1)  # half of them carry partial sums
-    return Share(captures=captures, iterations=len(wanted), lost=sum(each is None for each in results), packets=packets)
+    return Share(
+        captures=captures,
+        iterations=len(wanted),
+        lost=sum(each is None for each in results),
+        packets=packets,
+    )
 
 
 def _sum(sums: MirroredSums, iteration: int) -> bytes:
-    values = np.arange(sums.buckets[0] // 4, dtype=np.float32) % 1000 + np.float32(iteration)
-    return (values * np.float32(sums.size)).tobytes()  # whole numbers below 2**24: exact in any order
+    values = np.arange(sums.buckets[0] // 4, dtype=np.float32) % 1000 + np.float32(
+        iteration
+    )
+    # whole numbers below 2**24: exact in any order
+    return (values * np.float32(sums.size)).tobytes()
 
 
-def measure(segments: Sequence[TcpSegment], wanted: Sequence[MirroredSums], loss: float, replays: int) -> list[Share]:
+def measure(
+    segments: Sequence[TcpSegment],
+    wanted: Sequence[MirroredSums],
+    loss: float,
+    replays: int,
+) -> list[Share]:
     found = []
     for captures in _CAPTURES:
-        shares = [replay(segments, wanted, captures, loss, seed) for seed in range(replays)]
+        shares = [
+            replay(segments, wanted, captures, loss, seed) for seed in range(replays)
+        ]
         total = sum(share.iterations for share in shares)
         lost = sum(share.lost for share in shares)
-        found.append(Share(captures=captures, iterations=total, lost=lost, packets=shares[0].packets))
+        found.append(
+            Share(
+                captures=captures,
+                iterations=total,
+                lost=lost,
+                packets=shares[0].packets,
+            )
+        )
     return found
 
 
 def table(shares: Sequence[Share], size: int, loss: float) -> str:
-    lines = ["| captures | lost of | measured | equation (2) |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| captures | lost of | measured | equation (2) |",
+        "| --- | --- | --- | --- |",
+    ]
     for share in shares:
-        expected = failure_probability(packets=share.packets, ranks=size, captures=share.captures, loss=loss)
+        expected = failure_probability(
+            packets=share.packets, ranks=size, captures=share.captures, loss=loss
+        )
         measured = share.lost / share.iterations
-        lines.append(f"| {share.captures} | {share.lost} of {share.iterations} | {measured:.3g} | {expected:.3g} |")
-    lines += ["", f"{size} ranks, {shares[0].packets:.0f} packets an iteration, a loss of {loss:g} at each capture."]
+        lines.append(
+            f"| {share.captures} | {share.lost} of {share.iterations} | {measured:.3g}"
+            f" | {expected:.3g} |"
+        )
+    lines += [
+        "",
+        (
+            f"{size} ranks, {shares[0].packets:.0f} packets an iteration, a loss of"
+            f" {loss:g} at each capture."
+        ),
+    ]
     return "\n".join(lines)
 
 
@@ -135,7 +196,9 @@ def main() -> int:
     if sys.argv[1:2] == ["rank"]:
         be_rank(*map(int, sys.argv[2:]))
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--kib", type=int, default=1024, help="size of the bucket")
     parser.add_argument("--iterations", type=int, default=10)
@@ -146,12 +209,21 @@ def main() -> int:
     num_bytes = options.kib << 10
     wanted = [
         MirroredSums(
-            group=GROUP.hex(), size=options.ranks, buckets=(num_bytes,), dtype="float32", first=first, end=first + 1
+            group=GROUP.hex(),
+            size=options.ranks,
+            buckets=(num_bytes,),
+            dtype="float32",
+            first=first,
+            end=first + 1,
         )
         for first in range(1, 1 + options.iterations)
     ]
     segments = record(options.ranks, num_bytes, options.iterations)
-    made = table(measure(segments, wanted, options.loss, options.replays), options.ranks, options.loss)
+    made = table(
+        measure(segments, wanted, options.loss, options.replays),
+        options.ranks,
+        options.loss,
+    )
     print(made)
     if options.write:
         rewrite(options.write, MARKS, lambda _: f"{made} Commit {current_commit()}.")

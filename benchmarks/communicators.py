@@ -1,11 +1,14 @@
-"""How many inner groups a rank forms in a generation, and how long that takes: shared by membership, and one a group.
+"""How many inner groups a rank forms in a generation, and how long that takes: shared
+by membership, and one a group.
 
-The last column is a generation that goes on with all groups of the one before, after a vote on each.
+The last column is a generation that goes on with all groups of the one before, after a
+vote on each.
 
     python benchmarks/communicators.py [--ranks 4 8 16] [--generations 5] [--write]
 
-Ranks are processes of this machine that make Megatron's groups with gloo and form them over a store in a file; they do
-nothing else. NCCL's communicators cost more each, so its gain is larger; it was not measured, for lack of a GPU.
+Ranks are processes of this machine that make Megatron's groups with gloo and form them
+over a store in a file; they do nothing else. NCCL's communicators cost more each, so
+its gain is larger; it was not measured, for lack of a GPU.
 """
 
 from __future__ import annotations
@@ -35,14 +38,23 @@ LAYOUTS = {4: (2, 2), 8: (2, 2), 16: (4, 2)}
 """Pipeline stages and expert-parallel degree by number of ranks."""
 
 _LIMIT_S = 120.0
-_MARKS = ("<!-- communicators: written by benchmarks/communicators.py -->", "<!-- end of communicators -->")
+_MARKS = (
+    "<!-- communicators: written by benchmarks/communicators.py -->",
+    "<!-- end of communicators -->",
+)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS)
+    )
     parser.add_argument("--generations", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="write the table into benchmarks/README.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into benchmarks/README.md"
+    )
     options = parser.parse_args()
     lines = [
         "| ranks | PP, EP | groups of a rank | inner groups, one a group | seconds "
@@ -54,36 +66,64 @@ def main() -> int:
         print(lines[-1], flush=True)
     lines += [
         "",
-        f"Medians of {options.generations} generations, the slowest rank of each; the most groups of any rank.",
+        (
+            f"Medians of {options.generations} generations, the slowest rank of each;"
+            " the most groups of any rank."
+        ),
     ]
     lines += [f"{hardware()}; gloo; commit {current_commit()}."]
     if options.write:
-        rewrite(Path(__file__).with_name("README.md"), _MARKS, lambda _: "\n".join(lines))
+        rewrite(
+            Path(__file__).with_name("README.md"), _MARKS, lambda _: "\n".join(lines)
+        )
     return 0
 
 
 def _row(num_ranks: int, generations: int) -> str:
     """Return the line of the table for a number of ranks."""
-    before, after = (_measure(num_ranks, generations, shares=shares, are_idle=False) for shares in (False, True))
+    before, after = (
+        _measure(num_ranks, generations, shares=shares, are_idle=False)
+        for shares in (False, True)
+    )
     _, kept_s = _measure(num_ranks, 1 + generations, shares=True, are_idle=True)
     pp, ep = LAYOUTS[num_ranks]
-    cells = [num_ranks, f"{pp}, {ep}", before[0], before[0], f"{before[1]:.3f}", after[0], f"{after[1]:.3f}"]
+    cells = [
+        num_ranks,
+        f"{pp}, {ep}",
+        before[0],
+        before[0],
+        f"{before[1]:.3f}",
+        after[0],
+        f"{after[1]:.3f}",
+    ]
     cells.append(f"{kept_s:.3f}")
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _measure(num_ranks: int, generations: int, *, shares: bool, are_idle: bool) -> tuple[int, float]:
-    """Return the most inner groups of any rank, and the median over generations of the slowest rank's seconds.
+def _measure(
+    num_ranks: int, generations: int, *, shares: bool, are_idle: bool
+) -> tuple[int, float]:
+    """Return the most inner groups of any rank, and the median over generations of the
+    slowest rank's seconds.
 
-    With `are_idle`, all groups go on as a generation ends, so that the first generation forms
-    them and is left out.
+    With `are_idle`, all groups go on as a generation ends, so that the first generation
+    forms them and is left out.
     """
     forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [forks.Pipe(duplex=False) for _ in range(num_ranks)]
         ranks = [
             forks.Process(
-                target=_be_rank, args=(rank, num_ranks, generations, shares, are_idle, folder, pipes[rank][1])
+                target=_be_rank,
+                args=(
+                    rank,
+                    num_ranks,
+                    generations,
+                    shares,
+                    are_idle,
+                    folder,
+                    pipes[rank][1],
+                ),
             )
             for rank in range(num_ranks)
         ]
@@ -94,11 +134,23 @@ def _measure(num_ranks: int, generations: int, *, shares: bool, are_idle: bool) 
         finally:
             for rank in ranks:
                 rank.kill()
-    slowest = [max(seconds) for seconds in zip(*(seconds for _, seconds in found), strict=True)]
-    return max(count for count, _ in found), statistics.median(slowest[1:] if are_idle else slowest)
+    slowest = [
+        max(seconds) for seconds in zip(*(seconds for _, seconds in found), strict=True)
+    ]
+    return max(count for count, _ in found), statistics.median(
+        slowest[1:] if are_idle else slowest
+    )
 
 
-def _be_rank(rank: int, size: int, generations: int, shares: bool, are_idle: bool, folder: str, sender: Any) -> None:
+def _be_rank(
+    rank: int,
+    size: int,
+    generations: int,
+    shares: bool,
+    are_idle: bool,
+    folder: str,
+    sender: Any,
+) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     timeouts = GroupTimeouts(form_s=_LIMIT_S, operation_s=_LIMIT_S, abort_s=_LIMIT_S)
     groups = ElasticGroups(GlooBackend(), timeouts, lambda _: None, shares=shares)
@@ -106,7 +158,9 @@ def _be_rank(rank: int, size: int, generations: int, shares: bool, are_idle: boo
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
     pp, ep = LAYOUTS[size]
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=pp, expert_model_parallel_size=ep, create_gloo_process_groups=False
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        create_gloo_process_groups=False,
     )
     store = dist.FileStore(f"{folder}/store", -1)
     store.set_timeout(timedelta(seconds=_LIMIT_S))
@@ -120,7 +174,8 @@ def _be_rank(rank: int, size: int, generations: int, shares: bool, are_idle: boo
         _meet(store, f"end of {generation}", size)
         if not are_idle:
             for inner in groups.inners.values():
-                inner.is_broken = True  # as after an operation that a lost rank has left unfinished
+                # as after an operation that a lost rank has left unfinished
+                inner.is_broken = True
         groups.leave()
     sender.send((count, seconds))
     _meet(store, "all have sent", size)

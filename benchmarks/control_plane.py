@@ -1,10 +1,12 @@
-"""How long ranks take to enter a generation, and how many bytes each receives for it, without a model.
+"""How long ranks take to enter a generation, and how many bytes each receives for it,
+without a model.
 
     python benchmarks/control_plane.py [--ranks 64 256 1024] [--model deepseek_671b]
     python benchmarks/control_plane.py --only-plan --ranks 4 32 128 1024 4096 16384
 
-Ranks are threads of this process with the real protocol (`Membership`, over torch's HashStore), profiles
-(`share_profiles`) and reports; only process groups are not formed. A row a number of ranks:
+Ranks are threads of this process with the real protocol (`Membership`, over torch's
+HashStore), profiles (`share_profiles`) and reports; only process groups are not formed.
+A row a number of ranks:
 
     join    from the first rank's arrival to the last one's go: operations in the store, and bytes of keys and values
     table   operators of the own stage, gathered from its 64 ranks
@@ -13,8 +15,8 @@ Ranks are threads of this process with the real protocol (`Membership`, over tor
     plan    one rank's choice of a window from these profiles, in seconds of CPU: at first, and after a fault
     tables  what a rank keeps: the operators of the own stage, profiles of all stages, and bytes of windows
 
-All threads share the interpreter, so seconds are those of all ranks' work one after the other; `ms a rank` is what a
-process of its own computes for it.
+All threads share the interpreter, so seconds are those of all ranks' work one after the
+other; `ms a rank` is what a process of its own computes for it.
 """
 
 from __future__ import annotations
@@ -73,7 +75,11 @@ class SharedGroup:
             if self._total is None:
                 self._total = tensor.clone()
             else:
-                self._total = self._total + tensor if operation == "sum" else torch.maximum(self._total, tensor)
+                self._total = (
+                    self._total + tensor
+                    if operation == "sum"
+                    else torch.maximum(self._total, tensor)
+                )
         self._barrier.wait()
         assert self._total is not None
         tensor.copy_(self._total)
@@ -108,7 +114,9 @@ class NoGroups:
 
 @dataclass(frozen=True)
 class Row:
-    """The cost of entering at one number of ranks: seconds of all, operations and bytes of the rank with the most."""
+    """The cost of entering at one number of ranks: seconds of all, operations and bytes
+    of the rank with the most.
+    """
 
     ranks: int
     join_s: float
@@ -125,10 +133,16 @@ class Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--model", default="deepseek_671b")
-    parser.add_argument("--only-plan", action="store_true", help="the last table, which needs no threads")
+    parser.add_argument(
+        "--only-plan",
+        action="store_true",
+        help="the last table, which needs no threads",
+    )
     arguments = parser.parse_args()
     if not arguments.only_plan:
         print_costs_of_entering(arguments.ranks, arguments.model)
@@ -141,8 +155,8 @@ def main() -> int:
         kinds = len(policy.sizes.kinds)
         tables_mb = kept_bytes(profiles[1].table, shared, policy.sizes) / 1e6
         print(
-            f"{num_ranks:5d} {len(profiles):7d} {kinds:6d} {first_s:11.3f} {again_s:14.4f} "
-            f"{num_slots:6d} {tables_mb:10.2f}",
+            f"{num_ranks:5d} {len(profiles):7d} {kinds:6d} {first_s:11.3f}"
+            f" {again_s:14.4f} {num_slots:6d} {tables_mb:10.2f}",
             flush=True,
         )
     return 0
@@ -150,19 +164,26 @@ def main() -> int:
 
 def print_costs_of_entering(numbers_of_ranks: Sequence[int], model: str) -> None:
     """Print a row for each number of ranks."""
-    print("ranks  join s  store ops  agree s  ms a rank |    store   table  profiles  reports  all B    limit")
+    print(
+        "ranks  join s  store ops  agree s  ms a rank |    store   table  profiles "
+        " reports  all B    limit"
+    )
     for num_ranks in numbers_of_ranks:
         row = measure(num_ranks, model)
         print(
-            f"{row.ranks:5d} {row.join_s:7.2f} {row.join_operations:10d} {row.agree_s:8.2f} "
-            f"{1000 * row.agree_s / row.ranks:10.1f} | {row.join_bytes:8d} {row.table_bytes:7d} "
-            f"{row.agree_bytes:9d} {row.report_bytes:8d} {row.total_bytes:8d} {65536 + 100 * row.ranks:8d}",
+            f"{row.ranks:5d} {row.join_s:7.2f} {row.join_operations:10d}"
+            f" {row.agree_s:8.2f} {1000 * row.agree_s / row.ranks:10.1f} |"
+            f" {row.join_bytes:8d} {row.table_bytes:7d} {row.agree_bytes:9d}"
+            f" {row.report_bytes:8d} {row.total_bytes:8d} {65536 + 100 * row.ranks:8d}",
             flush=True,
         )
 
 
-def plan(profiles: Sequence[StageProfile], earlier: SparseWindows | None) -> tuple[float, SparseWindows, int]:
-    """Return the seconds of CPU in which a rank chooses a window, its policy, and the slots of the window.
+def plan(
+    profiles: Sequence[StageProfile], earlier: SparseWindows | None
+) -> tuple[float, SparseWindows, int]:
+    """Return the seconds of CPU in which a rank chooses a window, its policy, and the
+    slots of the window.
 
     Args:
         profiles: All stages.
@@ -171,15 +192,21 @@ def plan(profiles: Sequence[StageProfile], earlier: SparseWindows | None) -> tup
     config = compose_settings(["ckpt=moevement"]).ckpt
     assert isinstance(config, MoevementConfig)
     started_s = time.process_time()
-    policy = SparseWindows(config, profiles, 1, 1, sizes=earlier.sizes if earlier else None)
+    policy = SparseWindows(
+        config, profiles, 1, 1, sizes=earlier.sizes if earlier else None
+    )
     measured = _measured(profiles[1])
-    plans = (policy.plan(iteration, lambda: measured) for iteration in itertools.count())
+    plans = (
+        policy.plan(iteration, lambda: measured) for iteration in itertools.count()
+    )
     choice = next(each.window for each in plans if each.window)
     return time.process_time() - started_s, policy, choice.num_slots
 
 
 def shared_by_stages(profiles: Sequence[StageProfile]) -> SharedProfiles:
-    """Return the profiles as a rank has them after the exchange, in which one rank a stage takes part."""
+    """Return the profiles as a rank has them after the exchange, in which one rank a
+    stage takes part.
+    """
     everyone, found = SharedGroup(len(profiles)), dict[int, SharedProfiles]()
 
     def share(stage: int) -> None:
@@ -193,7 +220,9 @@ def shared_by_stages(profiles: Sequence[StageProfile]) -> SharedProfiles:
 
 
 def kept_bytes(*values: object) -> int:
-    """Return the bytes of objects and of all that they keep alive; code and what modules have count for nothing."""
+    """Return the bytes of objects and of all that they keep alive; code and what
+    modules have count for nothing.
+    """
     seen, total, rest = set[int](), 0, list(values)
     while rest:
         each = rest.pop()
@@ -201,7 +230,8 @@ def kept_bytes(*values: object) -> int:
         if is_code or id(each) in seen:
             continue
         seen.add(id(each))
-        total += sys.getsizeof(each)  # of an array: with its numbers, if they are its own
+        # of an array: with its numbers, if they are its own
+        total += sys.getsizeof(each)
         rest += gc.get_referents(each)
         if isinstance(each, np.ndarray) and each.base is not None:
             rest.append(each.base)
@@ -220,46 +250,73 @@ def measure(num_ranks: int, model: str) -> Row:
         join_bytes=max(each.nbytes for each in joining),
         agree_s=agree_s,
         agree_bytes=max(each.nbytes for each in agreeing),
-        table_bytes=num_ranks // len(profiles) * (max(_own_bytes(each.table) for each in profiles) + 8),
+        table_bytes=num_ranks
+        // len(profiles)
+        * (max(_own_bytes(each.table) for each in profiles) + 8),
         report_bytes=num_ranks * (len(pickle.dumps((_report(num_ranks), None))) + 8),
     )
 
 
 @functools.cache
 def profiles_of(model: str, num_ranks: int) -> list[StageProfile]:
-    """Return the profiles of a job of so many ranks, 64 a stage in up to 16 stages, or fewer in 2 stages."""
-    ranks_a_stage = min(max(LEAST_RANKS_A_STAGE, num_ranks // MOST_STAGES), num_ranks // LEAST_STAGES)
+    """Return the profiles of a job of so many ranks, 64 a stage in up to 16 stages, or
+    fewer in 2 stages.
+    """
+    ranks_a_stage = min(
+        max(LEAST_RANKS_A_STAGE, num_ranks // MOST_STAGES), num_ranks // LEAST_STAGES
+    )
     stages, gpus_a_node = num_ranks // ranks_a_stage, min(GPUS_A_NODE, num_ranks)
-    nodes = f"cluster.nodes={num_ranks // gpus_a_node} cluster.gpus_per_node={gpus_a_node}"
+    nodes = (
+        f"cluster.nodes={num_ranks // gpus_a_node} cluster.gpus_per_node={gpus_a_node}"
+    )
     job = f"model={model} cluster=h100_ib {nodes} parallel.pp={stages}"
-    batch = "batch.global_batch_size=1024 batch.micro_batch_size=1 cluster.gpu_memory_bytes=1e15"
+    batch = (
+        "batch.global_batch_size=1024 batch.micro_batch_size=1"
+        " cluster.gpu_memory_bytes=1e15"
+    )
     found = compose_simulation([*job.split(), *batch.split()]).setup.job.profiles
-    return [replace(each, table=_of_all_ranks(each.table, ranks_a_stage)) for each in found]
+    return [
+        replace(each, table=_of_all_ranks(each.table, ranks_a_stage)) for each in found
+    ]
 
 
 def _of_all_ranks(table: OperatorTable, ranks_a_stage: int) -> OperatorTable:
-    """Return the table as a sharded optimizer has it: ranks with the same operators own a piece each of all of them.
+    """Return the table as a sharded optimizer has it: ranks with the same operators own
+    a piece each of all of them.
 
-    The simulator has a row for each expert-parallel rank, with an even share of every operator.
+    The simulator has a row for each expert-parallel rank, with an even share of every
+    operator.
     """
     replicas = ranks_a_stage // len(table.full_bytes)
     compute = np.concatenate([_pieces(row, replicas) for row in table.compute_bytes])
     return OperatorTable(
-        operators=table.operators, full_bytes=6 * compute, compute_bytes=compute, moment_bytes=4 * compute
+        operators=table.operators,
+        full_bytes=6 * compute,
+        compute_bytes=compute,
+        moment_bytes=4 * compute,
     )
 
 
 def _own_bytes(table: OperatorTable) -> int:
-    """Return the bytes of the description of its operators that the rank with the most sends to its stage."""
+    """Return the bytes of the description of its operators that the rank with the most
+    sends to its stage.
+    """
     assert table.moment_bytes is not None
-    kinds = np.stack([table.full_bytes, table.compute_bytes, table.moment_bytes], axis=1)
+    kinds = np.stack(
+        [table.full_bytes, table.compute_bytes, table.moment_bytes], axis=1
+    )
     owned = [np.flatnonzero(kind[0]) for kind in kinds]
-    rows = [([table.operators[i] for i in own.tolist()], kind[:, own]) for own, kind in zip(owned, kinds, strict=True)]
+    rows = [
+        ([table.operators[i] for i in own.tolist()], kind[:, own])
+        for own, kind in zip(owned, kinds, strict=True)
+    ]
     return max(len(pickle.dumps(pack_rows(*row))) for row in rows)
 
 
 def _pieces(row: IntArray, count: int) -> IntArray:
-    """Return what each of `count` ranks owns of operators of so many bytes in a row: the bounds of equal pieces cut."""
+    """Return what each of `count` ranks owns of operators of so many bytes in a row:
+    the bounds of equal pieces cut.
+    """
     ends = count * np.cumsum(row)
     bounds = ends[-1] // count * np.arange(count + 1)
     before = np.clip(ends - count * row, bounds[:-1, None], bounds[1:, None])
@@ -271,7 +328,10 @@ def _join(num_ranks: int) -> tuple[float, Sequence[Traffic]]:
     for rank in range(num_ranks):
         store.set(f"incarnation/{rank}", "0")
     with tempfile.TemporaryDirectory() as folder:
-        members = [_member(Path(folder), rank, num_ranks, store, traffic[rank]) for rank in range(num_ranks)]
+        members = [
+            _member(Path(folder), rank, num_ranks, store, traffic[rank])
+            for rank in range(num_ranks)
+        ]
         seconds = _run(num_ranks, lambda rank: members[rank].join())
         assert {member.generation for member in members} == {1}
         cast("Any", members[0])._generations.end(1, "the benchmark is over")
@@ -280,14 +340,26 @@ def _join(num_ranks: int) -> tuple[float, Sequence[Traffic]]:
     return seconds, traffic
 
 
-def _member(folder: Path, rank: int, num_ranks: int, store: dist.Store, traffic: Traffic) -> Membership:
+def _member(
+    folder: Path, rank: int, num_ranks: int, store: dist.Store, traffic: Traffic
+) -> Membership:
     counted = CountedStore(store, traffic)
     member = Member(global_rank=rank, world_size=num_ranks, incarnation=0)
     page = StatusPage(folder / str(rank))
-    return Membership(member, counted, store, cast("Any", NoGroups()), page, join_s=JOIN_S, grace_s=0.0)
+    return Membership(
+        member,
+        counted,
+        store,
+        cast("Any", NoGroups()),
+        page,
+        join_s=JOIN_S,
+        grace_s=0.0,
+    )
 
 
-def _agree(num_ranks: int, profiles: Sequence[StageProfile]) -> tuple[float, Sequence[Traffic]]:
+def _agree(
+    num_ranks: int, profiles: Sequence[StageProfile]
+) -> tuple[float, Sequence[Traffic]]:
     traffic, everyone = [Traffic() for _ in range(num_ranks)], SharedGroup(num_ranks)
     ranks_a_stage = num_ranks // len(profiles)
     of_stages = [SharedGroup(ranks_a_stage) for _ in profiles]
@@ -296,7 +368,9 @@ def _agree(num_ranks: int, profiles: Sequence[StageProfile]) -> tuple[float, Seq
         stage, in_stage = divmod(rank, ranks_a_stage)
         ranks = CountedRanks(rank, everyone, traffic[rank])
         of_stage = CountedRanks(in_stage, of_stages[stage], traffic[rank])
-        place = _place(stage, len(profiles), cast("Ranks", ranks), cast("Ranks", of_stage))
+        place = _place(
+            stage, len(profiles), cast("Ranks", ranks), cast("Ranks", of_stage)
+        )
         assert len(share_profiles(place, profiles[stage]).stages) == len(profiles)
 
     return _run(num_ranks, agree), traffic
@@ -304,7 +378,14 @@ def _agree(num_ranks: int, profiles: Sequence[StageProfile]) -> tuple[float, Seq
 
 def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> StagePlace:
     layout = ParallelLayout(pp=num_stages, dp=stage_ranks.size, ep=GPUS_A_NODE, tp=1)
-    shard = ShardIdentity(global_rank=ranks.rank, pp_rank=stage, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=0)
+    shard = ShardIdentity(
+        global_rank=ranks.rank,
+        pp_rank=stage,
+        tp_rank=0,
+        ep_rank=0,
+        etp_rank=0,
+        dp_rank=0,
+    )
     return StagePlace(
         identity=RunIdentity(run_id="run", model="model", layout=layout),
         shard=shard,
@@ -318,12 +399,16 @@ def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> Sta
 
 
 def _report(num_ranks: int) -> tuple[object, ...]:
-    """Return what a survey gathers from a rank: its standing, its progress, keys that it holds, gradients."""
+    """Return what a survey gathers from a rank: its standing, its progress, keys that
+    it holds, gradients.
+    """
     return (1, None, False, False), False, {num_ranks - 1: frozenset[str]()}, {}
 
 
 def _measured(profile: StageProfile) -> Measured:
-    num_experts = sum(operator.expert is not None for operator in profile.table.operators)
+    num_experts = sum(
+        operator.expert is not None for operator in profile.table.operators
+    )
     return Measured(
         iteration_s=1.0,
         copy_bytes_per_s=1e9,
@@ -335,7 +420,10 @@ def _measured(profile: StageProfile) -> Measured:
 
 def _run(num_ranks: int, act: Callable[[int], object]) -> float:
     """Return the seconds in which so many threads have each done something."""
-    threads = [threading.Thread(target=act, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    threads = [
+        threading.Thread(target=act, args=(rank,), daemon=True)
+        for rank in range(num_ranks)
+    ]
     started_s = time.perf_counter()
     for thread in threads:
         thread.start()

@@ -1,10 +1,11 @@
-"""How fast copies reach a peer's memory, beside a plain send of the same bytes between the same two processes.
+"""How fast copies reach a peer's memory, beside a plain send of the same bytes between
+the same two processes.
 
     torchrun --nproc-per-node=2 benchmarks/copies.py [--mib 83] [--rounds 10] [--interface NAME]
 
-In turn rank 0 sends a tensor to rank 1 with `torch.distributed` (gloo), and copies a blob of the same size with a
-replicator to rank 1's copy server: checksums, framing and a file in shared memory included. Nothing else runs. The
-ratio is what counts.
+In turn rank 0 sends a tensor to rank 1 with `torch.distributed` (gloo), and copies a
+blob of the same size with a replicator to rank 1's copy server: checksums, framing and
+a file in shared memory included. Nothing else runs. The ratio is what counts.
 """
 
 from __future__ import annotations
@@ -33,27 +34,39 @@ _DEADLINE_S = 60.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=83)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--interface")
     options = parser.parse_args()
-    host = interface_addresses()[options.interface] if options.interface else "127.0.0.1"
+    host = (
+        interface_addresses()[options.interface] if options.interface else "127.0.0.1"
+    )
     if options.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = options.interface
     dist.init_process_group("gloo")
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="moe_ckpt-copies-") as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm", prefix="moe_ckpt-copies-"
+    ) as folder:
         rank = dist.get_rank()
-        server = CopyServer(Path(folder), rank, _TICKET, host=host, timeout_s=_DEADLINE_S)
+        server = CopyServer(
+            Path(folder), rank, _TICKET, host=host, timeout_s=_DEADLINE_S
+        )
         addresses: list[Address] = [server.address] * 2
         dist.all_gather_object(addresses, server.address)
         own = BlobFolder(own_path(Path(folder)))
-        replicator = Replicator(own, rank, _TICKET, may_send=lambda: True, deadline_s=_DEADLINE_S)
+        replicator = Replicator(
+            own, rank, _TICKET, may_send=lambda: True, deadline_s=_DEADLINE_S
+        )
         replicator.use_peers([addresses[1 - rank]])
         payload = own.allocate(options.mib << 20)
         payload.random_()
         own.publish("blob", b"header", payload, payload.numel())
-        seconds = [(_send(payload), _copy(replicator)) for _ in range(options.rounds + 1)][1:]
+        seconds = [
+            (_send(payload), _copy(replicator)) for _ in range(options.rounds + 1)
+        ][1:]
         replicator.close()
         server.close()
     if rank == 0:
@@ -84,12 +97,17 @@ def _copy(replicator: Replicator) -> float:
 
 
 def _show(mib: int, seconds: list[tuple[float, float]]) -> None:
-    sent, copied = (statistics.median(pair[kind] for pair in seconds) for kind in (0, 1))
+    sent, copied = (
+        statistics.median(pair[kind] for pair in seconds) for kind in (0, 1)
+    )
     ratios = [send / copy for send, copy in seconds]
     print(f"{mib} MiB, {len(seconds)} rounds, medians")
     print(f"plain send            {mib / 1024 / sent:.2f} GiB/s")
     print(f"copy, with checksums  {mib / 1024 / copied:.2f} GiB/s")
-    print(f"copy beside send      {statistics.median(ratios):.2f}  ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"copy beside send      {statistics.median(ratios):.2f}  ({min(ratios):.2f} to"
+        f" {max(ratios):.2f})"
+    )
 
 
 if __name__ == "__main__":

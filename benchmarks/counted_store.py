@@ -36,7 +36,9 @@ class CountedStore(dist.Store):
         """Send one request."""
         answer = getattr(self._store, request)(*arguments)
         self._traffic.operations += 1
-        self._traffic.nbytes += sum(len(str(each)) for each in (*arguments, answer) if each is not None)
+        self._traffic.nbytes += sum(
+            len(str(each)) for each in (*arguments, answer) if each is not None
+        )
         return answer
 
 

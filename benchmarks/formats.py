@@ -1,4 +1,5 @@
-"""Number formats of training state: loss curves, and bytes of snapshots beside the formulas and the paper's.
+"""Number formats of training state: loss curves, and bytes of snapshots beside the
+formulas and the paper's.
 
     python benchmarks/formats.py [--to docs] [--runs DIR] [OVERRIDES]      # model=tiny, 4 ranks, six runs
 
@@ -49,12 +50,18 @@ STYLES = {
 }
 SAID = {
     "bf16": "the reference",
-    "fp16_fp16_fp16": "as BF16: 11 bits of a master are enough for updates of this size",
+    "fp16_fp16_fp16": (
+        "as BF16: 11 bits of a master are enough for updates of this size"
+    ),
     "fp8_fp32_fp32": "as BF16: masters keep every update, and forward passes round",
     "fp8_fp16_fp32": "as BF16, with half the bytes of a master",
-    "fp8_fp16_fp8": "as BF16: the first moment is an average that the next gradients renew",
-    "fp8_fp8_fp8": "worse: an update of less than half a step of FP8 is lost, as nothing rounds at random. It shows "
-    "bytes, and is no recipe",
+    "fp8_fp16_fp8": (
+        "as BF16: the first moment is an average that the next gradients renew"
+    ),
+    "fp8_fp8_fp8": (
+        "worse: an update of less than half a step of FP8 is lost, as nothing rounds at"
+        " random. It shows bytes, and is no recipe"
+    ),
 }
 _PAGE = """\
 # Number formats: what they cost the model, and what they save
@@ -112,28 +119,55 @@ layer on a CPU ({grouped}):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
-    parser.add_argument("--to", type=Path, default=ROOT / "docs", help="folder of the page and the figure")
-    parser.add_argument("--runs", type=Path, help="folder of the runs (default: a temporary one)")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        default=ROOT / "docs",
+        help="folder of the page and the figure",
+    )
+    parser.add_argument(
+        "--runs", type=Path, help="folder of the runs (default: a temporary one)"
+    )
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.runs or Path(temporary)).resolve()
         arguments = [*COMMON, f"train.iterations={options.iterations}", *overrides]
-        runs = {name: finished_run(name, folder, [*arguments, f"precision={name}"]) for name in STYLES}
+        runs = {
+            name: finished_run(name, folder, [*arguments, f"precision={name}"])
+            for name in STYLES
+        }
         command = " ".join(["python benchmarks/formats.py", *overrides])
         write(options.to, runs, options.iterations, command)
     return 0
 
 
-def write(folder: Path, runs: Mapping[str, Path], iterations: int, command: str) -> None:
-    """Write the page and the figure about finished runs, by the name of their `precision`."""
+def write(
+    folder: Path, runs: Mapping[str, Path], iterations: int, command: str
+) -> None:
+    """Write the page and the figure about finished runs, by the name of their
+    `precision`.
+    """
     curves = {name: evaluations(path) for name, path in runs.items()}
-    lines = [Line(name=name, style=STYLES[name], points=curve) for name, curve in curves.items()]
+    lines = [
+        Line(name=name, style=STYLES[name], points=curve)
+        for name, curve in curves.items()
+    ]
     settings = read_settings(runs["bf16"] / "config.yaml")
-    num_parameters, _ = count_parameters(settings.model, _BYTE_TOKENS, settings.train.sequence_length)
+    num_parameters, _ = count_parameters(
+        settings.model, _BYTE_TOKENS, settings.train.sequence_length
+    )
     share = fp8_share(settings.model)
-    panel = Panel(title="", y="evaluation loss, nats per token", lines=lines, marks=(), has_legend=True)
+    panel = Panel(
+        title="",
+        y="evaluation loss, nats per token",
+        lines=lines,
+        marks=(),
+        has_legend=True,
+    )
     page = _PAGE.format(
         command=command,
         iterations=iterations,
@@ -158,7 +192,10 @@ def format_of(run: Path) -> StateFormat:
 
 def evaluations(run: Path) -> Sequence[tuple[float, float]]:
     """Return the evaluation losses, by iteration."""
-    return [(float(event.iteration), event.loss) for event in gather(read_run(run)).evaluated]
+    return [
+        (float(event.iteration), event.loss)
+        for event in gather(read_run(run)).evaluated
+    ]
 
 
 def window_bytes(run: Path) -> int:
@@ -170,7 +207,11 @@ def window_bytes(run: Path) -> int:
 
 def _snapshots(run: Path) -> Iterator[SnapshotTaken]:
     for path in sorted((run / "events").glob("*.jsonl")):
-        yield from (logged.event for logged in read_events(path) if isinstance(logged.event, SnapshotTaken))
+        yield from (
+            logged.event
+            for logged in read_events(path)
+            if isinstance(logged.event, SnapshotTaken)
+        )
 
 
 def whole_bytes(run: Path) -> int:
@@ -182,8 +223,14 @@ def fp8_share(model: ModelConfig) -> float:
     """Return the share of parameters that are weights of the decoder's linear layers."""
     counts = list(operator_parameters(model, _BYTE_TOKENS))
     norms = 2 * model.hidden_size  # of a block, RMSNorm
-    blocks = sum(count - norms for operator, count in counts if operator.kind is OperatorKind.BLOCK)
-    experts = sum(count for operator, count in counts if operator.kind is OperatorKind.EXPERT)
+    blocks = sum(
+        count - norms
+        for operator, count in counts
+        if operator.kind is OperatorKind.BLOCK
+    )
+    experts = sum(
+        count for operator, count in counts if operator.kind is OperatorKind.EXPERT
+    )
     return (blocks + experts) / sum(count for _, count in counts)
 
 
@@ -192,8 +239,12 @@ def window_by_formula(stored: StateFormat, full_bytes: float) -> float:
     return full_bytes + stored.compute_bytes * (WINDOW - 1) / 2
 
 
-def mean_bytes(stored: StateFormat, share: float, bytes_of: Callable[[StateFormat], float]) -> float:
-    """Return the mean bytes over parameters that compute in the format, and those that stay in 16 bits beside FP8."""
+def mean_bytes(
+    stored: StateFormat, share: float, bytes_of: Callable[[StateFormat], float]
+) -> float:
+    """Return the mean bytes over parameters that compute in the format, and those that
+    stay in 16 bits beside FP8.
+    """
     other = replace(stored, compute="bf16") if stored.compute == "fp8" else stored
     return share * bytes_of(stored) + (1 - share) * bytes_of(other)
 
@@ -207,10 +258,15 @@ def _loss_rows(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[
     for name, curve in curves.items():
         last = curve[-1][1]
         stored = compose_settings([f"precision={name}"]).precision.state_format
-        yield f"| `{name}` | {stored} | {last:.4f} | {last - reference:+.4f} | {SAID[name]} |"
+        yield (
+            f"| `{name}` | {stored} | {last:.4f} | {last - reference:+.4f} |"
+            f" {SAID[name]} |"
+        )
 
 
-def _byte_rows(runs: Mapping[str, Path], share: float, num_parameters: int) -> Iterator[str]:
+def _byte_rows(
+    runs: Mapping[str, Path], share: float, num_parameters: int
+) -> Iterator[str]:
     reference = format_of(runs["bf16"])
     for name, run in runs.items():
         stored = format_of(run)

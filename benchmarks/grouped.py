@@ -1,9 +1,11 @@
-"""The price of frozen experts in a grouped layer: weight gradients that a replay computes and drops.
+"""The price of frozen experts in a grouped layer: weight gradients that a replay
+computes and drops.
 
     python benchmarks/grouped.py      # processor seconds of a layer's forward and backward pass, in this process
 
-Transformer Engine's `GroupedLinear` asks its first weight alone whether weight gradients are computed (2.9 to 2.18), so
-experts of one layer skip theirs all together or not at all. Experts in modules of their own skip them one by one.
+Transformer Engine's `GroupedLinear` asks its first weight alone whether weight
+gradients are computed (2.9 to 2.18), so experts of one layer skip theirs all together
+or not at all. Experts in modules of their own skip them one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from moe_ckpt.megatron.grouped_linear import GroupedLinear  # noqa: E402
 
 NUM_EXPERTS, HIDDEN, FFN, TOKENS = 8, 512, 512, 4096
 _REPEATS = 9
-SAID = f"{NUM_EXPERTS} experts of {HIDDEN} x {FFN}, SwiGLU, {TOKENS} tokens, FP32, one thread"
+SAID = (
+    f"{NUM_EXPERTS} experts of {HIDDEN} x {FFN}, SwiGLU, {TOKENS} tokens, FP32, one"
+    " thread"
+)
 
 
 def main() -> int:
@@ -35,13 +40,18 @@ def main() -> int:
 
 
 def rows() -> Sequence[str]:
-    """Return the rows of a table: experts that are frozen, seconds if they skip gradients one by one, and if not."""
+    """Return the rows of a table: experts that are frozen, seconds if they skip
+    gradients one by one, and if not.
+    """
     torch.set_num_threads(1)
     layers = [_linear(HIDDEN, 2 * FFN), _linear(FFN, HIDDEN)]
     found: list[str] = []
     for frozen in (NUM_EXPERTS // 4, NUM_EXPERTS // 2, 3 * NUM_EXPERTS // 4):
         grouped, alone = _compared(layers, frozen)
-        found.append(f"| {frozen} of {NUM_EXPERTS} | {alone:.3f} | {grouped:.3f} | {grouped / alone - 1:+.0%} |")
+        found.append(
+            f"| {frozen} of {NUM_EXPERTS} | {alone:.3f} | {grouped:.3f} |"
+            f" {grouped / alone - 1:+.0%} |"
+        )
     return found
 
 
@@ -59,10 +69,13 @@ def _linear(input_size: int, output_size: int) -> GroupedLinear:
 
 
 def _compared(layers: Sequence[GroupedLinear], frozen: int) -> tuple[float, float]:
-    """Return the median processor seconds of passes with all weight gradients, and without those of frozen experts."""
+    """Return the median processor seconds of passes with all weight gradients, and
+    without those of frozen experts.
+    """
     measured: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(_REPEATS):
-        for is_grouped, seconds in measured.items():  # in turn: both see the same machine
+        # in turn: both see the same machine
+        for is_grouped, seconds in measured.items():
             for layer in layers:
                 for index, weight in enumerate(layer.weights):
                     weight.requires_grad_(is_grouped or index >= frozen)

@@ -2,8 +2,8 @@
 
     python benchmarks/handles.py [--rounds 200] [--operations 20] [--write]
 
-Two ranks of this machine run the same operation by turns on torch's own group and on
-a handle, in one run, and count the CPU of Python's threads in a rank. On gloo the tensors
+Two ranks of this machine run the same operation by turns on torch's own group and on a
+handle, in one run, and count the CPU of Python's threads in a rank. On gloo the tensors
 are small. The path of a device has a stand-in for NCCL: operations are complete at
 once, there is no GPU, so the difference is the Python of the handle alone.
 """
@@ -170,10 +170,14 @@ class TransportAtOnce(GlooBackend):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--operations", type=int, default=20, help="in a turn")
-    parser.add_argument("--write", action="store_true", help="write the table into benchmarks/README.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into benchmarks/README.md"
+    )
     options = parser.parse_args()
     lines = [
         "| path | operation | torch's own group, us | a handle, us | difference, us |",
@@ -214,7 +218,9 @@ def _measure(
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = forks.Pipe(duplex=False)
         arguments = (folder, rounds, operations, sender)
-        ranks = [forks.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
+        ranks = [
+            forks.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)
+        ]
         for rank in ranks:
             rank.start()
         try:
@@ -265,7 +271,10 @@ def _compare(
     groups.form(dist.FileStore(f"{folder}/groups", -1), 1)
     found = []
     for name, run in operations.items():
-        turns = [(_cpu_us(run, own, count), _cpu_us(run, handle, count)) for _ in range(rounds + 1)]
+        turns = [
+            (_cpu_us(run, own, count), _cpu_us(run, handle, count))
+            for _ in range(rounds + 1)
+        ]
         found.append((name, turns[1:]))  # the first turn warms caches and threads
     if rank == 0:
         sender.send(found)
@@ -281,8 +290,13 @@ def _cpu_us(run: Operation, group: Any, count: int) -> float:
 
 
 def _python_s() -> float:
-    """Return the seconds of CPU of all threads of Python: gloo's own do the same for both groups."""
-    clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in threading.enumerate()]
+    """Return the seconds of CPU of all threads of Python: gloo's own do the same for
+    both groups.
+    """
+    clocks = [
+        time.pthread_getcpuclockid(thread.ident or 0)
+        for thread in threading.enumerate()
+    ]
     return sum(map(time.clock_gettime, clocks))
 
 

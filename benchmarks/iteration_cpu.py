@@ -1,4 +1,5 @@
-"""CPU time of an iteration by process and thread, of policies beside a job without hooks.
+"""CPU time of an iteration by process and thread, of policies beside a job without
+hooks.
 
     python benchmarks/iteration_cpu.py [--policy CKPT[,SETTING=VALUE...]] [OVERRIDES]
 
@@ -10,8 +11,8 @@ process groups of the first policy, and no hook of the training loop
 counted by their commits, with fractions. A row a kind of thread: milliseconds of CPU a
 rank and iteration, means over rounds with 95 % intervals, and what a policy adds.
 
-CPU time is of use on a busy machine, too: waits for a core do not count. Names of threads
-are those of benchmarks/thread_names.py, whose own thread is left out.
+CPU time is of use on a busy machine, too: waits for a core do not count. Names of
+threads are those of benchmarks/thread_names.py, whose own thread is left out.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class Mean:
 
 
 def kind_of(process: str, name: str, *, is_main: bool) -> str:
-    """Return the kind of a thread: the process, and the name of the thread without numbers.
+    """Return the kind of a thread: the process, and the name of the thread without
+    numbers.
 
     Args:
         process: `worker`, `daemon` or `supervisor`.
@@ -95,7 +97,9 @@ def kind_of(process: str, name: str, *, is_main: bool) -> str:
         is_main: Whether the process began with this thread.
     """
     if is_main:
-        return f"{process}, {'training thread' if process == 'worker' else 'main thread'}"
+        return (
+            f"{process}, {'training thread' if process == 'worker' else 'main thread'}"
+        )
     return f"{process}, {re.sub(r'[-_ ]*[0-9]+$', '', name)}"
 
 
@@ -119,13 +123,15 @@ def read_threads(processes: Mapping[int, str]) -> Reading:
     return Reading(unix_s=time.time(), cpu_ns=cpu_ns, kinds=kinds)
 
 
-def ms_by_kind(before: Reading, after: Reading, commits_unix_s: Sequence[float], num_ranks: int) -> dict[str, float]:
+def ms_by_kind(
+    before: Reading, after: Reading, commits_unix_s: Sequence[float], num_ranks: int
+) -> dict[str, float]:
     """Return milliseconds of CPU a rank and iteration by kind of thread, and of `all`.
 
     Args:
         before: The first reading.
-        after: The second reading. A thread that has begun between both readings counts from
-            the thread's start; a thread that has ended does not count.
+        after: The second reading. A thread that has begun between both readings counts
+            from the thread's start; a thread that has ended does not count.
         commits_unix_s: When iterations were committed, from before the first reading to
             after the second one.
         num_ranks: Ranks of the job.
@@ -156,7 +162,8 @@ def lines(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[str]:
     """Return the measurements as a table.
 
     Args:
-        found: Milliseconds by kind of thread, of each round, by job; `supervised` first.
+        found: Milliseconds by kind of thread, of each round, by job; `supervised`
+            first.
     """
     jobs = list(found)
     policies = jobs[1:]
@@ -193,7 +200,9 @@ def _threads_of(pid: int) -> Iterable[Path]:
 
 
 def _processes_of(job: Job) -> dict[int, str]:
-    """Return the processes of a job without torchrun, which has no part in an iteration."""
+    """Return the processes of a job without torchrun, which has no part in an
+    iteration.
+    """
     supervisors = set(children_of(job.agent_pid))
     workers = {worker.pid for worker in read_live(job.folder)}
     found = {}
@@ -219,16 +228,24 @@ def _wait_for_commits(job: Job, count: int) -> None:
     wanted = job.num_commits() + count
     while job.num_commits() < wanted:
         if job.has_ended:
-            raise RuntimeError(f"{job.name}: got an end, wanted iterations: {job.last_words()}")
+            raise RuntimeError(
+                f"{job.name}: got an end, wanted iterations: {job.last_words()}"
+            )
         time.sleep(_POLL_S)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--policy", action="append", metavar="CKPT[,SETTING=VALUE...]")
     parser.add_argument("--rounds", type=int, default=6, help="blocks of each job")
-    parser.add_argument("--iterations", type=int, default=12, help="iterations of a block")
-    parser.add_argument("--warm-s", type=float, default=20.0, help="before the first block")
+    parser.add_argument(
+        "--iterations", type=int, default=12, help="iterations of a block"
+    )
+    parser.add_argument(
+        "--warm-s", type=float, default=20.0, help="before the first block"
+    )
     parser.add_argument("--limit-s", type=float, default=300.0, help="for the start")
     options, overrides = parser.parse_known_args()
     policies = options.policy or [_POLICY]
@@ -251,7 +268,11 @@ def main() -> int:
             for job in in_turn(jobs, number):
                 found[job.name].append(_measure_block(job, options.iterations))
                 ms = found[job.name][-1][ALL]
-                print(f"round {number + 1}, {job.name}: {ms:.1f} ms", file=sys.stderr, flush=True)
+                print(
+                    f"round {number + 1}, {job.name}: {ms:.1f} ms",
+                    file=sys.stderr,
+                    flush=True,
+                )
     print("\n".join(lines(found)))
     print(f"\n{options.rounds} rounds. {hardware()}; commit {current_commit()}.")
     return 0

@@ -1,9 +1,10 @@
-"""The price of partial checkpoints: evaluation loss under four faults, lossless and lossy policies side by side.
+"""The price of partial checkpoints: evaluation loss under four faults, lossless and
+lossy policies side by side.
 
     python benchmarks/partial.py [--to docs] [--runs DIR] [OVERRIDES]      # model=tiny, 4 ranks, fifteen runs
 
-Writes partial.svg and partial.md: what was measured, and whether it bears out what the papers claim. Runs that are
-finished in DIR are not run again, others from the start.
+Writes partial.svg and partial.md: what was measured, and whether it bears out what the
+papers claim. Runs that are finished in DIR are not run again, others from the start.
 """
 
 from __future__ import annotations
@@ -26,29 +27,62 @@ from benchmarks.runs import commit_of, finished_run, hardware, packages  # noqa:
 
 def main() -> int:
     names = [variant.name for variant in VARIANTS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
-    parser.add_argument("--only", action="append", choices=names, metavar="RUN", help=f"one of: {'; '.join(names)}")
-    parser.add_argument("--to", type=Path, default=ROOT / "docs", help="folder of the page and the figure")
-    parser.add_argument("--runs", type=Path, help="folder of the runs (default: a temporary one)")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=names,
+        metavar="RUN",
+        help=f"one of: {'; '.join(names)}",
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        default=ROOT / "docs",
+        help="folder of the page and the figure",
+    )
+    parser.add_argument(
+        "--runs", type=Path, help="folder of the runs (default: a temporary one)"
+    )
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.runs or Path(temporary)).resolve()
-        chosen = [variant for variant in VARIANTS if variant.name in (options.only or names)]
-        paths = {variant.name: run(variant, folder, options.iterations, overrides) for variant in chosen}
+        chosen = [
+            variant for variant in VARIANTS if variant.name in (options.only or names)
+        ]
+        paths = {
+            variant.name: run(variant, folder, options.iterations, overrides)
+            for variant in chosen
+        }
         asked = [f"--only '{name}'" for name in options.only or ()]
         write(options.to, paths, options.iterations, [*asked, *overrides])
     return 0
 
 
-def run(variant: Variant, folder: Path, iterations: int, overrides: Sequence[str]) -> Path:
+def run(
+    variant: Variant, folder: Path, iterations: int, overrides: Sequence[str]
+) -> Path:
     """Train to the end, unless that is done already, and return the run folder."""
-    arguments = [*COMMON, f"train.iterations={iterations}", *variant.overrides, *overrides]
-    return finished_run(variant.name, folder, arguments, faults(iterations) if variant.reference else [])
+    arguments = [
+        *COMMON,
+        f"train.iterations={iterations}",
+        *variant.overrides,
+        *overrides,
+    ]
+    return finished_run(
+        variant.name, folder, arguments, faults(iterations) if variant.reference else []
+    )
 
 
-def write(folder: Path, paths: dict[str, Path], iterations: int, arguments: Sequence[str]) -> None:
-    """Write the page and the figure about finished runs, by name; `arguments` are the command's."""
+def write(
+    folder: Path, paths: dict[str, Path], iterations: int, arguments: Sequence[str]
+) -> None:
+    """Write the page and the figure about finished runs, by name; `arguments` are the
+    command's.
+    """
     runs = {name: read_measured(path) for name, path in paths.items()}
     given = Circumstances(
         command=" ".join(["python benchmarks/partial.py", *arguments]),

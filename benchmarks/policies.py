@@ -1,10 +1,12 @@
-"""All policies on one machine: what they cost while nothing fails, and what a fault costs.
+"""All policies on one machine: what they cost while nothing fails, and what a fault
+costs.
 
     python benchmarks/policies.py [--rounds 4] [--kills 3] [--only POLICY] [--write benchmarks/README.md] [OVERRIDES]
 
-With model=small on 4 ranks: whole runs of all policies in interleaved order (benchmarks/overhead.py), and for each
-policy one job that loses a random rank again and again (benchmarks/recovery.py). `--write` puts rows into the table
-between the marks in a file, and leaves those of policies that were not measured.
+With model=small on 4 ranks: whole runs of all policies in interleaved order
+(benchmarks/overhead.py), and for each policy one job that loses a random rank again and
+again (benchmarks/recovery.py). `--write` puts rows into the table between the marks in
+a file, and leaves those of policies that were not measured.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ MARKS = ("<!-- policies: written by benchmarks/policies.py -->", "<!-- end -->")
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A policy with its settings; `restarts`: torchrun starts all ranks anew after a fault.
+    """A policy with its settings; `restarts`: torchrun starts all ranks anew after a
+    fault.
 
-    `training`: settings of the training, which runs without checkpoints are given as well.
+    `training`: settings of the training, which runs without checkpoints are given as
+    well.
     """
 
     name: str
@@ -53,8 +57,13 @@ VARIANTS = (
         restarts=True,
     ),
     Variant(name="checkfreq", overrides=("ckpt=checkfreq",)),
-    Variant(name="gemini, every iteration", overrides=("ckpt=gemini", "ckpt.every_iters=1")),
-    Variant(name="gemini, best for an MTBF of 10 min", overrides=("ckpt=gemini", "ckpt.mtbf_s=600")),
+    Variant(
+        name="gemini, every iteration", overrides=("ckpt=gemini", "ckpt.every_iters=1")
+    ),
+    Variant(
+        name="gemini, best for an MTBF of 10 min",
+        overrides=("ckpt=gemini", "ckpt.mtbf_s=600"),
+    ),
     Variant(name="moevement", overrides=("ckpt=moevement",)),
     Variant(name="moc", overrides=("ckpt=moc",)),
     Variant(name="moetion", overrides=("ckpt=moetion",)),
@@ -79,53 +88,108 @@ COLUMNS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4, help="runs of each policy without faults")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="runs of each policy without faults"
+    )
     parser.add_argument("--iterations", type=int, default=52)
-    parser.add_argument("--skip", type=int, default=12, help="iterations at the start of a run that do not count")
+    parser.add_argument(
+        "--skip",
+        type=int,
+        default=12,
+        help="iterations at the start of a run that do not count",
+    )
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     names = [variant.name for variant in VARIANTS]
-    parser.add_argument("--only", action="append", choices=names, metavar="POLICY", help=f"one of: {'; '.join(names)}")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=names,
+        metavar="POLICY",
+        help=f"one of: {'; '.join(names)}",
+    )
     parser.add_argument("--write", type=Path)
     options, overrides = parser.parse_known_args()
     chosen = [each for each in VARIANTS if each.name in (options.only or names)]
-    common = [*default_model(overrides), f"train.iterations={options.iterations}", *QUIET, *overrides]
+    common = [
+        *default_model(overrides),
+        f"train.iterations={options.iterations}",
+        *QUIET,
+        *overrides,
+    ]
     others = [each for each in chosen if each.name != VARIANTS[0].name]
-    plain = [replace(VARIANTS[0], name=_plain(each), training=each.training) for each in (VARIANTS[0], *others)]
-    arguments = {each.name: ["launcher/train.py", *each.settings, *common] for each in (*plain, *others)}
-    runs = measure_variants(arguments, rounds=options.rounds, within=0.0, skip=options.skip)
+    plain = [
+        replace(VARIANTS[0], name=_plain(each), training=each.training)
+        for each in (VARIANTS[0], *others)
+    ]
+    arguments = {
+        each.name: ["launcher/train.py", *each.settings, *common]
+        for each in (*plain, *others)
+    }
+    runs = measure_variants(
+        arguments, rounds=options.rounds, within=0.0, skip=options.skip
+    )
     with tempfile.TemporaryDirectory() as folder:
         for number, variant in enumerate(chosen):
             place = Path(folder) / str(number)
             place.mkdir()
             recovered = recovery(variant, place, overrides, options.kills, options.seed)
-            row = row_of(variant.name, runs.get(variant.name), runs[_plain(variant)], recovered)
+            row = row_of(
+                variant.name, runs.get(variant.name), runs[_plain(variant)], recovered
+            )
             print(" | ".join(row), flush=True)
             if options.write:
                 write(options.write, row)
     return 0
 
 
-def recovery(variant: Variant, folder: Path, overrides: list[str], kills: int, seed: int) -> list[Recovered]:
-    common = ["train.iterations=100000", "train.eval_every_iters=0", "run.tensorboard=false"]
+def recovery(
+    variant: Variant, folder: Path, overrides: list[str], kills: int, seed: int
+) -> list[Recovered]:
+    common = [
+        "train.iterations=100000",
+        "train.eval_every_iters=0",
+        "run.tensorboard=false",
+    ]
     common += [*default_model(overrides), *overrides]
     restarts = [f"--max-restarts={kills}"] if variant.restarts else []
-    return measure(Job(folder / "kills", [*restarts, "launcher/train.py", *variant.settings, *common]), kills, seed)
+    return measure(
+        Job(
+            folder / "kills",
+            [*restarts, "launcher/train.py", *variant.settings, *common],
+        ),
+        kills,
+        seed,
+    )
 
 
-def row_of(name: str, runs: list[Run] | None, plain: list[Run], recovered: list[Recovered]) -> list[str]:
-    """Return a row of the table. `plain`: runs without checkpoints; `runs`: None for the policy that is just that."""
+def row_of(
+    name: str, runs: list[Run] | None, plain: list[Run], recovered: list[Recovered]
+) -> list[str]:
+    """Return a row of the table. `plain`: runs without checkpoints; `runs`: None for
+    the policy that is just that.
+    """
     again = [float(each.repeated_iters) for each in recovered]
-    fault = [summary([each.committed_s for each in recovered]), f"{statistics.median(again):g}"]
+    fault = [
+        summary([each.committed_s for each in recovered]),
+        f"{statistics.median(again):g}",
+    ]
     if runs is None:
         return [name, "1", "0", "-", "0, 0, 0", "0", *fault, "-"]
     last = runs[-1]
     cadence = "-" if last.window is None else f"{last.window}, {last.pause_iters}"
-    moved = zip(*((run.memory_bytes, run.peer_bytes, run.disk_bytes) for run in runs), strict=True)
+    moved = zip(
+        *((run.memory_bytes, run.peer_bytes, run.disk_bytes) for run in runs),
+        strict=True,
+    )
     return [
         name,
-        str(ratio([run.iteration_s for run in runs], [run.iteration_s for run in plain])),
+        str(
+            ratio([run.iteration_s for run in runs], [run.iteration_s for run in plain])
+        ),
         f"{100 * statistics.fmean(run.stall for run in runs):.1f} %",
         str(last.every_iters or cadence),
         ", ".join(f"{statistics.fmean(each) / _MIB:.1f}" for each in moved),
@@ -142,7 +206,9 @@ def _plain(variant: Variant) -> str:
 
 def _server_work(runs: list[Run]) -> str:
     works = [
-        (run.server_s, run.server_deadline_s) for run in runs if run.server_s is not None and run.server_deadline_s
+        (run.server_s, run.server_deadline_s)
+        for run in runs
+        if run.server_s is not None and run.server_deadline_s
     ]
     if not works:
         return "-"
@@ -151,14 +217,22 @@ def _server_work(runs: list[Run]) -> str:
 
 
 def write(path: Path, row: list[str]) -> None:
-    """Put a row into the table between its marks, in place of the one of the same policy."""
+    """Put a row into the table between its marks, in place of the one of the same
+    policy.
+    """
 
     def with_row(table: str) -> str:
-        lines = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+        lines = [
+            line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]
+        ]
         rows = {line[0]: line for line in [*lines, row]}
         ordered = [rows[variant.name] for variant in VARIANTS if variant.name in rows]
-        ordered = [[*line, *["-"] * (len(COLUMNS) - len(line))] for line in ordered]  # of an earlier table
-        return "\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, ["---"] * len(COLUMNS), *ordered])
+        # of an earlier table
+        ordered = [[*line, *["-"] * (len(COLUMNS) - len(line))] for line in ordered]
+        return "\n".join(
+            f"| {' | '.join(line)} |"
+            for line in [COLUMNS, ["---"] * len(COLUMNS), *ordered]
+        )
 
     rewrite(path, MARKS, with_row)
 

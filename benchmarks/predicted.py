@@ -1,13 +1,16 @@
-"""Real runs beside what the simulator says of them: every policy, the same faults, on this machine.
+"""Real runs beside what the simulator says of them: every policy, the same faults, on
+this machine.
 
     python benchmarks/predicted.py [-o DIR] [--write docs/simulator.md] [OVERRIDES]        # model=small, 4 ranks
 
-Constants are measured in runs of their own (launcher/cluster_profile.py): in another run of the same policy, with other
-settings and other faults. A constant that this run did not measure is that of all measured runs. Nothing is taken from
-the runs that are predicted but their settings, where faults hit, and, as the published predictions have it from a
-profile, what an iteration takes. The machine's speed changes from one quarter of an hour to the next, so these runs are
-among the others. With `-o` a folder that has runs already, they are only read. One in memory (/dev/shm) is best where a
-disk's speed comes and goes. Takes about half an hour on two quiet cores.
+Constants are measured in runs of their own (launcher/cluster_profile.py): in another
+run of the same policy, with other settings and other faults. A constant that this run
+did not measure is that of all measured runs. Nothing is taken from the runs that are
+predicted but their settings, where faults hit, and, as the published predictions have
+it from a profile, what an iteration takes. The machine's speed changes from one quarter
+of an hour to the next, so these runs are among the others. With `-o` a folder that has
+runs already, they are only read. One in memory (/dev/shm) is best where a disk's speed
+comes and goes. Takes about half an hour on two quiet cores.
 """
 
 from __future__ import annotations
@@ -41,16 +44,25 @@ RUNS = (  # what is predicted, and what constants are measured in just before
     ("moetion", "moetion:ckpt.experts=4"),
     ("moetion:ckpt.send_gradients=false", None),
 )
-COMMON = ("train.eval_every_iters=0", "train.eval_batches=1", "run.tensorboard=false", "fault=at")
+COMMON = (
+    "train.eval_every_iters=0",
+    "train.eval_batches=1",
+    "run.tensorboard=false",
+    "fault=at",
+)
 FAULTS = (
     "train.iterations=40",
-    "fault.at=[{iteration: 8, rank: 2}, {iteration: 14, rank: 1}, {iteration: 19, rank: 0}, {iteration: 27, rank: 3},"
-    "{iteration: 33, rank: 2}]",
+    (
+        "fault.at=[{iteration: 8, rank: 2}, {iteration: 14, rank: 1}, {iteration: 19,"
+        " rank: 0}, {iteration: 27, rank: 3},{iteration: 33, rank: 2}]"
+    ),
 )
 OTHER_FAULTS = (
     "train.iterations=26",
-    "fault.at=[{iteration: 6, rank: 1}, {iteration: 11, rank: 3}, {iteration: 15, rank: 0}, {iteration: 18, rank: 2},"
-    "{iteration: 22, rank: 1}]",
+    (
+        "fault.at=[{iteration: 6, rank: 1}, {iteration: 11, rank: 3}, {iteration: 15,"
+        " rank: 0}, {iteration: 18, rank: 2},{iteration: 22, rank: 1}]"
+    ),
 )
 COLUMNS = (
     "policy",
@@ -86,8 +98,12 @@ each new shape of a BF16 product, and an expert gets a new number of tokens in a
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, help="where runs go (default: nowhere that stays)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, help="where runs go (default: nowhere that stays)"
+    )
     parser.add_argument("--write", type=Path, help="page with marks around the table")
     options, overrides = parser.parse_known_args()
     settings = [*COMMON, *default_model(overrides), *overrides]
@@ -107,13 +123,21 @@ def main() -> int:
 
 
 def carry_out(folder: Path, settings: Sequence[str]) -> tuple[list[Path], list[Path]]:
-    """Run all policies, and among them those for the constants; return the run folders of these, and of those."""
+    """Run all policies, and among them those for the constants; return the run folders
+    of these, and of those.
+    """
     measured: list[Path] = []
     predicted: list[Path] = []
     for number, (policy, other) in enumerate(RUNS, start=1):
         if other:
-            measured.append(run_once(folder / f"measured-{number}", other, [*OTHER_FAULTS, *settings]))
-        predicted.append(run_once(folder / f"predicted-{number}", policy, [*FAULTS, *settings]))
+            measured.append(
+                run_once(
+                    folder / f"measured-{number}", other, [*OTHER_FAULTS, *settings]
+                )
+            )
+        predicted.append(
+            run_once(folder / f"predicted-{number}", policy, [*FAULTS, *settings])
+        )
     return measured, predicted
 
 
@@ -121,10 +145,23 @@ def run_once(folder: Path, policy: str, settings: Sequence[str]) -> Path:
     """Run a policy under faults, unless that has been done; return the run folder."""
     run = folder / f"1-{policy.partition(':')[0]}"
     if not (run / "result.json").exists():
-        command = [sys.executable, "-m", "launcher.compare", policy, *settings, "-o", str(folder)]
-        ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "launcher.compare",
+            policy,
+            *settings,
+            "-o",
+            str(folder),
+        ]
+        ended = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False
+        )
         if ended.returncode != 0:
-            sys.exit(f"launcher.compare ended with status {ended.returncode}; logs are in {folder}")
+            sys.exit(
+                f"launcher.compare ended with status {ended.returncode}; logs are in"
+                f" {folder}"
+            )
     return run
 
 
@@ -133,7 +170,9 @@ def table(runs: Sequence[RealRun], clusters: Sequence[ClusterConfig]) -> Iterato
     yield f"| {' | '.join(COLUMNS)} |"
     yield "| --- " * len(COLUMNS) + "|"
     for run, cluster, (policy, _) in zip(runs, clusters, RUNS, strict=True):
-        yield f"| {' | '.join([policy.replace(':', ', ').replace('ckpt.', ''), *row(run, cluster)])} |"
+        yield (
+            f"| {' | '.join([policy.replace(':', ', ').replace('ckpt.', ''), *row(run, cluster)])} |"
+        )
 
 
 def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
@@ -153,13 +192,25 @@ def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
 
 
 def notes(machine: ClusterConfig, own: Mapping[str, ClusterConfig]) -> Iterator[str]:
-    """Yield the constants that were measured in all other runs, and those of the other run of each policy."""
+    """Yield the constants that were measured in all other runs, and those of the other
+    run of each policy.
+    """
     values = ", ".join(f"`{name}` {getattr(machine, name):.3g}" for name in CONSTANTS)
-    yield f"Measured on {os.cpu_count()} cores in all other runs, 5 faults in each: {values}."
+    yield (
+        f"Measured on {os.cpu_count()} cores in all other runs, 5 faults in each:"
+        f" {values}."
+    )
     yield ""
     for policy, cluster in own.items():
-        differing = [name for name in CONSTANTS if getattr(cluster, name) != getattr(machine, name)]
-        values = ", ".join(f"`{name}` {getattr(cluster, name):.3g}" for name in differing) or "the same"
+        differing = [
+            name
+            for name in CONSTANTS
+            if getattr(cluster, name) != getattr(machine, name)
+        ]
+        values = (
+            ", ".join(f"`{name}` {getattr(cluster, name):.3g}" for name in differing)
+            or "the same"
+        )
         yield f"- in another run of {policy}: {values}"
 
 

@@ -1,10 +1,12 @@
-"""From kill -9 of a rank to the next new iteration: ckpt=moevement, and torchrun's restart with ckpt=dense.
+"""From kill -9 of a rank to the next new iteration: ckpt=moevement, and torchrun's
+restart with ckpt=dense.
 
     python benchmarks/recovery.py [--kills 10] [--mtbf-s 15] [OVERRIDES]    # model=tiny, 4 ranks, PP=2 EP=2
 
-Both jobs train the same model on this machine, one after the other, and lose a random rank again and again. Printed:
-the median of each phase, and the ratio of the jobs. `--mtbf-s` is what the first job's `ckpt.mtbf_s` says: about the
-seconds between kills, from which `window=auto` chooses. Absolute times mean little on a laptop; ratios do.
+Both jobs train the same model on this machine, one after the other, and lose a random
+rank again and again. Printed: the median of each phase, and the ratio of the jobs.
+`--mtbf-s` is what the first job's `ckpt.mtbf_s` says: about the seconds between kills,
+from which `window=auto` chooses. Absolute times mean little on a laptop; ratios do.
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moe_ckpt.elastic.live_workers import read_live  # noqa: E402
-from moe_ckpt.events import Event, IterationCommitted, ModelBuilt, Rejoined, WorkerStarted, read_events  # noqa: E402
+from moe_ckpt.events import (  # noqa: E402
+    Event,
+    IterationCommitted,
+    ModelBuilt,
+    Rejoined,
+    WorkerStarted,
+    read_events,
+)
 
 RANKS = 4
 WARM_ITERATIONS = 6
@@ -42,7 +51,9 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Seconds of a recovery, each of the slowest rank; `build_s`, of the replacement, is a part of `rebuild_s`."""
+    """Seconds of a recovery, each of the slowest rank; `build_s`, of the replacement,
+    is a part of `rebuild_s`.
+    """
 
     detect_s: float
     rebuild_s: float
@@ -53,7 +64,9 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """One kill. Seconds from it to the next new iteration; those of the new iterations that follow, their median."""
+    """One kill. Seconds from it to the next new iteration; those of the new iterations
+    that follow, their median.
+    """
 
     phases: Phases | None
     committed_s: float
@@ -68,18 +81,30 @@ class Job:
         self.folder = folder
         self._log = folder.with_suffix(".log").open("w")
         torchrun = str(Path(sys.executable).with_name("torchrun"))
-        command = [torchrun, f"--nproc-per-node={RANKS}", *arguments, f"run.dir={folder}", "run.progress=none"]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT)
+        command = [
+            torchrun,
+            f"--nproc-per-node={RANKS}",
+            *arguments,
+            f"run.dir={folder}",
+            "run.progress=none",
+        ]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT
+        )
 
     def events(self, rank: int) -> Iterator[tuple[float, Event]]:
         """Yield a rank's events, with when they happened, in Unix seconds."""
-        origin = json.loads((self.folder / "run.json").read_text())["clock_origin_unix_s"]
+        origin = json.loads((self.folder / "run.json").read_text())[
+            "clock_origin_unix_s"
+        ]
         path = self.folder / "events" / f"rank{rank:04d}.jsonl"
         for logged in read_events(path) if path.exists() else ():
             yield origin + logged.t_s, logged.event
 
     def committed(self) -> list[tuple[float, int]]:
-        """Return when each iteration was committed, on any rank, in the order of the iterations."""
+        """Return when each iteration was committed, on any rank, in the order of the
+        iterations.
+        """
         if not (self.folder / "run.json").exists():
             return []
         everywhere = [
@@ -98,7 +123,10 @@ class Job:
         until_s = time.monotonic() + PATIENCE_S
         while not is_there():
             if self._process.poll() is not None or time.monotonic() > until_s:
-                sys.exit(f"{self.folder.name}: no {what}\n{self.folder.with_suffix('.log').read_text()[-4000:]}")
+                sys.exit(
+                    f"{self.folder.name}: no"
+                    f" {what}\n{self.folder.with_suffix('.log').read_text()[-4000:]}"
+                )
             time.sleep(0.05)
 
     def stop(self) -> None:
@@ -108,16 +136,29 @@ class Job:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--mtbf-s", type=float, help="the first job's ckpt.mtbf_s; default: the policy's")
+    parser.add_argument(
+        "--mtbf-s",
+        type=float,
+        help="the first job's ckpt.mtbf_s; default: the policy's",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options, overrides = parser.parse_known_args()
-    common = ["train.iterations=100000", "train.eval_every_iters=0", "run.tensorboard=false", *overrides]
+    common = [
+        "train.iterations=100000",
+        "train.eval_every_iters=0",
+        "run.tensorboard=false",
+        *overrides,
+    ]
     told = [f"ckpt.mtbf_s={options.mtbf_s}"] if options.mtbf_s is not None else []
     with tempfile.TemporaryDirectory() as folder:
         moevement = ["launcher/train.py", "+ckpt=moevement", *told, *common]
-        elastic = measure(Job(Path(folder) / "moevement", moevement), options.kills, options.seed)
+        elastic = measure(
+            Job(Path(folder) / "moevement", moevement), options.kills, options.seed
+        )
         restarts = [
             f"--max-restarts={options.kills}",
             "launcher/train.py",
@@ -125,7 +166,11 @@ def main() -> int:
             "ckpt.every_iters=10",
             *common,
         ]
-        restarted = measure(Job(Path(folder) / "dense", restarts), max(3, options.kills // 3), options.seed)
+        restarted = measure(
+            Job(Path(folder) / "dense", restarts),
+            max(3, options.kills // 3),
+            options.seed,
+        )
     show(elastic, restarted)
     return 0
 
@@ -134,7 +179,9 @@ def measure(job: Job, kills: int, seed: int) -> list[Recovered]:
     """Kill a random rank again and again; return how each was recovered from."""
     chosen = random.Random(seed)
     try:
-        job.wait_for(lambda: len(job.committed()) >= WARM_ITERATIONS, "first iterations")
+        job.wait_for(
+            lambda: len(job.committed()) >= WARM_ITERATIONS, "first iterations"
+        )
         return [kill_once(job, chosen) for _ in range(kills)]
     finally:
         job.stop()
@@ -145,14 +192,28 @@ def kill_once(job: Job, chosen: random.Random) -> Recovered:
     pid, rank = victim(job, chosen)
     killed_unix_s = time.time()
     subprocess.run(["kill", "-9", str(pid)], check=True)
-    job.wait_for(lambda: len(job.committed()) > 0 and job.committed()[-1][1] > before + 1, "recovery")
-    committed = next(when for when, iteration in job.committed() if iteration > before and when > killed_unix_s)
+    job.wait_for(
+        lambda: len(job.committed()) > 0 and job.committed()[-1][1] > before + 1,
+        "recovery",
+    )
+    committed = next(
+        when
+        for when, iteration in job.committed()
+        if iteration > before and when > killed_unix_s
+    )
     wanted = before + 1 + NEW_ITERATIONS_BETWEEN_KILLS
     job.wait_for(lambda: job.committed()[-1][1] >= wanted, "new iterations")
-    times = [when for when, iteration in job.committed() if before < iteration <= wanted]
+    times = [
+        when for when, iteration in job.committed() if before < iteration <= wanted
+    ]
     again = [event for when, event in job.events(rank) if when > killed_unix_s]
-    repeated = sum(isinstance(event, IterationCommitted) and event.iteration <= before for event in again)
-    executed = sum(event.executed_iters for event in again if isinstance(event, Rejoined))
+    repeated = sum(
+        isinstance(event, IterationCommitted) and event.iteration <= before
+        for event in again
+    )
+    executed = sum(
+        event.executed_iters for event in again if isinstance(event, Rejoined)
+    )
     return Recovered(
         phases=phases_of(job, killed_unix_s, again),
         committed_s=committed - killed_unix_s,
@@ -165,11 +226,15 @@ def victim(job: Job, chosen: random.Random) -> tuple[int, int]:
     """Return the pid of a random rank's process, and the rank."""
     rank = chosen.randrange(RANKS)
     live = {worker.global_rank: worker.pid for worker in read_live(job.folder)}
-    started = [event.pid for _, event in job.events(rank) if isinstance(event, WorkerStarted)]
+    started = [
+        event.pid for _, event in job.events(rank) if isinstance(event, WorkerStarted)
+    ]
     return live.get(rank, started[-1]), rank
 
 
-def phases_of(job: Job, killed_unix_s: float, replacement: Sequence[Event]) -> Phases | None:
+def phases_of(
+    job: Job, killed_unix_s: float, replacement: Sequence[Event]
+) -> Phases | None:
     """Return the phases of a recovery, or None if the job was started again."""
     rejoined = [
         event
@@ -182,14 +247,20 @@ def phases_of(job: Job, killed_unix_s: float, replacement: Sequence[Event]) -> P
     return Phases(
         detect_s=max(event.detect_s for event in rejoined),
         rebuild_s=max(event.rebuild_s for event in rejoined),
-        build_s=next(event.seconds for event in replacement if isinstance(event, ModelBuilt)),
+        build_s=next(
+            event.seconds for event in replacement if isinstance(event, ModelBuilt)
+        ),
         fetch_s=max(event.fetch_s for event in rejoined),
         replay_s=max(event.replay_s for event in rejoined),
     )
 
 
 def show(elastic: Sequence[Recovered], restarted: Sequence[Recovered]) -> None:
-    table = Table("median (least to most)", f"moevement, {len(elastic)} kills", f"dense, {len(restarted)} restarts")
+    table = Table(
+        "median (least to most)",
+        f"moevement, {len(elastic)} kills",
+        f"dense, {len(restarted)} restarts",
+    )
     phases = [recovered.phases for recovered in elastic if recovered.phases is not None]
     parts = {
         "detection, s": [each.detect_s for each in phases],
@@ -203,13 +274,21 @@ def show(elastic: Sequence[Recovered], restarted: Sequence[Recovered]) -> None:
     both = elastic, restarted
     committed = [[recovered.committed_s for recovered in found] for found in both]
     table.add_row("kill to the next new iteration, s", *map(summary, committed))
-    table.add_row("an iteration, s", *(summary([each.iteration_s for each in found]) for found in both))
+    table.add_row(
+        "an iteration, s",
+        *(summary([each.iteration_s for each in found]) for found in both),
+    )
     again = [[float(recovered.repeated_iters) for recovered in found] for found in both]
     table.add_row("iterations run again, on the killed rank", *map(summary, again))
     console.print(table)
     iteration_s = statistics.median(each.iteration_s for each in elastic)
-    beside_detection_s = statistics.median(committed[0]) - statistics.median(parts["detection, s"])
-    console.print(f"kill to the next new iteration beside detection: {beside_detection_s / iteration_s:.2f} iterations")
+    beside_detection_s = statistics.median(committed[0]) - statistics.median(
+        parts["detection, s"]
+    )
+    console.print(
+        "kill to the next new iteration beside detection:"
+        f" {beside_detection_s / iteration_s:.2f} iterations"
+    )
     ratio = statistics.median(committed[1]) / statistics.median(committed[0])
     console.print(f"torchrun's restart takes {ratio:.1f} times as long")
 

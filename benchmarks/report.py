@@ -2,8 +2,9 @@
 
     python benchmarks/report.py [--ranks 64] [--iterations 100000] [--folder DIR]
 
-Writes event files as such a run would (an iteration and a snapshot each time, memory and window each sixth, recoveries,
-popularity), into a temporary folder unless one is given: some gigabytes. Then reports on them, in a process of its own.
+Writes event files as such a run would (an iteration and a snapshot each time, memory
+and window each sixth, recoveries, popularity), into a temporary folder unless one is
+given: some gigabytes. Then reports on them, in a process of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ WANTED_S, WANTED_MB = 30.0, 10.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--iterations", type=int, default=100_000)
     parser.add_argument("--folder", type=Path)
@@ -56,29 +59,54 @@ def main() -> int:
         if not (run / "run.json").exists():
             write_run(run, options.ranks, options.iterations)
         size = sum(path.stat().st_size for path in run.glob("events/*"))
-        print(f"{options.ranks} ranks, {options.iterations:,} iterations: {size / 1e9:.2f} GB of events")
+        print(
+            f"{options.ranks} ranks, {options.iterations:,} iterations:"
+            f" {size / 1e9:.2f} GB of events"
+        )
         for form in ("html", "md", "trace"):
             measure(run, Path(temporary) / f"report.{form}", form)
     return 0
 
 
 def measure(run: Path, output: Path, form: str) -> None:
-    command = [sys.executable, "-m", "launcher.report", str(run), "-o", str(output), "--format", form]
+    command = [
+        sys.executable,
+        "-m",
+        "launcher.report",
+        str(run),
+        "-o",
+        str(output),
+        "--format",
+        form,
+    ]
     started_s = time.monotonic()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     took_s = time.monotonic() - started_s
-    wanted = f" (wanted: under {WANTED_S:g} s, {WANTED_MB:g} MB)" if form == "html" else ""
-    print(f"{form}: {took_s:.1f} s, {output.stat().st_size / 1e6:.1f} MB{wanted}", flush=True)
+    wanted = (
+        f" (wanted: under {WANTED_S:g} s, {WANTED_MB:g} MB)" if form == "html" else ""
+    )
+    print(
+        f"{form}: {took_s:.1f} s, {output.stat().st_size / 1e6:.1f} MB{wanted}",
+        flush=True,
+    )
 
 
 def write_run(run: Path, num_ranks: int, iterations: int) -> None:
-    """Write a run's files; ranks differ in little but their number: files of a size cost the same."""
+    """Write a run's files; ranks differ in little but their number: files of a size
+    cost the same.
+    """
     (run / "events").mkdir(parents=True)
-    plain, telling = (b"".join(lines_of(iterations, tells=tells)) for tells in (False, True))
+    plain, telling = (
+        b"".join(lines_of(iterations, tells=tells)) for tells in (False, True)
+    )
     for rank in range(num_ranks):
-        mine = (plain if rank % RANKS_PER_STAGE else telling).replace(b'"global_rank": 0', b'"global_rank": %d' % rank)
+        mine = (plain if rank % RANKS_PER_STAGE else telling).replace(
+            b'"global_rank": 0', b'"global_rank": %d' % rank
+        )
         (run / "events" / f"rank{rank:04d}.jsonl").write_bytes(mine)
-    (run / "run.json").write_text(json.dumps({"world_size": num_ranks, "clock_origin_unix_s": 0.0}))
+    (run / "run.json").write_text(
+        json.dumps({"world_size": num_ranks, "clock_origin_unix_s": 0.0})
+    )
 
 
 def lines_of(iterations: int, *, tells: bool) -> Iterator[bytes]:
@@ -106,7 +134,12 @@ def lines_of(iterations: int, *, tells: bool) -> Iterator[bytes]:
 
 
 def line(t_s: float, event: Event) -> bytes:
-    record = {"t_s": round(t_s, 6), "global_rank": 0, "event": type(event).__name__, **asdict(event)}
+    record = {
+        "t_s": round(t_s, 6),
+        "global_rank": 0,
+        "event": type(event).__name__,
+        **asdict(event),
+    }
     return json.dumps(record).encode() + b"\n"
 
 
@@ -156,7 +189,12 @@ def of_window(iteration: int) -> tuple[Event, ...]:
             reordered=False,
         ),
         WindowReplicated(
-            window_start=iteration, size_bytes=9_000_000_000, num_peers=1, seconds=4.0123456789, span_s=11.5, ago_s=0.5
+            window_start=iteration,
+            size_bytes=9_000_000_000,
+            num_peers=1,
+            seconds=4.0123456789,
+            span_s=11.5,
+            ago_s=0.5,
         ),
     )
 
@@ -176,7 +214,10 @@ def of_fault(iteration: int) -> tuple[Event, ...]:
             generation=2,
             iteration=iteration,
             joined_unix_s=0.0,
-            deaths=[f"rank 7 (pid 123) died of SIGKILL in backward of iteration {iteration + 1}"],
+            deaths=[
+                "rank 7 (pid 123) died of SIGKILL in backward of iteration"
+                f" {iteration + 1}"
+            ],
             detect_s=0.5,
             rebuild_s=1.0,
             fetch_s=0.5,
@@ -189,11 +230,19 @@ def of_fault(iteration: int) -> tuple[Event, ...]:
 
 def of_experts(iteration: int) -> tuple[Event, ...]:
     layers = [f"layer {layer}" for layer in range(4)]
-    tokens = [[1000.0 + (layer * expert * iteration) % 997 for expert in range(64)] for layer in range(4)]
-    slots = [[(layer + expert + iteration) % WINDOW_ITERS for expert in range(64)] for layer in range(4)]
+    tokens = [
+        [1000.0 + (layer * expert * iteration) % 997 for expert in range(64)]
+        for layer in range(4)
+    ]
+    slots = [
+        [(layer + expert + iteration) % WINDOW_ITERS for expert in range(64)]
+        for layer in range(4)
+    ]
     return (
         ExpertPopularity(iteration=iteration, layers=layers, tokens=tokens),
-        ExpertsOrdered(iteration=iteration, num_slots=WINDOW_ITERS, layers=layers, slots=slots),
+        ExpertsOrdered(
+            iteration=iteration, num_slots=WINDOW_ITERS, layers=layers, slots=slots
+        ),
     )
 
 

@@ -1,11 +1,14 @@
-"""The work that a checkpoint server has left after the last byte of an iteration: in one go, and as a pipeline.
+"""The work that a checkpoint server has left after the last byte of an iteration: in
+one go, and as a pipeline.
 
     python benchmarks/server_work.py [--layers 24] [--million 1.0] [--mbytes-per-s 400] [--iterations 12] [--mib 8]
 
-Tap: a rank of `--layers` layers of `--million` million parameters sends gradients over TCP at a limited rate to a real
-server; "in one go" takes the same steps once all bytes are there, as servers did before. Mirror: frames of 4 ranks that
-reduce a bucket of `--mib` MiB over gloo, recorded once at the loopback interface, which needs CAP_NET_RAW, go to a
-watcher that puts sums together at the end, or while they come; Adam follows either. Medians over iterations.
+Tap: a rank of `--layers` layers of `--million` million parameters sends gradients over
+TCP at a limited rate to a real server; "in one go" takes the same steps once all bytes
+are there, as servers did before. Mirror: frames of 4 ranks that reduce a bucket of
+`--mib` MiB over gloo, recorded once at the loopback interface, which needs CAP_NET_RAW,
+go to a watcher that puts sums together at the end, or while they come; Adam follows
+either. Medians over iterations.
 """
 
 from __future__ import annotations
@@ -73,8 +76,14 @@ class Rank:
         payload = self.own.allocate(payload_bytes)
         payload.zero_()
         self.header = SnapshotHeader(
-            identity=RunIdentity(run_id="bench", model="bench", layout=ParallelLayout(pp=1, dp=1, ep=1, tp=1)),
-            shard=ShardIdentity(global_rank=0, pp_rank=0, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=0),
+            identity=RunIdentity(
+                run_id="bench",
+                model="bench",
+                layout=ParallelLayout(pp=1, dp=1, ep=1, tp=1),
+            ),
+            shard=ShardIdentity(
+                global_rank=0, pp_rank=0, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=0
+            ),
             iteration=0,
             window_start=0,
             slot=0,
@@ -93,9 +102,17 @@ class Rank:
     def publish(self, iteration: int) -> tuple[str, bytes]:
         """Publish the update that leads to an iteration; return its key and head."""
         step = AdamStep(
-            learning_rate=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True, steps=iteration - 1.0
+            learning_rate=1e-3,
+            beta1=0.9,
+            beta2=0.99,
+            eps=1e-8,
+            weight_decay=0.1,
+            decoupled=True,
+            steps=iteration - 1.0,
         )
-        header = replace(self.header, iteration=iteration, window_start=iteration, checksum=0)
+        header = replace(
+            self.header, iteration=iteration, window_start=iteration, checksum=0
+        )
         update = Update(
             base=_key(iteration - 1),
             target=_key(iteration),
@@ -104,18 +121,41 @@ class Rank:
             seals=True,
         )
         head = update_to_bytes(update)
-        self.own.publish(update_key(_key(iteration)), head, self.gradients, self.gradients.numel())
+        self.own.publish(
+            update_key(_key(iteration)), head, self.gradients, self.gradients.numel()
+        )
         return update_key(_key(iteration)), head
 
 
-def measure_tap(layers: int, size: int, bytes_per_s: float, iterations: int) -> tuple[float, float, float]:
-    """Return the median seconds after the last byte in one go and as a pipeline, and the pipeline's of work."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ThreadPoolExecutor(max_workers=1) as executor:
+def measure_tap(
+    layers: int, size: int, bytes_per_s: float, iterations: int
+) -> tuple[float, float, float]:
+    """Return the median seconds after the last byte in one go and as a pipeline, and
+    the pipeline's of work.
+    """
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+        ThreadPoolExecutor(max_workers=1) as executor,
+    ):
         memory, rules = Path(folder) / "rank", HoldingRules(serves_itself=True)
         rank = Rank(memory, layers, size)
-        server = CopyServer(Path(folder) / "server", -1, _TICKET, host="127.0.0.1", timeout_s=_DEADLINE_S, rules=rules)
+        server = CopyServer(
+            Path(folder) / "server",
+            -1,
+            _TICKET,
+            host="127.0.0.1",
+            timeout_s=_DEADLINE_S,
+            rules=rules,
+        )
         throttle = Throttle(bytes_per_s)
-        sender = Replicator(rank.own, 0, _TICKET, may_send=lambda: True, deadline_s=_DEADLINE_S, throttle=throttle)
+        sender = Replicator(
+            rank.own,
+            0,
+            _TICKET,
+            may_send=lambda: True,
+            deadline_s=_DEADLINE_S,
+            throttle=throttle,
+        )
         sender.use_peers([server.address])
         sender.copy([_key(0)]).result()
         alone = BlobFolder(Path(folder) / "alone")
@@ -138,11 +178,19 @@ def measure_tap(layers: int, size: int, bytes_per_s: float, iterations: int) -> 
             alone.discard(_key(iteration - 1))
         sender.close()
         server.close()
-    return statistics.median(in_one_go), statistics.median(after), statistics.median(busy)
+    return (
+        statistics.median(in_one_go),
+        statistics.median(after),
+        statistics.median(busy),
+    )
 
 
-def find_ends(segments: Sequence[TcpSegment], wanted: Sequence[MirroredSums]) -> list[int]:
-    """Return places in the frames by which each iteration is complete, to within a few thousand."""
+def find_ends(
+    segments: Sequence[TcpSegment], wanted: Sequence[MirroredSums]
+) -> list[int]:
+    """Return places in the frames by which each iteration is complete, to within a few
+    thousand.
+    """
     watcher, found = Watcher(2), list[int]()
     for place, segment in enumerate(segments):
         watcher.see_segment(segment)
@@ -155,9 +203,15 @@ def find_ends(segments: Sequence[TcpSegment], wanted: Sequence[MirroredSums]) ->
 
 
 def measure_mirror(
-    segments: Sequence[TcpSegment], wanted: Sequence[MirroredSums], ends: Sequence[int], *, merges: bool
+    segments: Sequence[TcpSegment],
+    wanted: Sequence[MirroredSums],
+    ends: Sequence[int],
+    *,
+    merges: bool,
 ) -> float:
-    """Return the median seconds from the last frame of an iteration until its sums are together."""
+    """Return the median seconds from the last frame of an iteration until its sums are
+    together.
+    """
     watcher, seconds = Watcher(2), list[float]()
     for place, segment in enumerate(segments[: ends[-1] + 1]):
         watcher.see_segment(segment)
@@ -168,12 +222,18 @@ def measure_mirror(
             assert watcher.sums(sums) is not None
             seconds.append(time.monotonic() - began_s)
             watcher.drop(sums)
-    return statistics.median(seconds[1:])  # the first has no earlier one, whose buckets are its own
+    # the first has no earlier one, whose buckets are its own
+    return statistics.median(seconds[1:])
 
 
 def _sums(num_bytes: int, iteration: int) -> MirroredSums:
     return MirroredSums(
-        group=GROUP.hex(), size=_RANKS, buckets=(num_bytes,), dtype="float32", first=1 + iteration, end=2 + iteration
+        group=GROUP.hex(),
+        size=_RANKS,
+        buckets=(num_bytes,),
+        dtype="float32",
+        first=1 + iteration,
+        end=2 + iteration,
     )
 
 
@@ -190,19 +250,34 @@ def _copy(source: BlobFolder, target: BlobFolder, key: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--million", type=float, default=1.0, help="parameters of a layer")
-    parser.add_argument("--mbytes-per-s", type=float, default=400.0, help="rate at which gradients come")
+    parser.add_argument(
+        "--million", type=float, default=1.0, help="parameters of a layer"
+    )
+    parser.add_argument(
+        "--mbytes-per-s", type=float, default=400.0, help="rate at which gradients come"
+    )
     parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--mib", type=int, default=8, help="size of the mirrored bucket")
+    parser.add_argument(
+        "--mib", type=int, default=8, help="size of the mirrored bucket"
+    )
     options = parser.parse_args()
     size = int(1e6 * options.million)
-    in_one_go, after, busy = measure_tap(options.layers, size, 1e6 * options.mbytes_per_s, options.iterations)
-    print("| capture | after the last byte, in one go, s | as a pipeline, s | work of the server, s |")
+    in_one_go, after, busy = measure_tap(
+        options.layers, size, 1e6 * options.mbytes_per_s, options.iterations
+    )
+    print(
+        "| capture | after the last byte, in one go, s | as a pipeline, s | work of the"
+        " server, s |"
+    )
     print("| --- | --- | --- | --- |")
     print(
-        f"| tap, {4 * size * options.layers / _MIB:.0f} MiB | {in_one_go:.3f} | {after:.3f} | {busy:.3f} |", flush=True
+        f"| tap, {4 * size * options.layers / _MIB:.0f} MiB | {in_one_go:.3f} |"
+        f" {after:.3f} | {busy:.3f} |",
+        flush=True,
     )
     try:
         segments = record(_RANKS, options.mib * _MIB, _RECORDED)
@@ -212,10 +287,19 @@ def main() -> int:
     wanted = [_sums(options.mib * _MIB, iteration) for iteration in range(_RECORDED)]
     ends = find_ends(segments, wanted)
     if len(ends) < 2:
-        print(f"mirror: not measured: the port lost frames of {_RECORDED - len(ends)} iterations")
+        print(
+            f"mirror: not measured: the port lost frames of {_RECORDED - len(ends)}"
+            " iterations"
+        )
         return 0
-    together = [measure_mirror(segments, wanted[: len(ends)], ends, merges=merges) for merges in (False, True)]
-    print(f"| mirror, {options.mib} MiB, sums only | {together[0]:.3f} | {together[1]:.3f} | - |")
+    together = [
+        measure_mirror(segments, wanted[: len(ends)], ends, merges=merges)
+        for merges in (False, True)
+    ]
+    print(
+        f"| mirror, {options.mib} MiB, sums only | {together[0]:.3f} |"
+        f" {together[1]:.3f} | - |"
+    )
     return 0
 
 

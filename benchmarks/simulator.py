@@ -2,9 +2,10 @@
 
     python benchmarks/simulator.py [--quick]
 
-First a whole command: 671 billion parameters on 16,384 GPUs for 12 hours at an MTBF of 10 minutes, in a process of its
-own. Then one simulation with more and more GPUs, and with more and more operators; `n log n` says what the first row's
-seconds would be if they grew like that.
+First a whole command: 671 billion parameters on 16,384 GPUs for 12 hours at an MTBF of
+10 minutes, in a process of its own. Then one simulation with more and more GPUs, and
+with more and more operators; `n log n` says what the first row's seconds would be if
+they grew like that.
 """
 
 from __future__ import annotations
@@ -33,35 +34,66 @@ from moe_ckpt.types import OperatorId, OperatorKind, ParallelLayout  # noqa: E40
 
 HOURS_12_S = 43200.0
 MTBF_S = 600.0
-LARGEST = "model=deepseek_671b cluster=h100_ib cluster.nodes=2048 cluster.copies_share=rank parallel.pp=64"
-LARGEST += " batch.global_batch_size=8192 batch.micro_batch_size=1 ckpt.replicas=2 mtbf_s=600 runs=1"
+LARGEST = (
+    "model=deepseek_671b cluster=h100_ib cluster.nodes=2048 cluster.copies_share=rank"
+    " parallel.pp=64"
+)
+LARGEST += (
+    " batch.global_batch_size=8192 batch.micro_batch_size=1 ckpt.replicas=2 mtbf_s=600"
+    " runs=1"
+)
 NODES = (16, 64, 256, 1024, 2048)
 OPERATORS = (1_000, 10_000, 100_000, 1_000_000)
 EXPERTS = 248
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="leave out the largest of each")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="leave out the largest of each"
+    )
     last = -1 if parser.parse_args().quick else None
     command_s, rss_bytes = whole_command()
-    print(f"16,384 GPUs, 671B, 12 h, MTBF 10 min, the whole command: {command_s:.2f} s, {rss_bytes / 2**20:.0f} MiB\n")
+    print(
+        f"16,384 GPUs, 671B, 12 h, MTBF 10 min, the whole command: {command_s:.2f} s,"
+        f" {rss_bytes / 2**20:.0f} MiB\n"
+    )
     show("GPUs", [(8 * nodes, with_gpus(nodes)) for nodes in NODES[:last]])
     show("operators", [(count, with_operators(count)) for count in OPERATORS[:last]])
     return 0
 
 
 def whole_command() -> tuple[float, int]:
-    """Return the seconds of a command in another process, and the most memory that it had."""
+    """Return the seconds of a command in another process, and the most memory that it
+    had.
+    """
     before = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "launcher.simulate", *LARGEST.split()], cwd=ROOT, check=True)
-    return time.perf_counter() - before, 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    subprocess.run(
+        [sys.executable, "-m", "launcher.simulate", *LARGEST.split()],
+        cwd=ROOT,
+        check=True,
+    )
+    return time.perf_counter() - before, 1024 * resource.getrusage(
+        resource.RUSAGE_CHILDREN
+    ).ru_maxrss
 
 
 def with_gpus(nodes: int) -> float:
-    """Return the seconds of a simulation with so many nodes, the batch growing with them."""
-    overrides = ["cluster=h200", f"cluster.nodes={nodes}", "parallel.pp=8", "parallel.ep=8", "batch.micro_batch_size=1"]
-    simulation = compose_simulation([*overrides, f"batch.global_batch_size={32 * nodes}", f"mtbf_s={MTBF_S}"])
+    """Return the seconds of a simulation with so many nodes, the batch growing with
+    them.
+    """
+    overrides = [
+        "cluster=h200",
+        f"cluster.nodes={nodes}",
+        "parallel.pp=8",
+        "parallel.ep=8",
+        "batch.micro_batch_size=1",
+    ]
+    simulation = compose_simulation(
+        [*overrides, f"batch.global_batch_size={32 * nodes}", f"mtbf_s={MTBF_S}"]
+    )
     before = time.perf_counter()
     saving = plan_saving(simulation.policy, simulation.setup)
     simulate(simulation.setup, saving, simulation.kills(0), duration_s=HOURS_12_S)
@@ -78,21 +110,36 @@ def with_operators(count: int) -> float:
     layout = ParallelLayout(pp=8, dp=16, ep=8, tp=1)
     batch = BatchConfig(micro_batch_size=4, global_batch_size=512, sequence_length=2048)
     job = Job(shape, layout, batch, FormatsConfig(compute_bytes=2, full_bytes=12))
-    costs = estimate(job, base.setup.cluster, TimingConfig(iteration_s=3.0, interleave=1))
+    costs = estimate(
+        job, base.setup.cluster, TimingConfig(iteration_s=3.0, interleave=1)
+    )
     setup = Setup(job=job, cluster=base.setup.cluster, costs=costs, mtbf_s=MTBF_S)
     saving = plan_saving(base.policy, setup)
-    kills = poisson_kills(mtbf_s=MTBF_S, count=200, seed=0, world_size=layout.world_size, scope="node")
+    kills = poisson_kills(
+        mtbf_s=MTBF_S, count=200, seed=0, world_size=layout.world_size, scope="node"
+    )
     simulate(setup, saving, kills, duration_s=HOURS_12_S)
     return time.perf_counter() - before
 
 
 def synthetic(num_layers: int, num_experts: int) -> ModelShape:
-    """Return a model with equal layers, and 16 billion parameters whatever the number of operators."""
+    """Return a model with equal layers, and 16 billion parameters whatever the number
+    of operators.
+    """
     operators = [OperatorId(kind=OperatorKind.EMBEDDING)]
     for layer in range(num_layers):
-        operators += [OperatorId(kind=kind, layer=layer) for kind in (OperatorKind.BLOCK, OperatorKind.GATE)]
-        operators += [OperatorId(kind=OperatorKind.EXPERT, layer=layer, expert=expert) for expert in range(num_experts)]
-    operators += [OperatorId(kind=OperatorKind.FINAL_NORM), OperatorId(kind=OperatorKind.OUTPUT)]
+        operators += [
+            OperatorId(kind=kind, layer=layer)
+            for kind in (OperatorKind.BLOCK, OperatorKind.GATE)
+        ]
+        operators += [
+            OperatorId(kind=OperatorKind.EXPERT, layer=layer, expert=expert)
+            for expert in range(num_experts)
+        ]
+    operators += [
+        OperatorId(kind=OperatorKind.FINAL_NORM),
+        OperatorId(kind=OperatorKind.OUTPUT),
+    ]
     return ModelShape(
         operators=tuple(operators),
         parameters=np.full(len(operators), 16 * 10**9 // len(operators), np.int64),

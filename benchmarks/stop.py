@@ -1,10 +1,12 @@
-"""From SIGTERM to a state that is safe on disk: seconds and bytes, while the job trains.
+"""From SIGTERM to a state that is safe on disk: seconds and bytes, while the job
+trains.
 
     python benchmarks/stop.py [--stops 3] [--model tiny small] [OVERRIDES]        # ckpt=moevement, 4 ranks, PP=2
 
-Each job is stopped by SIGTERM to torchrun once it has trained for some iterations, and started again from its disks.
-Printed: the seconds until all ranks have an iteration on disk ("safe to kill"), those until the last process has ended,
-the bytes on disk of all ranks, and the iterations that were trained after the one that is safe.
+Each job is stopped by SIGTERM to torchrun once it has trained for some iterations, and
+started again from its disks. Printed: the seconds until all ranks have an iteration on
+disk ("safe to kill"), those until the last process has ended, the bytes on disk of all
+ranks, and the iterations that were trained after the one that is safe.
 """
 
 from __future__ import annotations
@@ -49,9 +51,18 @@ def stop_once(folder: Path, number: int, arguments: Sequence[str]) -> Stopped:
     log = folder.with_suffix(f".{number}.log")
     with log.open("w") as said:
         torchrun = str(Path(sys.executable).with_name("torchrun"))
-        command = [torchrun, "--standalone", f"--nproc-per-node={RANKS}", "launcher/train.py", *arguments]
+        command = [
+            torchrun,
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+            "launcher/train.py",
+            *arguments,
+        ]
         process = subprocess.Popen(
-            [*command, f"run.dir={folder}", "run.progress=none"], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT
+            [*command, f"run.dir={folder}", "run.progress=none"],
+            cwd=ROOT,
+            stdout=said,
+            stderr=subprocess.STDOUT,
         )
     first = _committed(folder)
     _wait(lambda: _committed(folder) >= first + WARM_ITERATIONS, process, log)
@@ -63,29 +74,52 @@ def stop_once(folder: Path, number: int, arguments: Sequence[str]) -> Stopped:
     ended_s = time.monotonic() - since_s
     safe = _SAFE.search(log.read_text())
     assert safe is not None
-    disk_bytes = sum(path.stat().st_size for path in (folder / "snapshots").rglob("*") if path.is_file())
+    disk_bytes = sum(
+        path.stat().st_size
+        for path in (folder / "snapshots").rglob("*")
+        if path.is_file()
+    )
     lost_iters = _committed(folder) - int(safe[1])
-    return Stopped(safe_s=safe_s, ended_s=ended_s, disk_bytes=disk_bytes, lost_iters=lost_iters)
+    return Stopped(
+        safe_s=safe_s, ended_s=ended_s, disk_bytes=disk_bytes, lost_iters=lost_iters
+    )
 
 
 def _committed(folder: Path) -> int:
     """Return the newest iteration that rank 0 has committed."""
     path = folder / "events" / "rank0000.jsonl"
     logged = read_events(path) if path.exists() else ()
-    return max((each.event.iteration for each in logged if isinstance(each.event, IterationCommitted)), default=0)
+    return max(
+        (
+            each.event.iteration
+            for each in logged
+            if isinstance(each.event, IterationCommitted)
+        ),
+        default=0,
+    )
 
 
-def _wait(is_there: Callable[[], bool], process: subprocess.Popen[bytes] | None, log: Path) -> None:
+def _wait(
+    is_there: Callable[[], bool], process: subprocess.Popen[bytes] | None, log: Path
+) -> None:
     until_s = time.monotonic() + PATIENCE_S
     while not is_there():
-        if time.monotonic() > until_s or (process is not None and process.poll() is not None):
-            sys.exit(f"the job ended, or {PATIENCE_S:g} s were not enough:\n{log.read_text()[-4000:]}")
+        if time.monotonic() > until_s or (
+            process is not None and process.poll() is not None
+        ):
+            sys.exit(
+                f"the job ended, or {PATIENCE_S:g} s were not"
+                f" enough:\n{log.read_text()[-4000:]}"
+            )
         time.sleep(_LOOK_EVERY_S)
 
 
 def table(stops: dict[str, list[Stopped]]) -> Iterator[str]:
     """Yield the lines of a table: medians, and the range of the seconds."""
-    yield "| model | SIGTERM to durable, s | to the last process's end, s | MB on disk, all ranks | iterations lost |"
+    yield (
+        "| model | SIGTERM to durable, s | to the last process's end, s | MB on disk,"
+        " all ranks | iterations lost |"
+    )
     yield "| --- | --- | --- | --- | --- |"
     for model, each in stops.items():
         safe = [stop.safe_s for stop in each]
@@ -93,20 +127,37 @@ def table(stops: dict[str, list[Stopped]]) -> Iterator[str]:
         size = statistics.median(stop.disk_bytes for stop in each) / 1e6
         lost = sorted({stop.lost_iters for stop in each})
         spread = f"{statistics.median(safe):.2f} ({min(safe):.2f} to {max(safe):.2f})"
-        yield f"| `{model}` | {spread} | {ended:.2f} | {size:.1f} | {', '.join(map(str, lost))} |"
+        yield (
+            f"| `{model}` | {spread} | {ended:.2f} | {size:.1f} |"
+            f" {', '.join(map(str, lost))} |"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stops", type=int, default=3)
     parser.add_argument("--model", nargs="+", default=["tiny", "small"])
     options, overrides = parser.parse_known_args()
     stops: dict[str, list[Stopped]] = {}
     for model in options.model:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = [f"model={model}", "parallel.pp=2", "train.iterations=100000", "+ckpt=moevement", *overrides]
-            stops[model] = [stop_once(Path(folder) / "run", number, arguments) for number in range(options.stops)]
-    print(f"{hardware()}, {RANKS} processes, commit {current_commit()}, {options.stops} stops each; medians (range)\n")
+            arguments = [
+                f"model={model}",
+                "parallel.pp=2",
+                "train.iterations=100000",
+                "+ckpt=moevement",
+                *overrides,
+            ]
+            stops[model] = [
+                stop_once(Path(folder) / "run", number, arguments)
+                for number in range(options.stops)
+            ]
+    print(
+        f"{hardware()}, {RANKS} processes, commit {current_commit()}, {options.stops}"
+        " stops each; medians (range)\n"
+    )
     print("\n".join(table(stops)))
 
 

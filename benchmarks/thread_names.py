@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node=4 benchmarks/thread_names.py launcher/train.py [OVERRIDES]
 
-Python up to 3.13 names threads for itself only. Here each process that a supervisor forks
-looks once a second for threads, and writes their names to /proc/self/task/*/comm. Their
-main thread keeps the name that it has, as threads of libraries inherit that one.
+Python up to 3.13 names threads for itself only. Here each process that a supervisor
+forks looks once a second for threads, and writes their names to /proc/self/task/*/comm.
+Their main thread keeps the name that it has, as threads of libraries inherit that one.
 benchmarks/iteration_cpu.py runs it.
 """
 

@@ -1,4 +1,5 @@
-"""Jobs that take turns on one machine: all but one are stopped (SIGSTOP), block by block.
+"""Jobs that take turns on one machine: all but one are stopped (SIGSTOP), block by
+block.
 
 All jobs meet the same clocks, heat and neighbours. Must not: compute prices.
 
@@ -38,7 +39,13 @@ _POLL_S = 0.2
 _END_S = 3.0  # less than `timeout -k 5` leaves
 _NO_END = 1_000_000
 # a stopped job sends no heartbeat and commits nothing, and neither is a fault
-_PATIENT = {"heartbeat_s": 600, "progress_s": 1200, "operation_s": 2400, "join_s": 3600, "stop_save_s": 0}
+_PATIENT = {
+    "heartbeat_s": 600,
+    "progress_s": 1200,
+    "operation_s": 2400,
+    "join_s": 3600,
+    "stop_save_s": 0,
+}
 
 Kind = TypeVar("Kind", bound=object)
 
@@ -80,7 +87,13 @@ class Job:
         self.blocks: list[Block] = []
         patient = [f"runtime.{setting}={value}" for setting, value in _PATIENT.items()]
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--local-addr=127.0.0.1",
+            ),
             *(f"--nproc-per-node={num_ranks}", *script, f"run.dir={folder}"),
             *last_values([f"train.iterations={_NO_END}", *QUIET, *patient, *settings]),
         ]
@@ -122,7 +135,8 @@ class Job:
         self._signal(signal.SIGCONT)
 
     def train_alone(self, round_number: int, block_s: float, until_s: float) -> None:
-        """Train for a block, in which some iterations are committed; the job is stopped before and afterwards.
+        """Train for a block, in which some iterations are committed; the job is stopped
+        before and afterwards.
 
         Args:
             round_number: Number of the round.
@@ -133,9 +147,19 @@ class Job:
         from_unix_s = time.time()
         self.go_on()
         time.sleep(block_s)
-        while self.num_commits() < wanted and not self.has_ended and time.monotonic() < until_s:
+        while (
+            self.num_commits() < wanted
+            and not self.has_ended
+            and time.monotonic() < until_s
+        ):
             time.sleep(_POLL_S)
-        self.blocks.append(Block(round_number=round_number, from_unix_s=from_unix_s, to_unix_s=time.time()))
+        self.blocks.append(
+            Block(
+                round_number=round_number,
+                from_unix_s=from_unix_s,
+                to_unix_s=time.time(),
+            )
+        )
         self.stop()
 
     def iteration_s(self) -> dict[int, float]:
@@ -145,7 +169,11 @@ class Job:
     def commits_unix_s(self) -> list[float]:
         """Return when iterations were committed on rank 0, in seconds since the epoch."""
         origin = read_run_folder(self.folder).clock_origin_unix_s
-        return [each.t_s + origin for each in self.events() if isinstance(each.event, IterationCommitted)]
+        return [
+            each.t_s + origin
+            for each in self.events()
+            if isinstance(each.event, IterationCommitted)
+        ]
 
     def kill(self) -> list[int]:
         """Kill the agent, with which all processes of the job end; return their pids."""
@@ -164,11 +192,14 @@ class Job:
                 continue
 
 
-def iteration_s_of(commits_unix_s: Sequence[float], blocks: Sequence[Block]) -> dict[int, float]:
+def iteration_s_of(
+    commits_unix_s: Sequence[float], blocks: Sequence[Block]
+) -> dict[int, float]:
     """Return the mean seconds of an iteration by round.
 
     Args:
-        commits_unix_s: Seconds since the epoch at which iterations were committed, in order.
+        commits_unix_s: Seconds since the epoch at which iterations were committed, in
+            order.
         blocks: When the job was not stopped.
 
     Returns:
@@ -176,14 +207,23 @@ def iteration_s_of(commits_unix_s: Sequence[float], blocks: Sequence[Block]) -> 
     """
     found: dict[int, float] = {}
     for block in blocks:
-        inside = [at for at in commits_unix_s if block.from_unix_s <= at <= block.to_unix_s]
+        inside = [
+            at for at in commits_unix_s if block.from_unix_s <= at <= block.to_unix_s
+        ]
         seconds = [after - before for before, after in itertools.pairwise(inside)]
         if len(seconds) >= 2:
             found[block.round_number] = statistics.fmean(seconds)
     return found
 
 
-def measure(jobs: Sequence[Job], *, num_rounds: int, block_s: float, warm_s: float, limit_s: float) -> None:
+def measure(
+    jobs: Sequence[Job],
+    *,
+    num_rounds: int,
+    block_s: float,
+    warm_s: float,
+    limit_s: float,
+) -> None:
     """Let jobs train together until all are warm, then one after another in blocks.
 
     Raises:
@@ -208,10 +248,16 @@ def warm_up(jobs: Sequence[Job], *, warm_s: float, limit_s: float) -> None:
     while min(job.num_commits() for job in jobs) < _FIRST_COMMITS:
         ended = [job for job in jobs if job.has_ended]
         if ended:
-            raise RuntimeError(f"{ended[0].name}: got an end, wanted iterations: {ended[0].last_words()}")
+            raise RuntimeError(
+                f"{ended[0].name}: got an end, wanted iterations:"
+                f" {ended[0].last_words()}"
+            )
         if time.monotonic() - begun_s > limit_s:
             counts = {job.name: job.num_commits() for job in jobs}
-            raise RuntimeError(f"iterations after {limit_s:g} s: got {counts}, wanted {_FIRST_COMMITS} of each job")
+            raise RuntimeError(
+                f"iterations after {limit_s:g} s: got {counts}, wanted {_FIRST_COMMITS}"
+                " of each job"
+            )
         time.sleep(_POLL_S)
     time.sleep(warm_s)
     for job in jobs:
@@ -240,7 +286,9 @@ def ended_at_exit(jobs: Sequence[Job]) -> Iterator[None]:
 
 
 def end(jobs: Sequence[Job]) -> None:
-    """Kill jobs, and wait until their processes have given memory back, for some seconds at most."""
+    """Kill jobs, and wait until their processes have given memory back, for some
+    seconds at most.
+    """
     pids = [pid for job in jobs for pid in job.kill()]
     end_s = time.monotonic() + _END_S
     for pid in pids:

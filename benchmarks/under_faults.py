@@ -1,27 +1,33 @@
-"""Effective training time under faults: policies under the same random kills, at several MTBFs, in interleaved order.
+"""Effective training time under faults: policies under the same random kills, at
+several MTBFs, in interleaved order.
 
     python benchmarks/under_faults.py [--regime capped] [--policy moevement ...] [--mtbf-s 20 60] [--runs 8 5]
                                       [--seconds 100] [--cap-bytes-per-s 28e6]
                                       [-o outputs/under_faults] [--write benchmarks/README.md] [OVERRIDES]
 
-Unless changed: `model=small`, 4 ranks. A run is measured for `--seconds` from the end of its first iteration. Random
-workers are killed at exponential times; run n of every policy has the same seed. `--runs` has a number for all MTBFs or
-one for each: long ones need more runs for as many faults.
+Unless changed: `model=small`, 4 ranks. A run is measured for `--seconds` from the end
+of its first iteration. Random workers are killed at exponential times; run n of every
+policy has the same seed. `--runs` has a number for all MTBFs or one for each: long ones
+need more runs for as many faults.
 
-ETTR is the share of that time which plain training (`ckpt=none`, no supervisor, no faults) needs for the very
-iterations that are new in it: how long an iteration takes depends on how a router spreads its tokens, and early ones
-may take half as long as later ones. Plain training runs in each round, at each MTBF, among the others.
+ETTR is the share of that time which plain training (`ckpt=none`, no supervisor, no
+faults) needs for the very iterations that are new in it: how long an iteration takes
+depends on how a router spreads its tokens, and early ones may take half as long as
+later ones. Plain training runs in each round, at each MTBF, among the others.
 
-In the regime `plain` copies are as fast as the machine; in `capped` each rank copies at most `--cap-bytes-per-s` to
-host memory, to peers and to disk. The cap should make a copy of a rank's whole state (87 MB with `small`) take four to
-five iterations of this machine: the regime of the MoEvement paper, section 2, in which a dense snapshot stops training.
-Compute weights of operators that a window has not taken in full yet are in each of its slots, with BF16 up to a sixth
-of the state: at six iterations no number of slots is enough.
+In the regime `plain` copies are as fast as the machine; in `capped` each rank copies at
+most `--cap-bytes-per-s` to host memory, to peers and to disk. The cap should make a
+copy of a rank's whole state (87 MB with `small`) take four to five iterations of this
+machine: the regime of the MoEvement paper, section 2, in which a dense snapshot stops
+training. Compute weights of operators that a window has not taken in full yet are in
+each of its slots, with BF16 up to a sixth of the state: at six iterations no number of
+slots is enough.
 
-Predictions use constants of the runs at the other MTBFs. Of the predicted run they are given the faults, each at its
-point of training and not at its time, the number of new iterations, and the time that the end cut off after the last of
-them; of plain training in the same round, the seconds of each iteration.
-Finished runs in the folder are not run again: a call that was cut off, or one with more runs, continues there.
+Predictions use constants of the runs at the other MTBFs. Of the predicted run they are
+given the faults, each at its point of training and not at its time, the number of new
+iterations, and the time that the end cut off after the last of them; of plain training
+in the same round, the seconds of each iteration. Finished runs in the folder are not
+run again: a call that was cut off, or one with more runs, continues there.
 """
 
 from __future__ import annotations
@@ -81,9 +87,19 @@ _START_S = 180.0  # until the first iteration has ended, at most
 _MANY = 100_000
 _MIB = 1 << 20
 _STYLES = ("moevement", "gemini", "first", "second", "third", "none")
-_TABLE = ("<!-- under faults: written by benchmarks/under_faults.py -->", "<!-- end of under faults -->")
+_TABLE = (
+    "<!-- under faults: written by benchmarks/under_faults.py -->",
+    "<!-- end of under faults -->",
+)
 _COLUMNS = (
-    *("MTBF, s", "policy", "ETTR", "less that of the first, pairs", "predicted", "less the ETTR, pairs"),
+    *(
+        "MTBF, s",
+        "policy",
+        "ETTR",
+        "less that of the first, pairs",
+        "predicted",
+        "less the ETTR, pairs",
+    ),
     *("a fault, s", "predicted", "faults", "beside plain between faults"),
     *("window, pause or interval", "MiB an iteration", "host memory, MiB"),
 )
@@ -106,9 +122,9 @@ class Cell:
 class Outcome:
     """The measurements of a run in the first `seconds` after its first iteration.
 
-    `ended_s` has the end of each new iteration from the second one on, in seconds from the end of the first. The last
-    `tail_s` seconds, an iteration or a recovery that the end cut off, have no new iteration. `snapshot_bytes` are an
-    iteration's, of rank 0.
+    `ended_s` has the end of each new iteration from the second one on, in seconds from
+    the end of the first. The last `tail_s` seconds, an iteration or a recovery that the
+    end cut off, have no new iteration. `snapshot_bytes` are an iteration's, of rank 0.
     """
 
     seconds: float
@@ -133,18 +149,28 @@ class Outcome:
         return [end_s - begin_s for begin_s, end_s in pairwise((0.0, *self.ended_s))]
 
     def ettr(self, plain: PlainTraining) -> float:
-        """Return the share of the time that plain training needed for the new iterations."""
+        """Return the share of the time that plain training needed for the new
+        iterations.
+        """
         return plain.between(1, self.last) / self.seconds
 
     def quiet_s(self) -> dict[int, float]:
-        """Return the seconds of each new iteration that followed the one before it without a fault between."""
+        """Return the seconds of each new iteration that followed the one before it
+        without a fault between.
+        """
         hit = {each.before + 1 for each in self.recoveries}
-        return {number: seconds for number, seconds in enumerate(self.spent_s, start=2) if number not in hit}
+        return {
+            number: seconds
+            for number, seconds in enumerate(self.spent_s, start=2)
+            if number not in hit
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTraining:
-    """The seconds of an iteration of plain training on average, and the pace of single ones."""
+    """The seconds of an iteration of plain training on average, and the pace of single
+    ones.
+    """
 
     iteration_s: float
     pace: Pace
@@ -154,18 +180,28 @@ class PlainTraining:
         return self.pace.between(done, reached) * self.iteration_s
 
     def fault_s(self, recoveries: Sequence[MeasuredRecovery]) -> list[float]:
-        """Return what each fault cost: the seconds to the next new iteration beyond those of a plain one."""
-        return [each.cost_s - self.between(each.before, each.before + 1) for each in recoveries]
+        """Return what each fault cost: the seconds to the next new iteration beyond
+        those of a plain one.
+        """
+        return [
+            each.cost_s - self.between(each.before, each.before + 1)
+            for each in recoveries
+        ]
 
 
 def plain_training(outcome: Outcome) -> PlainTraining:
     """Return the seconds of plain training's iterations, as one run measured them."""
     seconds = outcome.spent_s
     if not seconds:
-        raise MoeCkptError("under_faults: got plain training of one iteration, wanted more within --seconds")
+        raise MoeCkptError(
+            "under_faults: got plain training of one iteration, wanted more within"
+            " --seconds"
+        )
     mean_s = statistics.fmean(seconds)
     # the first iteration is not counted: it is slow by itself
-    return PlainTraining(iteration_s=mean_s, pace=Pace([1.0, *(each / mean_s for each in seconds)]))
+    return PlainTraining(
+        iteration_s=mean_s, pace=Pace([1.0, *(each / mean_s for each in seconds)])
+    )
 
 
 def plan_cells(policies: Sequence[str], runs: Mapping[float, int]) -> Iterator[Cell]:
@@ -181,8 +217,12 @@ def plan_cells(policies: Sequence[str], runs: Mapping[float, int]) -> Iterator[C
                 yield Cell(policy=policy, mtbf_s=mtbf_s, number=number)
 
 
-def arguments_of(cell: Cell, *, cap_bytes_per_s: float | None, seconds: float, common: Sequence[str]) -> list[str]:
-    """Return the words with which `launcher.compare` describes a run; a cap of None: copies as fast as the machine."""
+def arguments_of(
+    cell: Cell, *, cap_bytes_per_s: float | None, seconds: float, common: Sequence[str]
+) -> list[str]:
+    """Return the words with which `launcher.compare` describes a run; a cap of None:
+    copies as fast as the machine.
+    """
     words = last_values([*QUIET, f"train.iterations={_MANY}", *common])
     if cell.policy == PLAIN:
         return ["none", *words, "fault=none", "runtime.guard=false"]
@@ -191,33 +231,58 @@ def arguments_of(cell: Cell, *, cap_bytes_per_s: float | None, seconds: float, c
     if policy in ("moevement", "gemini"):
         settings.append(f"ckpt.mtbf_s={cell.mtbf_s:g}")
     if cap_bytes_per_s is not None and policy != "none":
-        links = ("host", "disk") if policy in _WITHOUT_COPIES else ("host", "peers", "disk")
-        settings += [f"ckpt.max_bytes_per_s.{link}={cap_bytes_per_s:.0f}" for link in links]
+        links = (
+            ("host", "disk") if policy in _WITHOUT_COPIES else ("host", "peers", "disk")
+        )
+        settings += [
+            f"ckpt.max_bytes_per_s.{link}={cap_bytes_per_s:.0f}" for link in links
+        ]
     count = math.ceil(4 * (seconds + _START_S) / cell.mtbf_s)
-    faults = ["fault=poisson", f"fault.mtbf_s={cell.mtbf_s:g}", f"fault.count={count}", f"fault.seed={cell.number}"]
+    faults = [
+        "fault=poisson",
+        f"fault.mtbf_s={cell.mtbf_s:g}",
+        f"fault.count={count}",
+        f"fault.seed={cell.number}",
+    ]
     return [f"{policy}:{','.join(settings)}" if settings else policy, *words, *faults]
 
 
-def carry_out(cell: Cell, folder: Path, arguments: Sequence[str], seconds: float) -> Path:
-    """Run a job until it has been measured long enough, unless that is done; return its folder."""
+def carry_out(
+    cell: Cell, folder: Path, arguments: Sequence[str], seconds: float
+) -> Path:
+    """Run a job until it has been measured long enough, unless that is done; return its
+    folder.
+    """
     run, done = folder / cell.name, folder / f"{cell.name}.json"
-    about = {"arguments": list(arguments), "seconds": seconds, "commit": current_commit()}
+    about = {
+        "arguments": list(arguments),
+        "seconds": seconds,
+        "commit": current_commit(),
+    }
     if done.exists() and json.loads(done.read_text()) == about:
         return run
     if run.exists():
-        sys.exit(f"{run}: got a run of other settings or of another commit, wanted an empty folder (-o)")
+        sys.exit(
+            f"{run}: got a run of other settings or of another commit, wanted an empty"
+            " folder (-o)"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     [variant] = plan_variants(arguments, RANKS)
     clock = _Clock(run / "events" / "rank0000.jsonl", seconds)
     outcome = run_job(variant, run, RANKS, clock.goes_on)
     if not outcome.was_stopped or clock.since_s is None:
-        sys.exit(f"{cell.name}: ended with status {outcome.status} before it was measured; see {run}.log")
+        sys.exit(
+            f"{cell.name}: ended with status {outcome.status} before it was measured;"
+            f" see {run}.log"
+        )
     done.write_text(json.dumps(about))
     return run
 
 
 class _Clock:
-    """Ends a run `seconds` after the first iteration in its events, and one second for the last write."""
+    """Ends a run `seconds` after the first iteration in its events, and one second for
+    the last write.
+    """
 
     def __init__(self, events: Path, seconds: float) -> None:
         self._events = events
@@ -229,7 +294,10 @@ class _Clock:
         """Return whether the run has not been measured for long enough."""
         now_s = time.monotonic()
         if self.since_s is None:
-            if self._events.exists() and b"IterationCommitted" in self._events.read_bytes():
+            if (
+                self._events.exists()
+                and b"IterationCommitted" in self._events.read_bytes()
+            ):
                 self.since_s = now_s
             return now_s < self._begun_s + _START_S
         return now_s < self.since_s + self._seconds + 1.0
@@ -242,16 +310,25 @@ def measure(run: RealRun, seconds: float) -> Outcome:
         raise MoeCkptError("under_faults: got a run without iterations")
     first = min(commits)
     end_s = commits[first] + seconds
-    counted = [t_s - commits[first] for number, t_s in sorted(commits.items()) if number > first and t_s <= end_s]
+    counted = [
+        t_s - commits[first]
+        for number, t_s in sorted(commits.items())
+        if number > first and t_s <= end_s
+    ]
     logged = [each.event for each in run.ranks[0] if each.t_s <= end_s]
     taken = [event.size_bytes for event in logged if isinstance(event, SnapshotTaken)]
     memory = [
-        each.event.allocated_bytes for rank in run.ranks for each in rank if isinstance(each.event, HostMemoryUsed)
+        each.event.allocated_bytes
+        for rank in run.ranks
+        for each in rank
+        if isinstance(each.event, HostMemoryUsed)
     ]
     return Outcome(
         seconds=seconds,
         ended_s=tuple(counted),
-        recoveries=tuple(each for each in recoveries_of(run.ranks, 0.0) if each.until_s <= end_s),
+        recoveries=tuple(
+            each for each in recoveries_of(run.ranks, 0.0) if each.until_s <= end_s
+        ),
         cadence=_cadence(run),
         snapshot_bytes=sum(taken) / (1 + len(counted)),
         host_bytes=max(memory, default=0),
@@ -259,11 +336,19 @@ def measure(run: RealRun, seconds: float) -> Outcome:
 
 
 def _cadence(run: RealRun) -> str:
-    chosen = [each.event for each in run.ranks[0] if isinstance(each.event, WindowChosen | IntervalChosen)]
+    chosen = [
+        each.event
+        for each in run.ranks[0]
+        if isinstance(each.event, WindowChosen | IntervalChosen)
+    ]
     if not chosen:
         return "-"
     last = chosen[-1]
-    return f"{last.num_slots}, {last.pause_iters}" if isinstance(last, WindowChosen) else str(last.every_iters)
+    return (
+        f"{last.num_slots}, {last.pause_iters}"
+        if isinstance(last, WindowChosen)
+        else str(last.every_iters)
+    )
 
 
 def interval(values: Sequence[float]) -> str:
@@ -275,38 +360,62 @@ def interval(values: Sequence[float]) -> str:
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
 
 
-def slowdowns(runs: Sequence[tuple[RealRun, Outcome, PlainTraining]]) -> tuple[float, float]:
-    """Return what slows the iterations of runs beside plain training: a share of each, and seconds a second of copying.
+def slowdowns(
+    runs: Sequence[tuple[RealRun, Outcome, PlainTraining]],
+) -> tuple[float, float]:
+    """Return what slows the iterations of runs beside plain training: a share of each,
+    and seconds a second of copying.
 
-    The former is the price of supervisors, hooks and logs. Stalls of snapshots are left out. Least squares over
-    iterations; a profile of runs cannot measure this: only plain training beside them does.
+    The former is the price of supervisors, hooks and logs. Stalls of snapshots are left
+    out. Least squares over iterations; a profile of runs cannot measure this: only
+    plain training beside them does.
     """
-    rows = [row for run, outcome, plain in runs for row in _slower_iterations(run, outcome, plain)]
+    rows = [
+        row
+        for run, outcome, plain in runs
+        for row in _slower_iterations(run, outcome, plain)
+    ]
     if not rows:
         return 0.0, 0.0
     plain_s, copying_s, slower_s = np.array(rows).T
-    share, interference = np.linalg.lstsq(np.stack([plain_s, copying_s], axis=1), slower_s)[0].tolist()
+    share, interference = np.linalg.lstsq(
+        np.stack([plain_s, copying_s], axis=1), slower_s
+    )[0].tolist()
     if copying_s.any() and interference > 0:
         return share, interference
     return float(slower_s.sum() / plain_s.sum()), 0.0
 
 
-def _slower_iterations(run: RealRun, outcome: Outcome, plain: PlainTraining) -> Iterator[tuple[float, float, float]]:
-    """Yield of each new iteration its seconds in plain training, those of copies in it, and those that it took longer.
+def _slower_iterations(
+    run: RealRun, outcome: Outcome, plain: PlainTraining
+) -> Iterator[tuple[float, float, float]]:
+    """Yield of each new iteration its seconds in plain training, those of copies in it,
+    and those that it took longer.
 
-    Iterations that a fault hit are left out: a part of them has run before, and what runs again is faster.
+    Iterations that a fault hit are left out: a part of them has run before, and what
+    runs again is faster.
     """
     rank = run.ranks[0]
-    copy_s = {event.iteration + 1: event.copy_s for event in events_of([rank], SnapshotTaken)}
-    stall_s = {event.iteration: event.stall_s for event in reversed(events_of([rank], IterationCommitted))}
+    copy_s = {
+        event.iteration + 1: event.copy_s for event in events_of([rank], SnapshotTaken)
+    }
+    stall_s = {
+        event.iteration: event.stall_s
+        for event in reversed(events_of([rank], IterationCommitted))
+    }
     for number, spent_s in outcome.quiet_s().items():
-        seconds, plain_s = spent_s - stall_s.get(number, 0.0), plain.between(number - 1, number)
+        seconds, plain_s = (
+            spent_s - stall_s.get(number, 0.0),
+            plain.between(number - 1, number),
+        )
         yield plain_s, min(seconds, copy_s.get(number, 0.0)), seconds - plain_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRun:
-    """A simulation of a run under its faults: its share of useful time, and the price of each fault."""
+    """A simulation of a run under its faults: its share of useful time, and the price
+    of each fault.
+    """
 
     ettr: float
     fault_s: tuple[float, ...]
@@ -324,20 +433,36 @@ class Study:
         return [self.measured[cell] for cell in self.cells(policy, mtbf_s)]
 
     def differences(self, policy: str, first: str, mtbf_s: float) -> list[float]:
-        """Return each run's ETTR less that of the policy `first` in the same round, under the same faults."""
-        return [one - other for one, other in zip(self.ettrs(policy, mtbf_s), self.ettrs(first, mtbf_s), strict=True)]
+        """Return each run's ETTR less that of the policy `first` in the same round,
+        under the same faults.
+        """
+        return [
+            one - other
+            for one, other in zip(
+                self.ettrs(policy, mtbf_s), self.ettrs(first, mtbf_s), strict=True
+            )
+        ]
 
     def ettrs(self, policy: str, mtbf_s: float) -> list[float]:
         """Return the share of each run's time that plain training of its round needed."""
-        return [self.measured[cell].ettr(self.plain_of(cell)) for cell in self.cells(policy, mtbf_s)]
+        return [
+            self.measured[cell].ettr(self.plain_of(cell))
+            for cell in self.cells(policy, mtbf_s)
+        ]
 
     def faults_s(self, policy: str, mtbf_s: float) -> list[float]:
         """Return the price of each fault in all runs of a kind."""
         cells = self.cells(policy, mtbf_s)
-        return [cost_s for cell in cells for cost_s in self.plain_of(cell).fault_s(self.measured[cell].recoveries)]
+        return [
+            cost_s
+            for cell in cells
+            for cost_s in self.plain_of(cell).fault_s(self.measured[cell].recoveries)
+        ]
 
     def slowdown(self, policy: str, mtbf_s: float) -> float:
-        """Return the time of all iterations without a fault beside that of the same ones in plain training."""
+        """Return the time of all iterations without a fault beside that of the same
+        ones in plain training.
+        """
         spent_s = plain_s = 0.0
         for cell in self.cells(policy, mtbf_s):
             quiet_s, plain = self.measured[cell].quiet_s(), self.plain_of(cell)
@@ -346,58 +471,109 @@ class Study:
         return spent_s / plain_s if plain_s else math.nan
 
     def plain_of(self, cell: Cell) -> PlainTraining:
-        """Return plain training of the same round at the same MTBF: a machine's speed changes with the hours."""
+        """Return plain training of the same round at the same MTBF: a machine's speed
+        changes with the hours.
+        """
         return plain_training(self.measured[replace(cell, policy=PLAIN)])
 
     @cached_property
     def plain_s(self) -> float:
         """Seconds of an iteration of plain training, the mean over all rounds."""
         return statistics.fmean(
-            plain_training(outcome).iteration_s for cell, outcome in self.measured.items() if cell.policy == PLAIN
+            plain_training(outcome).iteration_s
+            for cell, outcome in self.measured.items()
+            if cell.policy == PLAIN
         )
 
     def predictions(self, policy: str, mtbf_s: float) -> list[PredictedRun]:
-        """Return what is predicted of each run; empty without runs at another MTBF, which constants are from."""
-        others = [cell for cell in self.runs if cell.policy == policy and cell.mtbf_s != mtbf_s]
+        """Return what is predicted of each run; empty without runs at another MTBF,
+        which constants are from.
+        """
+        others = [
+            cell
+            for cell in self.runs
+            if cell.policy == policy and cell.mtbf_s != mtbf_s
+        ]
         if not others or policy == "none":
             return []
-        beside_plain = [(self.runs[cell], self.measured[cell], self.plain_of(cell)) for cell in others]
+        beside_plain = [
+            (self.runs[cell], self.measured[cell], self.plain_of(cell))
+            for cell in others
+        ]
         share, interference = slowdowns(beside_plain)
-        cluster = replace(constants_of([self.runs[cell] for cell in others]), interference=interference)
-        return [self._predict(cell, cluster, 1 + share) for cell in self.cells(policy, mtbf_s)]
+        cluster = replace(
+            constants_of([self.runs[cell] for cell in others]),
+            interference=interference,
+        )
+        return [
+            self._predict(cell, cluster, 1 + share)
+            for cell in self.cells(policy, mtbf_s)
+        ]
 
-    def _predict(self, cell: Cell, cluster: ClusterConfig, factor: float) -> PredictedRun:
+    def _predict(
+        self, cell: Cell, cluster: ClusterConfig, factor: float
+    ) -> PredictedRun:
         run, measured, plain = self.runs[cell], self.measured[cell], self.plain_of(cell)
         setup = setup_of(run, cluster, factor * plain.iteration_s, plain.pace)
         ranks = predict_events(run, setup, measured.last)
         commits_s = first_commits(ranks)
-        # a prediction ends with the last new iteration: what the end cut off is taken as it was
+        # a prediction ends with the last new iteration: what the end cut off is taken
+        # as it was
         seconds = commits_s[measured.last] - commits_s[1] + measured.tail_s
-        recovered = [each for each in recoveries_of(ranks, 0.0) if each.before < measured.last]
-        return PredictedRun(ettr=plain.between(1, measured.last) / seconds, fault_s=tuple(plain.fault_s(recovered)))
+        recovered = [
+            each for each in recoveries_of(ranks, 0.0) if each.before < measured.last
+        ]
+        return PredictedRun(
+            ettr=plain.between(1, measured.last) / seconds,
+            fault_s=tuple(plain.fault_s(recovered)),
+        )
 
     def cells(self, policy: str, mtbf_s: float) -> list[Cell]:
         """Return the runs of a kind."""
-        return [cell for cell in self.measured if (cell.policy, cell.mtbf_s) == (policy, mtbf_s)]
+        return [
+            cell
+            for cell in self.measured
+            if (cell.policy, cell.mtbf_s) == (policy, mtbf_s)
+        ]
 
 
-def table(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float]) -> Iterator[str]:
+def table(
+    study: Study, policies: Sequence[str], mtbfs_s: Sequence[float]
+) -> Iterator[str]:
     """Yield the lines of a table, a row for each MTBF and policy."""
     yield f"| {' | '.join(_COLUMNS)} |"
     yield "| --- " * len(_COLUMNS) + "|"
     for mtbf_s in mtbfs_s:
         for policy in policies:
-            yield f"| {mtbf_s:g} | {' | '.join([policy, *_row(study, policy, policies[0], mtbf_s)])} |"
+            yield (
+                f"| {mtbf_s:g} |"
+                f" {' | '.join([policy, *_row(study, policy, policies[0], mtbf_s)])} |"
+            )
 
 
 def _row(study: Study, policy: str, first: str, mtbf_s: float) -> Iterator[str]:
-    outcomes, predicted = study.outcomes(policy, mtbf_s), study.predictions(policy, mtbf_s)
+    outcomes, predicted = (
+        study.outcomes(policy, mtbf_s),
+        study.predictions(policy, mtbf_s),
+    )
     costs, ettrs = study.faults_s(policy, mtbf_s), study.ettrs(policy, mtbf_s)
     yield interval(ettrs)
     yield "-" if policy == first else interval(study.differences(policy, first, mtbf_s))
-    yield f"{statistics.fmean(each.ettr for each in predicted):.3f}" if predicted else "-"
-    yield interval([each.ettr - ettr for each, ettr in zip(predicted, ettrs, strict=True)]) if predicted else "-"
-    yield f"{statistics.fmean(costs):.2f} ({min(costs):.2f} to {max(costs):.2f})" if costs else "-"
+    yield (
+        f"{statistics.fmean(each.ettr for each in predicted):.3f}" if predicted else "-"
+    )
+    yield (
+        interval(
+            [each.ettr - ettr for each, ettr in zip(predicted, ettrs, strict=True)]
+        )
+        if predicted
+        else "-"
+    )
+    yield (
+        f"{statistics.fmean(costs):.2f} ({min(costs):.2f} to {max(costs):.2f})"
+        if costs
+        else "-"
+    )
     predicted_s = [cost_s for each in predicted for cost_s in each.fault_s]
     yield f"{statistics.fmean(predicted_s):.2f}" if predicted_s else "-"
     yield str(len(costs))
@@ -407,11 +583,19 @@ def _row(study: Study, policy: str, first: str, mtbf_s: float) -> Iterator[str]:
     yield f"{max(each.host_bytes for each in outcomes) / _MIB:.0f}"
 
 
-def figure(study: Study, policies: Sequence[str], mtbfs_s: Sequence[float], title: str) -> str:
+def figure(
+    study: Study, policies: Sequence[str], mtbfs_s: Sequence[float], title: str
+) -> str:
     """Return the mean ETTR of each policy against the rate of faults, as SVG."""
     rates = sorted((60.0 / mtbf_s, mtbf_s) for mtbf_s in mtbfs_s)
     lines = [
-        Line(name=policy, style=style, points=[(rate, _mean_ettr(study, policy, mtbf_s)) for rate, mtbf_s in rates])
+        Line(
+            name=policy,
+            style=style,
+            points=[
+                (rate, _mean_ettr(study, policy, mtbf_s)) for rate, mtbf_s in rates
+            ],
+        )
         for policy, style in zip(policies, _STYLES, strict=False)
     ]
     panel = Panel(title=title, y="ETTR", lines=lines, marks=(), has_legend=True)
@@ -422,50 +606,93 @@ def _mean_ettr(study: Study, policy: str, mtbf_s: float) -> float:
     return statistics.fmean(study.ettrs(policy, mtbf_s))
 
 
-def notes(study: Study, regime: str, cap_bytes_per_s: float | None, folder: Path) -> Iterator[str]:
+def notes(
+    study: Study, regime: str, cap_bytes_per_s: float | None, folder: Path
+) -> Iterator[str]:
     """Yield the conditions of the runs."""
     counts = {cell.mtbf_s: cell.number + 1 for cell in study.runs}
     seconds = next(iter(study.measured.values())).seconds
-    commits = sorted({json.loads(path.read_text())["commit"] for path in folder.glob("*.json")})
+    commits = sorted(
+        {json.loads(path.read_text())["commit"] for path in folder.glob("*.json")}
+    )
     run = folder / next(iter(study.runs)).name
-    cap = "" if cap_bytes_per_s is None else f", copies at most {cap_bytes_per_s / 1e6:g} MB/s a link"
+    cap = (
+        ""
+        if cap_bytes_per_s is None
+        else f", copies at most {cap_bytes_per_s / 1e6:g} MB/s a link"
+    )
     text = (
-        f"Regime `{regime}`{cap}: {', '.join(str(count) for count in counts.values())} runs of {seconds:g} s each at "
-        f"MTBFs of {', '.join(f'{mtbf_s:g}' for mtbf_s in counts)} s, a plain iteration takes {study.plain_s:.3f} s. "
-        f"{hardware()}; {packages(run)}; commit {', '.join(commits)}."
+        f"Regime `{regime}`{cap}: {', '.join(str(count) for count in counts.values())}"
+        f" runs of {seconds:g} s each at MTBFs of"
+        f" {', '.join(f'{mtbf_s:g}' for mtbf_s in counts)} s, a plain iteration takes"
+        f" {study.plain_s:.3f} s. {hardware()}; {packages(run)}; commit"
+        f" {', '.join(commits)}."
     )
     yield from textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--regime", choices=("plain", "capped"), default="capped")
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--mtbf-s", nargs="+", type=float, default=[20.0, 60.0, 180.0])
     parser.add_argument("--runs", nargs="+", type=int, default=[5])
     parser.add_argument("--seconds", type=float, default=100.0)
-    parser.add_argument("--cap-bytes-per-s", type=float, default=28e6, help="of each rank and link, in `capped`")
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "outputs" / "under_faults")
-    parser.add_argument("--write", type=Path, help="page with marks around the table; the figure is put beside it")
+    parser.add_argument(
+        "--cap-bytes-per-s",
+        type=float,
+        default=28e6,
+        help="of each rank and link, in `capped`",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=ROOT / "outputs" / "under_faults"
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        help="page with marks around the table; the figure is put beside it",
+    )
     options, overrides = parser.parse_known_args()
-    counts = options.runs if len(options.runs) > 1 else options.runs * len(options.mtbf_s)
+    counts = (
+        options.runs if len(options.runs) > 1 else options.runs * len(options.mtbf_s)
+    )
     if len(counts) != len(options.mtbf_s):
-        parser.error(f"--runs: got {len(counts)} numbers, wanted one, or one for each --mtbf-s")
+        parser.error(
+            f"--runs: got {len(counts)} numbers, wanted one, or one for each --mtbf-s"
+        )
     folder = options.output.resolve() / options.regime
     cap_bytes_per_s = options.cap_bytes_per_s if options.regime == "capped" else None
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
+    # as torchrun sets it, without its warning
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     runs: dict[Cell, RealRun] = {}
     measured: dict[Cell, Outcome] = {}
-    for cell in plan_cells(options.policy, dict(zip(options.mtbf_s, counts, strict=True))):
+    for cell in plan_cells(
+        options.policy, dict(zip(options.mtbf_s, counts, strict=True))
+    ):
         common = [*default_model(overrides), *overrides]
-        words = arguments_of(cell, cap_bytes_per_s=cap_bytes_per_s, seconds=options.seconds, common=common)
+        words = arguments_of(
+            cell,
+            cap_bytes_per_s=cap_bytes_per_s,
+            seconds=options.seconds,
+            common=common,
+        )
         done = carry_out(cell, folder, words, options.seconds)
         measured[cell] = measure(read_run(done), options.seconds)
         # a prediction ends with the last new iteration
         runs[cell] = read_run(done, until=measured[cell].last)
-        print(f"{cell.name}: {measured[cell].last} iterations", file=sys.stderr, flush=True)
+        print(
+            f"{cell.name}: {measured[cell].last} iterations",
+            file=sys.stderr,
+            flush=True,
+        )
     study = Study(runs=runs, measured=measured)
-    lines = [*table(study, options.policy, options.mtbf_s), "", *notes(study, options.regime, cap_bytes_per_s, folder)]
+    lines = [
+        *table(study, options.policy, options.mtbf_s),
+        "",
+        *notes(study, options.regime, cap_bytes_per_s, folder),
+    ]
     print("\n".join(lines))
     if options.write:
         rewrite(options.write, _TABLE, lambda _: "\n".join(lines))

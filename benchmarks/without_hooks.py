@@ -1,9 +1,10 @@
-"""A supervised job whose policy does nothing: the price of supervisors and replica daemons by themselves.
+"""A supervised job whose policy does nothing: the price of supervisors and replica
+daemons by themselves.
 
     torchrun --nproc-per-node=4 benchmarks/without_hooks.py +ckpt=moevement [OVERRIDES]
 
-The job has the supervisors, replica daemons and process groups of its policy; no hook of the training loop reaches it.
-benchmarks/overhead.py runs it.
+The job has the supervisors, replica daemons and process groups of its policy; no hook
+of the training loop reaches it. benchmarks/overhead.py runs it.
 """
 
 from __future__ import annotations

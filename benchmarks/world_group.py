@@ -1,14 +1,16 @@
-"""Requests of a group of all ranks on the host to the job's one store, and the connections of that group.
+"""Requests of a group of all ranks on the host to the job's one store, and the
+connections of that group.
 
     python benchmarks/world_group.py [--ranks 16 64 256 1024] [--most-all-to-all 64] [--write]
 
 Ranks are threads of processes on this machine with a group of gloo each, over torch's
-TCPStore. `as needed` is this project's way (`GlooBackend`): two ranks connect
-as an operation first needs both. `all to all` is what gloo does by itself: a rank reads the
-addresses of all others, and connects to all of them. Counted are requests and sockets of the
-rank with the most, to form the group, and then for an all-reduce, a barrier and an exchange with
-the next rank. The store's seconds are computed: requests of all ranks at 17 us each
-(benchmarks/README.md). Seconds are those of all ranks on the cores of this machine.
+TCPStore. `as needed` is this project's way (`GlooBackend`): two ranks connect as an
+operation first needs both. `all to all` is what gloo does by itself: a rank reads the
+addresses of all others, and connects to all of them. Counted are requests and sockets
+of the rank with the most, to form the group, and then for an all-reduce, a barrier and
+an exchange with the next rank. The store's seconds are computed: requests of all ranks
+at 17 us each (benchmarks/README.md). Seconds are those of all ranks on the cores of
+this machine.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from moe_ckpt.elastic.rendezvous_store import PollingStore  # noqa: E402
 from moe_ckpt.linux import own_files  # noqa: E402
 
 AS_NEEDED, ALL_TO_ALL = "as needed", "all to all"
-FORKS = multiprocessing.get_context("fork")  # of a process that has imported torch, in milliseconds
+# of a process that has imported torch, in milliseconds
+FORKS = multiprocessing.get_context("fork")
 RANKS_A_PROCESS = 32
 _GROUPS: list[Any] = []  # of this process: others still communicate with them
 _STORE_S = 17e-6
@@ -130,14 +133,20 @@ def measure(num_ranks: int, way: str) -> Row:
     )
 
 
-def _be_ranks(ranks: Sequence[int], num_ranks: int, way: str, port: int, pipe: Connection) -> None:
-    """Be ranks of the group, a thread each, until this process is killed: others still communicate."""
+def _be_ranks(
+    ranks: Sequence[int], num_ranks: int, way: str, port: int, pipe: Connection
+) -> None:
+    """Be ranks of the group, a thread each, until this process is killed: others still
+    communicate.
+    """
     client = dist.TCPStore("127.0.0.1", port, is_master=False)
     pipe.send("connected")
     pipe.recv()
     before = _num_sockets()
     with ThreadPoolExecutor(len(ranks)) as threads:
-        found = list(threads.map(lambda rank: _be_rank(rank, num_ranks, way, client), ranks))
+        found = list(
+            threads.map(lambda rank: _be_rank(rank, num_ranks, way, client), ranks)
+        )
     num_sockets = (_num_sockets() - before) / len(ranks)
     pipe.send([replace(each, num_sockets=num_sockets) for each in found])
     time.sleep(_LIMIT_S)
@@ -146,17 +155,31 @@ def _be_ranks(ranks: Sequence[int], num_ranks: int, way: str, port: int, pipe: C
 def _be_rank(rank: int, num_ranks: int, way: str, client: dist.Store) -> Found:
     traffic, lock = Traffic(), threading.Lock()
     polling = PollingStore(
-        CountedStore(client, traffic), lock, "1/groups/", lambda: False, _LIMIT_S, num_ranks=num_ranks
+        CountedStore(client, traffic),
+        lock,
+        "1/groups/",
+        lambda: False,
+        _LIMIT_S,
+        num_ranks=num_ranks,
     )
-    group = (_form_as_needed if way == AS_NEEDED else _form_all_to_all)(polling, rank, num_ranks)
+    group = (_form_as_needed if way == AS_NEEDED else _form_all_to_all)(
+        polling, rank, num_ranks
+    )
     formed_s, to_form = time.monotonic(), traffic.operations
     _communicate(group, rank, num_ranks)
     _GROUPS.append((group, polling))
-    return Found(to_form=to_form, to_work=traffic.operations - to_form, num_sockets=0.0, formed_s=formed_s)
+    return Found(
+        to_form=to_form,
+        to_work=traffic.operations - to_form,
+        num_sockets=0.0,
+        formed_s=formed_s,
+    )
 
 
 def _form_as_needed(store: PollingStore, rank: int, num_ranks: int) -> Any:
-    return GlooBackend(most_connected=1).make(store, rank, num_ranks, form_s=_LIMIT_S, operation_s=_LIMIT_S)
+    return GlooBackend(most_connected=1).make(
+        store, rank, num_ranks, form_s=_LIMIT_S, operation_s=_LIMIT_S
+    )
 
 
 def _form_all_to_all(store: PollingStore, rank: int, num_ranks: int) -> Any:
@@ -190,10 +213,16 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024])
-    parser.add_argument("--most-all-to-all", type=int, default=64, help="ranks that all connect")
-    parser.add_argument("--write", action="store_true", help="write the table into benchmarks/README.md")
+    parser.add_argument(
+        "--most-all-to-all", type=int, default=64, help="ranks that all connect"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into benchmarks/README.md"
+    )
     options = parser.parse_args()
     rows = []
     for num_ranks in options.ranks:
@@ -201,9 +230,15 @@ def main() -> int:
             if way == AS_NEEDED or num_ranks <= options.most_all_to_all:
                 rows.append(measure(num_ranks, way))
                 print(rows[-1], flush=True)
-    text = [*lines(rows), "", f"{hardware()}; torch {torch.__version__}; commit {current_commit()}."]
+    text = [
+        *lines(rows),
+        "",
+        f"{hardware()}; torch {torch.__version__}; commit {current_commit()}.",
+    ]
     if options.write:
-        rewrite(Path(__file__).with_name("README.md"), _MARKS, lambda _: "\n".join(text))
+        rewrite(
+            Path(__file__).with_name("README.md"), _MARKS, lambda _: "\n".join(text)
+        )
     return 0
 
 

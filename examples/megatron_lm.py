@@ -1,15 +1,22 @@
-"""Pretrains a small MoE on mock data through Megatron-LM's own `pretrain`; it knows nothing of moe_ckpt."""
+"""Pretrains a small MoE on mock data through Megatron-LM's own `pretrain`; it knows
+nothing of moe_ckpt.
+"""
 
 from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedMegatronDatasetBuilder,
+)
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 
 
@@ -19,17 +26,37 @@ def loss_of(mask, per_token):
 
 
 def forward_step(batches, model):
-    on_edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+    on_edge = (
+        parallel_state.is_pipeline_first_stage()
+        or parallel_state.is_pipeline_last_stage()
+    )
     batch = next(batches) if on_edge else {}
-    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    output = model(
+        batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels")
+    )
     return output, partial(loss_of, batch.get("loss_mask"))
 
 
 def datasets(sizes):
-    shape = {"sequence_length": get_args().seq_length, "random_seed": get_args().seed, "split": get_args().split}
-    masks = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
-    config = GPTDatasetConfig(**shape, **masks, create_attention_mask=False, tokenizer=build_tokenizer(get_args()))
-    return BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
+    shape = {
+        "sequence_length": get_args().seq_length,
+        "random_seed": get_args().seed,
+        "split": get_args().split,
+    }
+    masks = {
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+    }
+    config = GPTDatasetConfig(
+        **shape,
+        **masks,
+        create_attention_mask=False,
+        tokenizer=build_tokenizer(get_args()),
+    )
+    return BlendedMegatronDatasetBuilder(
+        MockGPTDataset, sizes, lambda: True, config
+    ).build()
 
 
 datasets.is_distributed = True

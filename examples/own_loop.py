@@ -1,12 +1,16 @@
-"""A training program of one's own over Megatron-Core that survives the death of its processes.
+"""A training program of one's own over Megatron-Core that survives the death of its
+processes.
 
     torchrun --nproc-per-node=2 examples/own_loop.py [RUN_FOLDER]
 
-Two data-parallel ranks train a small Mixture-of-Experts model, on GPUs or CPUs. Each rank has two of the four experts
-and half of the optimizer's state. A program names its parts in `main`: how a rank builds its model (`build`), a forward
-step (`forward_step`), and the micro-batches of an iteration (`micro_batches`). `moe_ckpt.own_loop` runs the iterations.
+Two data-parallel ranks train a small Mixture-of-Experts model, on GPUs or CPUs. Each
+rank has two of the four experts and half of the optimizer's state. A program names its
+parts in `main`: how a rank builds its model (`build`), a forward step (`forward_step`),
+and the micro-batches of an iteration (`micro_batches`). `moe_ckpt.own_loop` runs the
+iterations.
 
-Kill a rank while the program runs: a new process takes the rank's place, and the losses stay the same, bit for bit.
+Kill a rank while the program runs: a new process takes the rank's place, and the losses
+stay the same, bit for bit.
 """
 # Megatron-Core takes other layer specifications than its annotations say:
 # pyright: reportArgumentType=false
@@ -16,16 +20,21 @@ Kill a rank while the program runs: a new process takes the rank's place, and th
 import sys
 import warnings
 
-# of Megatron-Core and torch, in each process: kernels that a CPU or an environment lacks
+# of Megatron-Core and torch, in each process: kernels that a CPU or an environment
+# lacks
 warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
 
-# first: the import keeps later ones from starting CUDA, which no forked worker could use
+# first: the import keeps later ones from starting CUDA, which no forked worker could
+# use
 from moe_ckpt.own_loop import LoopConfig, train_elastic
 
 # isort: split
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -114,7 +123,8 @@ def build_model():
 def micro_batches(iteration):
     """Yield this rank's micro-batches of an iteration.
 
-    A replay runs an iteration again, so that the micro-batches must depend on the iteration alone.
+    A replay runs an iteration again, so that the micro-batches must depend on the
+    iteration alone.
 
     Args:
         iteration: The iteration, counted from 1.

@@ -1,8 +1,10 @@
-"""This machine's constants from real runs: `python -m launcher.cluster_profile RUN... [--write FILE]`; `make profile`.
+"""This machine's constants from real runs: `python -m launcher.cluster_profile RUN...
+[--write FILE]`; `make profile`.
 
-Takes medians of the runs' events, and the mean for `rerun_ratio`; constants that they did not measure keep the values
-of conf/cluster/local.yaml. A run with `ckpt=moevement` and a few kills measures the most (MoEvement, Appendix C: costs
-from real training runs).
+Takes medians of the runs' events, and the mean for `rerun_ratio`; constants that they
+did not measure keep the values of conf/cluster/local.yaml. A run with `ckpt=moevement`
+and a few kills measures the most (MoEvement, Appendix C: costs from real training
+runs).
 """
 
 from __future__ import annotations
@@ -52,10 +54,20 @@ _TEMPLATE = CONF_DIR / "cluster" / "local.yaml"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print or write the constants of the machine that some runs ran on; return the exit status."""
+    """Print or write the constants of the machine that some runs ran on; return the
+    exit status.
+    """
     parser = Parser(prog="python -m launcher.cluster_profile", description=_WHAT)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a real run on this machine")
-    parser.add_argument("--write", type=Path, help="file for the constants (default: standard output)")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a real run on this machine",
+    )
+    parser.add_argument(
+        "--write", type=Path, help="file for the constants (default: standard output)"
+    )
 
     def profile() -> None:
         options = parser.parse_args(arguments)
@@ -70,29 +82,41 @@ def main(arguments: Sequence[str]) -> int:
     return exit_status(profile)
 
 
-def constants_of(runs: Sequence[RealRun], others: ClusterConfig | None = None) -> ClusterConfig:
-    """Return this machine as runs measured it; constants that they did not measure are those of `others`.
+def constants_of(
+    runs: Sequence[RealRun], others: ClusterConfig | None = None
+) -> ClusterConfig:
+    """Return this machine as runs measured it; constants that they did not measure are
+    those of `others`.
 
     Without `others` they are those of conf/cluster/local.yaml.
     """
     cluster = others or compose_machine(["cluster=local"])[0]
     found = measure(runs, cluster)
     kinds = {name: type(getattr(cluster, name)) for name in found}
-    return replace(cluster, **{name: kinds[name](value) for name, value in found.items()})
+    return replace(
+        cluster, **{name: kinds[name](value) for name, value in found.items()}
+    )
 
 
 def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
-    """Return the constants that these runs measured, by name: medians, and means where a few long ones count."""
+    """Return the constants that these runs measured, by name: medians, and means where
+    a few long ones count.
+    """
     ranks = [rank for run in runs for rank in run.ranks]
     snapshots = [event for run in runs for event in _copied_freely(run)]
-    rates, whole = _rates(snapshots), _rates([event for event in snapshots if event.num_slots == 1])
+    rates, whole = (
+        _rates(snapshots),
+        _rates([event for event in snapshots if event.num_slots == 1]),
+    )
     stalls = [stall_s for run in runs for stall_s in _stalls_s(run)]
     updates = [rate for run in runs for rate in _update_rates(run, cluster)]
     if updates:
         cluster = replace(cluster, gpu_bytes_per_s=statistics.median(updates))
     speeds = [_flops_per_s(run, cluster) for run in runs]
     cluster = replace(cluster, flops_per_s=statistics.median(speeds))
-    reruns = [times for run in runs for times in (*_reruns(run), *_replays(run, cluster))]
+    reruns = [
+        times for run in runs for times in (*_reruns(run), *_replays(run, cluster))
+    ]
     means: dict[str, float] = {}
     if reruns:
         rerun_s, first_s = map(sum, zip(*reruns, strict=True))
@@ -103,19 +127,33 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
         means["interference"] = 0.0  # a part of take_s: runs do not separate the two
     costs = [each for run in runs for each in _costs_of(run, cluster)]
     saved = [event for event in events_of(ranks, CheckpointSaved) if event.seconds > 0]
-    if saved:  # a disk's speed is no constant: the same checkpoint has taken 2.7 s and 6.5 s within an hour
-        means["disk_bytes_per_s"] = sum(event.size_bytes for event in saved) / sum(event.seconds for event in saved)
-    loaded = [event for event in events_of(ranks, StateResumed) if event.seconds > 0 and event.iteration > 0]
+    # a disk's speed is no constant: the same checkpoint has taken 2.7 s and 6.5 s
+    # within an hour
+    if saved:
+        means["disk_bytes_per_s"] = sum(event.size_bytes for event in saved) / sum(
+            event.seconds for event in saved
+        )
+    loaded = [
+        event
+        for event in events_of(ranks, StateResumed)
+        if event.seconds > 0 and event.iteration > 0
+    ]
     measured = {
         "copy_bytes_per_s": rates,
         "whole_copy_bytes_per_s": whole or rates,
-        **{name: [each[name] for each in costs if name in each] for name in _OF_A_FAULT},
+        **{
+            name: [each[name] for each in costs if name in each] for name in _OF_A_FAULT
+        },
         # the event of a load has no size: whole checkpoints of a run are all alike
-        "disk_read_bytes_per_s": [saved[0].size_bytes / event.seconds for event in loaded if saved],
+        "disk_read_bytes_per_s": [
+            saved[0].size_bytes / event.seconds for event in loaded if saved
+        ],
         "flops_per_s": speeds,
         "gpu_bytes_per_s": updates,
     }
-    medians = {name: statistics.median(values) for name, values in measured.items() if values}
+    medians = {
+        name: statistics.median(values) for name, values in measured.items() if values
+    }
     found = {name: f"{value:.3g}" for name, value in {**medians, **means}.items()}
     return {"name": "measured", "nodes": str(runs[0].world_size), **found}
 
@@ -124,11 +162,16 @@ def fill_in(template: str, constants: dict[str, str], runs: Sequence[Path]) -> s
     """Return a cluster's YAML with these constants in it; the comments stay."""
     names = ", ".join(run.name for run in runs)
     head = (
-        f"# Measured by `python -m launcher.cluster_profile` from {names}; what it could not measure is local.yaml's.\n"
+        f"# Measured by `python -m launcher.cluster_profile` from {names}; what it"
+        " could not measure is local.yaml's.\n"
     )
     text = head + template[re.search(r"(?m)^name:", template).start() :]  # type: ignore[union-attr]
     for name, value in constants.items():
-        text = re.sub(rf"(?m)^{name}: \S+ *#", lambda _, n=name, v=value: f"{n}: {v}".ljust(31) + " #", text)
+        text = re.sub(
+            rf"(?m)^{name}: \S+ *#",
+            lambda _, n=name, v=value: f"{n}: {v}".ljust(31) + " #",
+            text,
+        )
     return text
 
 
@@ -138,15 +181,20 @@ def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
     own = replace(cluster, efficiency=1.0)
     low, high = 1e6, 1e18
     while high / low > 1.001:  # more is never slower
-        # bisection on a logarithmic scale: the answer may lie anywhere in twelve orders of magnitude
+        # bisection on a logarithmic scale: the answer may lie anywhere in twelve orders
+        # of magnitude
         middle = (low * high) ** 0.5
-        estimated = setup_of(run, replace(own, flops_per_s=middle), None).costs.iteration_s
+        estimated = setup_of(
+            run, replace(own, flops_per_s=middle), None
+        ).costs.iteration_s
         low, high = (middle, high) if estimated > seconds else (low, middle)
     return high
 
 
 def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
-    """Return what of each fault's cost is which constant; what a replay takes follows from the others."""
+    """Return what of each fault's cost is which constant; what a replay takes follows
+    from the others.
+    """
     usual_s, load_s = _usual_s(run), _load_s(run, cluster)
     restarts = not events_of(run.ranks, Rejoined)
     found = []
@@ -154,21 +202,29 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
         rejoined, before = recovered.rejoined, recovered.before
         # the new iteration is taken to need as long as the one before it
         ratio = 1.0 if restarts else cluster.rerun_ratio
-        trained_s = ratio * sum(map(usual_s, range(before - recovered.again + 1, before + 1))) + usual_s(before)
+        trained_s = ratio * sum(
+            map(usual_s, range(before - recovered.again + 1, before + 1))
+        ) + usual_s(before)
         if restarts:
-            rest_s = recovered.cost_s - trained_s - recovered.resumed_s - cluster.detect_s
+            rest_s = (
+                recovered.cost_s - trained_s - recovered.resumed_s - cluster.detect_s
+            )
             found.append({"restart_s": max(0.0, rest_s)})
         elif rejoined:
             costs = {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
             if not (recovered.replayed or rejoined.fetched_bytes):
                 slower_s = recovered.after_s - recovered.stalled_s - trained_s
-                costs["resume_s"] = max(0.0, rejoined.fetch_s + rejoined.replay_s - load_s + slower_s)
+                costs["resume_s"] = max(
+                    0.0, rejoined.fetch_s + rejoined.replay_s - load_s + slower_s
+                )
             found.append(costs)
     return found
 
 
 def _usual_s(run: RealRun) -> Callable[[int], float]:
-    """Return the seconds of an iteration by itself when it ran first, of any number; the mean for the first one."""
+    """Return the seconds of an iteration by itself when it ran first, of any number;
+    the mean for the first one.
+    """
     iteration_s, first = mean_seconds(run.ranks[0]), first_seconds(run.ranks[0])
     return lambda number: first.get(number, iteration_s) if number > 1 else iteration_s
 
@@ -176,14 +232,18 @@ def _usual_s(run: RealRun) -> Callable[[int], float]:
 def _load_s(run: RealRun, cluster: ClusterConfig) -> float:
     """Return the seconds in which a rank loads its whole state from host memory."""
     rates = _rates(_copied_freely(run)) or [cluster.copy_bytes_per_s]
-    whole_bytes = max((event.dense_bytes for event in events_of(run.ranks, SnapshotTaken)), default=0)
+    whole_bytes = max(
+        (event.dense_bytes for event in events_of(run.ranks, SnapshotTaken)), default=0
+    )
     return whole_bytes / statistics.median(rates)
 
 
 def _reruns(run: RealRun) -> Iterator[tuple[float, float]]:
-    """Yield the seconds of each iteration that ran again in processes that lived on, and those of its first run.
+    """Yield the seconds of each iteration that ran again in processes that lived on,
+    and those of its first run.
 
-    The first iteration after ranks have joined is left out: `resume_s` has what it takes longer.
+    The first iteration after ranks have joined is left out: `resume_s` has what it
+    takes longer.
     """
     if not events_of(run.ranks, Rejoined):
         return
@@ -199,21 +259,37 @@ def _reruns(run: RealRun) -> Iterator[tuple[float, float]]:
 
 
 def _replays(run: RealRun, cluster: ClusterConfig) -> Iterator[tuple[float, float]]:
-    """Yield the seconds of each replay, and those of a simulated one at a `rerun_ratio` of 1."""
+    """Yield the seconds of each replay, and those of a simulated one at a `rerun_ratio`
+    of 1.
+    """
     # once, and not once a rank
-    replays = {(event.first_stage, event.iteration): event for event in events_of(run.ranks, StageRecovered)}
+    replays = {
+        (event.first_stage, event.iteration): event
+        for event in events_of(run.ranks, StageRecovered)
+    }
     if not replays:
         return
     usual_s, iteration_s = _usual_s(run), mean_seconds(run.ranks[0])
-    pace = Pace([usual_s(number) / iteration_s for number in range(1, 1 + max(last for _, last in replays))])
+    pace = Pace(
+        [
+            usual_s(number) / iteration_s
+            for number in range(1, 1 + max(last for _, last in replays))
+        ]
+    )
     # a run that has been fits into memory
     machine = replace(cluster, rerun_ratio=1.0, host_memory_bytes=_ENOUGH_BYTES)
     setup = setup_of(run, machine, iteration_s, pace)
     saving = plan_saving(run.settings.ckpt, setup)
     load_s = _load_s(run, cluster)
-    num_slots = {event.window_start: event.num_slots for event in events_of(run.ranks, SnapshotTaken)}
+    num_slots = {
+        event.window_start: event.num_slots
+        for event in events_of(run.ranks, SnapshotTaken)
+    }
     for replay in replays.values():
-        start, stages = replay.window_start, range(replay.first_stage, replay.last_stage + 1)
+        start, stages = (
+            replay.window_start,
+            range(replay.first_stage, replay.last_stage + 1),
+        )
         window = Kept(start=start, end=start + num_slots.get(start, 1) - 1)
         done = replay.iteration - replay.replayed_iters - start
         first_s = replay_s(setup, saving, stages, window, replay.iteration, done)
@@ -222,7 +298,9 @@ def _replays(run: RealRun, cluster: ClusterConfig) -> Iterator[tuple[float, floa
 
 
 def _copied_freely(run: RealRun) -> list[SnapshotTaken]:
-    """Return the snapshots whose copies tell the machine's rate: none where a cap holds for them."""
+    """Return the snapshots whose copies tell the machine's rate: none where a cap holds
+    for them.
+    """
     in_memory = run.settings.ckpt.in_memory
     if in_memory and in_memory.max_bytes_per_s.host is not None:
         return []
@@ -234,19 +312,32 @@ def _rates(snapshots: Sequence[SnapshotTaken]) -> list[float]:
 
 
 def _stalls_s(run: RealRun) -> Iterator[float]:
-    """Yield what each snapshot stopped training for, from the iteration that it was copied in to the next snapshot.
+    """Yield what each snapshot stopped training for, from the iteration that it was
+    copied in to the next snapshot.
 
-    The wait for a copy that takes longer than the iteration up to its update is left out: it follows from sizes and
-    rates. So is a job's first snapshot: training waits for all of it.
+    The wait for a copy that takes longer than the iteration up to its update is left
+    out: it follows from sizes and rates. So is a job's first snapshot: training waits
+    for all of it.
     """
     update_s = statistics.median([*_updates_s(run)] or [0.0])
     for logged in _generations(run):
-        commits = {event.iteration: event for event in events_of([logged], IterationCommitted)}
-        copies = {event.iteration: event.copy_s for event in events_of([logged], SnapshotTaken)}
+        commits = {
+            event.iteration: event for event in events_of([logged], IterationCommitted)
+        }
+        copies = {
+            event.iteration: event.copy_s
+            for event in events_of([logged], SnapshotTaken)
+        }
         for first, last in pairwise(sorted(copies)):
             if first > 0 and first + 1 in commits:
-                stalled_s = sum(commits[number].stall_s for number in range(first + 1, last + 1) if number in commits)
-                overlap_s = commits[first + 1].seconds - commits[first + 1].stall_s - update_s
+                stalled_s = sum(
+                    commits[number].stall_s
+                    for number in range(first + 1, last + 1)
+                    if number in commits
+                )
+                overlap_s = (
+                    commits[first + 1].seconds - commits[first + 1].stall_s - update_s
+                )
                 yield stalled_s - max(0.0, copies[first] - overlap_s)
 
 
@@ -258,21 +349,31 @@ def _update_rates(run: RealRun, cluster: ClusterConfig) -> Iterator[float]:
 
 
 def _updates_s(run: RealRun) -> Iterator[float]:
-    """Yield the seconds from the end of each copy that an update waited for to the end of that iteration.
+    """Yield the seconds from the end of each copy that an update waited for to the end
+    of that iteration.
 
     An update surely waited for a copy that is longer than an iteration on average.
     """
     iteration_s = mean_seconds(run.ranks[0])
     for logged in _generations(run):
-        copies = {event.iteration + 1: event.copy_s for event in events_of([logged], SnapshotTaken)}
-        commits = [(each.event.iteration, each.t_s) for each in logged if isinstance(each.event, IterationCommitted)]
+        copies = {
+            event.iteration + 1: event.copy_s
+            for event in events_of([logged], SnapshotTaken)
+        }
+        commits = [
+            (each.event.iteration, each.t_s)
+            for each in logged
+            if isinstance(each.event, IterationCommitted)
+        ]
         for (_, since_s), (iteration, until_s) in pairwise(commits):
             if iteration_s < copies.get(iteration, 0.0) < until_s - since_s:
                 yield until_s - since_s - copies[iteration]
 
 
 def _generations(run: RealRun) -> Iterator[list[LoggedEvent]]:
-    """Yield each rank's events between recoveries: an iteration may run again after one, without the snapshot in it."""
+    """Yield each rank's events between recoveries: an iteration may run again after
+    one, without the snapshot in it.
+    """
     for rank in run.ranks:
         logged: list[LoggedEvent] = []
         for each in rank:

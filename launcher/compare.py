@@ -1,9 +1,10 @@
-"""Runs policies one after the other, under the same faults, and reports on them side by side.
+"""Runs policies one after the other, under the same faults, and reports on them side by
+side.
 
     python -m launcher.compare [POLICY[:SETTING=VALUE,...] ...] [SETTING=VALUE ...] [--ranks 4] [-o DIR]
 
-Policies with supervisors carry the faults out themselves; on the others they are inflicted from outside, and torchrun
-starts all ranks again.
+Policies with supervisors carry the faults out themselves; on the others they are
+inflicted from outside, and torchrun starts all ranks again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _EXAMPLES = """examples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A policy with its settings. `kills`: what is inflicted on it from outside, without supervisors of its own."""
+    """A policy with its settings. `kills`: what is inflicted on it from outside,
+    without supervisors of its own.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -54,7 +57,9 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOutcome:
-    """The end of a job: torchrun's exit status, and the kills from outside that were `left` at its end."""
+    """The end of a job: torchrun's exit status, and the kills from outside that were
+    `left` at its end.
+    """
 
     status: int
     was_stopped: bool
@@ -62,28 +67,42 @@ class JobOutcome:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run, report, and return the exit status: that of the report; a run that fails is part of it."""
+    """Run, report, and return the exit status: that of the report; a run that fails is
+    part of it.
+    """
     try:
-        # policies, settings and options may come in any order, which `parse_args` refuses
+        # policies, settings and options may come in any order, which `parse_args`
+        # refuses
         options = _parser().parse_intermixed_args(arguments)
         variants = plan_variants(options.what, options.ranks)
         folder = make_output_folder(options.output, "compare")
         there = sorted(path.parent.name for path in folder.glob("*/run.json"))
-        require(not there, "-o", f"{folder} with {', '.join(there)}", "a folder without runs")
+        require(
+            not there,
+            "-o",
+            f"{folder} with {', '.join(there)}",
+            "a folder without runs",
+        )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return _FAILED
-    runs = [_run(variant, folder, options.ranks, options.limit_s) for variant in variants]
+    runs = [
+        _run(variant, folder, options.ranks, options.limit_s) for variant in variants
+    ]
     found = [run for run in runs if run.is_dir()]
     if not found:
-        print("error: no run has begun; their logs are beside where they would be", file=sys.stderr)
+        print(
+            "error: no run has begun; their logs are beside where they would be",
+            file=sys.stderr,
+        )
         return _FAILED
     print(to_markdown([gather(run) for run in read_runs(found)]))
     return report([*map(str, found), "-o", str(folder / "report.html")])
 
 
 def plan_variants(words: Sequence[str], world_size: int) -> list[Variant]:
-    """Return what is to be run: words with a `=` before any `:` are settings of all, the others policies.
+    """Return what is to be run: words with a `=` before any `:` are settings of all,
+    the others policies.
 
     Raises ConfigError, for a setting that is wrong too, before anything runs.
     """
@@ -93,7 +112,12 @@ def plan_variants(words: Sequence[str], world_size: int) -> list[Variant]:
     variants: list[Variant] = []
     for number, word in enumerate(policies, start=1):
         policy, _, own = word.partition(":")
-        require(policy in choices, "POLICY", policy, f"one of {', '.join(choices)}, or SETTING=VALUE")
+        require(
+            policy in choices,
+            "POLICY",
+            policy,
+            f"one of {', '.join(choices)}, or SETTING=VALUE",
+        )
         overrides = [f"ckpt={policy}", *common, *filter(None, own.split(","))]
         variants.append(_variant(f"{number}-{policy}", overrides, world_size))
     return variants
@@ -102,7 +126,12 @@ def plan_variants(words: Sequence[str], world_size: int) -> list[Variant]:
 def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
     require_one_value_each(overrides)
     settings = compose_settings(overrides)
-    require(settings.run.dir is None, "run.dir", settings.run.dir, "none: each run has a folder below that of -o")
+    require(
+        settings.run.dir is None,
+        "run.dir",
+        settings.run.dir,
+        "none: each run has a folder below that of -o",
+    )
     wanted = "at, poisson, trace or none: kills, which every policy can be put to"
     require(not settings.fault.losses, "fault.kind", settings.fault.kind, wanted)
     if wants_supervisor(settings.ckpt, settings.runtime):
@@ -110,10 +139,17 @@ def _variant(name: str, overrides: Sequence[str], world_size: int) -> Variant:
         return Variant(name=name, overrides=tuple(overrides), kills=())
     kills = settings.fault.kills(world_size)
     for kill in kills:
-        wanted = f"one of {', '.join(_FROM_OUTSIDE)} under ckpt={settings.ckpt.policy}: nobody there finds a hang"
+        wanted = (
+            f"one of {', '.join(_FROM_OUTSIDE)} under ckpt={settings.ckpt.policy}:"
+            " nobody there finds a hang"
+        )
         require(kill.signal in _FROM_OUTSIDE, "fault: signal", kill.signal, wanted)
     # this process inflicts the faults: a job without supervisors would refuse them
-    others = [each for each in overrides if not each.startswith(("fault=", "fault.", "+fault="))]
+    others = [
+        each
+        for each in overrides
+        if not each.startswith(("fault=", "fault.", "+fault="))
+    ]
     without = (*others, "fault=none")
     _check(compose_settings(without), world_size)
     return Variant(name=name, overrides=without, kills=kills)
@@ -143,15 +179,28 @@ def _run(variant: Variant, folder: Path, num_ranks: int, limit_s: float) -> Path
     return run
 
 
-def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], bool]) -> JobOutcome:
-    """Run a job under its faults until it has ended, or until `goes_on()` is False: then stop it.
+def run_job(
+    variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], bool]
+) -> JobOutcome:
+    """Run a job under its faults until it has ended, or until `goes_on()` is False:
+    then stop it.
 
-    Its output goes to a log file beside the run folder. Workers without supervisors are killed from this process.
+    Its output goes to a log file beside the run folder. Workers without supervisors are
+    killed from this process.
     """
     # the torchrun of this environment: another one may come first on the path
-    command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+    ]
     # each kill from outside ends all ranks, and torchrun starts them again
-    command += [f"--max-restarts={len(variant.kills)}", str(_TRAIN), *variant.overrides, f"run.dir={run}"]
+    command += [
+        f"--max-restarts={len(variant.kills)}",
+        str(_TRAIN),
+        *variant.overrides,
+        f"run.dir={run}",
+    ]
     with log_of(run).open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -174,11 +223,19 @@ def run_job(variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], b
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m launcher.compare",
-        description="Run policies one after the other, under the same faults, and report on them side by side.",
+        description=(
+            "Run policies one after the other, under the same faults, and report on"
+            " them side by side."
+        ),
         epilog=_EXAMPLES,
     )
     add = parser.add_argument
-    add("what", nargs="*", metavar="POLICY|SETTING=VALUE", help=f"default: {' '.join(_ALL)}, without faults")
+    add(
+        "what",
+        nargs="*",
+        metavar="POLICY|SETTING=VALUE",
+        help=f"default: {' '.join(_ALL)}, without faults",
+    )
     add("--ranks", type=int, default=4, help="processes on this machine (default: 4)")
     add(
         "-o",
@@ -187,7 +244,12 @@ def _parser() -> Parser:
         metavar="DIR",
         help="where runs and report.html go (default: outputs/DATE/TIME-compare)",
     )
-    add("--limit-s", type=float, default=3600.0, help="seconds after which a run is stopped (default: 3600)")
+    add(
+        "--limit-s",
+        type=float,
+        default=3600.0,
+        help="seconds after which a run is stopped (default: 3600)",
+    )
     return parser
 
 

@@ -1,8 +1,9 @@
-"""Tokens to train on, addressed by (iteration, micro-batch, data-parallel rank): any batch can be asked for again.
+"""Tokens to train on, addressed by (iteration, micro-batch, data-parallel rank): any
+batch can be asked for again.
 
-A source is a function of a sample's number; a batch is a range of numbers. So the data position is a number of samples,
-which follows from the iteration; there is no reader state to save, and the samples of an iteration are the same at
-every parallel layout.
+A source is a function of a sample's number; a batch is a range of numbers. So the data
+position is a number of samples, which follows from the iteration; there is no reader
+state to save, and the samples of an iteration are the same at every parallel layout.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedMegatronDatasetBuilder,
+)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tokenizers import Tokenizer
@@ -32,7 +35,14 @@ from moe_ckpt.errors import DataError
 Tokens = npt.NDArray[np.integer[Any]]
 _BYTE_VOCABULARY = 256
 _TRAIN, _EVAL = 0, 1
-_NOT_LIBRARY_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_NOT_LIBRARY_TEXT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+}
 
 
 class TokenSource(Protocol):
@@ -45,12 +55,16 @@ class TokenSource(Protocol):
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """The content identities of all that the source has read, by the names of settings."""
+        """The content identities of all that the source has read, by the names of
+        settings.
+        """
         ...
 
     @property
     def shuffles(self) -> Mapping[str, str]:
-        """The content identities of the order of samples, where files hold the order; runs of other lengths differ."""
+        """The content identities of the order of samples, where files hold the order;
+        runs of other lengths differ.
+        """
         ...
 
     def train_sample(self, number: int) -> Tokens:
@@ -63,7 +77,9 @@ class TokenSource(Protocol):
 
 
 class FlatText:
-    """A long array of tokens; a sample is a window at a place that its number and the seed determine."""
+    """A long array of tokens; a sample is a window at a place that its number and the
+    seed determine.
+    """
 
     shuffles: Mapping[str, str] = {}
 
@@ -80,7 +96,8 @@ class FlatText:
         for part, tokens in (("training", train), ("held-out", held_out)):
             if len(tokens) < length:
                 raise DataError(
-                    f"data.path, data.eval_fraction: {len(tokens)} {part} tokens, wanted at least {length} (a sample)"
+                    f"data.path, data.eval_fraction: {len(tokens)} {part} tokens,"
+                    f" wanted at least {length} (a sample)"
                 )
         self.vocab_size = vocab_size
         self.inputs = inputs or {}
@@ -96,8 +113,11 @@ class FlatText:
 
     def _window(self, part: int, number: int) -> Tokens:
         tokens = self._parts[part]
-        # Philox is addressed by a counter: a sample needs none of those before it, so there is no state to save
-        draw = np.random.Philox(key=self._seed, counter=[number, part, 0, 0]).random_raw()
+        # Philox is addressed by a counter: a sample needs none of those before it, so
+        # there is no state to save
+        draw = np.random.Philox(
+            key=self._seed, counter=[number, part, 0, 0]
+        ).random_raw()
         start = int(draw) % (len(tokens) - self._length + 1)
         return tokens[start : start + self._length]
 
@@ -113,7 +133,9 @@ class CorpusSize:
     """The samples of the run as it began, which are shuffled together."""
 
     def starts(self) -> list[int]:
-        """Return the first sample of each block: 0, and the ends of blocks that double the samples so far."""
+        """Return the first sample of each block: 0, and the ends of blocks that double
+        the samples so far.
+        """
         starts, end = [0], self.block
         while end < self.num_samples:
             starts.append(end)
@@ -122,26 +144,44 @@ class CorpusSize:
 
 
 class MegatronCorpus:
-    """A tokenized corpus in Megatron's .bin/.idx format, sampled by Megatron's own GPTDataset.
+    """A tokenized corpus in Megatron's .bin/.idx format, sampled by Megatron's own
+    GPTDataset.
 
-    Megatron shuffles for a number of samples. So that a longer run sees the same samples as the shorter one that it
-    goes on from, training samples come in blocks, each with a shuffle of its own: the samples of the run as it began,
-    as many again, twice as many, and so on. Samples of an earlier block may come again in a later one.
+    Megatron shuffles for a number of samples. So that a longer run sees the same
+    samples as the shorter one that it goes on from, training samples come in blocks,
+    each with a shuffle of its own: the samples of the run as it began, as many again,
+    twice as many, and so on. Samples of an earlier block may come again in a later one.
     """
 
-    def __init__(self, config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path, size: CorpusSize) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        train: TrainConfig,
+        vocab_size: int,
+        cache: Path,
+        size: CorpusSize,
+    ) -> None:
         assert config.path is not None
         _require_documents(config.path, config.eval_fraction)
         self.vocab_size = vocab_size
         self.inputs = {
-            f"data.path ({suffix})": file_identity(Path(config.path + suffix)) for suffix in (".bin", ".idx")
+            f"data.path ({suffix})": file_identity(Path(config.path + suffix))
+            for suffix in (".bin", ".idx")
         } | _tokenizer_input(config)
         eval_samples = train.eval_batches * train.global_batch_size
-        # all now: Megatron's builder waits for all ranks, and not all of them read samples
+        # all now: Megatron's builder waits for all ranks, and not all of them read
+        # samples
         self._starts = size.starts()
         ends = [*self._starts[1:], 2 * self._starts[-1] or size.block]
         blocks = [
-            _build_corpus(config, train, vocab_size, cache, config.seed + number, [end - start, eval_samples, 0])
+            _build_corpus(
+                config,
+                train,
+                vocab_size,
+                cache,
+                config.seed + number,
+                [end - start, eval_samples, 0],
+            )
             for number, (start, end) in enumerate(zip(self._starts, ends, strict=True))
         ]
         self._train = [of_block for of_block, _ in blocks]
@@ -152,8 +192,13 @@ class MegatronCorpus:
         arrays = [
             memoryview(cast("Any", np.ascontiguousarray(index)))
             for dataset in (*self._train, self._eval)
-            for index in (dataset.document_index, dataset.sample_index, dataset.shuffle_index)
-            if index is not None  # newer Megatron maps the files when the first sample is asked for
+            for index in (
+                dataset.document_index,
+                dataset.sample_index,
+                dataset.shuffle_index,
+            )
+            # newer Megatron maps the files when the first sample is asked for
+            if index is not None
         ]
         return {"data.path (cache of the order of samples)": mapped_identity(*arrays)}
 
@@ -166,7 +211,12 @@ class MegatronCorpus:
 
 
 def _build_corpus(
-    config: DataConfig, train: TrainConfig, vocab_size: int, cache: Path, seed: int, sizes: list[int]
+    config: DataConfig,
+    train: TrainConfig,
+    vocab_size: int,
+    cache: Path,
+    seed: int,
+    sizes: list[int],
 ) -> tuple[Any, Any]:
     """Return Megatron's data sets for training and evaluation."""
     assert config.path is not None
@@ -176,30 +226,45 @@ def _build_corpus(
         blend=([config.path], None),
         split=f"{1 - config.eval_fraction},{config.eval_fraction},0",
         path_to_cache=str(cache),
-        tokenizer=cast("Any", SimpleNamespace(vocab_size=vocab_size, eod=None, pad=-1, unique_identifiers={})),
+        tokenizer=cast(
+            "Any",
+            SimpleNamespace(
+                vocab_size=vocab_size, eod=None, pad=-1, unique_identifiers={}
+            ),
+        ),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
+    builder = BlendedMegatronDatasetBuilder(
+        GPTDataset, sizes, lambda: True, dataset_config
+    )
     for_training, for_evaluation, _ = cast("tuple[Any, Any, Any]", builder.build())
     return for_training, for_evaluation
 
 
 def _require_documents(prefix: str, eval_fraction: float) -> None:
-    """Refuse a corpus without text on either side of the split, which Megatron's builder would search for ever."""
+    """Refuse a corpus without text on either side of the split, which Megatron's
+    builder would search for ever.
+    """
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
-            raise DataError(f"data.path: got {prefix!r}, wanted the prefix of a .bin and .idx file")
+            raise DataError(
+                f"data.path: got {prefix!r}, wanted the prefix of a .bin and .idx file"
+            )
     dataset = IndexedDataset(prefix)
-    num_tokens = np.array(dataset.sequence_lengths)  # a copy: it is a view into a file that closes with the dataset
+    # a copy: it is a view into a file that closes with the dataset
+    num_tokens = np.array(dataset.sequence_lengths)
     num_kept = round(len(num_tokens) * (1 - eval_fraction))
-    for part, tokens in (("training", num_tokens[:num_kept]), ("held-out", num_tokens[num_kept:])):
+    for part, tokens in (
+        ("training", num_tokens[:num_kept]),
+        ("held-out", num_tokens[num_kept:]),
+    ):
         if tokens.sum() == 0:
             raise DataError(
-                f"data.eval_fraction: got {eval_fraction}, which leaves no {part} text in the {len(num_tokens)} "
-                f"documents of {prefix!r}"
+                f"data.eval_fraction: got {eval_fraction}, which leaves no {part} text"
+                f" in the {len(num_tokens)} documents of {prefix!r}"
             )
 
 
@@ -208,13 +273,20 @@ def _with_target(sample: dict[str, torch.Tensor]) -> Tokens:
 
 
 def open_source(
-    config: DataConfig, train: TrainConfig, vocab_size: int | None, cache: Path, size: CorpusSize | None = None
+    config: DataConfig,
+    train: TrainConfig,
+    vocab_size: int | None,
+    cache: Path,
+    size: CorpusSize | None = None,
 ) -> TokenSource:
-    """Return the source that the settings name; `vocab_size` is the model's, where it is set.
+    """Return the source that the settings name; `vocab_size` is the model's, where it
+    is set.
 
-    `size`: the samples of a source that shuffles; None: the samples of the run, shuffled together.
+    `size`: the samples of a source that shuffles; None: the samples of the run,
+    shuffled together.
 
-    Raises DataError, with the setting's name, where data is missing, empty or too short.
+    Raises DataError, with the setting's name, where data is missing, empty or too
+    short.
     """
     length = train.sequence_length + 1
     match config.source:
@@ -222,29 +294,51 @@ def open_source(
             kept, held_out = split_files(standard_library_files(), config.eval_fraction)
             texts = (_bytes_of(kept), _bytes_of(held_out))
             inputs = {"data.source=stdlib": _identity_of(*texts)}
-            return FlatText(*texts, vocab_size=_BYTE_VOCABULARY, length=length, seed=config.seed, inputs=inputs)
+            return FlatText(
+                *texts,
+                vocab_size=_BYTE_VOCABULARY,
+                length=length,
+                seed=config.seed,
+                inputs=inputs,
+            )
         case "text":
             tokens, num_tokens = _tokenize(config)
             cut = int(len(tokens) * (1 - config.eval_fraction))
             inputs = {"data.path": _identity_of(tokens)} | _tokenizer_input(config)
             texts = (tokens[:cut], tokens[cut:])
-            return FlatText(*texts, vocab_size=num_tokens, length=length, seed=config.seed, inputs=inputs)
+            return FlatText(
+                *texts,
+                vocab_size=num_tokens,
+                length=length,
+                seed=config.seed,
+                inputs=inputs,
+            )
         case _:
             of_run = train.iterations * train.global_batch_size
             size = size or CorpusSize(num_samples=of_run, block=of_run)
-            return MegatronCorpus(config, train, _corpus_vocabulary(config, vocab_size), cache, size)
+            return MegatronCorpus(
+                config, train, _corpus_vocabulary(config, vocab_size), cache, size
+            )
 
 
 def _identity_of(*tokens: Tokens) -> str:
-    return bytes_identity(*(memoryview(cast("Any", np.ascontiguousarray(each))) for each in tokens))
+    return bytes_identity(
+        *(memoryview(cast("Any", np.ascontiguousarray(each))) for each in tokens)
+    )
 
 
 def _tokenizer_input(config: DataConfig) -> dict[str, str]:
-    return {} if config.tokenizer is None else {"data.tokenizer": file_identity(Path(config.tokenizer))}
+    return (
+        {}
+        if config.tokenizer is None
+        else {"data.tokenizer": file_identity(Path(config.tokenizer))}
+    )
 
 
 def standard_library_files() -> list[Path]:
-    """Return the .py files of the running Python's standard library, without its tests, in the order of their names."""
+    """Return the .py files of the running Python's standard library, without its tests,
+    in the order of their names.
+    """
     found = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY_TEXT]
@@ -253,11 +347,14 @@ def standard_library_files() -> list[Path]:
     return sorted(found)
 
 
-def split_files(files: Iterable[Path], held_out_fraction: float) -> tuple[list[Path], list[Path]]:
+def split_files(
+    files: Iterable[Path], held_out_fraction: float
+) -> tuple[list[Path], list[Path]]:
     """Return (kept, held out), decided file by file from the file's name alone."""
     kept, held_out = [], []
     for path in files:
-        # by name alone, so that files which come or go with another Python move no other file to the other side
+        # by name alone, so that files which come or go with another Python move no
+        # other file to the other side
         fate = zlib.crc32("/".join(path.parts[-2:]).encode()) / 2**32
         (held_out if fate < held_out_fraction else kept).append(path)
     return kept, held_out
@@ -273,15 +370,25 @@ def _tokenize(config: DataConfig) -> tuple[Tokens, int]:
     if config.tokenizer is None:
         return _bytes_of(files), _BYTE_VOCABULARY
     tokenizer = _load_tokenizer(config.tokenizer)
-    encode: Callable[[Path], list[int]] = lambda path: tokenizer.encode(path.read_text(errors="replace")).ids  # noqa: E731
-    tokens = np.concatenate([np.asarray(encode(path), dtype=np.int32) for path in files])
+    encode: Callable[[Path], list[int]] = lambda path: (  # noqa: E731
+        tokenizer.encode(path.read_text(errors="replace")).ids
+    )
+    tokens = np.concatenate(
+        [np.asarray(encode(path), dtype=np.int32) for path in files]
+    )
     return tokens, tokenizer.get_vocab_size()
 
 
 def _text_files(path: Path) -> list[Path]:
     if not path.exists():
-        raise DataError(f"data.path: got {str(path)!r}, wanted an existing file or folder")
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        raise DataError(
+            f"data.path: got {str(path)!r}, wanted an existing file or folder"
+        )
+    files = (
+        sorted(file for file in path.rglob("*") if file.is_file())
+        if path.is_dir()
+        else [path]
+    )
     if not any(file.stat().st_size for file in files):
         raise DataError(f"data.path: {str(path)!r} holds no text")
     return files
@@ -291,20 +398,27 @@ def _load_tokenizer(path: str) -> Any:
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # the library raises bare Exception
-        raise DataError(f"data.tokenizer: got {path!r}, wanted a Hugging Face tokenizer.json ({error})") from error
+        raise DataError(
+            f"data.tokenizer: got {path!r}, wanted a Hugging Face tokenizer.json"
+            f" ({error})"
+        ) from error
 
 
 def _corpus_vocabulary(config: DataConfig, vocab_size: int | None) -> int:
     if config.tokenizer is not None:
         return _load_tokenizer(config.tokenizer).get_vocab_size()
     if vocab_size is None:
-        raise DataError("model.vocab_size: got 'auto', wanted a number where data=megatron has no data.tokenizer")
+        raise DataError(
+            "model.vocab_size: got 'auto', wanted a number where data=megatron has no"
+            " data.tokenizer"
+        )
     return vocab_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The batches of a run, for one data-parallel rank of `dp`. Tensors are int64 [micro_batch_size, sequence + 1].
+    """The batches of a run, for one data-parallel rank of `dp`. Tensors are int64
+    [micro_batch_size, sequence + 1].
 
     `consumed` returns the samples that training has consumed after so many iterations.
     """
@@ -322,15 +436,22 @@ class Batches:
 
     def training(self, iteration: int, micro_batch: int) -> torch.Tensor:
         """Return a micro-batch of training iteration `iteration`, which counts from 1."""
-        return self._gather(self.source.train_sample, self.consumed(iteration - 1), micro_batch)
+        return self._gather(
+            self.source.train_sample, self.consumed(iteration - 1), micro_batch
+        )
 
     def evaluation(self, batch: int, micro_batch: int) -> torch.Tensor:
         """Return a micro-batch of held-out global batch `batch`, which counts from 0."""
-        return self._gather(self.source.eval_sample, batch * self.train.global_batch_size, micro_batch)
+        return self._gather(
+            self.source.eval_sample, batch * self.train.global_batch_size, micro_batch
+        )
 
-    def _gather(self, sample: Callable[[int], Tokens], first_of_all: int, micro_batch: int) -> torch.Tensor:
+    def _gather(
+        self, sample: Callable[[int], Tokens], first_of_all: int, micro_batch: int
+    ) -> torch.Tensor:
         size = self.train.micro_batch_size
-        # ranks take turns by micro-batch: an iteration has the same samples in the same order at any layout
+        # ranks take turns by micro-batch: an iteration has the same samples in the same
+        # order at any layout
         first = first_of_all + (micro_batch * self.dp + self.dp_rank) * size
         rows = [sample(number) for number in range(first, first + size)]
         return torch.from_numpy(np.stack(rows).astype(np.int64))

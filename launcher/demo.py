@@ -1,8 +1,9 @@
-"""`make demo` and `moe-ckpt demo`: a job on 4 local ranks that loses two workers, beside the same job left alone.
+"""`make demo` and `moe-ckpt demo`: a job on 4 local ranks that loses two workers,
+beside the same job left alone.
 
-The training runs twice: left alone, and with `ckpt=moevement` and `kill -9` on two ranks. The other ranks keep their
-processes, and the stage that lost a rank replays a few iterations. Equal digests of the whole state show that nothing
-was lost.
+The training runs twice: left alone, and with `ckpt=moevement` and `kill -9` on two
+ranks. The other ranks keep their processes, and the stage that lost a rank replays a
+few iterations. Equal digests of the whole state show that nothing was lost.
 """
 
 from __future__ import annotations
@@ -22,9 +23,16 @@ from rich.table import Table
 from launcher.start_train import train_command
 from moe_ckpt.arguments import Parser
 from moe_ckpt.errors import ConfigError, exit_status
-from moe_ckpt.events import Event, IterationCommitted, Rejoined, WorkerStarted, read_events
+from moe_ckpt.events import (
+    Event,
+    IterationCommitted,
+    Rejoined,
+    WorkerStarted,
+    read_events,
+)
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "inject_fault.sh"  # a wheel has none
+# a wheel has none
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "inject_fault.sh"
 INJECT = ("scripts/inject_fault.sh",) if SCRIPT.exists() else ("moe-ckpt", "inject")
 TRAIN = ("torchrun", "launcher/train.py") if SCRIPT.exists() else ("moe-ckpt train", "")
 RANKS = 4
@@ -37,7 +45,10 @@ console = Console(highlight=False)
 
 def main(arguments: Sequence[str]) -> int:
     """Run the demonstration; return 0 if the two results are equal."""
-    description = "Trains on 4 local processes, once left alone and once with two workers killed, and compares."
+    description = (
+        "Trains on 4 local processes, once left alone and once with two workers killed,"
+        " and compares."
+    )
 
     def run() -> int:
         Parser(prog="moe-ckpt demo", description=description).parse_args(arguments)
@@ -51,7 +62,9 @@ def _demonstrate() -> int:
     try:
         base.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"outputs: got {str(base)!r}, wanted a folder that can be made ({error})") from error
+        raise ConfigError(
+            f"outputs: got {str(base)!r}, wanted a folder that can be made ({error})"
+        ) from error
     console.rule("1. Left alone")
     _run(base / "left-alone", "ckpt=none", kill_after=())
     console.rule("2. The same, and twice a rank is killed")
@@ -61,13 +74,24 @@ def _demonstrate() -> int:
 
 
 def _run(folder: Path, ckpt: str, *, kill_after: tuple[int, ...]) -> None:
-    """Run the job, show the lines of its output that matter, and kill a rank after each of these iterations."""
-    ranks, settings = f"--nproc-per-node={RANKS}", [ckpt, f"train.iterations={ITERATIONS}", "train.eval_every_iters=0"]
+    """Run the job, show the lines of its output that matter, and kill a rank after each
+    of these iterations.
+    """
+    ranks, settings = (
+        f"--nproc-per-node={RANKS}",
+        [ckpt, f"train.iterations={ITERATIONS}", "train.eval_every_iters=0"],
+    )
     settings += [f"run.dir={folder}", "run.progress=lines"]
-    console.print("$ " + " ".join((TRAIN[0], ranks, *TRAIN[1:], *settings)), style="bold", soft_wrap=True)
+    console.print(
+        "$ " + " ".join((TRAIN[0], ranks, *TRAIN[1:], *settings)),
+        style="bold",
+        soft_wrap=True,
+    )
     log, waiting = folder.with_suffix(".log"), list(kill_after)
     with log.open("w") as sink, log.open() as source:
-        process = subprocess.Popen(train_command([ranks, *settings]), stdout=sink, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            train_command([ranks, *settings]), stdout=sink, stderr=subprocess.STDOUT
+        )
         while process.poll() is None:
             if waiting and _last_iteration(folder) >= waiting[0]:
                 _inject_fault(folder)
@@ -91,50 +115,110 @@ def _events(folder: Path, rank: int) -> Iterator[Event]:
 
 
 def _last_iteration(folder: Path) -> int:
-    return max((event.iteration for event in _events(folder, 0) if isinstance(event, IterationCommitted)), default=0)
+    return max(
+        (
+            event.iteration
+            for event in _events(folder, 0)
+            if isinstance(event, IterationCommitted)
+        ),
+        default=0,
+    )
 
 
 def _inject_fault(folder: Path) -> None:
     console.print("$ " + " ".join(INJECT), style="bold red")
-    command = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "moe_ckpt.cli", "inject"]
-    said = subprocess.run([*command, "--run", str(folder.resolve())], check=True, capture_output=True, text=True).stdout
+    command = (
+        [str(SCRIPT)]
+        if SCRIPT.exists()
+        else [sys.executable, "-m", "moe_ckpt.cli", "inject"]
+    )
+    said = subprocess.run(
+        [*command, "--run", str(folder.resolve())],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     console.print("  " + said.strip(), style="red", soft_wrap=True)
 
 
 def _compare(alone: Path, killed: Path) -> int:
-    results = [json.loads((folder / "result.json").read_text()) for folder in (alone, killed)]
+    results = [
+        json.loads((folder / "result.json").read_text()) for folder in (alone, killed)
+    ]
     console.print(_costs(killed))
-    started = (event for rank in range(RANKS) for event in _events(killed, rank) if isinstance(event, WorkerStarted))
+    started = (
+        event
+        for rank in range(RANKS)
+        for event in _events(killed, rank)
+        if isinstance(event, WorkerStarted)
+    )
     table = Table("", "left alone", "killed twice")
     table.add_row("processes started", str(RANKS), str(sum(1 for _ in started)))
-    table.add_row("seconds without imports", *(f"{result['wall_s']:.0f}" for result in results))
-    table.add_row("evaluation loss", *(f"{result['eval_loss']:.10f}" for result in results))
-    table.add_row("digest of the whole state", *(result["digest"][:16] for result in results))
+    table.add_row(
+        "seconds without imports", *(f"{result['wall_s']:.0f}" for result in results)
+    )
+    table.add_row(
+        "evaluation loss", *(f"{result['eval_loss']:.10f}" for result in results)
+    )
+    table.add_row(
+        "digest of the whole state", *(result["digest"][:16] for result in results)
+    )
     console.print(table)
     same = results[0]["digest_per_rank"] == results[1]["digest_per_rank"]
-    verdict = "The same, bit for bit, on every rank." if same else "DIFFERENT: something was lost."
+    verdict = (
+        "The same, bit for bit, on every rank."
+        if same
+        else "DIFFERENT: something was lost."
+    )
     console.print(verdict, style="bold green" if same else "bold red")
     return 0 if same else 1
 
 
 def _costs(killed: Path) -> Table:
-    """Return a table of the price of each fault: a column per fault, seconds of the slowest rank."""
-    rejoined = [[event for event in _events(killed, rank) if isinstance(event, Rejoined)] for rank in range(RANKS)]
+    """Return a table of the price of each fault: a column per fault, seconds of the
+    slowest rank.
+    """
+    rejoined = [
+        [event for event in _events(killed, rank) if isinstance(event, Rejoined)]
+        for rank in range(RANKS)
+    ]
     faults = [
-        {rank: event for rank, events in enumerate(rejoined) for event in events if event.generation == generation}
-        for generation in sorted({event.generation for events in rejoined for event in events})
+        {
+            rank: event
+            for rank, events in enumerate(rejoined)
+            for event in events
+            if event.generation == generation
+        }
+        for generation in sorted(
+            {event.generation for events in rejoined for event in events}
+        )
     ]
     table = Table("", *(f"fault {number}" for number in range(1, len(faults) + 1)))
 
     def add_row(name: str, cell: Callable[[dict[int, Rejoined]], str]) -> None:
         table.add_row(name, *(cell(of_rank) for of_rank in faults))
 
-    add_row("what died", lambda of_rank: "; ".join(re.sub(r",? (found|in) .*", "", d) for d in of_rank[0].deaths))
+    add_row(
+        "what died",
+        lambda of_rank: "; ".join(
+            re.sub(r",? (found|in) .*", "", d) for d in of_rank[0].deaths
+        ),
+    )
     for part in ("detect_s", "rebuild_s", "fetch_s", "replay_s"):
         name = f"{part.removesuffix('_s')}, seconds"
-        add_row(name, lambda of_rank, part=part: f"{max(getattr(event, part) for event in of_rank.values()):.2f}")
-    add_row("iterations run again", lambda of_rank: str(max(event.executed_iters for event in of_rank.values())))
-    ran = lambda of_rank: [str(rank) for rank, event in of_rank.items() if event.executed_iters]  # noqa: E731
+        add_row(
+            name,
+            lambda of_rank, part=part: (
+                f"{max(getattr(event, part) for event in of_rank.values()):.2f}"
+            ),
+        )
+    add_row(
+        "iterations run again",
+        lambda of_rank: str(max(event.executed_iters for event in of_rank.values())),
+    )
+    ran = lambda of_rank: [  # noqa: E731
+        str(rank) for rank, event in of_rank.items() if event.executed_iters
+    ]
     add_row("ranks that ran them", lambda of_rank: ", ".join(ran(of_rank)) or "none")
     return table
 

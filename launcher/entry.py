@@ -1,6 +1,8 @@
-"""The start of a process of torchrun: a worker, or the supervisor of a rank, which forks workers.
+"""The start of a process of torchrun: a worker, or the supervisor of a rank, which
+forks workers.
 
-Everything slow is imported here, once: a supervisor's workers share it, and a replacement is there in milliseconds.
+Everything slow is imported here, once: a supervisor's workers share it, and a
+replacement is there in milliseconds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Sequence
 from launcher.config import Settings
 from launcher.faults.carry_out import carry_out
 
-# Megatron is among these imports: imported after the fork, it took 3 s of every replacement
+# Megatron is among these imports: imported after the fork, it took 3 s of every
+# replacement
 from launcher.run import run_in
 from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.elastic.torchrun import read_launch
@@ -23,9 +26,14 @@ from moe_ckpt.run_elastic import RankPlace
 
 
 def start(settings: Settings) -> int:
-    """Train, or supervise a rank's workers; return the exit status. Raises MoeCkptError for errors of the user's."""
-    os.umask(0o077)  # of files that other libraries write into the run folder: TensorBoard's, torch's checkpoints
-    # Megatron calls `gc.collect()` twice at every save, which takes 0.3 s over all that torch and Megatron import
+    """Train, or supervise a rank's workers; return the exit status. Raises MoeCkptError
+    for errors of the user's.
+    """
+    # of files that other libraries write into the run folder: TensorBoard's, torch's
+    # checkpoints
+    os.umask(0o077)
+    # Megatron calls `gc.collect()` twice at every save, which takes 0.3 s over all that
+    # torch and Megatron import
     gc.freeze()
     return start_rank(
         settings.job,
@@ -36,15 +44,24 @@ def start(settings: Settings) -> int:
 
 
 def _start_faults(settings: Settings, place: RankPlace) -> None:
-    """Let a process beside the job inflict what the settings ask for on this node's workers."""
+    """Let a process beside the job inflict what the settings ask for on this node's
+    workers.
+    """
     launch = place.launch
-    kills = [kill for kill in settings.fault.kills(launch.world_size) if kill.rank in launch.local_ranks]
+    kills = [
+        kill
+        for kill in settings.fault.kills(launch.world_size)
+        if kill.rank in launch.local_ranks
+    ]
     if launch.local_rank == 0 and kills:
         start_beside(lambda: _inflict(kills, place))
 
 
 def _inflict(kills: Sequence[Kill], place: RankPlace) -> int:
     done = carry_out(
-        kills, place.folder.path, ranks_per_node=place.ranks_per_node, say=lambda text: print(text, file=sys.stderr)
+        kills,
+        place.folder.path,
+        ranks_per_node=place.ranks_per_node,
+        say=lambda text: print(text, file=sys.stderr),
     )
     return 0 if done else 1

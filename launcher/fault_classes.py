@@ -1,7 +1,8 @@
 """Faults of a run by class, from the events of its ranks. Pure.
 
-A fault that ended a generation is in the `Rejoined` events of all ranks, and counts once. Bad states are faults that no
-process dies of. An error counts as the end of the job if no other worker followed on its rank.
+A fault that ended a generation is in the `Rejoined` events of all ranks, and counts
+once. Bad states are faults that no process dies of. An error counts as the end of the
+job if no other worker followed on its rank.
 """
 
 from __future__ import annotations
@@ -35,24 +36,42 @@ EXPLAINED = {
 }
 """The meaning of each class, in the order in which reports name them."""
 
-_MARKING_EVENTS = (LossNotFinite, Rejoined, ReplayDiffered, StateLost, WorkerStarted, TrainingFailed)
+_MARKING_EVENTS = (
+    LossNotFinite,
+    Rejoined,
+    ReplayDiffered,
+    StateLost,
+    WorkerStarted,
+    TrainingFailed,
+)
 _UNKNOWN = "unknown"  # deaths in logs of versions without classes
 
 
 def count_faults(ranks: Iterable[Sequence[Event]]) -> dict[str, int]:
-    """Return the number of faults of each class. `ranks`: the events of each rank, in order."""
-    logs = [[event for event in events if isinstance(event, _MARKING_EVENTS)] for events in ranks]
+    """Return the number of faults of each class. `ranks`: the events of each rank, in
+    order.
+    """
+    logs = [
+        [event for event in events if isinstance(event, _MARKING_EVENTS)]
+        for events in ranks
+    ]
     ends = [event for events in logs for event in events if isinstance(event, Rejoined)]
     # a set: all ranks of a generation log the same deaths
     found = {each for event in ends for each in _deaths(event)}
-    with_deaths = {(event.generation, event.iteration) for event in ends if event.deaths}
+    with_deaths = {
+        (event.generation, event.iteration) for event in ends if event.deaths
+    }
     for event in ends:
         at = (event.generation, event.iteration)
         if at not in with_deaths:
             found |= {(name, str(at)) for name in event.classes}
     found |= {each for events in logs for event in events for each in _bad_state(event)}
     last = (events[-1] for events in logs if events)
-    found |= {("error", f"{each.iteration} {each.error}") for each in last if isinstance(each, TrainingFailed)}
+    found |= {
+        ("error", f"{each.iteration} {each.error}")
+        for each in last
+        if isinstance(each, TrainingFailed)
+    }
     counts = Counter(name for name, _ in found)
     return {name: counts[name] for name in (*EXPLAINED, _UNKNOWN) if counts[name]}
 
@@ -61,16 +80,24 @@ def count_faults_in(run: Path) -> dict[str, int]:
     """Return the number of faults of each class in a run folder."""
     names = {kind.__name__ for kind in _MARKING_EVENTS}
     files = sorted((run / "events").glob("rank*.jsonl"))
-    return count_faults([[logged.event for logged in read_events(path, only=names)] for path in files])
+    return count_faults(
+        [[logged.event for logged in read_events(path, only=names)] for path in files]
+    )
 
 
 def _deaths(event: Rejoined) -> list[tuple[str, str]]:
-    classes = event.classes if len(event.classes) == len(event.deaths) else [_UNKNOWN] * len(event.deaths)
+    classes = (
+        event.classes
+        if len(event.classes) == len(event.deaths)
+        else [_UNKNOWN] * len(event.deaths)
+    )
     return list(zip(classes, event.deaths, strict=True))
 
 
 def _bad_state(event: Event) -> list[tuple[str, str]]:
-    """Return the class of a fault that no process dies of, and what identifies it: all ranks that see it log it."""
+    """Return the class of a fault that no process dies of, and what identifies it: all
+    ranks that see it log it.
+    """
     match event:
         case StateLost(iteration=iteration, phase=phase):
             return [("state lost", f"{iteration} {phase}")]

@@ -1,4 +1,6 @@
-"""Inject faults into a running job: kill a random worker, or follow a plan. The command of scripts/inject_fault.sh."""
+"""Inject faults into a running job: kill a random worker, or follow a plan. The command
+of scripts/inject_fault.sh.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from launcher.faults.config import read_trace
 from launcher.faults.job import LOOK_EVERY_S
 from moe_ckpt.arguments import Parser
 from moe_ckpt.config import require
-from moe_ckpt.elastic.live_workers import LATEST, LiveWorker, is_running, read_live, read_world_size, read_written
+from moe_ckpt.elastic.live_workers import (
+    LATEST,
+    LiveWorker,
+    is_running,
+    read_live,
+    read_world_size,
+    read_written,
+)
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import (
     KILL_PHASES,
@@ -37,7 +46,8 @@ _WRONG_USE = 2
 _INTERRUPTED = 130
 _PATIENCE_S = 60.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
-_say = functools.partial(print, flush=True)  # a program that reads the lines gets each at once
+# a program that reads the lines gets each at once
+_say = functools.partial(print, flush=True)
 _EXAMPLES = """examples:
   inject_fault.sh                                       kill one random worker of the newest run
   inject_fault.sh --rank 2 --signal STOP                rank 2 hangs
@@ -60,16 +70,24 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         return _fail(_WRONG_USE, str(error))
     except KeyboardInterrupt:
-        return _fail(_INTERRUPTED, "interrupted: what was ordered stays ordered, the rest is left undone")
+        return _fail(
+            _INTERRUPTED,
+            "interrupted: what was ordered stays ordered, the rest is left undone",
+        )
 
 
 def _inject(options: argparse.Namespace, run: Path) -> int:
     _check_combination(options)
     if not (run / "run.json").exists():
-        return _fail(_FAILED, f"no run in {run}: start one, or name another's folder with --run")
+        return _fail(
+            _FAILED, f"no run in {run}: start one, or name another's folder with --run"
+        )
     live = _wait_for_live(run)
     if not live:
-        return _fail(_FAILED, f"no live worker in {run}: the run has ended, or is on other machines")
+        return _fail(
+            _FAILED,
+            f"no live worker in {run}: the run has ended, or is on other machines",
+        )
     world_size = read_world_size(run)
     kills = _plan(options, [worker.global_rank for worker in live], world_size)
     _check_fit(options, kills, live, world_size)
@@ -79,21 +97,39 @@ def _inject(options: argparse.Namespace, run: Path) -> int:
     if options.mtbf is not None or options.trace is not None:
         _say(f"{len(kills)} faults, seed {options.seed}")
     # the most of any node: on others some workers may be gone at the moment
-    ranks_per_node = max(Counter(worker.node for worker in read_written(run)).values(), default=1)
-    done = carry_out(kills, run, ranks_per_node=ranks_per_node, say=_say, patience_s=_PATIENCE_S)
+    ranks_per_node = max(
+        Counter(worker.node for worker in read_written(run)).values(), default=1
+    )
+    done = carry_out(
+        kills, run, ranks_per_node=ranks_per_node, say=_say, patience_s=_PATIENCE_S
+    )
     return 0 if done else _FAILED
 
 
-def _plan(options: argparse.Namespace, live_ranks: Sequence[int], world_size: int) -> tuple[Kill, ...]:
+def _plan(
+    options: argparse.Namespace, live_ranks: Sequence[int], world_size: int
+) -> tuple[Kill, ...]:
     signal, scope, seed = options.signal, options.scope, options.seed
     if options.mtbf is not None:
         count = 1 if options.count is None else options.count
         return poisson_kills(
-            mtbf_s=options.mtbf, count=count, seed=seed, world_size=world_size, signal=signal, scope=scope
+            mtbf_s=options.mtbf,
+            count=count,
+            seed=seed,
+            world_size=world_size,
+            signal=signal,
+            scope=scope,
         )
     if options.trace is not None:
         text, speedup = read_trace("--trace", options.trace), options.speedup or 1.0
-        return trace_kills(text, speedup=speedup, seed=seed, world_size=world_size, signal=signal, scope=scope)
+        return trace_kills(
+            text,
+            speedup=speedup,
+            seed=seed,
+            world_size=world_size,
+            signal=signal,
+            scope=scope,
+        )
     now = options.at_iteration is None and options.phase is None
     kill = Kill(
         rank=options.rank,
@@ -112,26 +148,66 @@ def _check_combination(options: argparse.Namespace) -> None:
     for name in ("rank", "at_iteration", "phase"):
         got = getattr(options, name)
         flag = "--" + name.replace("_", "-")
-        require(got is None or not planned, flag, got, "nothing beside --mtbf or --trace, which choose")
-    require(options.count is None or options.mtbf is not None, "--count", options.count, "--mtbf beside it")
-    require(options.speedup is None or options.trace is not None, "--speedup", options.speedup, "--trace beside it")
+        require(
+            got is None or not planned,
+            flag,
+            got,
+            "nothing beside --mtbf or --trace, which choose",
+        )
+    require(
+        options.count is None or options.mtbf is not None,
+        "--count",
+        options.count,
+        "--mtbf beside it",
+    )
+    require(
+        options.speedup is None or options.trace is not None,
+        "--speedup",
+        options.speedup,
+        "--trace beside it",
+    )
 
 
-def _check_fit(options: argparse.Namespace, kills: Sequence[Kill], live: Sequence[LiveWorker], world_size: int) -> None:
-    """Raise ConfigError for a rank that the run lacks and for an iteration that lies behind."""
+def _check_fit(
+    options: argparse.Namespace,
+    kills: Sequence[Kill],
+    live: Sequence[LiveWorker],
+    world_size: int,
+) -> None:
+    """Raise ConfigError for a rank that the run lacks and for an iteration that lies
+    behind.
+    """
     wanted = f"between 0 and {world_size - 1}, the ranks of the run"
-    require(options.rank is None or options.rank < world_size, "--rank", options.rank, wanted)
+    require(
+        options.rank is None or options.rank < world_size,
+        "--rank",
+        options.rank,
+        wanted,
+    )
     if options.at_iteration is not None:
-        for worker in (worker for worker in live if worker.global_rank == kills[0].rank):
+        for worker in (
+            worker for worker in live if worker.global_rank == kills[0].rank
+        ):
             there = worker.open_page().iteration
             wanted = f"at least {there}, where rank {worker.global_rank} is"
-            require(options.at_iteration >= there, "--at-iteration", options.at_iteration, wanted)
+            require(
+                options.at_iteration >= there,
+                "--at-iteration",
+                options.at_iteration,
+                wanted,
+            )
 
 
 def _wait_for_live(run: Path) -> list[LiveWorker]:
-    """Return who lives; where all are just being replaced, wait for the first that comes."""
+    """Return who lives; where all are just being replaced, wait for the first that
+    comes.
+    """
     deadline_s = time.monotonic() + _PATIENCE_S
-    while not (live := read_live(run)) and is_running(read_written(run)) and time.monotonic() < deadline_s:
+    while (
+        not (live := read_live(run))
+        and is_running(read_written(run))
+        and time.monotonic() < deadline_s
+    ):
         time.sleep(LOOK_EVERY_S)
     return live
 
@@ -144,11 +220,19 @@ def _fail(status: int, message: str) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="inject_fault.sh",
-        description="Inject faults into a running job. Without options: SIGKILL to one random live worker.",
+        description=(
+            "Inject faults into a running job. Without options: SIGKILL to one random"
+            " live worker."
+        ),
         epilog=_EXAMPLES,
     )
     add = parser.add_argument
-    add("--run", metavar="DIR", default=LATEST, help="the run's folder (default: outputs/latest, the newest)")
+    add(
+        "--run",
+        metavar="DIR",
+        default=LATEST,
+        help="the run's folder (default: outputs/latest, the newest)",
+    )
     add("--rank", type=_whole(0), help="which rank (default: a random one that lives)")
     add(
         "--signal",
@@ -156,16 +240,46 @@ def _parser() -> Parser:
         default="KILL",
         help="STOP is a hang, RAISE an exception at a point (default: KILL)",
     )
-    add("--scope", choices=SCOPES, default="process", help="node: all ranks of its node, with their host memory")
-    add("--at-iteration", type=_whole(1), metavar="N", help="not at once but as the rank enters iteration N")
-    add("--phase", choices=KILL_PHASES, help="not at once but as the rank enters this phase, the next time or in N")
+    add(
+        "--scope",
+        choices=SCOPES,
+        default="process",
+        help="node: all ranks of its node, with their host memory",
+    )
+    add(
+        "--at-iteration",
+        type=_whole(1),
+        metavar="N",
+        help="not at once but as the rank enters iteration N",
+    )
+    add(
+        "--phase",
+        choices=KILL_PHASES,
+        help="not at once but as the rank enters this phase, the next time or in N",
+    )
     plan = parser.add_mutually_exclusive_group()
-    plan.add_argument("--mtbf", type=_duration_s, help="kills at random times, this far apart on average: 30s, 5m, 1h")
-    plan.add_argument("--trace", metavar="FILE", help="kills when nodes of a real cluster went")
+    plan.add_argument(
+        "--mtbf",
+        type=_duration_s,
+        help="kills at random times, this far apart on average: 30s, 5m, 1h",
+    )
+    plan.add_argument(
+        "--trace", metavar="FILE", help="kills when nodes of a real cluster went"
+    )
     add("--count", type=_whole(1), help="with --mtbf: how many kills (default: 1)")
-    add("--speedup", type=_above_zero, help="with --trace: how many times as fast (default: 1)")
-    # a number, and no generator that nothing seeds: it is printed, so that the plan can be repeated
-    add("--seed", type=_whole(0), default=random.SystemRandom().randrange(2**32), help="the same seed, the same plan")
+    add(
+        "--speedup",
+        type=_above_zero,
+        help="with --trace: how many times as fast (default: 1)",
+    )
+    # a number, and no generator that nothing seeds: it is printed, so that the plan can
+    # be repeated
+    add(
+        "--seed",
+        type=_whole(0),
+        default=random.SystemRandom().randrange(2**32),
+        help="the same seed, the same plan",
+    )
     add("--dry-run", action="store_true", help="print the plan, touch nothing")
     return parser
 
@@ -173,7 +287,9 @@ def _parser() -> Parser:
 def _whole(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         if not re.fullmatch(r"\d+", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number of at least {least}")
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, wanted a whole number of at least {least}"
+            )
         return int(text)
 
     return convert
@@ -189,7 +305,9 @@ def _above_zero(text: str) -> float:
 def _duration_s(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number above 0 with its unit: 30s, 5m, 1h")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, wanted a number above 0 with its unit: 30s, 5m, 1h"
+        )
     return float(match[1]) * _UNITS_S[match[2]]
 
 

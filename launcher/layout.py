@@ -1,4 +1,6 @@
-"""How the processes of a job share the work: degrees of parallelism fitted to the world size. Pure: no torch."""
+"""How the processes of a job share the work: degrees of parallelism fitted to the world
+size. Pure: no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,35 @@ from moe_ckpt.config import require
 from moe_ckpt.types import ParallelLayout
 
 
-def fit_layout(parallel: ParallelConfig, world_size: int, *, num_experts: int) -> ParallelLayout:
-    """Return the degrees for `world_size` processes; `auto` takes 2 stages from 4 processes on, and 2-way experts.
+def fit_layout(
+    parallel: ParallelConfig, world_size: int, *, num_experts: int
+) -> ParallelLayout:
+    """Return the degrees for `world_size` processes; `auto` takes 2 stages from 4
+    processes on, and 2-way experts.
 
-    Raises ConfigError, with the numbers, where the product or a division does not work out.
+    Raises ConfigError, with the numbers, where the product or a division does not work
+    out.
     """
     tp = 1 if parallel.tp == AUTO else int(parallel.tp)
     dp = None if parallel.dp == AUTO else int(parallel.dp)
-    require(world_size % tp == 0, "parallel.tp", tp, f"a divisor of {world_size} processes")
+    require(
+        world_size % tp == 0, "parallel.tp", tp, f"a divisor of {world_size} processes"
+    )
     pp = _auto_pp(world_size, tp, dp) if parallel.pp == AUTO else int(parallel.pp)
-    require(world_size % (pp * tp) == 0, "parallel.pp * parallel.tp", pp * tp, f"a divisor of {world_size} processes")
+    require(
+        world_size % (pp * tp) == 0,
+        "parallel.pp * parallel.tp",
+        pp * tp,
+        f"a divisor of {world_size} processes",
+    )
     dp = world_size // (pp * tp) if dp is None else dp
     product = f"pp={pp} * dp={dp} * tp={tp}"
-    require(pp * dp * tp == world_size, f"parallel: {product}", pp * dp * tp, f"{world_size}, the number of processes")
+    require(
+        pp * dp * tp == world_size,
+        f"parallel: {product}",
+        pp * dp * tp,
+        f"{world_size}, the number of processes",
+    )
     can_halve_experts = num_experts > 0 and num_experts % 2 == 0 and dp % 2 == 0
     ep = (2 if can_halve_experts else 1) if parallel.ep == AUTO else int(parallel.ep)
     require(dp % ep == 0, "parallel.ep", ep, f"a divisor of dp={dp}")
@@ -34,33 +52,73 @@ def _auto_pp(world_size: int, tp: int, dp: int | None) -> int:
 
 
 def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) -> None:
-    """Raise ConfigError, with the numbers, unless model and batch divide over the layout."""
-    require(model.num_layers % layout.pp == 0, "parallel.pp", layout.pp, f"a divisor of {model.num_layers} layers")
+    """Raise ConfigError, with the numbers, unless model and batch divide over the
+    layout.
+    """
+    require(
+        model.num_layers % layout.pp == 0,
+        "parallel.pp",
+        layout.pp,
+        f"a divisor of {model.num_layers} layers",
+    )
     if model.num_experts:
         wanted = f"a divisor of model.num_experts={model.num_experts}"
         require(model.num_experts % layout.ep == 0, "parallel.ep", layout.ep, wanted)
     else:
         require(layout.ep == 1, "parallel.ep", layout.ep, "1 where model.num_experts=0")
     heads = model.num_query_groups or model.num_attention_heads
-    require(heads % layout.tp == 0, "parallel.tp", layout.tp, f"a divisor of {heads} attention heads or query groups")
+    require(
+        heads % layout.tp == 0,
+        "parallel.tp",
+        layout.tp,
+        f"a divisor of {heads} attention heads or query groups",
+    )
     wanted = f"a divisor of model.num_attention_heads={model.num_attention_heads}"
-    require(model.num_attention_heads % heads == 0, "model.num_query_groups", heads, wanted)
+    require(
+        model.num_attention_heads % heads == 0, "model.num_query_groups", heads, wanted
+    )
     dense, wanted = model.num_dense_layers, f"0 to model.num_layers={model.num_layers}"
     require(0 <= dense <= model.num_layers, "model.num_dense_layers", dense, wanted)
     length = train.sequence_length
-    require(length % layout.tp == 0, "train.sequence_length", length, f"a multiple of tp={layout.tp}")
+    require(
+        length % layout.tp == 0,
+        "train.sequence_length",
+        length,
+        f"a multiple of tp={layout.tp}",
+    )
     step = train.micro_batch_size * layout.dp
-    wanted = f"a multiple of train.micro_batch_size={train.micro_batch_size} * dp={layout.dp}"
-    require(train.global_batch_size % step == 0, "train.global_batch_size", train.global_batch_size, wanted)
+    wanted = (
+        f"a multiple of train.micro_batch_size={train.micro_batch_size} *"
+        f" dp={layout.dp}"
+    )
+    require(
+        train.global_batch_size % step == 0,
+        "train.global_batch_size",
+        train.global_batch_size,
+        wanted,
+    )
 
 
-def check_supervised(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) -> None:
+def check_supervised(
+    layout: ParallelLayout, model: ModelConfig, train: TrainConfig
+) -> None:
     """Raise ConfigError for a model that a replaced rank cannot build alone.
 
-    Megatron asks all ranks which kinds of parameters there are. A rank that is alone while it builds knows its own
-    only, so on a stage without experts it makes no optimizer for experts, and the norm of gradients would never end.
+    Megatron asks all ranks which kinds of parameters there are. A rank that is alone
+    while it builds knows its own only, so on a stage without experts it makes no
+    optimizer for experts, and the norm of gradients would never end.
     """
     num_first = model.num_layers // layout.pp
-    lacks_experts = model.num_experts > 0 and layout.pp > 1 and model.num_dense_layers >= num_first
-    wanted = f"true where a stage has no experts (model.num_dense_layers={model.num_dense_layers}, {layout})"
-    require(train.distributed_optimizer or not lacks_experts, "train.distributed_optimizer", False, wanted)
+    lacks_experts = (
+        model.num_experts > 0 and layout.pp > 1 and model.num_dense_layers >= num_first
+    )
+    wanted = (
+        "true where a stage has no experts"
+        f" (model.num_dense_layers={model.num_dense_layers}, {layout})"
+    )
+    require(
+        train.distributed_optimizer or not lacks_experts,
+        "train.distributed_optimizer",
+        False,
+        wanted,
+    )

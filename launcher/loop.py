@@ -1,7 +1,8 @@
-"""The launcher's training loop: an adapter over `moe_ckpt.loop`, with Megatron's own schedules.
+"""The launcher's training loop: an adapter over `moe_ckpt.loop`, with Megatron's own
+schedules.
 
-Owns: passes over the launcher's batches, evaluation when due, and the display. Must not: know how a fault is recovered
-from.
+Owns: passes over the launcher's batches, evaluation when due, and the display. Must
+not: know how a fault is recovered from.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ _LENGTHS = {  # settings, by the lengths of the schedule that they give
 
 
 class StagePasses:
-    """Passes over batches through one rank's stage. All methods are collective over all ranks."""
+    """Passes over batches through one rank's stage. All methods are collective over all
+    ranks.
+    """
 
     def __init__(self, iteration: TrainingIteration, batches: Batches) -> None:
         """Prepare the passes of one rank.
@@ -64,20 +67,27 @@ class StagePasses:
 
     def train_on_one_micro_batch(self) -> Losses:
         """Leave the reduced gradients of the first micro-batch of all."""
-        return self._run(lambda number: self.batches.training(1, number), num_micro_batches=1)
+        return self._run(
+            lambda number: self.batches.training(1, number), num_micro_batches=1
+        )
 
-    @torch.no_grad()  # with gradients, Megatron's routers would count these tokens for the next update of their biases
+    # with gradients, Megatron's routers would count these tokens for the next update of
+    # their biases
+    @torch.no_grad()
     def evaluate(self, num_batches: int) -> float:
         """Return the mean cross-entropy, in nats per token, over held-out batches.
 
-        Evaluation changes no state but the largest values that FP8 layers note, which the next iteration drops.
+        Evaluation changes no state but the largest values that FP8 layers note, which
+        the next iteration drops.
         """
         losses: list[dict[str, torch.Tensor]] = []
         for chunk in self.state.model:
             chunk.eval()
         try:
             for batch in range(num_batches):
-                draw = lambda number, batch=batch: self.batches.evaluation(batch, number)  # noqa: E731
+                draw = lambda number, batch=batch: self.batches.evaluation(  # noqa: E731
+                    batch, number
+                )
                 losses += self._run(draw, forward_only=True)
         finally:
             for chunk in self.state.model:
@@ -85,15 +95,24 @@ class StagePasses:
         return mean_over_job(losses)
 
     def _run(
-        self, draw: Callable[[int], torch.Tensor], *, forward_only: bool = False, num_micro_batches: int | None = None
+        self,
+        draw: Callable[[int], torch.Tensor],
+        *,
+        forward_only: bool = False,
+        num_micro_batches: int | None = None,
     ) -> Losses:
         # stages in the middle look at no tokens
-        on_edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+        on_edge = (
+            parallel_state.is_pipeline_first_stage()
+            or parallel_state.is_pipeline_last_stage()
+        )
         device, count = torch.cuda.current_device(), self.batches.num_micro_batches
         model = self.state.model
         return self._iteration.run_schedule(
             forward_step_func=self._forward_step,
-            data_iterator=(draw(number).to(device) if on_edge else None for number in range(count)),
+            data_iterator=(
+                draw(number).to(device) if on_edge else None for number in range(count)
+            ),
             model=model if len(model) > 1 else model[0],
             num_microbatches=num_micro_batches or count,
             seq_length=self.batches.train.sequence_length,
@@ -103,11 +122,19 @@ class StagePasses:
 
 
 class LauncherLoop:
-    """One rank's loop; implements `moe_ckpt.loop.LoopAdapter`. All methods are collective over all ranks."""
+    """One rank's loop; implements `moe_ckpt.loop.LoopAdapter`. All methods are
+    collective over all ranks.
+    """
 
     session: Session
 
-    def __init__(self, settings: Settings, joined: JoinedWorker[Any], state: TrainingState, batches: Batches) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        joined: JoinedWorker[Any],
+        state: TrainingState,
+        batches: Batches,
+    ) -> None:
         """Prepare the loop of one rank.
 
         Args:
@@ -123,10 +150,14 @@ class LauncherLoop:
         self._display: Display | None = None
         self._scalars: Scalars | None = None
         self._is_open = False
-        evaluations = [event for event in joined.earlier if isinstance(event, Evaluated)]
+        evaluations = [
+            event for event in joined.earlier if isinstance(event, Evaluated)
+        ]
         self._evaluated = evaluations[-1] if evaluations else None
 
-    def training(self, layout: ParallelLayout, model: str, course: RunCourse) -> Training:
+    def training(
+        self, layout: ParallelLayout, model: str, course: RunCourse
+    ) -> Training:
         """Return this loop as `moe_ckpt.loop.train` takes it.
 
         Args:
@@ -135,7 +166,11 @@ class LauncherLoop:
             course: The settings that decide the states of the run.
         """
         train, source = self._settings.train, self._passes.batches.source
-        asked = {length: f"train.{name}" for length, name in _LENGTHS.items() if getattr(train, name) != AUTO}
+        asked = {
+            length: f"train.{name}"
+            for length, name in _LENGTHS.items()
+            if getattr(train, name) != AUTO
+        }
         return Training(
             loop=self,
             iteration=self._iteration,
@@ -162,28 +197,45 @@ class LauncherLoop:
     def start(self) -> int:
         """Load the state that `train.resume` names; a checkpoint of this run is newer.
 
-        `never` is about the states before the job: later starts go on from the states that the job has saved itself.
+        `never` is about the states before the job: later starts go on from the states
+        that the job has saved itself.
 
         Raises:
-            ConfigError: The run folder has a state where there must be none, or none where `train.resume` names one.
+            ConfigError: The run folder has a state where there must be none, or none
+                where `train.resume` names one.
         """
         wanted = self._settings.train.resume
         if wanted == NEVER and self._joined.worker.is_first_start:
             saved = broadcast_result(
-                TorchRanks(), CheckpointFolder(self._joined.folder.checkpoints).committed, DataError
+                TorchRanks(),
+                CheckpointFolder(self._joined.folder.checkpoints).committed,
+                DataError,
             )
             newest = saved[0].directory if saved else None
-            require(not saved, "train.resume", wanted, f"auto, or a new run.dir: this one holds {newest}")
+            require(
+                not saved,
+                "train.resume",
+                wanted,
+                f"auto, or a new run.dir: this one holds {newest}",
+            )
             limit = "auto, or a new run.dir: there are snapshots of this run on disk"
-            require(not self.session.has_snapshots_on_disk(), "train.resume", wanted, limit)
+            require(
+                not self.session.has_snapshots_on_disk(), "train.resume", wanted, limit
+            )
             return 0
         done = self.session.resume(None)
         if done == 0 and wanted not in (AUTO, NEVER):
-            done = self.session.resume(broadcast_result(TorchRanks(), lambda: checkpoint_at(Path(wanted)), DataError))
+            done = self.session.resume(
+                broadcast_result(
+                    TorchRanks(), lambda: checkpoint_at(Path(wanted)), DataError
+                )
+            )
         return done
 
     def run_from(self, done: int, notes: Sequence[str]) -> None:
-        """Train from the state after `done` iterations to the last iteration; evaluate when due."""
+        """Train from the state after `done` iterations to the last iteration; evaluate
+        when due.
+        """
         if not self._is_open:
             self._open(done)
         for note in notes:
@@ -216,11 +268,21 @@ class LauncherLoop:
             self._scalars.close()
 
     def _open(self, done: int) -> None:
-        run, train, folder = self._settings.run, self._settings.train, self._joined.folder
+        run, train, folder = (
+            self._settings.run,
+            self._settings.train,
+            self._joined.folder,
+        )
         rank = self._joined.worker.launch.global_rank
         self._is_open = True
-        self._display = open_display(run, global_rank=rank, total=train.iterations, done=done)
-        self._scalars = Scalars(folder.path / "tensorboard", done + 1) if run.tensorboard and rank == 0 else None
+        self._display = open_display(
+            run, global_rank=rank, total=train.iterations, done=done
+        )
+        self._scalars = (
+            Scalars(folder.path / "tensorboard", done + 1)
+            if run.tensorboard and rank == 0
+            else None
+        )
         if self._joined.worker.is_supervised and self._joined.incarnation:
             return  # an earlier process of this rank has printed the lines below
         self._print(f"run folder {folder.path}")
@@ -232,16 +294,22 @@ class LauncherLoop:
             self._display.note(text)
 
     def _evaluate_where_due(self, done: int) -> None:
-        """Make up for the evaluation of an iteration that a fault, or an earlier incarnation, has left out."""
+        """Make up for the evaluation of an iteration that a fault, or an earlier
+        incarnation, has left out.
+        """
         latest = self._evaluated.iteration if self._evaluated else _NOT_YET
         everywhere = torch.tensor([latest], device=torch.cuda.current_device())
-        # an evaluation is collective: ranks that have its result take part for one that died before it was logged
+        # an evaluation is collective: ranks that have its result take part for one that
+        # died before it was logged
         TorchRanks().reduce(everywhere, "min")
         if self._is_due(done) and int(everywhere) < done:
             self._evaluate(done)
 
     def _is_due(self, iteration: int) -> bool:
-        every, last = self._settings.train.eval_every_iters, self._settings.train.iterations
+        every, last = (
+            self._settings.train.eval_every_iters,
+            self._settings.train.iterations,
+        )
         return iteration in (0, last) or (every > 0 and iteration % every == 0)
 
     def _evaluate(self, iteration: int) -> None:
@@ -254,16 +322,23 @@ class LauncherLoop:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """Return the checkpoint directory that a path means: itself, or the newest in a run folder."""
+    """Return the checkpoint directory that a path means: itself, or the newest in a run
+    folder.
+    """
     if is_committed(path):
         return path
-    candidates = CheckpointFolder(path / "checkpoints").committed() or CheckpointFolder(path).committed()
+    candidates = (
+        CheckpointFolder(path / "checkpoints").committed()
+        or CheckpointFolder(path).committed()
+    )
     wanted = "auto, never, a committed checkpoint or a run folder that has one"
     require(bool(candidates), "train.resume", str(path), wanted)
     return Path(candidates[0].directory)
 
 
-def _forward_step(micro_batches: Iterator[torch.Tensor | None], model: torch.nn.Module) -> tuple[Any, Any]:
+def _forward_step(
+    micro_batches: Iterator[torch.Tensor | None], model: torch.nn.Module
+) -> tuple[Any, Any]:
     return _forward(next(micro_batches), model), _mean_loss
 
 
@@ -272,7 +347,9 @@ def _forward(tokens: torch.Tensor | None, model: torch.nn.Module) -> torch.Tenso
         return model(input_ids=None, position_ids=None, attention_mask=None)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    return model(input_ids=inputs, position_ids=positions, attention_mask=None, labels=targets)
+    return model(
+        input_ids=inputs, position_ids=positions, attention_mask=None, labels=targets
+    )
 
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

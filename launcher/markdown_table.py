@@ -7,5 +7,11 @@ from collections.abc import Iterable, Sequence
 
 def table_lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table; a `|` within a cell does not end it."""
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *rows)]
-    return [f"| {lines[0]} |", f"|{' --- |' * len(head)}", *(f"| {line} |" for line in lines[1:])]
+    lines = [
+        " | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *rows)
+    ]
+    return [
+        f"| {lines[0]} |",
+        f"|{' --- |' * len(head)}",
+        *(f"| {line} |" for line in lines[1:]),
+    ]

@@ -1,7 +1,9 @@
-"""The memory that a model and its optimizer surely need, and that a machine has: one line before anything is built.
+"""The memory that a model and its optimizer surely need, and that a machine has: one
+line before anything is built.
 
-Must not: refuse what would fit. Gradients, activations and snapshots are left out, embeddings of an unknown vocabulary,
-too, and weights that tensor parallelism does not split are counted as split.
+Must not: refuse what would fit. Gradients, activations and snapshots are left out,
+embeddings of an unknown vocabulary, too, and weights that tensor parallelism does not
+split are counted as split.
 """
 
 from __future__ import annotations
@@ -21,35 +23,57 @@ _GPU_DRIVER = Path("/proc/driver/nvidia")
 _GB = 1e9
 
 
-def require_host_memory(settings: Settings, layout: ParallelLayout, ranks: Iterable[int], *, is_idle: bool) -> None:
-    """Raise ConfigError for a model that does not fit into the memory of this machine. Does nothing on GPUs.
+def require_host_memory(
+    settings: Settings, layout: ParallelLayout, ranks: Iterable[int], *, is_idle: bool
+) -> None:
+    """Raise ConfigError for a model that does not fit into the memory of this machine.
+    Does nothing on GPUs.
 
     Args:
         settings: The settings of the job.
         layout: The layout of the job.
         ranks: The ranks on this machine.
-        is_idle: No rank has begun to build: what is free now counts, and else all that the machine has.
+        is_idle: No rank has begun to build: what is free now counts, and else all that
+            the machine has.
     """
     if _GPU_DRIVER.exists():
         return
     needed_bytes = sum(state_bytes(settings, layout, rank) for rank in ranks)
-    require_room(settings, needed_bytes, host_memory_bytes(is_idle=is_idle), "memory of this machine")
+    require_room(
+        settings,
+        needed_bytes,
+        host_memory_bytes(is_idle=is_idle),
+        "memory of this machine",
+    )
 
 
-def require_room(settings: Settings, needed_bytes: float, there_bytes: float, where: str) -> None:
+def require_room(
+    settings: Settings, needed_bytes: float, there_bytes: float, where: str
+) -> None:
     """Raise ConfigError unless weights and optimizer states have room."""
-    got = f"{settings.model.name}, {needed_bytes / _GB:.3g} GB of weights and optimizer states"
-    wanted = f"at most {there_bytes / _GB:.3g} GB, the {where}: fewer or smaller layers and experts"
+    got = (
+        f"{settings.model.name}, {needed_bytes / _GB:.3g} GB of weights and optimizer"
+        " states"
+    )
+    wanted = (
+        f"at most {there_bytes / _GB:.3g} GB, the {where}: fewer or smaller layers and"
+        " experts"
+    )
     require(needed_bytes <= there_bytes, "model", got, wanted)
 
 
 def state_bytes(settings: Settings, layout: ParallelLayout, rank: int) -> float:
     """Return the least bytes of a rank's weights, master weights and moments.
 
-    `tiny` in BF16 on one rank, where Adam has FP32 states: 14 bytes for each of its parameters.
+    `tiny` in BF16 on one rank, where Adam has FP32 states: 14 bytes for each of its
+    parameters.
     """
     model, formats = settings.model, settings.precision.state_format
-    vocab_size = 0 if model.vocab_size == AUTO else padded_vocab_size(int(model.vocab_size), layout)
+    vocab_size = (
+        0
+        if model.vocab_size == AUTO
+        else padded_vocab_size(int(model.vocab_size), layout)
+    )
     layers_a_stage = model.num_layers // layout.pp
     stage = rank // layout.ranks_per_stage
     experts = others = 0
@@ -65,7 +89,11 @@ def state_bytes(settings: Settings, layout: ParallelLayout, rank: int) -> float:
         else:
             others += count
     held = (experts / layout.ep + others) / layout.tp
-    stepped = (experts + others) / (layout.dp * layout.tp) if settings.train.distributed_optimizer else held
+    stepped = (
+        (experts + others) / (layout.dp * layout.tp)
+        if settings.train.distributed_optimizer
+        else held
+    )
     # the weights of an FP32 model are their own masters
     masters = BYTES[formats.master] if settings.precision.dtype != "fp32" else 0
     moments = BYTES[formats.exp_avg] + BYTES[formats.exp_avg_sq]
@@ -73,10 +101,15 @@ def state_bytes(settings: Settings, layout: ParallelLayout, rank: int) -> float:
 
 
 def host_memory_bytes(*, is_idle: bool) -> float:
-    """Return the memory and swap that this machine has free, if it `is_idle`, or has at all; a container's limit."""
+    """Return the memory and swap that this machine has free, if it `is_idle`, or has at
+    all; a container's limit.
+    """
     lines = (line.split() for line in _MEMINFO.read_text().splitlines())
     kilobytes = {name.rstrip(":"): int(value) for name, value, *_ in lines}
-    there_bytes = 1024 * _sum(kilobytes, ("MemAvailable", "SwapFree") if is_idle else ("MemTotal", "SwapTotal"))
+    there_bytes = 1024 * _sum(
+        kilobytes,
+        ("MemAvailable", "SwapFree") if is_idle else ("MemTotal", "SwapTotal"),
+    )
     limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else "max"
     return min(there_bytes, int(limit)) if limit.isdecimal() else there_bytes
 

@@ -1,6 +1,8 @@
-"""A model, its optimizer and its schedule from their settings, with Megatron-Core's own builders.
+"""A model, its optimizer and its schedule from their settings, with Megatron-Core's own
+builders.
 
-Transformer Engine's layers are used where it is installed and there is a GPU, Megatron's own elsewhere.
+Transformer Engine's layers are used where it is installed and there is a GPU,
+Megatron's own elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -37,17 +42,37 @@ _STATE_DTYPES = {**_DTYPES, "fp8": torch.uint8}
 """As Megatron names the types of optimizer states: uint8 stands for FP8."""
 
 _SAME_IN_MODEL = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+    ),
     *("normalization", "hidden_dropout", "attention_dropout"),
 )
-_SAME_IN_TRAIN = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+_SAME_IN_TRAIN = (
+    "optimizer",
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "clip_grad",
+)
 """Settings that Megatron gives the same names."""
 
 
 def build_training(
-    settings: Settings, layout: ParallelLayout, vocab_size: int, router: type[TopKRouter] = TopKRouter
+    settings: Settings,
+    layout: ParallelLayout,
+    vocab_size: int,
+    router: type[TopKRouter] = TopKRouter,
 ) -> TrainingState:
-    """Return this rank's stage of the model, its optimizer and its schedule. Collective; groups must be formed."""
+    """Return this rank's stage of the model, its optimizer and its schedule.
+    Collective; groups must be formed.
+    """
     config = transformer_config(settings, layout)
     _require_formats(settings)
     model = DistributedDataParallel(
@@ -61,21 +86,35 @@ def build_training(
     )
     # before the optimizer, which makes its master weights of these
     broadcast_parameters(model)
-    optimizer = get_megatron_optimizer(_optimizer_config(settings), [model], use_gloo_process_groups=False)
-    return TrainingState(model=[model], optimizer=optimizer, scheduler=_build_scheduler(settings.train, optimizer))
+    optimizer = get_megatron_optimizer(
+        _optimizer_config(settings), [model], use_gloo_process_groups=False
+    )
+    return TrainingState(
+        model=[model],
+        optimizer=optimizer,
+        scheduler=_build_scheduler(settings.train, optimizer),
+    )
 
 
 def transformer_config(settings: Settings, layout: ParallelLayout) -> TransformerConfig:
     """Return Megatron's own configuration for these settings.
 
-    Raises ConfigError for what only Transformer Engine's layers can do, where they are not used.
+    Raises ConfigError for what only Transformer Engine's layers can do, where they are
+    not used.
     """
     model, precision = settings.model, settings.precision
     if not _use_transformer_engine():
         wanted = "without Transformer Engine on a GPU"
-        require(model.attention == "mha", "model.attention", model.attention, f"mha {wanted}")
+        require(
+            model.attention == "mha",
+            "model.attention",
+            model.attention,
+            f"mha {wanted}",
+        )
         if model.num_experts:
-            require(layout.tp == 1, "parallel.tp", layout.tp, f"1 for a MoE model {wanted}")
+            require(
+                layout.tp == 1, "parallel.tp", layout.tp, f"1 for a MoE model {wanted}"
+            )
     kind = MLATransformerConfig if model.attention == "mla" else TransformerConfig
     arguments = dict(
         **_architecture(model),
@@ -85,12 +124,14 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
         tensor_model_parallel_size=layout.tp,
-        sequence_parallel=layout.tp > 1 and model.num_experts > 0,  # Megatron's MoE layers ask for it
+        # Megatron's MoE layers ask for it
+        sequence_parallel=layout.tp > 1 and model.num_experts > 0,
         params_dtype=_DTYPES[precision.dtype],
         pipeline_dtype=_DTYPES[precision.dtype],
         bf16=precision.dtype == "bf16",
         fp16=precision.dtype == "fp16",
-        deterministic_mode=settings.run.exactness == BITWISE and torch.cuda.is_available(),
+        deterministic_mode=settings.run.exactness == BITWISE
+        and torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -99,7 +140,9 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
     try:
         return kind(**arguments)
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"model, parallel, train: Megatron refuses the combination: {error}") from error
+        raise ConfigError(
+            f"model, parallel, train: Megatron refuses the combination: {error}"
+        ) from error
 
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:
@@ -108,7 +151,8 @@ def _architecture(model: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.dense_ffn_hidden_size or model.moe_ffn_hidden_size,
         "gated_linear_unit": model.activation == "swiglu",
         "activation_func": F.silu if model.activation == "swiglu" else F.gelu,
-        # at EP=1 the forward pass of experts with biases fails in Megatron 0.16.1, checkpoints or not
+        # at EP=1 the forward pass of experts with biases fails in Megatron 0.16.1,
+        # checkpoints or not
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias,
         "init_method_std": model.init_std,
@@ -120,16 +164,23 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size or None,
-        "moe_layer_freq": [int(layer >= model.num_dense_layers) for layer in range(model.num_layers)],
+        "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size
+        or None,
+        "moe_layer_freq": [
+            int(layer >= model.num_dense_layers) for layer in range(model.num_layers)
+        ],
         "moe_router_topk": model.moe_topk,
-        "moe_router_load_balancing_type": model.moe_balancing if has_aux_loss else "none",
+        "moe_router_load_balancing_type": model.moe_balancing
+        if has_aux_loss
+        else "none",
         "moe_aux_loss_coeff": model.moe_aux_loss_coeff if has_aux_loss else 0.0,
         "moe_router_enable_expert_bias": model.moe_balancing == "bias",
         "moe_router_bias_update_rate": model.moe_bias_update_rate,
         "moe_z_loss_coeff": model.moe_z_loss_coeff,
         "moe_router_score_function": model.moe_score_function,
-        "moe_router_dtype": None if model.moe_router_dtype == "model" else model.moe_router_dtype,
+        "moe_router_dtype": None
+        if model.moe_router_dtype == "model"
+        else model.moe_router_dtype,
         "moe_expert_capacity_factor": model.moe_capacity_factor,
         "moe_pad_expert_input_to_capacity": model.moe_pad_to_capacity,
         "moe_token_dispatcher_type": "alltoall",
@@ -167,7 +218,11 @@ def _latent_attention(model: ModelConfig) -> dict[str, Any]:
 def _recompute(train: TrainConfig) -> dict[str, Any]:
     match train.recompute:
         case "full":
-            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
         case "selective":
             return {"recompute_granularity": "selective"}
         case _:
@@ -175,22 +230,30 @@ def _recompute(train: TrainConfig) -> dict[str, Any]:
 
 
 def _build_stage(
-    settings: Settings, config: TransformerConfig, vocab_size: int, router: type[TopKRouter]
+    settings: Settings,
+    config: TransformerConfig,
+    vocab_size: int,
+    router: type[TopKRouter],
 ) -> torch.nn.Module:
     model = settings.model
-    layers = get_gpt_decoder_block_spec(config, _use_transformer_engine(), normalization=model.normalization)
+    layers = get_gpt_decoder_block_spec(
+        config, _use_transformer_engine(), normalization=model.normalization
+    )
     if model.moe_grouped_gemm and not torch.cuda.is_available():
         group_experts(layers)
     use_router(layers, router)
     stage = GPTModel(
         config,
-        cast("Any", layers),  # annotated as one layer's spec, taken as a block's as well
+        # annotated as one layer's spec, taken as a block's as well
+        cast("Any", layers),
         vocab_size=vocab_size,
         max_sequence_length=settings.train.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=model.tied_embeddings,
-        position_embedding_type="rope" if model.position_embedding == "rope" else "learned_absolute",
+        position_embedding_type="rope"
+        if model.position_embedding == "rope"
+        else "learned_absolute",
         rotary_base=model.rotary_base,
     )
     if torch.cuda.is_available():
@@ -198,40 +261,80 @@ def _build_stage(
     precision = settings.precision
     if precision.fp8 and not torch.cuda.is_available():
         is_delayed = precision.fp8_recipe == "delayed"
-        delayed = fp8_linear.DelayedScaling(stage_group, precision.fp8_amax_history_len) if is_delayed else None
+        delayed = (
+            fp8_linear.DelayedScaling(stage_group, precision.fp8_amax_history_len)
+            if is_delayed
+            else None
+        )
         fp8_linear.use_fp8(stage, delayed, blocks=precision.fp8_recipe == "blockwise")
     wrapped = stage if precision.dtype == "fp32" else Float16Module(config, stage)
     if precision.fp8_param_gather and not torch.cuda.is_available():
-        cpu_fp8_tensors.convert(wrapped, fp8_linear.quantizer_of)  # a wrapper that changes types would undo it
+        # a wrapper that changes types would undo it
+        cpu_fp8_tensors.convert(wrapped, fp8_linear.quantizer_of)
     return wrapped
 
 
 def _use_transformer_engine() -> bool:
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return (
+        torch.cuda.is_available()
+        and importlib.util.find_spec("transformer_engine") is not None
+    )
 
 
 def _require_formats(settings: Settings) -> None:
-    """Raise ConfigError for a number format that these layers or this optimizer cannot do."""
+    """Raise ConfigError for a number format that these layers or this optimizer cannot
+    do.
+    """
     precision, train = settings.precision, settings.train
     if precision.fp8 and torch.cuda.is_available():
-        require(_use_transformer_engine(), "precision.fp8", True, "false on a GPU without Transformer Engine")
+        require(
+            _use_transformer_engine(),
+            "precision.fp8",
+            True,
+            "false on a GPU without Transformer Engine",
+        )
     elif precision.fp8 and precision.fp8_recipe == "delayed":
         wanted = "none with precision.fp8_recipe=delayed on a CPU"
         require(train.recompute == "none", "train.recompute", train.recompute, wanted)
     if precision.fp8_param_gather:
         wanted = "true where precision.fp8_param_gather=true"
-        require(train.distributed_optimizer, "train.distributed_optimizer", train.distributed_optimizer, wanted)
+        require(
+            train.distributed_optimizer,
+            "train.distributed_optimizer",
+            train.distributed_optimizer,
+            wanted,
+        )
     if not precision.state_format.is_plain:
-        wanted = f"true where precision.master, exp_avg or exp_avg_sq are not fp32 (got {precision.state_format})"
-        require(train.distributed_optimizer, "train.distributed_optimizer", train.distributed_optimizer, wanted)
+        wanted = (
+            "true where precision.master, exp_avg or exp_avg_sq are not fp32 (got"
+            f" {precision.state_format})"
+        )
+        require(
+            train.distributed_optimizer,
+            "train.distributed_optimizer",
+            train.distributed_optimizer,
+            wanted,
+        )
         has_fused = not torch.cuda.is_available() or _use_transformer_engine()
-        require(has_fused, "precision", str(precision.state_format), "FP32 states on a GPU without Transformer Engine")
+        require(
+            has_fused,
+            "precision",
+            str(precision.state_format),
+            "FP32 states on a GPU without Transformer Engine",
+        )
         supported = precision.master != "fp8" or not torch.cuda.is_available()
-        require(supported, "precision.master", precision.master, "fp32, fp16 or remainder: FusedAdam has no FP8 master")
+        require(
+            supported,
+            "precision.master",
+            precision.master,
+            "fp32, fp16 or remainder: FusedAdam has no FP8 master",
+        )
 
 
 def _optimizer_config(settings: Settings) -> OptimizerConfig:
-    """Return Megatron's own configuration. On a CPU the reference of FusedAdam is installed for what is not FP32."""
+    """Return Megatron's own configuration. On a CPU the reference of FusedAdam is
+    installed for what is not FP32.
+    """
     arguments = _optimizer_arguments(settings)
     if settings.precision.state_format.is_plain:
         return OptimizerConfig(**arguments)
@@ -248,7 +351,9 @@ def _stored_as(precision: PrecisionConfig) -> dict[str, Any]:
     has_remainders = precision.master == "remainder"
     return {
         "use_precision_aware_optimizer": True,
-        "main_params_dtype": torch.float32 if has_remainders else _STATE_DTYPES[precision.master],
+        "main_params_dtype": torch.float32
+        if has_remainders
+        else _STATE_DTYPES[precision.master],
         "exp_avg_dtype": _STATE_DTYPES[precision.exp_avg],
         "exp_avg_sq_dtype": _STATE_DTYPES[precision.exp_avg_sq],
         "store_param_remainders": has_remainders,

@@ -1,4 +1,6 @@
-"""The folder of a command that runs several jobs: a run folder for each, with the job's output beside it."""
+"""The folder of a command that runs several jobs: a run folder for each, with the job's
+output beside it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,21 @@ from moe_ckpt.errors import ConfigError
 
 
 def make_output_folder(wanted: Path | None, command: str) -> Path:
-    """Return the folder, outputs/DATE/TIME-COMMAND where none is wanted. Raises ConfigError if it cannot be made."""
-    folder = wanted or Path("outputs") / f"{datetime.now():%Y-%m-%d}" / f"{datetime.now():%H-%M-%S}-{command}"
+    """Return the folder, outputs/DATE/TIME-COMMAND where none is wanted. Raises
+    ConfigError if it cannot be made.
+    """
+    folder = (
+        wanted
+        or Path("outputs")
+        / f"{datetime.now():%Y-%m-%d}"
+        / f"{datetime.now():%H-%M-%S}-{command}"
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"-o: got {str(folder)!r}, wanted a folder that can be written ({error})") from error
+        raise ConfigError(
+            f"-o: got {str(folder)!r}, wanted a folder that can be written ({error})"
+        ) from error
     return folder.resolve()
 
 

@@ -1,7 +1,8 @@
-"""Command lines of settings: Hydra's overrides, and no option of Hydra's own. Imports no Hydra.
+"""Command lines of settings: Hydra's overrides, and no option of Hydra's own. Imports
+no Hydra.
 
-`train`, `simulate` and `moe-ckpt train` share this module. An override is `GROUP=FILE`, `KEY=VALUE`, `+KEY=VALUE` or
-`~KEY`.
+`train`, `simulate` and `moe-ckpt train` share this module. An override is `GROUP=FILE`,
+`KEY=VALUE`, `+KEY=VALUE` or `~KEY`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,28 @@ CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 _INSTEAD = {
     ("--multirun", "-m"): "one start for each value: there are no sweeps yet",
     ("--config-dir", "-cd"): "overrides of the settings that --help lists",
-    ("--config-name", "-cn", "--config-path", "-cp"): "overrides of the settings that --help lists",
-    ("--info", "-i", "--hydra-help", "--package", "-p", "--resolve", "-c"): "--help, or --cfg job",
-    ("--run", "-r", "--experimental-rerun", "--shell-completion", "-sc"): "no option of Hydra",
+    (
+        "--config-name",
+        "-cn",
+        "--config-path",
+        "-cp",
+    ): "overrides of the settings that --help lists",
+    (
+        "--info",
+        "-i",
+        "--hydra-help",
+        "--package",
+        "-p",
+        "--resolve",
+        "-c",
+    ): "--help, or --cfg job",
+    (
+        "--run",
+        "-r",
+        "--experimental-rerun",
+        "--shell-completion",
+        "-sc",
+    ): "no option of Hydra",
 }
 """Options of Hydra, which would train nothing, and what to use."""
 
@@ -31,10 +51,23 @@ _INSTEAD = {
 def make_parser(prog: str, description: str) -> Parser:
     """Return the parser of a command that takes overrides."""
     parser = Parser(prog=prog, description=description, add_help=False)
-    parser.add_argument("-h", "--help", action="store_true", help="explain all options and settings, and end")
-    parser.add_argument("--version", action="version", version=f"moe-ckpt {__version__}")
-    parser.add_argument("--cfg", choices=["job"], help="print the settings as they are composed, and end")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="GROUP=FILE or KEY=VALUE")
+    parser.add_argument(
+        "-h",
+        "--help",
+        action="store_true",
+        help="explain all options and settings, and end",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"moe-ckpt {__version__}"
+    )
+    parser.add_argument(
+        "--cfg",
+        choices=["job"],
+        help="print the settings as they are composed, and end",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="GROUP=FILE or KEY=VALUE"
+    )
     return parser
 
 
@@ -63,7 +96,9 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def require_one_value_each(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for a setting, or a choice of a file, that has two different values, or no text."""
+    """Raise ConfigError for a setting, or a choice of a file, that has two different
+    values, or no text.
+    """
     values: dict[str, str] = {}
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
@@ -74,7 +109,9 @@ def require_one_value_each(overrides: Sequence[str]) -> None:
 
 
 def last_values(overrides: Sequence[str]) -> list[str]:
-    """Return overrides without those whose setting has another value later: defaults of a script, then its user's."""
+    """Return overrides without those whose setting has another value later: defaults of
+    a script, then its user's.
+    """
     last = {override.lstrip("+").partition("=")[0]: override for override in overrides}
     return list(last.values())
 
@@ -98,6 +135,11 @@ def help_text(name: str, overrides: Sequence[str]) -> str:
         choices = sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
         choice = asked.get(group) or default
         require_choice(group, choice, choices)
-        parts.append(f"# {group}={choice}; GROUP=CHOICE chooses another one: {', '.join(choices)}")
-        parts.append(textwrap.indent((CONF_DIR / group / f"{choice}.yaml").read_text(), "  "))
+        parts.append(
+            f"# {group}={choice}; GROUP=CHOICE chooses another one:"
+            f" {', '.join(choices)}"
+        )
+        parts.append(
+            textwrap.indent((CONF_DIR / group / f"{choice}.yaml").read_text(), "  ")
+        )
     return "\n".join(parts)

@@ -1,4 +1,6 @@
-"""How many parameters a model of given settings has, operator by operator. Pure arithmetic: no torch, no Megatron."""
+"""How many parameters a model of given settings has, operator by operator. Pure
+arithmetic: no torch, no Megatron.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +12,75 @@ from moe_ckpt.types import OperatorId, OperatorKind, ParallelLayout
 
 
 def padded_vocab_size(num_tokens: int, layout: ParallelLayout) -> int:
-    """Return the vocabulary rounded up to what tensor parallelism divides, and to 64 for the kernels' sake."""
+    """Return the vocabulary rounded up to what tensor parallelism divides, and to 64
+    for the kernels' sake.
+    """
     multiple = math.lcm(64, layout.tp)
     return -(-num_tokens // multiple) * multiple
 
 
-def count_parameters(model: ModelConfig, vocab_size: int, max_sequence_length: int = 0) -> tuple[int, int]:
-    """Return (total, active) parameters: active are those that a token meets, with the routed experts it goes to.
+def count_parameters(
+    model: ModelConfig, vocab_size: int, max_sequence_length: int = 0
+) -> tuple[int, int]:
+    """Return (total, active) parameters: active are those that a token meets, with the
+    routed experts it goes to.
 
-    Worked example, `tiny` with 256 byte tokens: 4 layers of 8 experts with 3 * 64 * 128 weights each are 786,432.
+    Worked example, `tiny` with 256 byte tokens: 4 layers of 8 experts with 3 * 64 * 128
+    weights each are 786,432.
     """
-    total = sum(count for _, count in operator_parameters(model, vocab_size, max_sequence_length))
+    total = sum(
+        count
+        for _, count in operator_parameters(model, vocab_size, max_sequence_length)
+    )
     if not model.num_experts:
         return total, total
-    num_idle = (model.num_layers - model.num_dense_layers) * (model.num_experts - model.moe_topk)
+    num_idle = (model.num_layers - model.num_dense_layers) * (
+        model.num_experts - model.moe_topk
+    )
     return total, total - num_idle * _mlp_parameters(model, model.moe_ffn_hidden_size)
 
 
 def operator_parameters(
     model: ModelConfig, vocab_size: int, max_sequence_length: int = 0
 ) -> Iterator[tuple[OperatorId, int]]:
-    """Yield the operators of the whole model from front to back, each with its parameters."""
+    """Yield the operators of the whole model from front to back, each with its
+    parameters.
+    """
     norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
     positions = max_sequence_length if model.position_embedding == "learned" else 0
-    yield OperatorId(kind=OperatorKind.EMBEDDING), (vocab_size + positions) * model.hidden_size
+    yield (
+        OperatorId(kind=OperatorKind.EMBEDDING),
+        (vocab_size + positions) * model.hidden_size,
+    )
     for layer in range(model.num_layers):
         yield from _layer_parameters(model, layer, norm)
     yield OperatorId(kind=OperatorKind.FINAL_NORM), norm
-    yield OperatorId(kind=OperatorKind.OUTPUT), 0 if model.tied_embeddings else vocab_size * model.hidden_size
+    yield (
+        OperatorId(kind=OperatorKind.OUTPUT),
+        0 if model.tied_embeddings else vocab_size * model.hidden_size,
+    )
 
 
-def _layer_parameters(model: ModelConfig, layer: int, norm: int) -> Iterator[tuple[OperatorId, int]]:
+def _layer_parameters(
+    model: ModelConfig, layer: int, norm: int
+) -> Iterator[tuple[OperatorId, int]]:
     block = OperatorId(kind=OperatorKind.BLOCK, layer=layer)
     outside_mlp = _attention_parameters(model) + 2 * norm
     if not model.num_experts or layer < model.num_dense_layers:
-        yield block, outside_mlp + _mlp_parameters(model, model.dense_ffn_hidden_size or model.moe_ffn_hidden_size)
+        yield (
+            block,
+            outside_mlp
+            + _mlp_parameters(
+                model, model.dense_ffn_hidden_size or model.moe_ffn_hidden_size
+            ),
+        )
         return
     shared = model.shared_expert_ffn_hidden_size
     yield block, outside_mlp + (_mlp_parameters(model, shared) if shared else 0)
-    yield OperatorId(kind=OperatorKind.GATE, layer=layer), model.num_experts * (model.hidden_size + model.linear_bias)
+    yield (
+        OperatorId(kind=OperatorKind.GATE, layer=layer),
+        model.num_experts * (model.hidden_size + model.linear_bias),
+    )
     expert = _mlp_parameters(model, model.moe_ffn_hidden_size)
     for number in range(model.num_experts):
         yield OperatorId(kind=OperatorKind.EXPERT, layer=layer, expert=number), expert
@@ -81,5 +113,7 @@ def _latent_attention_parameters(model: ModelConfig) -> int:
     rank = model.mla_q_lora_rank
     queries = hidden * query if rank is None else hidden * rank + rank * query
     keys_values = hidden * (model.mla_kv_lora_rank + model.mla_qk_pos_emb_head_dim)
-    keys_values += model.mla_kv_lora_rank * heads * (model.mla_qk_head_dim + model.mla_v_head_dim)
+    keys_values += (
+        model.mla_kv_lora_rank * heads * (model.mla_qk_head_dim + model.mla_v_head_dim)
+    )
     return queries + keys_values + heads * model.mla_v_head_dim * hidden

@@ -23,7 +23,8 @@ def end_session(process: subprocess.Popen[bytes], *, within_s: float = 20.0) -> 
 
     Args:
         process: The command, which has begun a session of its own.
-        within_s: The time that processes have to end by themselves; then they are killed.
+        within_s: The time that processes have to end by themselves; then they are
+            killed.
     """
     until_s = time.monotonic() + within_s
     with contextlib.suppress(ProcessLookupError):  # none is left
@@ -37,7 +38,9 @@ def end_session(process: subprocess.Popen[bytes], *, within_s: float = 20.0) -> 
 
 
 def end_job(process: subprocess.Popen[bytes], *, within_s: float = 20.0) -> None:
-    """End a job that still runs; torchrun ends the processes that it has started. After `within_s` it is killed."""
+    """End a job that still runs; torchrun ends the processes that it has started. After
+    `within_s` it is killed.
+    """
     if process.poll() is None:
         process.terminate()
         try:

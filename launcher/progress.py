@@ -1,4 +1,6 @@
-"""A run's output on global rank 0: a progress bar or lines, TensorBoard scalars, and the last line."""
+"""A run's output on global rank 0: a progress bar or lines, TensorBoard scalars, and
+the last line.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from torch.utils.tensorboard import SummaryWriter
 
 from launcher.config import AUTO, RunConfig
@@ -40,7 +48,12 @@ class Bar:
     """A rich progress bar, for terminals."""
 
     def __init__(self, total: int, done: int) -> None:
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[facts]}"))
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[facts]}"),
+        )
         # standard output has the last line alone, for programs that read it
         self._progress = Progress(*columns, console=Console(stderr=True))
         self._task = self._progress.add_task("", total=total, completed=done, facts="")
@@ -68,7 +81,10 @@ class Lines:
         last = committed.iteration == self._total
         if time.monotonic() >= self._next_s or last:
             self._next_s = time.monotonic() + _SECONDS_BETWEEN_LINES
-            self.note(f"iteration {committed.iteration:>6}/{self._total}  {_facts(committed, tokens_per_s)}")
+            self.note(
+                f"iteration {committed.iteration:>6}/{self._total} "
+                f" {_facts(committed, tokens_per_s)}"
+            )
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -77,8 +93,12 @@ class Lines:
         pass
 
 
-def open_display(run: RunConfig, *, global_rank: int, total: int, done: int) -> Display | None:
-    """Return the display of this rank's progress; None on every rank but 0, and for `run.progress=none`."""
+def open_display(
+    run: RunConfig, *, global_rank: int, total: int, done: int
+) -> Display | None:
+    """Return the display of this rank's progress; None on every rank but 0, and for
+    `run.progress=none`.
+    """
     if global_rank != 0 or run.progress == "none":
         return None
     if run.progress == "bar" or (run.progress == AUTO and sys.stderr.isatty()):
@@ -88,11 +108,15 @@ def open_display(run: RunConfig, *, global_rank: int, total: int, done: int) -> 
 
 def _facts(committed: IterationCommitted, tokens_per_s: float) -> str:
     skipped = "  overflow, skipped" if committed.skipped else ""
-    return f"loss {committed.loss:.4f}  {tokens_per_s:,.0f} tokens/s  {committed.seconds:.2f} s/iteration{skipped}"
+    return (
+        f"loss {committed.loss:.4f}  {tokens_per_s:,.0f} tokens/s "
+        f" {committed.seconds:.2f} s/iteration{skipped}"
+    )
 
 
 class Scalars:
-    """TensorBoard scalars; purges an earlier incarnation's values of iterations that are run again.
+    """TensorBoard scalars; purges an earlier incarnation's values of iterations that
+    are run again.
 
     A disk that fills ends the scalars with a warning, not the run.
     """

@@ -9,7 +9,9 @@ from moe_ckpt.events import Event, ModelBuilt, read_events
 
 
 def exactness_of(events: Iterable[Event]) -> str | None:
-    """Return `bitwise` or `state`, as the newest worker has it; None: no worker has built its model."""
+    """Return `bitwise` or `state`, as the newest worker has it; None: no worker has
+    built its model.
+    """
     newest = None
     for event in events:
         if isinstance(event, ModelBuilt):
@@ -18,8 +20,12 @@ def exactness_of(events: Iterable[Event]) -> str | None:
 
 
 def read_exactness(run: Path) -> str | None:
-    """Return the promise of a run's rank 0; None: that rank has no events, or has not built its model yet."""
+    """Return the promise of a run's rank 0; None: that rank has no events, or has not
+    built its model yet.
+    """
     path = run / "events" / "rank0000.jsonl"
     if not path.exists():
         return None
-    return exactness_of(logged.event for logged in read_events(path, only=[ModelBuilt.__name__]))
+    return exactness_of(
+        logged.event for logged in read_events(path, only=[ModelBuilt.__name__])
+    )

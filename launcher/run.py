@@ -1,4 +1,6 @@
-"""One run of one process, from settings to result: what the launcher builds for `moe_ckpt.loop`."""
+"""One run of one process, from settings to result: what the launcher builds for
+`moe_ckpt.loop`.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +42,40 @@ from moe_ckpt.types import ParallelLayout
 _UNSPLIT = ParallelLayout(pp=1, dp=1, ep=1, tp=1)
 _BLOCK = "data.path: samples shuffled together"
 _OF_COURSE = (
-    *("global_batch_size", "sequence_length", "seed", "optimizer", "distributed_optimizer"),
-    *("lr", "min_lr", "lr_schedule", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+    *(
+        "global_batch_size",
+        "sequence_length",
+        "seed",
+        "optimizer",
+        "distributed_optimizer",
+    ),
+    *(
+        "lr",
+        "min_lr",
+        "lr_schedule",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+        "clip_grad",
+    ),
 )
 AroundHooks = Callable[[TrainingHooks], TrainingHooks]
 
 
 def run(
-    settings: Settings, *, store: dist.Store | None = None, around_hooks: AroundHooks = lambda hooks: hooks
+    settings: Settings,
+    *,
+    store: dist.Store | None = None,
+    around_hooks: AroundHooks = lambda hooks: hooks,
 ) -> dict[str, Any]:
     """Train without a supervisor, in ranks that need not be torchrun's.
 
     Args:
         settings: The settings of the run.
         store: Where the ranks meet; None: in torchrun's store.
-        around_hooks: May wrap the hooks that the iteration calls, to inject faults, say.
+        around_hooks: May wrap the hooks that the iteration calls, to inject faults,
+            say.
 
     Returns:
         The contents of result.json.
@@ -62,21 +83,33 @@ def run(
     Raises:
         MoeCkptError: An error that a user can mend, on all ranks.
     """
-    result = run_in(PlainWorker(settings.job, read_launch(), store), settings, around_hooks=around_hooks)
+    result = run_in(
+        PlainWorker(settings.job, read_launch(), store),
+        settings,
+        around_hooks=around_hooks,
+    )
     parallel_state.destroy_model_parallel()
     return result
 
 
 def run_in(
-    worker: WorkerProcess, settings: Settings, *, around_hooks: AroundHooks = lambda hooks: hooks
+    worker: WorkerProcess,
+    settings: Settings,
+    *,
+    around_hooks: AroundHooks = lambda hooks: hooks,
 ) -> dict[str, Any]:
     """Train in one process of a rank, supervised or not; `run` has the rest."""
-    layout = lay_out(settings, worker.launch.world_size, is_supervised=worker.is_supervised)
+    layout = lay_out(
+        settings, worker.launch.world_size, is_supervised=worker.is_supervised
+    )
     build = functools.partial(_build, settings, layout)
     result = run_worker(worker, build, use_cpu=use_cpu, around_hooks=around_hooks)
     if worker.launch.global_rank == 0:
         eval_loss, digest = result["eval_loss"], result["digest"]
-        print(f"done: iteration {result['iteration']}, evaluation loss {eval_loss:.4f}, digest {digest}")
+        print(
+            f"done: iteration {result['iteration']}, evaluation loss {eval_loss:.4f},"
+            f" digest {digest}"
+        )
     return result
 
 
@@ -92,7 +125,9 @@ def use_cpu() -> bool:
 
 
 def form_groups(layout: ParallelLayout, seed: int) -> None:
-    """Form Megatron's process groups and seed its generators, differently on each stage, as Megatron does."""
+    """Form Megatron's process groups and seed its generators, differently on each
+    stage, as Megatron does.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -104,7 +139,9 @@ def form_groups(layout: ParallelLayout, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
 
 
-def _build(settings: Settings, layout: ParallelLayout, joined: JoinedWorker[Any]) -> Training:
+def _build(
+    settings: Settings, layout: ParallelLayout, joined: JoinedWorker[Any]
+) -> Training:
     """Return this rank's training, for which a supervised rank waits for no other."""
     train = settings.train
     if torch.cuda.is_available():
@@ -115,7 +152,9 @@ def _build(settings: Settings, layout: ParallelLayout, joined: JoinedWorker[Any]
     size = _corpus_size(settings, joined.folder)
     source = _open_source_everywhere(settings, joined.folder, size)
     router = BoostedRouter if settings.ckpt.capacity_boost else TopKRouter
-    state = build_training(settings, layout, _vocab_size(settings, source, layout), router)
+    state = build_training(
+        settings, layout, _vocab_size(settings, source, layout), router
+    )
     dp_rank = parallel_state.get_data_parallel_rank()
     course = RunCourse(
         joined.folder.path,
@@ -136,32 +175,57 @@ def _build(settings: Settings, layout: ParallelLayout, joined: JoinedWorker[Any]
 
 
 def _corpus_size(settings: Settings, folder: RunFolder) -> CorpusSize:
-    """Return how many samples a corpus must have, and how many of them the run's first start shuffled together."""
+    """Return how many samples a corpus must have, and how many of them the run's first
+    start shuffled together.
+    """
     train = settings.train
     of_run = train.iterations * train.global_batch_size
     if settings.data.source != "megatron":
         return CorpusSize(num_samples=of_run, block=of_run)
     course, done = read_course(folder.path), 0
-    if course is None and train.resume not in (AUTO, NEVER) and Path(train.resume).exists():
+    if (
+        course is None
+        and train.resume not in (AUTO, NEVER)
+        and Path(train.resume).exists()
+    ):
         checkpoint = checkpoint_at(Path(train.resume))
         course, done = read_course(checkpoint), read_manifest(checkpoint).iteration
     if course is None:
         return CorpusSize(num_samples=of_run, block=of_run)
-    # of another run: up to its checkpoint in its batches, and from there on in batches of this run
+    # of another run: up to its checkpoint in its batches, and from there on in batches
+    # of this run
     began = done or course.began_after
-    num_samples = course.consumed(began) + (train.iterations - began) * train.global_batch_size
+    num_samples = (
+        course.consumed(began) + (train.iterations - began) * train.global_batch_size
+    )
     block = course.settings.get(_BLOCK)
-    return CorpusSize(num_samples=num_samples, block=block if isinstance(block, int) else of_run)
+    return CorpusSize(
+        num_samples=num_samples, block=block if isinstance(block, int) else of_run
+    )
 
 
-def _course(settings: Settings, source: TokenSource, size: CorpusSize) -> dict[str, Setting]:
-    """Return the settings that decide the states of a run; lengths of the schedule are a part of the state itself."""
+def _course(
+    settings: Settings, source: TokenSource, size: CorpusSize
+) -> dict[str, Setting]:
+    """Return the settings that decide the states of a run; lengths of the schedule are
+    a part of the state itself.
+    """
     train = {f"train.{name}": getattr(settings.train, name) for name in _OF_COURSE}
-    data = {f"data.{name}": getattr(settings.data, name) for name in ("source", "eval_fraction", "seed")}
+    data = {
+        f"data.{name}": getattr(settings.data, name)
+        for name in ("source", "eval_fraction", "seed")
+    }
     return {
-        **{f"model.{name}": value for name, value in asdict(settings.model).items() if name != "name"},
+        **{
+            f"model.{name}": value
+            for name, value in asdict(settings.model).items()
+            if name != "name"
+        },
         "model.vocab_size": _vocab_size(settings, source, _UNSPLIT),
-        **{f"precision.{name}": value for name, value in asdict(settings.precision).items()},
+        **{
+            f"precision.{name}": value
+            for name, value in asdict(settings.precision).items()
+        },
         **train,
         **data,
         **source.inputs,
@@ -169,35 +233,59 @@ def _course(settings: Settings, source: TokenSource, size: CorpusSize) -> dict[s
     }
 
 
-def _open_source_everywhere(settings: Settings, folder: RunFolder, size: CorpusSize) -> TokenSource:
+def _open_source_everywhere(
+    settings: Settings, folder: RunFolder, size: CorpusSize
+) -> TokenSource:
     opened: list[TokenSource] = []
     wanted = settings.model.vocab_size
-    if settings.data.source == "text" and folder.path.is_relative_to(Path(settings.data.path or "").resolve()):
+    if settings.data.source == "text" and folder.path.is_relative_to(
+        Path(settings.data.path or "").resolve()
+    ):
         # events of the run would become a part of its data
-        raise ConfigError(f"data.path: got {settings.data.path!r}, wanted a folder without the run folder in it")
+        raise ConfigError(
+            f"data.path: got {settings.data.path!r}, wanted a folder without the run"
+            " folder in it"
+        )
 
     def vocab_size_of_mine() -> int:  # not the source itself: that is the whole text
         source = open_source(
-            settings.data, settings.train, None if wanted == AUTO else int(wanted), folder.path / "cache", size
+            settings.data,
+            settings.train,
+            None if wanted == AUTO else int(wanted),
+            folder.path / "cache",
+            size,
         )
         if wanted != AUTO and source.vocab_size > int(wanted):
-            raise DataError(f"model.vocab_size: got {wanted}, wanted at least the data's {source.vocab_size}")
+            raise DataError(
+                f"model.vocab_size: got {wanted}, wanted at least the data's"
+                f" {source.vocab_size}"
+            )
         opened.append(source)
         return source.vocab_size
 
     sizes = gather_results(TorchRanks(), vocab_size_of_mine, DataError)
-    require(len(set(sizes)) == 1, "data.path: vocabulary size on each rank", sizes, "the same everywhere")
+    require(
+        len(set(sizes)) == 1,
+        "data.path: vocabulary size on each rank",
+        sizes,
+        "the same everywhere",
+    )
     return opened[0]
 
 
 def _vocab_size(settings: Settings, source: TokenSource, layout: ParallelLayout) -> int:
     wanted = settings.model.vocab_size
-    return padded_vocab_size(source.vocab_size if wanted == AUTO else int(wanted), layout)
+    return padded_vocab_size(
+        source.vocab_size if wanted == AUTO else int(wanted), layout
+    )
 
 
 def _fingerprint(settings: Settings, source: TokenSource) -> str:
-    """Return a short hash over everything that shapes the saved state, at whatever layout, and a format of its own."""
-    # without tensor parallelism, whose padding differs: a checkpoint may be loaded at another layout
+    """Return a short hash over everything that shapes the saved state, at whatever
+    layout, and a format of its own.
+    """
+    # without tensor parallelism, whose padding differs: a checkpoint may be loaded at
+    # another layout
     vocab_size = _vocab_size(settings, source, _UNSPLIT)
     shaping = {
         "model": {**asdict(settings.model), "vocab_size": vocab_size},
@@ -206,10 +294,19 @@ def _fingerprint(settings: Settings, source: TokenSource) -> str:
         "distributed_optimizer": settings.train.distributed_optimizer,
         "sequence_length": settings.train.sequence_length,
     }
-    fingerprint = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+    fingerprint = hashlib.sha256(
+        json.dumps(shaping, sort_keys=True).encode()
+    ).hexdigest()[:16]
     stored = settings.precision.state_format
     precision = settings.precision
     if not precision.fp8:
         return fingerprint if stored.is_plain else f"{fingerprint} in {stored}"
-    recipe = "" if precision.fp8_recipe == "tensorwise" else f", FP8 with {precision.fp8_recipe} scaling"
-    return f"{fingerprint} in {stored}{recipe}{', FP8 parameters' if precision.fp8_param_gather else ''}"
+    recipe = (
+        ""
+        if precision.fp8_recipe == "tensorwise"
+        else f", FP8 with {precision.fp8_recipe} scaling"
+    )
+    return (
+        f"{fingerprint} in"
+        f" {stored}{recipe}{', FP8 parameters' if precision.fp8_param_gather else ''}"
+    )

@@ -18,8 +18,14 @@ def require_servable(settings: Settings) -> None:
     if not servers.mirrors:
         return
     sharded, where = settings.train.distributed_optimizer, "where ckpt.capture=mirror"
-    wanted = f"false {where}: a sharded optimizer gathers weights over the network, and not gradients"
+    wanted = (
+        f"false {where}: a sharded optimizer gathers weights over the network, and not"
+        " gradients"
+    )
     require(not sharded, "train.distributed_optimizer", sharded, wanted)
     dtype = settings.precision.dtype
-    wanted = f"bf16 or fp32 {where}: gradients of scaled losses differ from those that cross the network"
+    wanted = (
+        f"bf16 or fp32 {where}: gradients of scaled losses differ from those that cross"
+        " the network"
+    )
     require(dtype != "fp16", "precision.dtype", dtype, wanted)

@@ -14,7 +14,12 @@ from pathlib import Path
 
 from launcher.overrides import help_text, make_parser, parse
 from launcher.simulator.comparison import compare
-from launcher.simulator.config import compose_machine, compose_request, compose_simulation, compose_yaml
+from launcher.simulator.config import (
+    compose_machine,
+    compose_request,
+    compose_simulation,
+    compose_yaml,
+)
 from launcher.simulator.plan_lines import host_memory, plan_lines
 from launcher.simulator.planning import rank_policies
 from launcher.simulator.published_page import read_cells, write_page
@@ -31,7 +36,9 @@ _DESCRIPTION = """Simulates training under faults: predicts ETTR, overhead and m
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Simulate what the arguments say, or say in one message why not; return the exit status."""
+    """Simulate what the arguments say, or say in one message why not; return the exit
+    status.
+    """
     return exit_status(lambda: _answer(arguments))
 
 
@@ -74,51 +81,106 @@ def _simulate(arguments: Sequence[str]) -> None:
 
 def lines_of(result: Result) -> list[str]:
     """Return a result for people, a line for each fact."""
-    setup, saving, prediction = result.simulation.setup, result.saving, result.prediction
+    setup, saving, prediction = (
+        result.simulation.setup,
+        result.saving,
+        result.prediction,
+    )
     costs, ledger = setup.costs, result.first.ledger
     formula = _NOTHING if prediction.formula is None else f"{prediction.formula:.4f}"
-    parts = {"of use": ledger.useful_s, "stalls": ledger.stall_s, "trained again": ledger.again_s}
+    parts = {
+        "of use": ledger.useful_s,
+        "stalls": ledger.stall_s,
+        "trained again": ledger.again_s,
+    }
     parts["recovering"] = ledger.recovery_s
     return [
-        f"job            {setup.job.layout} on {setup.cluster.name}, {setup.job.num_micro_batches} micro-batches",
+        (
+            f"job            {setup.job.layout} on {setup.cluster.name},"
+            f" {setup.job.num_micro_batches} micro-batches"
+        ),
         f"iteration      {costs.iteration_s:.4g} s",
         f"policy         {saving.name}: {cadence(result)}",
-        f"overhead       {prediction.overhead * costs.iteration_s:.4g} s an iteration ({prediction.overhead:.2%})",
+        (
+            f"overhead       {prediction.overhead * costs.iteration_s:.4g} s an"
+            f" iteration ({prediction.overhead:.2%})"
+        ),
         f"host memory    {host_memory(result)} GB a node",
-        f"faults         {prediction.num_faults:.4g}, {prediction.recovery_s:.6g} s for them in all",
-        f"ETTR           {prediction.ettr:.4f} (+- {prediction.spread:.4f} between runs; closed formula {formula})",
+        (
+            f"faults         {prediction.num_faults:.4g}, {prediction.recovery_s:.6g} s"
+            " for them in all"
+        ),
+        (
+            f"ETTR           {prediction.ettr:.4f} (+- {prediction.spread:.4f} between"
+            f" runs; closed formula {formula})"
+        ),
         f"lost tokens    {prediction.plt:.2%} (PLT; MLT {prediction.mlt:.2%})",
-        f"the first run  {result.first.iterations} iterations in {ledger.wall_s:.6g} s: "
-        + ", ".join(f"{name} {seconds / ledger.wall_s:.2%}" for name, seconds in parts.items()),
+        f"the first run  {result.first.iterations} iterations in"
+        f" {ledger.wall_s:.6g} s: "
+        + ", ".join(
+            f"{name} {seconds / ledger.wall_s:.2%}" for name, seconds in parts.items()
+        ),
     ]
 
 
 def cadence(result: Result) -> str:
     """Return how often a policy saves, in words."""
     saving = result.saving
-    durable = f"whole checkpoints every {saving.durable.every_iters} iterations" if saving.durable else ""
+    durable = (
+        f"whole checkpoints every {saving.durable.every_iters} iterations"
+        if saving.durable
+        else ""
+    )
     if not saving.settled.repeat:
         return durable or "saves nothing"
     interval = int(saving.settled.interval_iters)
     if saving.recovery is Recovery.LOCAL:
         num_slots = saving.settled.repeat[0].num_slots
-        snapshots = f"window {num_slots}" + (f" every {interval} iterations" if interval > num_slots else "")
+        snapshots = f"window {num_slots}" + (
+            f" every {interval} iterations" if interval > num_slots else ""
+        )
     else:
-        snapshots = f"snapshots every {interval} iterations" if interval > 1 else "snapshots every iteration"
+        snapshots = (
+            f"snapshots every {interval} iterations"
+            if interval > 1
+            else "snapshots every iteration"
+        )
     return f"{snapshots}, {durable}" if durable else snapshots
 
 
 def print_rows(rows: Iterable[Row]) -> None:
     """Print an experiment's results as they come."""
-    head = ("case", "policy", "variant", "interval", "overhead", "recovery, s", "ETTR", "formula", "lost tokens")
+    head = (
+        "case",
+        "policy",
+        "variant",
+        "interval",
+        "overhead",
+        "recovery, s",
+        "ETTR",
+        "formula",
+        "lost tokens",
+    )
     form = "{:<22} {:<12} {:<8} {:>8} {:>9} {:>12} {:>8} {:>8} {:>12}"
     print(form.format(*head))
     for row in rows:
         result = row.result
         prediction = result.prediction
-        formula = _NOTHING if prediction.formula is None else f"{prediction.formula:.3f}"
-        values = (f"{prediction.overhead:.1%}", f"{prediction.recovery_s:.0f}", f"{prediction.ettr:.3f}", formula)
-        names = (row.case, row.policy, row.variant, int(result.saving.settled.interval_iters) or _NOTHING)
+        formula = (
+            _NOTHING if prediction.formula is None else f"{prediction.formula:.3f}"
+        )
+        values = (
+            f"{prediction.overhead:.1%}",
+            f"{prediction.recovery_s:.0f}",
+            f"{prediction.ettr:.3f}",
+            formula,
+        )
+        names = (
+            row.case,
+            row.policy,
+            row.variant,
+            int(result.saving.settled.interval_iters) or _NOTHING,
+        )
         print(form.format(*names, *values, f"{prediction.plt:.2%}"), flush=True)
 
 

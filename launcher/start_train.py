@@ -17,7 +17,12 @@ from launcher.overrides import make_parser, parse
 from launcher.train import DESCRIPTION, show
 from moe_ckpt.arguments import Parser
 from moe_ckpt.errors import exit_status
-from moe_ckpt.torchrun_options import add_torchrun_options, count_nodes, count_processes, torchrun_command
+from moe_ckpt.torchrun_options import (
+    add_torchrun_options,
+    count_nodes,
+    count_processes,
+    torchrun_command,
+)
 
 _SCRIPT = Path(__file__).with_name("train.py")
 
@@ -28,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     def start() -> None:
         command = train_command(arguments)
         if command:
-            # torchrun takes the place of this process: a signal, and the exit status, are torchrun's own
+            # torchrun takes the place of this process: a signal, and the exit status,
+            # are torchrun's own
             os.execv(command[0], command)
 
     return exit_status(start)
@@ -41,10 +47,12 @@ def train_command(arguments: Sequence[str]) -> list[str]:
         arguments: Options of torchrun and overrides, in any order.
 
     Returns:
-        The words of the command; none after `--help` and `--cfg`, which are answered here.
+        The words of the command; none after `--help` and `--cfg`, which are answered
+        here.
 
     Raises:
-        ConfigError: An unknown option, a wrong setting, or a layout that does not divide.
+        ConfigError: An unknown option, a wrong setting, or a layout that does not
+            divide.
     """
     options = parse_train(arguments)
     if show(_parser(), options):
@@ -57,13 +65,16 @@ def train_command(arguments: Sequence[str]) -> list[str]:
     num_processes, num_nodes = count_processes(options), count_nodes(options)
     if num_processes is not None and num_nodes is not None:
         layout = check_job(settings, num_processes * num_nodes)
-        # the first node of several has as many ranks as each, and those of the first stage
+        # the first node of several has as many ranks as each, and those of the first
+        # stage
         require_host_memory(settings, layout, range(num_processes), is_idle=True)
     return torchrun_command(options, [str(_SCRIPT), *options.overrides])
 
 
 def parse_train(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a training, those of torchrun among them, and its overrides. Raises ConfigError."""
+    """Return the options of a training, those of torchrun among them, and its
+    overrides. Raises ConfigError.
+    """
     return parse(_parser(), arguments)
 
 

@@ -1,4 +1,6 @@
-"""Shows what the ranks of a run are doing, from their pages: `python -m launcher.status [RUN]`. Changes nothing."""
+"""Shows what the ranks of a run are doing, from their pages: `python -m launcher.status
+[RUN]`. Changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from rich.table import Table
 from launcher.fault_classes import count_faults_in
 from launcher.promise import read_exactness
 from moe_ckpt.arguments import Parser
-from moe_ckpt.elastic.live_workers import LATEST, LiveWorker, read_world_size, read_written
+from moe_ckpt.elastic.live_workers import (
+    LATEST,
+    LiveWorker,
+    read_world_size,
+    read_written,
+)
 from moe_ckpt.errors import ConfigError, exit_status
 
 _WORDS = ("host", "phase", "state")
@@ -36,7 +43,9 @@ class Doing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """A rank of a run; `doing` is None where its worker is dead or on another machine than this one."""
+    """A rank of a run; `doing` is None where its worker is dead or on another machine
+    than this one.
+    """
 
     rank: int
     node: int
@@ -54,8 +63,16 @@ def read_status(run: Path) -> list[RankStatus]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the status of a run; return the exit status."""
-    parser = Parser(prog="python -m launcher.status", description="Show what a run's ranks are doing.")
-    parser.add_argument("run", nargs="?", default=LATEST, help="the run's folder (default: outputs/latest, the newest)")
+    parser = Parser(
+        prog="python -m launcher.status",
+        description="Show what a run's ranks are doing.",
+    )
+    parser.add_argument(
+        "run",
+        nargs="?",
+        default=LATEST,
+        help="the run's folder (default: outputs/latest, the newest)",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
     def show() -> None:
@@ -69,13 +86,29 @@ def _show(run: Path, *, as_json: bool) -> None:
     try:
         world_size = read_world_size(run)
     except FileNotFoundError:
-        raise ConfigError(f"no run in {run}: start one, or name another's folder") from None
+        raise ConfigError(
+            f"no run in {run}: start one, or name another's folder"
+        ) from None
     ranks, faults, path = read_status(run), count_faults_in(run), run / "result.json"
     result = json.loads(path.read_text()) if path.exists() else None
     exactness = read_exactness(run)
     if as_json:
-        record = {"run": str(run), "ended": _has_ended(ranks), "result": result, "faults": faults}
-        print(json.dumps({**record, "exactness": exactness, "ranks": [asdict(rank) for rank in ranks]}, indent=1))
+        record = {
+            "run": str(run),
+            "ended": _has_ended(ranks),
+            "result": result,
+            "faults": faults,
+        }
+        print(
+            json.dumps(
+                {
+                    **record,
+                    "exactness": exactness,
+                    "ranks": [asdict(rank) for rank in ranks],
+                },
+                indent=1,
+            )
+        )
     else:
         _print(run, world_size, ranks, result)
         counts = ", ".join(f"{count} {name}" for name, count in faults.items())
@@ -124,7 +157,12 @@ def _has_ended(ranks: Sequence[RankStatus]) -> bool:
     return all(rank.state == "dead" for rank in ranks)
 
 
-def _print(run: Path, world_size: int, ranks: Sequence[RankStatus], result: dict[str, Any] | None) -> None:
+def _print(
+    run: Path,
+    world_size: int,
+    ranks: Sequence[RankStatus],
+    result: dict[str, Any] | None,
+) -> None:
     console = Console(highlight=False)
     console.print(f"{run}: {world_size} ranks", soft_wrap=True)
     if ranks:
@@ -134,12 +172,17 @@ def _print(run: Path, world_size: int, ranks: Sequence[RankStatus], result: dict
     if result is None:
         console.print("ended without a result")
     else:
-        facts = [f"iteration {result['iteration']}", *_loss(result), f"digest {result['digest']}"]
+        facts = [
+            f"iteration {result['iteration']}",
+            *_loss(result),
+            f"digest {result['digest']}",
+        ]
         console.print(f"ended: {', '.join(facts)}", soft_wrap=True)
 
 
 def _loss(result: dict[str, Any]) -> list[str]:
-    """Return the loss of the last evaluation, else that of the last iteration, else nothing.
+    """Return the loss of the last evaluation, else that of the last iteration, else
+    nothing.
 
     Only the launcher evaluates.
     """
@@ -150,7 +193,9 @@ def _loss(result: dict[str, Any]) -> list[str]:
 
 
 def _table(ranks: Sequence[RankStatus]) -> Table:
-    """Return a row for each rank; all of it fits into 80 columns, but for long names of hosts, which are folded."""
+    """Return a row for each rank; all of it fits into 80 columns, but for long names of
+    hosts, which are folded.
+    """
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     heads = (
         "rank",
@@ -165,14 +210,22 @@ def _table(ranks: Sequence[RankStatus]) -> Table:
         "heart-\nbeat",
     )
     for head in heads:
-        table.add_column(head, overflow="fold", justify="left" if head in _WORDS else "right")
+        table.add_column(
+            head, overflow="fold", justify="left" if head in _WORDS else "right"
+        )
     for rank in ranks:
         known = [rank.rank, rank.node, rank.host, rank.pid, rank.incarnation]
         doing = rank.doing
         if doing is None:
             seen = ["-", "-", "-", rank.state, "-"]
         else:
-            seen = [doing.generation, doing.iteration, doing.phase, rank.state, f"{1e3 * doing.heartbeat_age_s:.0f} ms"]
+            seen = [
+                doing.generation,
+                doing.iteration,
+                doing.phase,
+                rank.state,
+                f"{1e3 * doing.heartbeat_age_s:.0f} ms",
+            ]
         table.add_row(*map(str, [*known, *seen]))
     return table
 

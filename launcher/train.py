@@ -17,8 +17,10 @@ from pathlib import Path
 from moe_ckpt.agent import end_with_agent
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where this file was not installed under its name
-    end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
+    # where this file was not installed under its name
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    # before anything slow: an agent that is killed during the imports leaves no orphan
+    end_with_agent()
 
 from launcher.overrides import help_text, make_parser, parse
 from moe_ckpt.arguments import Parser
@@ -27,7 +29,10 @@ from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.run import report_error
 
 _FAILED = 1
-DESCRIPTION = "Trains a Mixture-of-Experts model with Megatron-Core and fault tolerance from moe_ckpt."
+DESCRIPTION = (
+    "Trains a Mixture-of-Experts model with Megatron-Core and fault tolerance from"
+    " moe_ckpt."
+)
 _EXAMPLE = "\n\n    torchrun --nproc-per-node=4 launcher/train.py [OVERRIDES]"
 
 
@@ -57,8 +62,10 @@ def show(parser: Parser, options: argparse.Namespace) -> bool:
 
 def _train(overrides: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("moe_ckpt.engine.session").setLevel(logging.INFO)  # what ckpt.window=auto chooses
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # notes to Megatron's own training script
+    # what ckpt.window=auto chooses
+    logging.getLogger("moe_ckpt.engine.session").setLevel(logging.INFO)
+    # notes to Megatron's own training script
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     choose_warnings()
     from launcher.config import compose_settings  # noqa: PLC0415 - Hydra: not for help
     from launcher.job_checks import check_job  # noqa: PLC0415
@@ -77,12 +84,16 @@ def _train(overrides: Sequence[str]) -> int:
 
 
 def choose_warnings() -> None:
-    """Hide the warnings of each rank about a device that lacks something, but not those of kernels that do not repeat.
+    """Hide the warnings of each rank about a device that lacks something, but not those
+    of kernels that do not repeat.
 
-    With `run.exactness=bitwise` such a kernel only warns; a replay would then end elsewhere.
+    With `run.exactness=bitwise` such a kernel only warns; a replay would then end
+    elsewhere.
     """
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
-    warnings.filterwarnings("once", message=r"(?s).*(does not have a deterministic|nondeterministic)")
+    warnings.filterwarnings(
+        "once", message=r"(?s).*(does not have a deterministic|nondeterministic)"
+    )
 
 
 if __name__ == "__main__":

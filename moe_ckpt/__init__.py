@@ -1,8 +1,8 @@
-"""Fault tolerance for Mixture-of-Experts training on unmodified Megatron-Core: the public API,
-beside `attach` and `TrainingLoop` of `moe_ckpt.attach`.
+"""Fault tolerance for Mixture-of-Experts training on unmodified Megatron-Core: the
+public API, beside `attach` and `TrainingLoop` of `moe_ckpt.attach`.
 
-Names are imported on first use: torch and Megatron take seconds, and the pure modules need neither. docs/api.md says
-which names are stable.
+Names are imported on first use: torch and Megatron take seconds, and the pure modules
+need neither. docs/api.md says which names are stable.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Supervisors fork, and a look for a GPU that started CUDA would leave their workers none: torch asks NVML instead, if
-# the package is imported before torch looks
+# Supervisors fork, and a look for a GPU that started CUDA would leave their workers
+# none: torch asks NVML instead, if the package is imported before torch looks
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ __all__ = [
     "read_events",
     "runtime_config",
 ]
-# those that need neither torch nor Megatron come first: for their names the others are not imported
+# those that need neither torch nor Megatron come first: for their names the others are
+# not imported
 _HOMES = (
     *("config", "errors", "events", "run_settings"),
     *("engine.session", "megatron.pipeline", "megatron.state", "megatron.step"),

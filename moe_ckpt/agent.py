@@ -1,7 +1,8 @@
 """The agent that started this process, and ending with it.
 
-Owns: the pid of torchrun's agent at the start of this process; once the agent has ended the kernel reports another
-parent. Must not: import slow modules, as it is called before them.
+Owns: the pid of torchrun's agent at the start of this process; once the agent has ended
+the kernel reports another parent. Must not: import slow modules, as it is called before
+them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ def agent_pid() -> int:
 
 
 def end_with_agent() -> None:
-    """Let the kernel end this process when its agent is gone; at once if it is gone already."""
+    """Let the kernel end this process when its agent is gone; at once if it is gone
+    already.
+    """
     die_with_parent(signal.SIGTERM, parent=agent_pid())
 
 
 def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> None:
-    """Let the kernel send this process a signal when its parent dies; at once if it is dead already."""
+    """Let the kernel send this process a signal when its parent dies; at once if it is
+    dead already.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     # the kernel sends nothing for a parent that had died before the call
     if parent is not None and os.getppid() != parent:

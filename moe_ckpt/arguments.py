@@ -1,4 +1,6 @@
-"""The parser of every command of this project: an error is a ConfigError, one line. Pure: standard library only."""
+"""The parser of every command of this project: an error is a ConfigError, one line.
+Pure: standard library only.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from moe_ckpt.errors import ConfigError
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError where argparse would print its usage and end the process.
 
-    Options have no abbreviations: an abbreviation of today is ambiguous with an option of tomorrow. Line breaks of
-    descriptions are kept.
+    Options have no abbreviations: an abbreviation of today is ambiguous with an option
+    of tomorrow. Line breaks of descriptions are kept.
 
         parser = Parser(prog="moe-ckpt status", description="Show what a run's ranks are doing.")
     """
@@ -40,17 +42,26 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; `{self.prog} --help` lists all options")
 
 
-def parse_before_program(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of a command that starts a program, and the program with its arguments.
+def parse_before_program(
+    parser: Parser, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a command that starts a program, and the program with its
+    arguments.
 
     Args:
         parser: The options of the command, without positional arguments.
-        arguments: Options, and then the program: all words after `--`, or from the first word that is no option.
+        arguments: Options, and then the program: all words after `--`, or from the
+            first word that is no option.
 
     Raises:
         ConfigError: An unknown option, or one without its value.
     """
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help="what is started")
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="-- PROGRAM",
+        help="what is started",
+    )
     options = parser.parse_args(arguments)
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     return options, program

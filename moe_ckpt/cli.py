@@ -1,7 +1,9 @@
-"""The command `moe-ckpt`: one name for the launcher's programs, in a checkout and in an installed wheel alike.
+"""The command `moe-ckpt`: one name for the launcher's programs, in a checkout and in an
+installed wheel alike.
 
-A wheel has the launcher and its settings in `moe_ckpt/_app`, so that it installs no top-level package with a name that
-others may use. Must not: import the launcher before a command is chosen.
+A wheel has the launcher and its settings in `moe_ckpt/_app`, so that it installs no
+top-level package with a name that others may use. Must not: import the launcher before
+a command is chosen.
 """
 
 from __future__ import annotations
@@ -15,18 +17,32 @@ from moe_ckpt import __version__
 
 _PACKAGE = Path(__file__).resolve().parent
 COMMANDS = {
-    "train": "train a model: moe-ckpt train --nproc-per-node=4 +ckpt=moevement [OVERRIDES]",
-    "run": "train with a script of your own: moe-ckpt run --nproc-per-node=4 [OPTIONS] -- SCRIPT ARGUMENTS",
-    "prove": "run a training command with and without faults, and compare: moe-ckpt prove -- COMMAND",
+    "train": (
+        "train a model: moe-ckpt train --nproc-per-node=4 +ckpt=moevement [OVERRIDES]"
+    ),
+    "run": (
+        "train with a script of your own: moe-ckpt run --nproc-per-node=4 [OPTIONS] --"
+        " SCRIPT ARGUMENTS"
+    ),
+    "prove": (
+        "run a training command with and without faults, and compare: moe-ckpt prove --"
+        " COMMAND"
+    ),
     "check": "another name of prove",
     "demo": "train on 4 local processes, kill two of them, compare the results",
     "inject": "kill or stop ranks of a running job",
     "status": "what the ranks of a run are doing",
     "report": "a page about one run or several",
     "compare": "policies on one job under the same faults",
-    "server": "hold checkpoints on a machine that trains nothing: moe-ckpt server RUN_FOLDER (ckpt.servers=hosts)",
+    "server": (
+        "hold checkpoints on a machine that trains nothing: moe-ckpt server RUN_FOLDER"
+        " (ckpt.servers=hosts)"
+    ),
     "simulate": "simulate a policy on a cluster, or rank all of them: plan=true",
-    "door": "let the variable MOE_CKPT attach to programs of this environment: moe-ckpt door install|remove",
+    "door": (
+        "let the variable MOE_CKPT attach to programs of this environment: moe-ckpt"
+        " door install|remove"
+    ),
     "profile": "this machine's constants for the simulator, from runs",
 }
 _MODULES = {
@@ -38,13 +54,25 @@ _MODULES = {
     "profile": "launcher.cluster_profile",
     "server": "moe_ckpt.server",
 }
-_OF_LAUNCHER = ("hydra", "jinja2", "omegaconf", "orjson", "plotly", "rich", "tensorboard", "tokenizers")
-"""What the extra `launcher` of pyproject.toml brings, by the names that imports have."""
+_OF_LAUNCHER = (
+    "hydra",
+    "jinja2",
+    "omegaconf",
+    "orjson",
+    "plotly",
+    "rich",
+    "tensorboard",
+    "tokenizers",
+)
+"""What the extra `launcher` of pyproject.toml brings, by the names that imports have.
+"""
 _USAGE = 2
 
 
 def app_root() -> Path:
-    """Return the folder that holds launcher/ and conf/: the checkout, or the wheel's own copy."""
+    """Return the folder that holds launcher/ and conf/: the checkout, or the wheel's
+    own copy.
+    """
     installed = _PACKAGE / "_app"
     return installed if installed.is_dir() else _PACKAGE.parent
 
@@ -57,7 +85,9 @@ def program(name: str) -> str:
 def usage() -> str:
     """Return the text of `moe-ckpt --help`."""
     lines = (f"  {name:10}{text}" for name, text in COMMANDS.items())
-    return "\n".join(["usage: moe-ckpt COMMAND [ARGUMENTS]; moe-ckpt COMMAND --help", "", *lines])
+    return "\n".join(
+        ["usage: moe-ckpt COMMAND [ARGUMENTS]; moe-ckpt COMMAND --help", "", *lines]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if name not in COMMANDS:
-        print(f"moe-ckpt: got {name}, wanted one of {', '.join(COMMANDS)}", file=sys.stderr)
+        print(
+            f"moe-ckpt: got {name}, wanted one of {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         return _USAGE
     sys.path.insert(0, str(app_root()))
     sys.argv = [f"moe-ckpt {name}", *rest]
@@ -81,7 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing not in _OF_LAUNCHER:
             raise
         wanted = "the launcher's: pip install 'moe-ckpt[launcher]'"
-        print(f"moe-ckpt {name}: got no package {missing}, wanted {wanted}", file=sys.stderr)
+        print(
+            f"moe-ckpt {name}: got no package {missing}, wanted {wanted}",
+            file=sys.stderr,
+        )
         return _USAGE
     return 0
 

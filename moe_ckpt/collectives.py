@@ -1,7 +1,9 @@
-"""The seam to collective communication: the operations that the engine needs, and torch's implementation.
+"""The seam to collective communication: the operations that the engine needs, and
+torch's implementation.
 
-Every method but `send` and `receive` is collective over the group. The engine calls `torch.distributed` nowhere else:
-the ranks of a job can be threads of one process as well.
+Every method but `send` and `receive` is collective over the group. The engine calls
+`torch.distributed` nowhere else: the ranks of a job can be threads of one process as
+well.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ from moe_ckpt.errors import MoeCkptError
 T = TypeVar("T")
 Reduction = Literal["sum", "min", "max"]
 
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
 
 
 class Ranks(Protocol):
     """One rank's connection to the ranks of its group.
 
-    Tensors are on the device on which the group communicates. Ranks are counted within the group. Every method raises
-    PeersLostError if a rank of the group is lost.
+    Tensors are on the device on which the group communicates. Ranks are counted within
+    the group. Every method raises PeersLostError if a rank of the group is lost.
     """
 
     @property
@@ -38,7 +44,9 @@ class Ranks(Protocol):
         ...
 
     def reduce(self, tensor: torch.Tensor, operation: Reduction) -> None:
-        """Replace the tensor on all ranks by the reduction over all ranks, element by element."""
+        """Replace the tensor on all ranks by the reduction over all ranks, element by
+        element.
+        """
         ...
 
     def gather(self, value: T) -> list[T]:
@@ -62,7 +70,8 @@ class Ranks(Protocol):
         ...
 
     def confirm(self) -> None:
-        """Return once all operations that ranks of the group have awaited have right results on all of them.
+        """Return once all operations that ranks of the group have awaited have right
+        results on all of them.
 
         Also those of other groups of these ranks, or of some of them. All other methods
         but `send` and `receive` confirm their own results.
@@ -72,10 +81,13 @@ class Ranks(Protocol):
 
 @runtime_checkable
 class ConfirmingGroup(Protocol):
-    """A process group on which an operation that another rank has cut off may complete, with wrong data."""
+    """A process group on which an operation that another rank has cut off may complete,
+    with wrong data.
+    """
 
     def confirm(self) -> bool:
-        """Return once the results so far are right on all ranks of the group. Collective.
+        """Return once the results so far are right on all ranks of the group.
+        Collective.
 
         Returns:
             Whether ranks have met for it.
@@ -87,7 +99,9 @@ class ConfirmingGroup(Protocol):
 
 
 class TorchRanks:
-    """Implements `Ranks` for a process group of torch; None: the default group, which may be formed later."""
+    """Implements `Ranks` for a process group of torch; None: the default group, which
+    may be formed later.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -133,16 +147,22 @@ class TorchRanks:
         self._have_met()
 
     def _have_met(self) -> bool:
-        """Confirm earlier results where that is needed; return whether all ranks have met for it."""
+        """Confirm earlier results where that is needed; return whether all ranks have
+        met for it.
+        """
         group = self._group or dist.group.WORLD
         return isinstance(group, ConfirmingGroup) and group.confirm()
 
     def _require_host(self, tensor: torch.Tensor) -> None:
         # two ranks cannot confirm: that takes all ranks of the group
-        assert tensor.device.type == "cpu", f"transfers: got a tensor on {tensor.device}, wanted one in host memory"
+        assert tensor.device.type == "cpu", (
+            f"transfers: got a tensor on {tensor.device}, wanted one in host memory"
+        )
 
 
-def broadcast_result(ranks: Ranks, compute: Callable[[], T], failure: type[MoeCkptError]) -> T:
+def broadcast_result(
+    ranks: Ranks, compute: Callable[[], T], failure: type[MoeCkptError]
+) -> T:
     """Compute on rank 0 and return the value on all ranks. Collective.
 
     An OSError or MoeCkptError on rank 0 is raised as `failure` on all ranks.
@@ -155,10 +175,13 @@ def broadcast_result(ranks: Ranks, compute: Callable[[], T], failure: type[MoeCk
     return value  # type: ignore[return-value]
 
 
-def gather_results(ranks: Ranks, compute: Callable[[], T], failure: type[MoeCkptError]) -> list[T]:
+def gather_results(
+    ranks: Ranks, compute: Callable[[], T], failure: type[MoeCkptError]
+) -> list[T]:
     """Compute on every rank and return all values, by rank, on all ranks. Collective.
 
-    An OSError or MoeCkptError on any rank is raised as `failure` on all ranks, with the reason of the first such rank.
+    An OSError or MoeCkptError on any rank is raised as `failure` on all ranks, with the
+    reason of the first such rank.
     """
     outcomes = ranks.gather(_outcome(compute))
     for _, reason in outcomes:
@@ -168,20 +191,32 @@ def gather_results(ranks: Ranks, compute: Callable[[], T], failure: type[MoeCkpt
 
 
 def reduce_extremes(
-    ranks: Ranks, device: torch.device, *, largest: Mapping[str, float], smallest: Mapping[str, float]
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    largest: Mapping[str, float],
+    smallest: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the largest and the smallest values of all ranks, by name, on all ranks. Collective: one reduction."""
+    """Return the largest and the smallest values of all ranks, by name, on all ranks.
+    Collective: one reduction.
+    """
     # float64: starts of windows and counts are among the values, and come back exactly
     worst = torch.tensor(
-        [*largest.values(), *(-value for value in smallest.values())], dtype=torch.float64, device=device
+        [*largest.values(), *(-value for value in smallest.values())],
+        dtype=torch.float64,
+        device=device,
     )
     ranks.reduce(worst, "max")
     found = dict(zip((*largest, *smallest), worst.tolist(), strict=True))
-    return {name: -value if name in smallest else value for name, value in found.items()}
+    return {
+        name: -value if name in smallest else value for name, value in found.items()
+    }
 
 
 def send_buffers(ranks: Ranks, buffers: Sequence[torch.Tensor], rank: int) -> None:
-    """Send uint8 tensors, flat and of any sizes, to a rank that calls `receive_buffers`."""
+    """Send uint8 tensors, flat and of any sizes, to a rank that calls
+    `receive_buffers`.
+    """
     ranks.send(torch.tensor([len(buffers)]), rank)
     if buffers:
         ranks.send(torch.tensor([buffer.numel() for buffer in buffers]), rank)
@@ -189,14 +224,21 @@ def send_buffers(ranks: Ranks, buffers: Sequence[torch.Tensor], rank: int) -> No
         ranks.send(buffer, rank)
 
 
-def receive_buffers(ranks: Ranks, rank: int, *, pinned: bool = False) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that a rank sends by `send_buffers`, in host memory. Sizes differ where sequences do."""
+def receive_buffers(
+    ranks: Ranks, rank: int, *, pinned: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that a rank sends by `send_buffers`, in host memory. Sizes
+    differ where sequences do.
+    """
     count = torch.zeros(1, dtype=torch.int64)
     ranks.receive(count, rank)
     sizes = torch.zeros(int(count), dtype=torch.int64)
     if len(sizes):
         ranks.receive(sizes, rank)
-    received = tuple(torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes.tolist())
+    received = tuple(
+        torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        for size in sizes.tolist()
+    )
     for buffer in received:
         ranks.receive(buffer, rank)
     return received
@@ -206,6 +248,7 @@ def _outcome(compute: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return the value, or the reason why there is none."""
     try:
         return compute(), None
-    # kept, not raised: the other ranks are about to enter the collective, and would wait for this one
+    # kept, not raised: the other ranks are about to enter the collective, and would
+    # wait for this one
     except (OSError, MoeCkptError) as error:
         return None, str(error)

@@ -1,7 +1,8 @@
-"""The content identity of an input: what a process that reads the input again must find.
+"""The content identity of an input: what a process that reads the input again must
+find.
 
-Modification times and paths are no part of an identity: both differ between nodes that have
-equal copies.
+Modification times and paths are no part of an identity: both differ between nodes that
+have equal copies.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ WHOLE_BYTES = 16 << 20
 """A file up to this size counts with all of its bytes."""
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 64 << 10
-"""Of a larger file, so many blocks of this size count: the first, the last, and others at even distances."""
+"""Of a larger file, so many blocks of this size count: the first, the last, and others
+at even distances.
+"""
 
 
 def file_identity(path: Path) -> str:
-    """Return a file's size and a hash of its content, of a large file of sampled blocks.
+    """Return a file's size and a hash of its content, of a large file of sampled
+    blocks.
 
     Raises:
         OSError: The file cannot be read.
@@ -40,7 +44,10 @@ def files_identity(files: Iterable[Path]) -> str:
         OSError: A file cannot be read.
     """
     identities = [file_identity(path) for path in files]
-    return f"{len(identities)} files, {xxhash.xxh3_128_hexdigest(' '.join(identities).encode())}"
+    return (
+        f"{len(identities)} files,"
+        f" {xxhash.xxh3_128_hexdigest(' '.join(identities).encode())}"
+    )
 
 
 def bytes_identity(*parts: memoryview) -> str:
@@ -52,7 +59,9 @@ def bytes_identity(*parts: memoryview) -> str:
 
 
 def mapped_identity(*parts: memoryview) -> str:
-    """Return the size and a hash of bytes that may be mapped files; of large ones sampled blocks count."""
+    """Return the size and a hash of bytes that may be mapped files; of large ones
+    sampled blocks count.
+    """
     content = xxhash.xxh3_128()
     for part in parts:
         if not part.nbytes:

@@ -1,14 +1,17 @@
-"""The attachment by environment variable alone, for jobs whose command line belongs to another system.
+"""The attachment by environment variable alone, for jobs whose command line belongs to
+another system.
 
     MOE_CKPT=moevement                              as `--ckpt moevement`
     MOE_CKPT="--ckpt gemini --set every_iters=5"    options of `python -m moe_ckpt.run`
 
-`moe-ckpt door install` puts moe_ckpt_door.pth into the environment (door_file.py), which Python reads at its start;
-without the variable the file does nothing. A process that torchrun has started becomes `moe_ckpt.run` on the same
-program, with the same pid. Any other process stays as it is, but Megatron-LM's training loop cannot be imported there:
-a run must not look protected without being so.
+`moe-ckpt door install` puts moe_ckpt_door.pth into the environment (door_file.py),
+which Python reads at its start; without the variable the file does nothing. A process
+that torchrun has started becomes `moe_ckpt.run` on the same program, with the same pid.
+Any other process stays as it is, but Megatron-LM's training loop cannot be imported
+there: a run must not look protected without being so.
 
-Must not: import anything slow, or raise: Python only reports an exception of a .pth file, and goes on.
+Must not: import anything slow, or raise: Python only reports an exception of a .pth
+file, and goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ _FAILED = 1
 
 
 def enter() -> None:
-    """Become `moe_ckpt.run` if this process was started to train. Ends the process after one error message."""
+    """Become `moe_ckpt.run` if this process was started to train. Ends the process
+    after one error message.
+    """
     if any(name not in os.environ for name in _LAUNCHED):
         sys.meta_path.insert(0, unprotected_loop())
         return
@@ -38,7 +43,8 @@ def enter() -> None:
     except ConfigError as error:
         if os.environ["RANK"] == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
-        # no exception: Python would print it and start the program, which would look protected
+        # no exception: Python would print it and start the program, which would look
+        # protected
         os._exit(_FAILED)
     if os.environ["RANK"] == "0":
         print(f"moe_ckpt: {VARIABLE} attaches to {sys.orig_argv[-1]}", flush=True)
@@ -49,24 +55,33 @@ def enter() -> None:
 
 
 def attached_command(value: str, started_as: Sequence[str]) -> list[str]:
-    """Return the arguments of Python that attach, for a process that was `started_as` these words.
+    """Return the arguments of Python that attach, for a process that was `started_as`
+    these words.
 
-    Raises ConfigError for a value that is no command line, and for a process without a program to attach to.
+    Raises ConfigError for a value that is no command line, and for a process without a
+    program to attach to.
     """
     try:
         options = shlex.split(value)
     except ValueError as error:
-        raise ConfigError(f"{VARIABLE}: got {value!r}, wanted a policy or options of moe_ckpt.run ({error})") from error
+        raise ConfigError(
+            f"{VARIABLE}: got {value!r}, wanted a policy or options of moe_ckpt.run"
+            f" ({error})"
+        ) from error
     if options and not options[0].startswith("-"):
         options = ["--ckpt", *options]
     own, program = split_command(started_as[1:])
     if program[:2] == ["-m", "moe_ckpt.run"]:
-        raise ConfigError(f"{VARIABLE}: got {value!r} beside `-m moe_ckpt.run`, wanted one of the two")
+        raise ConfigError(
+            f"{VARIABLE}: got {value!r} beside `-m moe_ckpt.run`, wanted one of the two"
+        )
     return [*own, "-m", "moe_ckpt.run", *options, "--", *program]
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return Python's own options, and the program: a script or `-m MODULE`, with its arguments."""
+    """Return Python's own options, and the program: a script or `-m MODULE`, with its
+    arguments.
+    """
     for at, word in enumerate(words):
         before = words[at - 1] if at else ""
         if before in ("-W", "-X", "--check-hash-based-pycs"):
@@ -81,11 +96,16 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
             return own, ["-m", *([rest] if rest else []), *words[at + 1 :]]
         if letter == "c" or word == "-":
             break
-    raise ConfigError(f"{VARIABLE}: got a process without a script, wanted `python SCRIPT` or `python -m MODULE`")
+    raise ConfigError(
+        f"{VARIABLE}: got a process without a script, wanted `python SCRIPT` or `python"
+        " -m MODULE`"
+    )
 
 
 def _split_flags(word: str) -> tuple[str, str, str]:
-    """Return the letters before the first of c, m, W and X in a word, that letter, and the text after it."""
+    """Return the letters before the first of c, m, W and X in a word, that letter, and
+    the text after it.
+    """
     for at, letter in enumerate(word[1:], start=1):
         if letter in f"cm{_WITH_VALUE}":
             return word[1:at], letter, word[at + 1 :]
@@ -93,6 +113,18 @@ def _split_flags(word: str) -> tuple[str, str, str]:
 
 
 def unprotected_loop() -> RefusedImports:
-    """Return the finder that refuses Megatron-LM's loop in a process that torchrun has not started."""
-    wanted = f"one with {', '.join(_LAUNCHED)}; unset the variable for a program that does not train"
-    return RefusedImports({_LOOP: f"{VARIABLE}: got a process that torchrun has not started, wanted {wanted}"})
+    """Return the finder that refuses Megatron-LM's loop in a process that torchrun has
+    not started.
+    """
+    wanted = (
+        f"one with {', '.join(_LAUNCHED)}; unset the variable for a program that does"
+        " not train"
+    )
+    return RefusedImports(
+        {
+            _LOOP: (
+                f"{VARIABLE}: got a process that torchrun has not started, wanted"
+                f" {wanted}"
+            )
+        }
+    )

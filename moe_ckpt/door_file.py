@@ -1,7 +1,9 @@
-"""`moe-ckpt door install|remove`: the file by which the variable MOE_CKPT attaches to programs of this environment.
+"""`moe-ckpt door install|remove`: the file by which the variable MOE_CKPT attaches to
+programs of this environment.
 
-Python reads the file, of one line, at each start in the environment. Without the variable the line does nothing.
-Nothing but this command puts the file there: code that runs at each start of Python is for the user to ask for.
+Python reads the file, of one line, at each start in the environment. Without the
+variable the line does nothing. Nothing but this command puts the file there: code that
+runs at each start of Python is for the user to ask for.
 """
 
 from __future__ import annotations
@@ -16,15 +18,25 @@ from moe_ckpt.config import require_choice
 from moe_ckpt.errors import ConfigError, exit_status
 
 NAME = "moe_ckpt_door.pth"
-LINE = 'import os; os.environ.get("MOE_CKPT") and __import__("moe_ckpt.door").door.enter()\n'
-"""Without the variable the line imports nothing of this package, and outlives its removal."""
+LINE = (
+    'import os; os.environ.get("MOE_CKPT") and'
+    ' __import__("moe_ckpt.door").door.enter()\n'
+)
+"""Without the variable the line imports nothing of this package, and outlives its
+removal.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Install or remove the file; return the exit status."""
-    description = "Lets the variable MOE_CKPT attach to programs that this environment's Python starts."
+    description = (
+        "Lets the variable MOE_CKPT attach to programs that this environment's Python"
+        " starts."
+    )
     parser = Parser(prog="moe-ckpt door", description=description)
-    parser.add_argument("action", metavar="install|remove", help="put the file there, or take it away")
+    parser.add_argument(
+        "action", metavar="install|remove", help="put the file there, or take it away"
+    )
 
     def change() -> None:
         action = parser.parse_args(arguments).action
@@ -35,7 +47,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def change_file(folder: Path, *, is_wanted: bool) -> None:
-    """Put the file into a folder, or remove it, and print where. Raises ConfigError if the folder cannot be written."""
+    """Put the file into a folder, or remove it, and print where. Raises ConfigError if
+    the folder cannot be written.
+    """
     path = folder / NAME
     try:
         if is_wanted:
@@ -44,7 +58,8 @@ def change_file(folder: Path, *, is_wanted: bool) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"site-packages: got {str(folder)!r}, wanted a folder that can be written ({error})"
+            f"site-packages: got {str(folder)!r}, wanted a folder that can be written"
+            f" ({error})"
         ) from error
     print(f"{'installed' if is_wanted else 'removed'} {path}")
 

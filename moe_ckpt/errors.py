@@ -1,4 +1,6 @@
-"""The errors that moe_ckpt raises on purpose, each derived from a suitable standard error; the causes of any error."""
+"""The errors that moe_ckpt raises on purpose, each derived from a suitable standard
+error; the causes of any error.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from collections.abc import Callable, Iterator
 
 
 class MoeCkptError(Exception):
-    """Root of all errors that a caller may want to catch; the message says what, got and wanted."""
+    """Root of all errors that a caller may want to catch; the message says what, got
+    and wanted.
+    """
 
 
 class ConfigError(MoeCkptError, ValueError):
@@ -32,7 +36,9 @@ class NothingLeftError(CheckpointLoadError):
 
 
 class RolledBackError(MoeCkptError, RuntimeError):
-    """All ranks are at an earlier state: the training loop continues after `iteration` steps."""
+    """All ranks are at an earlier state: the training loop continues after `iteration`
+    steps.
+    """
 
     def __init__(self, iteration: int) -> None:
         super().__init__(f"all ranks are at iteration {iteration} again")
@@ -40,11 +46,15 @@ class RolledBackError(MoeCkptError, RuntimeError):
 
 
 class PeersLostError(MoeCkptError, RuntimeError):
-    """Other ranks died, or are about to be replaced: results of communication since then must not be used."""
+    """Other ranks died, or are about to be replaced: results of communication since
+    then must not be used.
+    """
 
 
 class StoreLostError(MoeCkptError, RuntimeError):
-    """The store in which the ranks of a job meet does not answer any more: this process cannot go on with them."""
+    """The store in which the ranks of a job meet does not answer any more: this process
+    cannot go on with them.
+    """
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
@@ -56,11 +66,16 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 
 def lacks_room(error: BaseException) -> bool:
     """Return whether an error, or one of its causes, says that a file system is full."""
-    return any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes_of(error))
+    return any(
+        isinstance(cause, OSError) and cause.errno == errno.ENOSPC
+        for cause in causes_of(error)
+    )
 
 
 def exit_status(command: Callable[[], int | None], *, failed: int = 1) -> int:
-    """Run a command; return its exit status, or `failed` after one message about an error of the user's."""
+    """Run a command; return its exit status, or `failed` after one message about an
+    error of the user's.
+    """
     try:
         return command() or 0
     except MoeCkptError as error:

@@ -1,11 +1,12 @@
 """What a recovery promises, and what the promise asks of kernels and policies. Pure.
 
-`bitwise`: a run under faults ends bit for bit where the run without them ends. Kernels have to
-repeat an iteration bit for bit, which on a GPU only deterministic ones do. Any policy can keep it.
+`bitwise`: a run under faults ends bit for bit where the run without them ends. Kernels
+have to repeat an iteration bit for bit, which on a GPU only deterministic ones do. Any
+policy can keep it.
 
-`state`: after a recovery the state of every rank is, bit for bit, one that the rank had before the
-fault. Kernels may do as they like; a recovery must not run an iteration again, whose outcome would
-be another one.
+`state`: after a recovery the state of every rank is, bit for bit, one that the rank had
+before the fault. Kernels may do as they like; a recovery must not run an iteration
+again, whose outcome would be another one.
 """
 
 from __future__ import annotations
@@ -24,15 +25,23 @@ def require_valid(exactness: str, *, may_be_auto: bool) -> None:
 
     Args:
         exactness: The value.
-        may_be_auto: Whether the loop's own settings may decide between the two promises.
+        may_be_auto: Whether the loop's own settings may decide between the two
+            promises.
 
     Raises:
         ConfigError: The value is another one.
     """
-    require_choice(SETTING, exactness, [*([AUTO] if may_be_auto else []), BITWISE, STATE])
+    require_choice(
+        SETTING, exactness, [*([AUTO] if may_be_auto else []), BITWISE, STATE]
+    )
 
 
-def require_kept(exactness: str, ckpt: CkptConfig, losses: Sequence[StateLoss], check_determinism: bool | str) -> None:
+def require_kept(
+    exactness: str,
+    ckpt: CkptConfig,
+    losses: Sequence[StateLoss],
+    check_determinism: bool | str,
+) -> None:
     """Refuse settings under which recoveries cannot keep a promise.
 
     Args:
@@ -42,19 +51,30 @@ def require_kept(exactness: str, ckpt: CkptConfig, losses: Sequence[StateLoss], 
         check_determinism: Whether a pass is run twice to compare gradients.
 
     Raises:
-        ConfigError: The promise is `state`, and a recovery would run iterations again, or passes
-            would be compared.
+        ConfigError: The promise is `state`, and a recovery would run iterations again,
+            or passes would be compared.
     """
     if exactness != STATE:
         return
-    require(not ckpt.recovers_locally, SETTING, exactness, f"{BITWISE} {_why_not(ckpt)}")
-    wanted = f"{BITWISE}, or no losses of state (fault=state_loss, run.lose): a replay rebuilds such a state"
+    require(
+        not ckpt.recovers_locally, SETTING, exactness, f"{BITWISE} {_why_not(ckpt)}"
+    )
+    wanted = (
+        f"{BITWISE}, or no losses of state (fault=state_loss, run.lose): a replay"
+        " rebuilds such a state"
+    )
     require(not losses, SETTING, exactness, wanted)
-    wanted = f"{AUTO} or false with {SETTING}={STATE}, under which two passes may differ"
-    require(check_determinism is not True, "check_determinism", check_determinism, wanted)
+    wanted = (
+        f"{AUTO} or false with {SETTING}={STATE}, under which two passes may differ"
+    )
+    require(
+        check_determinism is not True, "check_determinism", check_determinism, wanted
+    )
 
 
-def settle(asked: str, ckpt: CkptConfig, *, on_gpu: bool, mode: bool, option: str | None) -> str:
+def settle(
+    asked: str, ckpt: CkptConfig, *, on_gpu: bool, mode: bool, option: str | None
+) -> str:
     """Return what a run of a loop that is not ours promises.
 
     Args:
@@ -68,18 +88,23 @@ def settle(asked: str, ckpt: CkptConfig, *, on_gpu: bool, mode: bool, option: st
         `bitwise` or `state`: with `auto` the strongest promise that the kernels allow.
 
     Raises:
-        ConfigError: The loop's kernels do not repeat themselves, and `bitwise` was asked for, or
-            the policy's recoveries run iterations again.
+        ConfigError: The loop's kernels do not repeat themselves, and `bitwise` was
+            asked for, or the policy's recoveries run iterations again.
     """
     if asked == STATE:
         return STATE
     if not on_gpu or mode:
         return BITWISE
     if asked == BITWISE:
-        wanted = f"True with {SETTING}={BITWISE}: on a GPU only deterministic kernels repeat an iteration bit for bit"
+        wanted = (
+            f"True with {SETTING}={BITWISE}: on a GPU only deterministic kernels repeat"
+            " an iteration bit for bit"
+        )
         require(option is None, str(option), mode, wanted)
         return BITWISE
-    name, got, wanted = (SETTING, asked, BITWISE) if option is None else (option, mode, True)
+    name, got, wanted = (
+        (SETTING, asked, BITWISE) if option is None else (option, mode, True)
+    )
     require(not ckpt.recovers_locally, name, got, f"{wanted} {_why_not(ckpt)}")
     return STATE
 
@@ -89,14 +114,22 @@ def describe(exactness: str, ckpt: CkptConfig) -> str:
     if exactness == BITWISE:
         promise = "a run under faults ends bit for bit where the run without them ends"
     else:
-        promise = "after a recovery each rank has, bit for bit, a state that it had before the fault"
+        promise = (
+            "after a recovery each rank has, bit for bit, a state that it had before"
+            " the fault"
+        )
     if ckpt.loses_tokens:
         promise += "; experts that snapshots leave out go back further"
     return f"{SETTING}={exactness}: {promise}"
 
 
 def _why_not(ckpt: CkptConfig) -> str:
-    others = [name for name, kind in CKPT_CONFIGS.items() if not kind.recovers_locally and name != "none"]
+    others = [
+        name
+        for name, kind in CKPT_CONFIGS.items()
+        if not kind.recovers_locally and name != "none"
+    ]
     return (
-        f"with ckpt={ckpt.policy}, whose recoveries run iterations again ({SETTING}={STATE} is for {', '.join(others)})"
+        f"with ckpt={ckpt.policy}, whose recoveries run iterations again"
+        f" ({SETTING}={STATE} is for {', '.join(others)})"
     )

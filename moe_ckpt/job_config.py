@@ -27,8 +27,8 @@ from moe_ckpt.faults.schedule import StateLoss
 class JobConfig:
     """The settings of a job: policy, runtime, run folder and checks.
 
-    The launcher, `moe_ckpt.own_loop` and `moe_ckpt.run` each turn their own settings into
-    these; `moe_ckpt.loop` and `run_elastic` see no others.
+    The launcher, `moe_ckpt.own_loop` and `moe_ckpt.run` each turn their own settings
+    into these; `moe_ckpt.loop` and `run_elastic` see no others.
 
     Raises:
         ConfigError: A setting is out of its range.
@@ -44,8 +44,9 @@ class JobConfig:
     """The run folder."""
 
     ranks_per_node: int | str = AUTO
-    """The ranks that fail together; auto: the ranks that torchrun starts on a node, and on
-    a single machine each rank by itself."""
+    """The ranks that fail together; auto: the ranks that torchrun starts on a node, and
+    on a single machine each rank by itself.
+    """
 
     checks: CheckConfig = NO_CHECKS
     """Digests of the state, and the ingredient that a control run leaves out."""
@@ -54,12 +55,14 @@ class JobConfig:
     """Losses of state in living processes, on purpose."""
 
     exactness: str = BITWISE
-    """What recoveries promise, `bitwise` or `state`; auto: what the settings of a loop that
-    is not ours allow."""
+    """What recoveries promise, `bitwise` or `state`; auto: what the settings of a loop
+    that is not ours allow.
+    """
 
     check_determinism: bool | str = AUTO
-    """Whether a pass is run twice at the start to compare gradients; auto: on a GPU whose
-    kernels have to repeat themselves."""
+    """Whether a pass is run twice at the start to compare gradients; auto: on a GPU
+    whose kernels have to repeat themselves.
+    """
 
     def __post_init__(self) -> None:
         require_valid(self.exactness, may_be_auto=True)

@@ -1,4 +1,6 @@
-"""Processes of this machine as /proc shows them, by pid, sockets by descriptor, signals. Changes no other process."""
+"""Processes of this machine as /proc shows them, by pid, sockets by descriptor,
+signals. Changes no other process.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,17 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-# not psutil: it turns start times into seconds of the wall clock, and has no states of threads
+# not psutil: it turns start times into seconds of the wall clock, and has no states of
+# threads
 _STATE = 0  # fields of /proc/PID/stat that follow the name
 _PARENT = 1
 _START_TICKS = 19
 
 
 def start_ticks(pid: int) -> int:
-    """Return the start time of a process: with the pid, a name that is never used again. Raises ProcessLookupError."""
+    """Return the start time of a process: with the pid, a name that is never used
+    again. Raises ProcessLookupError.
+    """
     return _number(pid, _START_TICKS)
 
 
@@ -27,7 +32,9 @@ def age_s(pid: int) -> float:
 
 
 def is_alive(pid: int, *, started: int | None = None) -> bool:
-    """Return whether a process, if given the one that was `started` then, is alive: a zombie is not."""
+    """Return whether a process, if given the one that was `started` then, is alive: a
+    zombie is not.
+    """
     fields = _stat(Path(f"/proc/{pid}/stat"))
     if not fields or fields[_STATE] in "ZX":
         return False
@@ -41,12 +48,16 @@ def is_stopped(pid: int) -> bool:
 
 
 def boot_id() -> str:
-    """Return a name of this start of this machine, which all its containers share and no other machine has."""
+    """Return a name of this start of this machine, which all its containers share and
+    no other machine has.
+    """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def pid_namespace() -> int:
-    """Return the number of this process's PID namespace: a pid names a process within one only."""
+    """Return the number of this process's PID namespace: a pid names a process within
+    one only.
+    """
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
@@ -56,18 +67,28 @@ def parent_of(pid: int) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the pids of a process's children, those that have ended and were not waited for among them."""
+    """Return the pids of a process's children, those that have ended and were not
+    waited for among them.
+    """
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    return [each for each in pids if (fields := _stat(Path(f"/proc/{each}/stat"))) and int(fields[_PARENT]) == pid]
+    return [
+        each
+        for each in pids
+        if (fields := _stat(Path(f"/proc/{each}/stat"))) and int(fields[_PARENT]) == pid
+    ]
 
 
 def descendants_of(pid: int) -> list[int]:
     """Return the pids of all processes below a process, parents before children."""
-    return [each for child in children_of(pid) for each in (child, *descendants_of(child))]
+    return [
+        each for child in children_of(pid) for each in (child, *descendants_of(child))
+    ]
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty for one that has ended or is another user's."""
+    """Return the environment that a process was started with; empty for one that has
+    ended or is another user's.
+    """
     try:
         content = Path(f"/proc/{pid}/environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -77,23 +98,31 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def thread_states(pid: int) -> str:
-    """Return a letter, as in /proc/PID/stat, for each thread of a process; empty for one that has ended."""
+    """Return a letter, as in /proc/PID/stat, for each thread of a process; empty for
+    one that has ended.
+    """
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    return "".join(fields[_STATE] for thread in threads if (fields := _stat(thread / "stat")))
+    return "".join(
+        fields[_STATE] for thread in threads if (fields := _stat(thread / "stat"))
+    )
 
 
 def own_files() -> Iterator[tuple[int, str]]:
-    """Yield the descriptors of this process with the names of their files: `socket:[1234]`, a path, and so on."""
+    """Yield the descriptors of this process with the names of their files:
+    `socket:[1234]`, a path, and so on.
+    """
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
             yield int(entry.name), os.readlink(entry)
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; real-time ones between the first and the last have only numbers."""
+    """Return the name of a signal; real-time ones between the first and the last have
+    only numbers.
+    """
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -102,7 +131,9 @@ def signal_name(number: int) -> str:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Handle signals after this block that come in it. Threads and processes that are started in it hold them, too."""
+    """Handle signals after this block that come in it. Threads and processes that are
+    started in it hold them, too.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
@@ -111,7 +142,8 @@ def signals_held() -> Iterator[None]:
 
 
 def duplicate_socket(fd: int) -> socket.socket:
-    """Return another object for the socket of a descriptor, which stays open when that is closed.
+    """Return another object for the socket of a descriptor, which stays open when that
+    is closed.
 
     Raises OSError for a descriptor that is closed, or no socket's.
     """
@@ -125,7 +157,8 @@ def duplicate_socket(fd: int) -> socket.socket:
 
 def _stat(path: Path) -> list[str]:
     try:
-        # the name before the fields is in parentheses, and may have spaces and parentheses of its own
+        # the name before the fields is in parentheses, and may have spaces and
+        # parentheses of its own
         return path.read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []

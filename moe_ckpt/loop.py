@@ -103,7 +103,14 @@ from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_OF_EARLIER = ("WorkerStarted", "Evaluated", "CheckpointSaved", "WindowPersisted", "LastSaveDone", "RunFinished")
+_OF_EARLIER = (
+    "WorkerStarted",
+    "Evaluated",
+    "CheckpointSaved",
+    "WindowPersisted",
+    "LastSaveDone",
+    "RunFinished",
+)
 
 Losses = Sequence[dict[str, torch.Tensor]]
 """Loss reports of an iteration's micro-batches, as Megatron's schedules return them:
@@ -144,10 +151,12 @@ class TrainingIteration:
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         config: Any = state.model[0].config
-        # Megatron's schedules scale losses and reduce gradients through these functions,
-        # and a recovery runs schedules before an attached loop sets them
+        # Megatron's schedules scale losses and reduce gradients through these
+        # functions, and a recovery runs schedules before an attached loop sets them
         config.grad_scale_func = config.grad_scale_func or state.optimizer.scale_loss
-        config.finalize_model_grads_func = config.finalize_model_grads_func or finalize_model_grads
+        config.finalize_model_grads_func = (
+            config.finalize_model_grads_func or finalize_model_grads
+        )
         self.state = state
         self.communicator = StageCommunicator(groups.pp, config)
         self.batches = ReadBatches()
@@ -164,7 +173,9 @@ class TrainingIteration:
         self._started_s = self._stall_s = 0.0
         self._observed_before = self.communicator.observed
 
-    def run(self, number: int, forward_backward: Callable[[int], Losses]) -> IterationCommitted:
+    def run(
+        self, number: int, forward_backward: Callable[[int], Losses]
+    ) -> IterationCommitted:
         """Train one iteration.
 
         Args:
@@ -274,12 +285,16 @@ class TrainingIteration:
         return get_forward_backward_func()(**options, **self.schedule_options)
 
     def marking_phases(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward step that marks where forward and backward begin, and lets `batches` see what it reads."""
+        """Return a forward step that marks where forward and backward begin, and lets
+        `batches` see what it reads.
+        """
 
         @functools.wraps(forward_step)
         def marked(*arguments: Any, **options: Any) -> Any:
             self._enter_phase(Phase.FORWARD)
-            output, loss = forward_step(*map(self.batches.observed, arguments), **options)
+            output, loss = forward_step(
+                *map(self.batches.observed, arguments), **options
+            )
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 # schedules call no function of a loop as backward begins
                 output.register_hook(lambda _: self._enter_phase(Phase.BACKWARD))
@@ -374,15 +389,18 @@ class Training:
     """The contents that this process has read, which all ranks must have read alike."""
 
     course: RunCourse | None = None
-    """The settings that decide the states of the run; None: the loop keeps no account."""
+    """The settings that decide the states of the run; None: the loop keeps no account.
+    """
 
     asked_lengths: Mapping[str, str] = field(default_factory=dict)
-    """The settings that ask for a length of the schedule by a number, by the length's name
-    (`megatron.schedule.LENGTHS`). Other lengths stay as the run began."""
+    """The settings that ask for a length of the schedule by a number, by the length's
+    name (`megatron.schedule.LENGTHS`). Other lengths stay as the run began.
+    """
 
     check_pass: Callable[[], object] | None = None
-    """The pass that the check of determinism repeats; None: a replay's pass of the first
-    iteration."""
+    """The pass that the check of determinism repeats; None: a replay's pass of the
+    first iteration.
+    """
 
     check_setting: str = "check_determinism"
     """The name of the setting that turns the check on, for an error."""
@@ -473,7 +491,9 @@ class JoinedWorker(Generic[W]):
 
     @property
     def left_by_earlier(self) -> frozenset[LeftState]:
-        """The states that earlier processes of this rank have left on disks, and the ends of the run."""
+        """The states that earlier processes of this rank have left on disks, and the
+        ends of the run.
+        """
         left: set[LeftState] = set()
         for event in self.earlier:
             if isinstance(event, CheckpointSaved):
@@ -481,7 +501,12 @@ class JoinedWorker(Generic[W]):
             elif isinstance(event, WindowPersisted):
                 left.add(LeftState(event.window_start, "saved a window on local disks"))
             elif isinstance(event, LastSaveDone):
-                left.add(LeftState(event.iteration, "saved windows on local disks as it was stopped"))
+                left.add(
+                    LeftState(
+                        event.iteration,
+                        "saved windows on local disks as it was stopped",
+                    )
+                )
             elif isinstance(event, RunFinished):
                 left.add(LeftState(event.iteration, "finished"))
         return frozenset(left)
@@ -536,10 +561,10 @@ def run_worker(
 
     Args:
         worker: This process.
-        build: Returns the loop's part; a supervised worker must not wait for other ranks
-            there.
-        use_cpu: Makes Megatron-Core run without a GPU if there is none; returns
-            whether there is none.
+        build: Returns the loop's part; a supervised worker must not wait for other
+            ranks there.
+        use_cpu: Makes Megatron-Core run without a GPU if there is none; returns whether
+            there is none.
         around_hooks: May wrap the hooks that the iteration calls.
 
     Returns:
@@ -554,7 +579,9 @@ def run_worker(
     return result
 
 
-def join_run(worker: W, *, use_cpu: Callable[[], bool] = cpu_stand_in.enable) -> JoinedWorker[W]:
+def join_run(
+    worker: W, *, use_cpu: Callable[[], bool] = cpu_stand_in.enable
+) -> JoinedWorker[W]:
     """Choose the device, join the world and the run folder, and open the event file.
 
     At the first start of a job, a supervised worker waits here for the run folder of
@@ -600,12 +627,15 @@ def join_run(worker: W, *, use_cpu: Callable[[], bool] = cpu_stand_in.enable) ->
     )
 
 
-def choose_device(job: JobConfig, launch: Launch, use_cpu: Callable[[], bool] = cpu_stand_in.enable) -> bool:
-    """Choose this process's device, a GPU where there is CUDA; return whether it is one.
+def choose_device(
+    job: JobConfig, launch: Launch, use_cpu: Callable[[], bool] = cpu_stand_in.enable
+) -> bool:
+    """Choose this process's device, a GPU where there is CUDA; return whether it is
+    one.
 
     Raises:
-        ConfigError: There is a GPU, and `runtime.backend` or `runtime.share_gpus` does not
-            fit.
+        ConfigError: There is a GPU, and `runtime.backend` or `runtime.share_gpus` does
+            not fit.
     """
     if use_cpu():
         return False
@@ -637,10 +667,14 @@ def train(
     worker, job, events = joined.worker, joined.worker.job, joined.events
     require_kept(training.exactness, job.ckpt, job.losses, job.check_determinism)
     if job.ckpt.in_memory is not None:
-        require_recoverable(training.iteration.state, is_supervised=worker.is_supervised)
+        require_recoverable(
+            training.iteration.state, is_supervised=worker.is_supervised
+        )
     session = attach(
         ckpt=job.ckpt,
-        identity=RunIdentity(run_id=joined.folder.run_id, model=training.model, layout=training.layout),
+        identity=RunIdentity(
+            run_id=joined.folder.run_id, model=training.model, layout=training.layout
+        ),
         folder=joined.folder.checkpoints,
         state=training.iteration.state,
         loop=training.replay,
@@ -655,13 +689,18 @@ def train(
         asked_lengths=training.asked_lengths,
         left=joined.left_by_earlier,
     )
-    events.append(ModelBuilt(seconds=time.monotonic() - joined.began_s, exactness=training.exactness))
+    events.append(
+        ModelBuilt(
+            seconds=time.monotonic() - joined.began_s, exactness=training.exactness
+        )
+    )
     run = _Run(joined, training)
     training.loop.session = session
     training.iteration.hooks = around_hooks(session)
     training.iteration.on_commit = run.commit
     result = worker.run(session, run, events, start=run.start, finish=run.finish)
-    training.loop.close()  # first: the script of an attached loop goes on, and a death is a fault again
+    # first: the script of an attached loop goes on, and a death is a fault again
+    training.loop.close()
     session.finish()
     last, digest = training.last_iteration, result["digest"]
     events.append(RunFinished(iteration=last, digest=digest))
@@ -685,8 +724,8 @@ class _Run:
     def start(self) -> int:
         """Return the iteration that a run without state in memory begins with."""
         state, job = self._iteration.state, self._joined.worker.job
-        # ranks may have built their models alone, each with its own draws and its own copy
-        # of the tied embedding
+        # ranks may have built their models alone, each with its own draws and its own
+        # copy of the tied embedding
         synchronize_fresh(state)
         course = self._training.course
         if course:
@@ -698,7 +737,9 @@ class _Run:
         by_default = self._training.exactness == BITWISE and torch.cuda.is_available()
         if is_on(job.check_determinism, by_default=by_default):
             replay, setting = self._training.replay, self._training.check_setting
-            run_pass = self._training.check_pass or functools.partial(replay.forward_backward, done + 1)
+            run_pass = self._training.check_pass or functools.partial(
+                replay.forward_backward, done + 1
+            )
             require_repeatable(TorchRanks(), state, run_pass, setting=setting)
         return done
 
@@ -722,19 +763,35 @@ class _Run:
                 notes = [f"iteration {self._iteration.number:>6}: {back}"]
 
     def _describe_beginning(self, done: int) -> list[str]:
-        """Return where a start begins and why, what recoveries promise, and whether nothing outlives torchrun."""
+        """Return where a start begins and why, what recoveries promise, and whether
+        nothing outlives torchrun.
+        """
         ckpt = self._joined.worker.job.ckpt
-        promises = [] if ckpt.policy == "none" else [describe(self._training.exactness, ckpt)]
+        promises = (
+            [] if ckpt.policy == "none" else [describe(self._training.exactness, ckpt)]
+        )
         if done:
             source = self._loop.session.loaded_from or "a checkpoint of the loop's own"
-            return [f"training goes on after iteration {done}, from {source}", *promises]
+            return [
+                f"training goes on after iteration {done}, from {source}",
+                *promises,
+            ]
         is_new = self._joined.incarnation == 0
-        why = "a new run" if is_new else "earlier processes of this run have left no state"
+        why = (
+            "a new run"
+            if is_new
+            else "earlier processes of this run have left no state"
+        )
         lines = [f"training begins with iteration 1: {why}", *promises]
         in_memory = ckpt.in_memory
-        if in_memory and not (in_memory.disk_every_iters or in_memory.durable_every_iters):
+        if in_memory and not (
+            in_memory.disk_every_iters or in_memory.durable_every_iters
+        ):
             settings = "ckpt.disk_every_iters=0, ckpt.durable_every_iters=0"
-            lines.append(f"no state goes to disk: a run whose torchrun is killed begins anew ({settings})")
+            lines.append(
+                "no state goes to disk: a run whose torchrun is killed begins anew"
+                f" ({settings})"
+            )
         return lines
 
     def commit(self, committed: IterationCommitted) -> None:
@@ -768,7 +825,9 @@ class _Run:
         self._loop.committed(committed)
 
     def _begin_checks(self, done: int) -> None:
-        is_replacement = self._joined.worker.is_supervised and self._joined.incarnation > 0
+        is_replacement = (
+            self._joined.worker.is_supervised and self._joined.incarnation > 0
+        )
         self._checks.begin(done, is_replacement=is_replacement)
 
 
@@ -780,5 +839,9 @@ def _open_events(folder: RunFolder, launch: Launch) -> EventLog:
             ranks would wait for one that raised alone.
     """
     opened: list[EventLog] = []
-    gather_results(TorchRanks(), lambda: opened.append(folder.open_events(launch.global_rank)), ConfigError)
+    gather_results(
+        TorchRanks(),
+        lambda: opened.append(folder.open_events(launch.global_rank)),
+        ConfigError,
+    )
     return opened[0]

@@ -1,4 +1,5 @@
-"""The order that `moe-ckpt prove` passes to each process of a command in an environment variable.
+"""The order that `moe-ckpt prove` passes to each process of a command in an environment
+variable.
 
 Pure: a process of the command reads the order at the start of its interpreter.
 """
@@ -26,11 +27,13 @@ class Order:
     """The rank that kills its own process, once in the run; None: no rank does."""
 
     kill_iteration: int = 0
-    """The iteration after which that rank does so, as soon as its digests are logged."""
+    """The iteration after which that rank does so, as soon as its digests are logged.
+    """
 
     spoil_after_resume: bool = False
-    """Whether ranks that were started again damage their state after their first iteration:
-    the control, which has to differ."""
+    """Whether ranks that were started again damage their state after their first
+    iteration: the control, which has to differ.
+    """
 
     @property
     def killed(self) -> Path:

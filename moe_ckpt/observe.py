@@ -41,9 +41,10 @@ def observe(iteration: int, **state: Any) -> None:
 
     Args:
         iteration: The number of the iteration, one more than that of the one before.
-        **state: All that the next iteration depends on, by names: modules, optimizers (of
-            torch or Megatron-Core) and other objects with `state_dict`, and tensors, numbers
-            and texts in nests of dictionaries and lists, such as `rng=torch.get_rng_state()`.
+        **state: All that the next iteration depends on, by names: modules, optimizers
+            (of torch or Megatron-Core) and other objects with `state_dict`, and
+            tensors, numbers and texts in nests of dictionaries and lists, such as
+            `rng=torch.get_rng_state()`.
 
     Raises:
         ConfigError: A part of the state is of another kind.
@@ -81,7 +82,9 @@ def _flat(name: str, value: Any) -> NamedTensors:
         # its own state_dict leaves out what is this rank's alone: masters and moments
         yield from _flat(f"{name}.loss_scale", value.get_loss_scale())
         yield from _flat(name, value.optimizer.state_dict())
-        yield from _flat(f"{name}.masters", [group["params"] for group in value.param_groups])
+        yield from _flat(
+            f"{name}.masters", [group["params"] for group in value.param_groups]
+        )
     elif hasattr(value, "state_dict"):
         yield from _flat(name, value.state_dict())
     elif isinstance(value, Mapping):
@@ -96,7 +99,9 @@ def _flat(name: str, value: Any) -> NamedTensors:
         yield name, torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
     else:
         wanted = "an object with state_dict, a tensor, or a nest of them and of numbers"
-        raise ConfigError(f"observe: {name}: got {type(value).__name__}, wanted {wanted}")
+        raise ConfigError(
+            f"observe: {name}: got {type(value).__name__}, wanted {wanted}"
+        )
 
 
 def _set_first_to_zero(named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -133,9 +138,13 @@ class Observer:
 
     def log_loaded(self, done: int, named: NamedTensors) -> None:
         """Log digests of the state with which training begins, after `done` iterations."""
-        self._events.append(TensorDigests(iteration=done, digests=digests_by_name(named)))
+        self._events.append(
+            TensorDigests(iteration=done, digests=digests_by_name(named))
+        )
 
-    def log(self, iteration: int, named: NamedTensors, spoil: Callable[[], None]) -> None:
+    def log(
+        self, iteration: int, named: NamedTensors, spoil: Callable[[], None]
+    ) -> None:
         """Log digests of the state after an iteration; die, or spoil it, if ordered.
 
         Args:
@@ -150,11 +159,16 @@ class Observer:
         if self._spoils:
             self._spoils = False
             spoil()
-        if (self._global_rank, iteration) == (self._order.kill_rank, self._order.kill_iteration):
+        if (self._global_rank, iteration) == (
+            self._order.kill_rank,
+            self._order.kill_iteration,
+        ):
             self._die()
 
     def _die(self) -> None:
-        """Kill this process, unless a process of this rank has already killed itself in this run."""
+        """Kill this process, unless a process of this rank has already killed itself in
+        this run.
+        """
         try:
             self._order.killed.touch(exist_ok=False)
         except FileExistsError:

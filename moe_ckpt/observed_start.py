@@ -1,9 +1,9 @@
 """The start of a Python process of a command that `moe-ckpt prove` runs.
 
 `moe-ckpt prove` puts a folder with a `sitecustomize.py` of one line, LINE, in front of
-PYTHONPATH. The line lets the training loops of Megatron-LM, Megatron-Bridge and ms-swift
-log digests, once a program imports one. Must not: import anything slow, as every Python
-process of the command runs it.
+PYTHONPATH. The line lets the training loops of Megatron-LM, Megatron-Bridge and
+ms-swift log digests, once a program imports one. Must not: import anything slow, as
+every Python process of the command runs it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,13 @@ def _observe_loop(loop: str, order: Order, _module: object) -> None:
 
     try:
         observed = LOOPS[loop]()
-    except ConfigError as error:  # a program may import the loop for its arguments alone
-        print(f"moe-ckpt prove: the loop is not observed: {error}", file=sys.stderr, flush=True)
+    except ConfigError as error:
+        # a program may import the loop for its arguments alone
+        print(
+            f"moe-ckpt prove: the loop is not observed: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
         return
     observed.use_cpu()
     observed.watch(ProvenRun(order))

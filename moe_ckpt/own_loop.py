@@ -1,9 +1,10 @@
-"""A training loop over Megatron-Core that survives the death of its processes, of which a program names the parts.
+"""A training loop over Megatron-Core that survives the death of its processes, of which
+a program names the parts.
 
     sys.exit(train_elastic(config, build, forward_step, batches))     in the process that torchrun starts
 
-`moe_ckpt.loop` has the iteration and the worker's life; this module is the adapter. Must not: know models, data or a
-launcher.
+`moe_ckpt.loop` has the iteration and the worker's life; this module is the adapter.
+Must not: know models, data or a launcher.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import yaml
 
 from moe_ckpt.attach import TrainingLoop
 from moe_ckpt.collectives import TorchRanks
-from moe_ckpt.config import AUTO, NO_CHECKS, CheckConfig, CkptConfig, RunFolderConfig, RuntimeConfig, require
+from moe_ckpt.config import (
+    AUTO,
+    NO_CHECKS,
+    CheckConfig,
+    CkptConfig,
+    RunFolderConfig,
+    RuntimeConfig,
+    require,
+)
 from moe_ckpt.content import file_identity
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.job_store import say_once
@@ -30,7 +39,15 @@ from moe_ckpt.events import IterationCommitted
 from moe_ckpt.exactness import BITWISE, require_valid
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.job_config import JobConfig
-from moe_ckpt.loop import JoinedWorker, Losses, Training, TrainingIteration, WorkerProcess, run_worker, start_rank
+from moe_ckpt.loop import (
+    JoinedWorker,
+    Losses,
+    Training,
+    TrainingIteration,
+    WorkerProcess,
+    run_worker,
+    start_rank,
+)
 from moe_ckpt.megatron.schedule import asked_by_override, settings_of_optimizer
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import ParallelLayout
@@ -77,8 +94,9 @@ class LoopConfig:
     """The run folder; None: a new one, outputs/DATE/TIME-`model`."""
 
     ranks_per_node: int | str = AUTO
-    """The ranks that fail together; auto: the ranks that torchrun starts on a node, and on
-    a single machine each rank by itself."""
+    """The ranks that fail together; auto: the ranks that torchrun starts on a node, and
+    on a single machine each rank by itself.
+    """
 
     checks: CheckConfig = NO_CHECKS
     """Digests of the state, to compare runs by."""
@@ -87,17 +105,20 @@ class LoopConfig:
     """Losses of state in living processes, on purpose."""
 
     inputs: Sequence[str] = ()
-    """The files that `batches` reads, data and tokenizer: another content in a replacement,
-    on another node or at a later start is refused."""
+    """The files that `batches` reads, data and tokenizer: another content in a
+    replacement, on another node or at a later start is refused.
+    """
 
     check_determinism: bool | str = AUTO
     """Whether the first iteration's batch is run twice at the start to compare
     gradients; auto: on a GPU, with `exactness` bitwise."""
 
     exactness: str = BITWISE
-    """What recoveries promise. bitwise: a run under faults ends bit for bit where it ends
-    without; CUDA is told to repeat itself. state: after a recovery each rank has, bit for
-    bit, a state that it had before the fault; for policies that run no iteration again."""
+    """What recoveries promise. bitwise: a run under faults ends bit for bit where it
+    ends without; CUDA is told to repeat itself. state: after a recovery each rank has,
+    bit for bit, a state that it had before the fault; for policies that run no
+    iteration again.
+    """
 
     def __post_init__(self) -> None:
         require_valid(self.exactness, may_be_auto=False)
@@ -112,7 +133,9 @@ class LoopConfig:
         return JobConfig(
             ckpt=self.ckpt,
             runtime=self.runtime,
-            folder=RunFolderConfig(dir=self.run_dir, name=self.model, configuration=text),
+            folder=RunFolderConfig(
+                dir=self.run_dir, name=self.model, configuration=text
+            ),
             ranks_per_node=self.ranks_per_node,
             checks=self.checks,
             losses=self.losses,
@@ -137,15 +160,18 @@ def train_elastic(
         batches: Yields this rank's micro-batches of an iteration, as a function of the
             iteration alone: a replay reads the iteration again.
         after_iteration: Receives the number and the loss of each iteration that all
-            ranks have finished. The call is this rank's alone, and must not communicate:
-            after a fault, some ranks receive an iteration later than others.
+            ranks have finished. The call is this rank's alone, and must not
+            communicate: after a fault, some ranks receive an iteration later than
+            others.
 
     Returns:
         The exit status: 1 after an error that a user can mend, which one rank prints.
     """
 
     def build_training(joined: JoinedWorker[Any]) -> Training:
-        return OwnLoop(config, build(), forward_step, batches, after_iteration, joined).training()
+        return OwnLoop(
+            config, build(), forward_step, batches, after_iteration, joined
+        ).training()
 
     def work(worker: WorkerProcess) -> object:
         return run_worker(worker, build_training)
@@ -159,7 +185,10 @@ def train_elastic(
 
 def _identities(paths: Sequence[str]) -> dict[str, str]:
     # by number and name: a folder may be mounted elsewhere on another node
-    names = {f"inputs[{number}]: {Path(path).name}": path for number, path in enumerate(paths)}
+    names = {
+        f"inputs[{number}]: {Path(path).name}": path
+        for number, path in enumerate(paths)
+    }
     try:
         return {name: file_identity(Path(path)) for name, path in names.items()}
     except OSError as error:
@@ -180,7 +209,12 @@ class OwnLoop:
         after_iteration: AfterIteration,
         joined: JoinedWorker[Any],
     ) -> None:
-        require(len(state.model) == 1, "build: chunks of the model", len(state.model), "1: no virtual stages")
+        require(
+            len(state.model) == 1,
+            "build: chunks of the model",
+            len(state.model),
+            "1: no virtual stages",
+        )
         self._config = config
         self._joined = joined
         self._iteration = TrainingIteration(state, joined.worker.enter_phase)
@@ -192,7 +226,11 @@ class OwnLoop:
         """Return this loop as `loop.train` takes it."""
         config, state = self._config, self._iteration.state
         inputs = _identities(config.inputs)
-        settings = {name: getattr(config, name) for name in _OF_COURSE} | settings_of_optimizer(state) | inputs
+        settings = (
+            {name: getattr(config, name) for name in _OF_COURSE}
+            | settings_of_optimizer(state)
+            | inputs
+        )
         return Training(
             loop=self,
             iteration=self._iteration,

@@ -1,9 +1,11 @@
-"""Stage tables in few bytes: the exchange at the start of a generation grows with kinds of stages, not with ranks.
+"""Stage tables in few bytes: the exchange at the start of a generation grows with kinds
+of stages, not with ranks.
 
-Owns: the format of operators and columns of numbers, compressed, without pickle. Must not: communicate.
+Owns: the format of operators and columns of numbers, compressed, without pickle. Must
+not: communicate.
 
-Neighbouring operators are alike, and so are the ranks that own them. The format stores where a number differs from that
-of the operator before, and the difference.
+Neighbouring operators are alike, and so are the ranks that own them. The format stores
+where a number differs from that of the operator before, and the difference.
 
     LZMA( number of operators, columns, changes | kind, layer, expert, MTP depth of each | places | changes ), all int64
 """
@@ -25,14 +27,19 @@ _NONE = -1
 
 
 def pack_rows(operators: Sequence[OperatorId], columns: IntArray) -> bytes:
-    """Return operators and their columns of numbers, int64 [columns, operators], as bytes."""
+    """Return operators and their columns of numbers, int64 [columns, operators], as
+    bytes.
+    """
     changes = np.diff(columns.T, axis=0, prepend=0).ravel()
     places = np.flatnonzero(changes)
     ids = np.diff(_ids(operators), axis=0, prepend=0)
     head = np.array([len(operators), len(columns), len(places)], np.int64)
     steps = np.diff(places, prepend=0)
-    content = np.concatenate([head, ids.ravel(), steps, changes[places]]).astype(np.int64)
-    # FORMAT_ALONE: these tables take a few hundred bytes, to which .xz would add headers, an index and a checksum
+    content = np.concatenate([head, ids.ravel(), steps, changes[places]]).astype(
+        np.int64
+    )
+    # FORMAT_ALONE: these tables take a few hundred bytes, to which .xz would add
+    # headers, an index and a checksum
     return lzma.compress(content.tobytes(), lzma.FORMAT_ALONE, preset=1)
 
 
@@ -40,7 +47,9 @@ def unpack_rows(packed: bytes) -> tuple[tuple[OperatorId, ...], IntArray]:
     """Return the packed operators and their columns."""
     content = np.frombuffer(lzma.decompress(packed), np.int64)
     num_operators, num_columns, num_changes = content[:3].tolist()
-    ids, steps, values = np.split(content[3:], [4 * num_operators, 4 * num_operators + num_changes])
+    ids, steps, values = np.split(
+        content[3:], [4 * num_operators, 4 * num_operators + num_changes]
+    )
     changes = np.zeros(num_operators * num_columns, np.int64)
     changes[np.cumsum(steps)] = values
     rows = changes.reshape(num_operators, num_columns)
@@ -50,7 +59,9 @@ def unpack_rows(packed: bytes) -> tuple[tuple[OperatorId, ...], IntArray]:
 
 
 def shifted(operators: Sequence[OperatorId], layers: int) -> tuple[OperatorId, ...]:
-    """Return operators with `layers` added to the number of each layer, but not to those of MTP modules."""
+    """Return operators with `layers` added to the number of each layer, but not to
+    those of MTP modules.
+    """
     ids = _ids(operators)
     ids[(ids[:, 1] != _NONE) & (ids[:, 3] == _NONE), 1] += layers
     return _operators(ids)
@@ -58,13 +69,22 @@ def shifted(operators: Sequence[OperatorId], layers: int) -> tuple[OperatorId, .
 
 def first_layer(operators: Sequence[OperatorId]) -> int:
     """Return the lowest layer among operators, 0 for none."""
-    layers = [each.layer for each in operators if each.layer is not None and each.mtp_depth is None]
+    layers = [
+        each.layer
+        for each in operators
+        if each.layer is not None and each.mtp_depth is None
+    ]
     return min(layers, default=0)
 
 
 def _ids(operators: Sequence[OperatorId]) -> IntArray:
     numbers = [
-        (_KINDS.index(each.kind), _number(each.layer), _number(each.expert), _number(each.mtp_depth))
+        (
+            _KINDS.index(each.kind),
+            _number(each.layer),
+            _number(each.expert),
+            _number(each.mtp_depth),
+        )
         for each in operators
     ]
     return np.array(numbers, np.int64).reshape(-1, 4)
@@ -80,5 +100,9 @@ def _number(value: int | None) -> int:
 
 def _operator(ids: Sequence[int]) -> OperatorId:
     kind, *others = ids
-    layer, expert, mtp_depth = (None if number == _NONE else number for number in others)
-    return OperatorId(kind=_KINDS[kind], layer=layer, expert=expert, mtp_depth=mtp_depth)
+    layer, expert, mtp_depth = (
+        None if number == _NONE else number for number in others
+    )
+    return OperatorId(
+        kind=_KINDS[kind], layer=layer, expert=expert, mtp_depth=mtp_depth
+    )

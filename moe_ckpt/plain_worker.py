@@ -1,4 +1,5 @@
-"""A process that trains one rank without a supervisor: after a death torchrun restarts all ranks.
+"""A process that trains one rank without a supervisor: after a death torchrun restarts
+all ranks.
 
 Owns: how such a process meets the others. Must not: survive the loss of a rank.
 """
@@ -28,7 +29,9 @@ class PlainWorker:
 
     is_supervised = False
 
-    def __init__(self, job: JobConfig, launch: Launch, store: dist.Store | None = None) -> None:
+    def __init__(
+        self, job: JobConfig, launch: Launch, store: dist.Store | None = None
+    ) -> None:
         """Begin the process of a rank.
 
         Args:
@@ -56,8 +59,16 @@ class PlainWorker:
         store = self._store or agent_store(f"attempt-{self.launch.attempt}")
         world: dict[str, Any] = {}
         if store:
-            world = {"store": store, "rank": self.launch.global_rank, "world_size": self.launch.world_size}
-        kind = backend_kind(self.job.runtime.backend, on_gpu=on_gpu, share_gpus=self.job.runtime.share_gpus)
+            world = {
+                "store": store,
+                "rank": self.launch.global_rank,
+                "world_size": self.launch.world_size,
+            }
+        kind = backend_kind(
+            self.job.runtime.backend,
+            on_gpu=on_gpu,
+            share_gpus=self.job.runtime.share_gpus,
+        )
         if kind == STAGED:
             register_staged()
         if kind == NCCL:

@@ -1,8 +1,9 @@
-"""Files and folders that their user alone may read, whatever the umask: training state, and the names of its places.
+"""Files and folders that their user alone may read, whatever the umask: training state,
+and the names of its places.
 
-Owns: the modes, 0600 and 0700, and that a file is this process's own: a link, or a file that another user has put at
-a path before, is neither followed nor filled. Must not: change the mode of a folder that is there already, which its
-owner has chosen.
+Owns: the modes, 0600 and 0700, and that a file is this process's own: a link, or a file
+that another user has put at a path before, is neither followed nor filled. Must not:
+change the mode of a folder that is there already, which its owner has chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def make_private(folder: Path) -> None:
     """Create a folder and the missing folders above it."""
     try:
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
-    # `mkdir(parents=True)` would create the folders above with the umask's mode, not this one
+    # `mkdir(parents=True)` would create the folders above with the umask's mode, not
+    # this one
     except FileNotFoundError:
         make_private(folder.parent)
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
@@ -56,7 +58,8 @@ def _new_file(path: str | Path) -> int:
 
 
 def replace_private(path: Path, content: str) -> None:
-    """Write a file that other processes may read at any time, in place of one that is there.
+    """Write a file that other processes may read at any time, in place of one that is
+    there.
 
     After a loss of power the path has the old content or the new one.
 
@@ -74,7 +77,8 @@ def replace_private(path: Path, content: str) -> None:
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """Open a file as `os.open` does, but follow no link; this is the `opener` of `open`, too.
+    """Open a file as `os.open` does, but follow no link; this is the `opener` of
+    `open`, too.
 
     Raises:
         OSError: The file cannot be opened, or is a link (ELOOP).
@@ -86,7 +90,8 @@ def is_private(about: os.stat_result, user: int) -> bool:
     """Return whether a file or folder belongs to a user, and others have no access.
 
     Args:
-        about: The facts of the file itself (`os.fstat`), not of a path that may change meanwhile.
+        about: The facts of the file itself (`os.fstat`), not of a path that may change
+            meanwhile.
         user: The user's number.
     """
     return about.st_uid == user and not about.st_mode & _OF_OTHERS

@@ -11,7 +11,9 @@ from moe_ckpt.errors import ConfigError
 
 
 class RefusedImports(importlib.abc.MetaPathFinder):
-    """Raises a ConfigError in place of an import of these modules, each with its own message."""
+    """Raises a ConfigError in place of an import of these modules, each with its own
+    message.
+    """
 
     def __init__(self, messages: Mapping[str, str]) -> None:
         self._messages = messages

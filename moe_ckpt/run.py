@@ -1,9 +1,11 @@
-"""Runs a script of Megatron-LM, Megatron-Bridge or ms-swift unchanged, with checkpoints in memory and replaced workers.
+"""Runs a script of Megatron-LM, Megatron-Bridge or ms-swift unchanged, with checkpoints
+in memory and replaced workers.
 
     torchrun --nproc-per-node=4 -m moe_ckpt.run [--ckpt moevement] [--set window=4] [--config F] -- pretrain_gpt.py ...
 
-The process that torchrun starts imports all slow modules and supervises; the script runs in the workers that it forks.
-`--plain`, or `--ckpt none`, runs the script without supervisors and without an attachment, for comparison.
+The process that torchrun starts imports all slow modules and supervises; the script
+runs in the workers that it forks. `--plain`, or `--ckpt none`, runs the script without
+supervisors and without an attachment, for comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import TYPE_CHECKING, Any, cast
 from moe_ckpt.agent import end_with_agent
 
 if __name__ == "__main__":
-    end_with_agent()  # before anything slow: an agent that is killed during the imports leaves no orphan
+    # before anything slow: an agent that is killed during the imports leaves no orphan
+    end_with_agent()
 
 from moe_ckpt.config import require
 from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch, write_error_file
@@ -36,11 +39,17 @@ if TYPE_CHECKING:
     from moe_ckpt.run_elastic import Worker
 
 _FAILED = 1
-_LOOPS = ("megatron.training.training", "megatron.bridge.training.train", "swift.megatron.trainers.base")
+_LOOPS = (
+    "megatron.training.training",
+    "megatron.bridge.training.train",
+    "swift.megatron.trainers.base",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program that the arguments name; return its exit status, or 1 after one error message."""
+    """Run the program that the arguments name; return its exit status, or 1 after one
+    error message.
+    """
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("moe_ckpt").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
@@ -85,7 +94,12 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
             loop.watch(PlainRun(settings))
         return run_program(settings.command)
     wanted = "another policy: Megatron-LM's own --save and --load write whole states"
-    require(settings.job.ckpt.in_memory is not None, "--ckpt", settings.job.ckpt.policy, wanted)
+    require(
+        settings.job.ckpt.in_memory is not None,
+        "--ckpt",
+        settings.job.ckpt.policy,
+        wanted,
+    )
     from moe_ckpt.integrations.other_loops import refuse_other_loops  # noqa: PLC0415
     from moe_ckpt.run_elastic import run_elastic  # noqa: PLC0415
 
@@ -94,11 +108,14 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
     refuse_other_loops(settings.loop)
     for name in imports:  # a worker that finds them imported is there a second earlier
         importlib.import_module(name)
-    return run_elastic(settings.job, launch, lambda worker: _work(settings, loop, worker))
+    return run_elastic(
+        settings.job, launch, lambda worker: _work(settings, loop, worker)
+    )
 
 
 def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
-    """Attach to the loop of this worker's process, and run the program; return its exit status.
+    """Attach to the loop of this worker's process, and run the program; return its exit
+    status.
 
     Raises:
         MoeCkptError: Settings that cannot work, or a program that never trains.
@@ -110,27 +127,34 @@ def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
     status = run_program(settings.command)
     joined.retire()
     wanted = f"a program that calls {loop.entry}: nothing was protected"
-    require(bool(status) or attachment.has_trained, "SCRIPT", settings.command.name, wanted)
+    require(
+        bool(status) or attachment.has_trained, "SCRIPT", settings.command.name, wanted
+    )
     return status
 
 
 def run_program(command: Command) -> int:
-    """Run a script or module as `python` would, and end its processes; return its exit status."""
+    """Run a script or module as `python` would, and end its processes; return its exit
+    status.
+    """
     sys.argv = [command.name, *command.arguments]
     status = 0
     try:
         if command.is_module:
             runpy.run_module(command.name, run_name="__main__", alter_sys=True)
         else:
-            # `run_path` leaves the script's folder out of the path, where `python SCRIPT` has it first
+            # `run_path` leaves the script's folder out of the path, where `python
+            # SCRIPT` has it first
             sys.path.insert(0, str(Path(command.name).resolve().parent))
             runpy.run_path(command.name, run_name="__main__")
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
-        status = ended.code if isinstance(ended.code, int) else _FAILED if ended.code else 0
-    # ends this process's managers and daemonic processes, and waits for all its other ones: the end of an interpreter
-    # does that, and this process ends by `os._exit`
+        status = (
+            ended.code if isinstance(ended.code, int) else _FAILED if ended.code else 0
+        )
+    # ends this process's managers and daemonic processes, and waits for all its other
+    # ones: the end of an interpreter does that, and this process ends by `os._exit`
     cast("Any", multiprocessing.util)._exit_function()
     return status
 
@@ -145,20 +169,33 @@ def _require_outermost() -> None:
 
 
 def require_guarded(command: Command) -> list[str]:
-    """Return the modules of Megatron that a script imports; raise ConfigError if it is missing or trains on import.
+    """Return the modules of Megatron that a script imports; raise ConfigError if it is
+    missing or trains on import.
 
-    Processes that Megatron-LM spawns, to write checkpoints say, import the script again.
+    Processes that Megatron-LM spawns, to write checkpoints say, import the script
+    again.
     """
     if command.is_module:
         return []
     try:
         parsed = ast.parse(Path(command.name).read_text())
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError(f"SCRIPT: got {command.name!r}, wanted a Python script ({error})") from error
-    guards = [node for node in parsed.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
-    wanted = 'one that trains under `if __name__ == "__main__":` only, as processes that it spawns import it again'
+        raise ConfigError(
+            f"SCRIPT: got {command.name!r}, wanted a Python script ({error})"
+        ) from error
+    guards = [
+        node
+        for node in parsed.body
+        if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+    ]
+    wanted = (
+        'one that trains under `if __name__ == "__main__":` only, as processes that it'
+        " spawns import it again"
+    )
     require(bool(guards), "SCRIPT", command.name, wanted)
-    imported = [node.module or "" for node in parsed.body if isinstance(node, ast.ImportFrom)]
+    imported = [
+        node.module or "" for node in parsed.body if isinstance(node, ast.ImportFrom)
+    ]
     return [name for name in imported if name.startswith("megatron.")]
 
 
@@ -177,4 +214,6 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # extension modules, triton's among them, complain about the end of an interpreter that forked
+    # extension modules, triton's among them, complain about the end of an interpreter
+    # that forked
+    os._exit(status)

@@ -1,11 +1,13 @@
-"""A rank that outlives deaths, for any training loop: its supervisor, its replica daemon and its workers.
+"""A rank that outlives deaths, for any training loop: its supervisor, its replica
+daemon and its workers.
 
     sys.exit(run_elastic(job, read_launch(), work))   in the process that torchrun starts, after all slow imports
 
     def work(worker: Worker) -> int:                  in each worker; the supervisor forks one after another
         ...                                           `moe_ckpt.loop` has the worker's life
 
-Owns: where each process of a rank finds the others. Must not: know Hydra, a launcher or a training framework.
+Owns: where each process of a rank finds the others. Must not: know Hydra, a launcher or
+a training framework.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.agent import agent_pid
-from moe_ckpt.config import AUTO, FlowcheckConfig, InMemoryConfig, RuntimeConfig, require
+from moe_ckpt.config import (
+    AUTO,
+    FlowcheckConfig,
+    InMemoryConfig,
+    RuntimeConfig,
+    require,
+)
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.backends import die
 from moe_ckpt.elastic.checked_store import CheckedStore, end_silent_connections
@@ -56,12 +64,30 @@ from moe_ckpt.elastic.job_store import (
 from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.network import own_host
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
-from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerHosts, ServerRules, ServerSettings
-from moe_ckpt.elastic.shared_memory import Ended, begin_rank, end_rank, open_memory_root, take_over
+from moe_ckpt.elastic.server_hosts import (
+    PART,
+    SETTINGS,
+    ServerHosts,
+    ServerRules,
+    ServerSettings,
+)
+from moe_ckpt.elastic.shared_memory import (
+    Ended,
+    begin_rank,
+    end_rank,
+    open_memory_root,
+    take_over,
+)
 from moe_ckpt.elastic.sick_place import SickPlaceRules
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.stop_board import StopBoard
-from moe_ckpt.elastic.supervisor import REQUEUE, Supervisor, SupervisorHooks, SupervisorLimits, start_beside
+from moe_ckpt.elastic.supervisor import (
+    REQUEUE,
+    Supervisor,
+    SupervisorHooks,
+    SupervisorLimits,
+    start_beside,
+)
 from moe_ckpt.elastic.torchrun import Launch, has_agent_store
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import GenerationLoop, TrainingRun
@@ -84,12 +110,15 @@ _REPORT_S = 10.0  # a new connection to a busy store may take seconds
 _PRINT_S = 1.0
 _CUDA_IS_LOST = 9  # an exit status
 _FAILED = 1
-_supervised: list[int] = []  # the rank of this process, which its forked workers find as well
+# the rank of this process, which its forked workers find as well
+_supervised: list[int] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlace:
-    """The place of a supervised rank: its launch, its folder in shared memory, and facts of its node and job."""
+    """The place of a supervised rank: its launch, its folder in shared memory, and
+    facts of its node and job.
+    """
 
     launch: Launch
     memory: Path
@@ -111,7 +140,8 @@ class RankPlace:
 
 
 class Worker:
-    """One of the successive processes that train a rank; implements `loop.WorkerProcess`.
+    """One of the successive processes that train a rank; implements
+    `loop.WorkerProcess`.
 
     All methods: the training thread.
     """
@@ -146,11 +176,14 @@ class Worker:
 
     @property
     def is_first_start(self) -> bool:
-        """Whether no generation of this job, and no attempt of torchrun, came before this one."""
+        """Whether no generation of this job, and no attempt of torchrun, came before
+        this one.
+        """
         return self.launch.attempt == 0 and self.page.generation == 1
 
     def join_world(self, *, on_gpu: bool) -> None:
-        """Make the world a group that outlives the loss of ranks; no other rank is in it until a generation forms.
+        """Make the world a group that outlives the loss of ranks; no other rank is in
+        it until a generation forms.
 
         Later groups of the backends `elastic` and `elastic_cpu` are such groups, too.
 
@@ -161,34 +194,58 @@ class Worker:
             ConfigError: `runtime.backend` does not fit the devices.
         """
         launch, runtime = self.launch, self.job.runtime
-        backend = open_backend(on_gpu=on_gpu, kind=runtime.backend, share_gpus=runtime.share_gpus)
-        timeouts = GroupTimeouts(form_s=runtime.form_s, operation_s=runtime.operation_s, abort_s=runtime.abort_s)
+        backend = open_backend(
+            on_gpu=on_gpu, kind=runtime.backend, share_gpus=runtime.share_gpus
+        )
+        timeouts = GroupTimeouts(
+            form_s=runtime.form_s,
+            operation_s=runtime.operation_s,
+            abort_s=runtime.abort_s,
+        )
         servers = self._ckpt.served
-        shares = not (servers and servers.mirrors)  # a mirror finds sums among a group's own operations
-        groups = ElasticGroups(backend, timeouts, self.page.wait, self.page.wait_on_device, shares=shares)
+        # a mirror finds sums among a group's own operations
+        shares = not (servers and servers.mirrors)
+        groups = ElasticGroups(
+            backend, timeouts, self.page.wait, self.page.wait_on_device, shares=shares
+        )
         groups.register()
         self._membership = Membership(
-            Member(global_rank=launch.global_rank, world_size=launch.world_size, incarnation=self.incarnation),
+            Member(
+                global_rank=launch.global_rank,
+                world_size=launch.world_size,
+                incarnation=self.incarnation,
+            ),
             _open_store("generations", runtime),
-            _open_store("generations", runtime, own_connection=True),  # the watching thread always waits in it
+            # the watching thread always waits in it
+            _open_store("generations", runtime, own_connection=True),
             groups,
             self.page,
             join_s=runtime.join_s,
             grace_s=runtime.grace_s,
         )
-        # the ranks do not meet here: a store of this process is enough until the first generation forms
-        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=launch.global_rank, world_size=launch.world_size)
+        # the ranks do not meet here: a store of this process is enough until the first
+        # generation forms
+        dist.init_process_group(
+            BACKEND,
+            store=dist.HashStore(),
+            rank=launch.global_rank,
+            world_size=launch.world_size,
+        )
 
     def context(self, layout: ParallelLayout) -> ElasticContext:
         """Return the means to survive the loss of ranks, for `attach`."""
         place, membership, ckpt = self.place, self.membership, self._ckpt
         copy_s = self.job.runtime.copy_s
-        addresses = CheckedStore(_open_store("daemons", self.job.runtime), self.page.waits)
+        addresses = CheckedStore(
+            _open_store("daemons", self.job.runtime), self.page.waits
+        )
         return ElasticContext(
             member=membership.member,
             page=self.page,
             memory=place.memory,
-            daemon=DaemonClient(place.memory, timeout_s=copy_s) if place.has_daemon else None,
+            daemon=DaemonClient(place.memory, timeout_s=copy_s)
+            if place.has_daemon
+            else None,
             address_of=lambda rank: parse_address(addresses.get(str(rank)).decode()),
             ticket=place.ticket,
             replicas=place.replicas,
@@ -210,22 +267,31 @@ class Worker:
             join_s=runtime.join_s,
             wait_s=served.server_wait_s,
         )
-        # a connection of its own: another thread may need the shared one while this waits for a server
-        return ServerHosts(open_store(PART, own_connection=True), self.place.ticket, rules, self.page.waits)
+        # a connection of its own: another thread may need the shared one while this
+        # waits for a server
+        return ServerHosts(
+            open_store(PART, own_connection=True),
+            self.place.ticket,
+            rules,
+            self.page.waits,
+        )
 
     def enter_phase(self, phase: Phase) -> None:
         """Show where in an iteration this rank is; a recovery stays a recovery."""
         self.page.enter_in_iteration(phase)
 
     def open_folder(self) -> RunFolder:
-        """Return the run folder, in which this worker has a file, for the status command and fault injection."""
+        """Return the run folder, in which this worker has a file, for the status
+        command and fault injection.
+        """
         self._announce(self.place.folder.path)
         return self.place.folder
 
     def _announce(self, run: Path) -> None:
         """Write this worker's file.
 
-        The first rank also writes the address of the store, where checkpoint servers on other machines find the job.
+        The first rank also writes the address of the store, where checkpoint servers on
+        other machines find the job.
         """
         served = self._ckpt.served
         if served and served.on_hosts and self.launch.global_rank == 0:
@@ -241,9 +307,11 @@ class Worker:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold this rank until the first rank of the job, then the first of its node, have been here.
+        """Hold this rank until the first rank of the job, then the first of its node,
+        have been here.
 
-        An earlier incarnation of these ranks counts. Raises ConfigError, naming runtime.join_s, if that takes longer.
+        An earlier incarnation of these ranks counts. Raises ConfigError, naming
+        runtime.join_s, if that takes longer.
         """
         launch, runtime = self.launch, self.job.runtime
         store = CheckedStore(_open_store("turns", runtime), self.page.waits)
@@ -254,7 +322,9 @@ class Worker:
                 store.wait([before], timedelta(seconds=runtime.join_s))
             except dist.DistStoreError as error:
                 wanted = f"rank {before} to have built its data sets by then"
-                raise ConfigError(f"runtime.join_s: got {runtime.join_s:g} seconds, wanted {wanted}") from error
+                raise ConfigError(
+                    f"runtime.join_s: got {runtime.join_s:g} seconds, wanted {wanted}"
+                ) from error
         yield
         if not launch.local_rank:
             store.set(f"{first}", "built")
@@ -268,11 +338,15 @@ class Worker:
         start: Callable[[], int],
         finish: Callable[[int], dict[str, Any]],
     ) -> dict[str, Any]:
-        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run from no saved state.
+        """Return the result of `finish(deaths)` once all ranks have finished; `start`
+        begins a run from no saved state.
 
-        Both are collective and may be called again. An error of training is raised unless the loss of ranks caused it.
+        Both are collective and may be called again. An error of training is raised
+        unless the loss of ranks caused it.
         """
-        return GenerationLoop(self.membership, session, training, events).run(start, finish)
+        return GenerationLoop(self.membership, session, training, events).run(
+            start, finish
+        )
 
     def retire(self, folder: RunFolder) -> None:
         """Remove this worker's file from the run folder."""
@@ -291,9 +365,9 @@ def run_elastic(
     Args:
         job: The settings.
         launch: This rank's place in the job.
-        work: Trains in a forked process, and returns its exit status. After an exception
-            that is a fault of the hardware, the supervisor replaces the process; a
-            MoeCkptError is one message.
+        work: Trains in a forked process, and returns its exit status. After an
+            exception that is a fault of the hardware, the supervisor replaces the
+            process; a MoeCkptError is one message.
         beside: May start processes that live as long as the supervisor at most.
 
     Returns:
@@ -305,13 +379,24 @@ def run_elastic(
     require_forkable()
     ckpt, runtime = job.in_memory, job.runtime
     require_lasting(job.folder)
-    require(not _supervised, "run_elastic", "a second one, inside a worker of the first", "one a process")
-    require(agent_pid() > 0, "torchrun", "a rank that is the first process of its container", "torchrun as its parent")
+    require(
+        not _supervised,
+        "run_elastic",
+        "a second one, inside a worker of the first",
+        "one a process",
+    )
+    require(
+        agent_pid() > 0,
+        "torchrun",
+        "a rank that is the first process of its container",
+        "torchrun as its parent",
+    )
     _supervised.append(launch.global_rank)
     if runtime.etcd:
         use_etcd(runtime.etcd)
     elif not has_agent_store():
-        # torchrun shares none if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set, as spare agents of torch 2.13 need it
+        # torchrun shares none if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set, as spare
+        # agents of torch 2.13 need it
         use_hosted_store(launch, start_beside)
     # a scheduler's signal may come while the network to the store is cut
     store = CheckedStore(_open_store("generations", runtime), heeds_signals=True)
@@ -320,27 +405,37 @@ def run_elastic(
     if served and served.on_hosts:
         _announce_servers(job, served, place)
     elif mirror := _mirror(ckpt):
-        MirrorPort(mirror.interface).close()  # an error of the user's, before training begins
+        # an error of the user's, before training begins
+        MirrorPort(mirror.interface).close()
     beside(place)
     root, page = place.memory.parent, StatusPage(place.memory / "page")
     reserve_failure(place.failure)
-    gc.freeze()  # all workers share the imports: no garbage collection is to touch their pages
+    # all workers share the imports: no garbage collection is to touch their pages
+    gc.freeze()
     limits = SupervisorLimits(
         heartbeat_s=runtime.heartbeat_s,
         progress_s=runtime.progress_s,
         max_deaths=runtime.max_deaths,
         stop_save_s=runtime.stop_save_s,
         sick=SickPlaceRules(
-            deaths=runtime.sick_deaths, within_s=runtime.sick_within_s, health=runtime.health, health_s=runtime.health_s
+            deaths=runtime.sick_deaths,
+            within_s=runtime.sick_within_s,
+            health=runtime.health,
+            health_s=runtime.health_s,
         ),
     )
     hooks = SupervisorHooks(
         start_daemon=(lambda: _start_daemon(job, place)) if place.has_daemon else None,
         take_failure=lambda: take_failure(place.failure),
-        save_last=(lambda: _save_last(place, runtime.stop_save_s)) if runtime.stop_save_s else None,
+        save_last=(lambda: _save_last(place, runtime.stop_save_s))
+        if runtime.stop_save_s
+        else None,
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
-        # this node's agent ends as if the node were lost: torchrun keeps the rendezvous open for a spare node
-        leave=(lambda: os.kill(agent_pid(), signal.SIGTERM)) if runtime.sick_place == "leave" else None,
+        # this node's agent ends as if the node were lost: torchrun keeps the rendezvous
+        # open for a spare node
+        leave=(lambda: os.kill(agent_pid(), signal.SIGTERM))
+        if runtime.sick_place == "leave"
+        else None,
         free_memory=lambda status: _leave(place, status),
         janitor=lambda: janitor_of(root),
     )
@@ -366,16 +461,20 @@ def _work(work: Callable[[Worker], int], worker: Worker) -> int:
                 say_once(str(error))
                 return _FAILED
             raise
-        # by this file the supervisor sees whether a replacement repeats the exception at the same place
+        # by this file the supervisor sees whether a replacement repeats the exception
+        # at the same place
         try:
-            write_failure(worker.place.failure, failure_of(error, worker.page.iteration))
+            write_failure(
+                worker.place.failure, failure_of(error, worker.page.iteration)
+            )
         except OSError as full:
             die(f"{text_of(error)}; its failure file was not written ({full})")
         return WORKER_FAULT
 
 
 def _save_last(place: RankPlace, limit_s: float) -> int:
-    """Bring the rank's complete windows to disk; print how far, and once all ranks have, that the job may be killed.
+    """Bring the rank's complete windows to disk; print how far, and once all ranks
+    have, that the job may be killed.
 
     This process is killed after `limit_s`.
     """
@@ -384,37 +483,64 @@ def _save_last(place: RankPlace, limit_s: float) -> int:
     try:
         save_last(place.memory)
     except MoeCkptError as error:
-        print(f"error: rank {rank}: not saved, the next start uses an older state: {error}", file=sys.stderr)
+        print(
+            f"error: rank {rank}: not saved, the next start uses an older state:"
+            f" {error}",
+            file=sys.stderr,
+        )
         status = 1  # an older window may be on all disks
     saved = saved_iterations(place.memory)
     if not saved:
-        return status  # no window was complete, or the policy has none: an older state serves
+        # no window was complete, or the policy has none: an older state serves
+        return status
     print(f"rank {rank}: iteration {saved[-1]} is on disk", flush=True)
     events = place.folder.open_events(rank)
-    for iteration in saved:  # a later start sees by them that the run has a state, also if the disk is gone by then
+    # a later start sees by them that the run has a state, also if the disk is gone by
+    # then
+    for iteration in saved:
         events.append(LastSaveDone(iteration=iteration))
     answers: list[int | None] = []
-    asking = Thread(target=_ask_if_safe, args=(rank, world_size, saved, answers), name="stop-board", daemon=True)
+    asking = Thread(
+        target=_ask_if_safe,
+        args=(rank, world_size, saved, answers),
+        name="stop-board",
+        daemon=True,
+    )
     asking.start()
     # the network may be cut: that is why the job is stopped
-    asking.join(max(0.0, min(_REPORT_S, began_s + limit_s - time.monotonic() - _PRINT_S)))
+    asking.join(
+        max(0.0, min(_REPORT_S, began_s + limit_s - time.monotonic() - _PRINT_S))
+    )
     if not answers:
-        print(f"rank {rank}: the store of the job does not answer: whether all ranks have it is unknown", flush=True)
+        print(
+            f"rank {rank}: the store of the job does not answer: whether all ranks have"
+            " it is unknown",
+            flush=True,
+        )
     elif (safe := answers[0]) is not None:
-        print(f"safe to kill at iteration {safe}: all {world_size} ranks have it on disk", flush=True)
+        print(
+            f"safe to kill at iteration {safe}: all {world_size} ranks have it on disk",
+            flush=True,
+        )
     return status
 
 
-def _ask_if_safe(rank: int, world_size: int, saved: Sequence[int], answers: list[int | None]) -> None:
-    with contextlib.suppress(RuntimeError, ConfigError):  # what torch raises for a store that is gone, and `open_store`
+def _ask_if_safe(
+    rank: int, world_size: int, saved: Sequence[int], answers: list[int | None]
+) -> None:
+    # what torch raises for a store that is gone, and `open_store`
+    with contextlib.suppress(RuntimeError, ConfigError):
         board = StopBoard(open_store("stop"), world_size)
         answers.append(board.report(rank, saved))
         if hosts_store(rank):  # slower ranks have yet to report
             board.wait_for_all(_REPORT_S)
 
 
-def _open_store(part: str, runtime: RuntimeConfig, *, own_connection: bool = False) -> dist.Store:
-    """Return a part of the job's store, over a connection that ends once it was cut for `runtime.join_s`.
+def _open_store(
+    part: str, runtime: RuntimeConfig, *, own_connection: bool = False
+) -> dist.Store:
+    """Return a part of the job's store, over a connection that ends once it was cut for
+    `runtime.join_s`.
 
     By then other ranks have given this one up.
     """
@@ -433,8 +559,9 @@ def require_forkable() -> None:
     # workers lose nothing. Asked second: where NVML is missing, asking starts CUDA.
     usable = _forks_can_use_cuda() or not torch.cuda.is_available()
     wanted = (
-        "false: an import has started CUDA, which a forked worker cannot use (set PYTORCH_NVML_BASED_CUDA_CHECK=1 "
-        "before imports look for a device; Transformer Engine starts it where flash-attn is installed: uninstall that)"
+        "false: an import has started CUDA, which a forked worker cannot use (set"
+        " PYTORCH_NVML_BASED_CUDA_CHECK=1 before imports look for a device; Transformer"
+        " Engine starts it where flash-attn is installed: uninstall that)"
     )
     require(usable, "runtime.guard", True, wanted)
 
@@ -442,7 +569,8 @@ def require_forkable() -> None:
 def _forks_can_use_cuda() -> bool:
     child = os.fork()
     if child == 0:
-        # only a fork can tell: torch's look for a device starts the driver, and CUDA does not count as initialized
+        # only a fork can tell: torch's look for a device starts the driver, and CUDA
+        # does not count as initialized
         os._exit(_CUDA_IS_LOST if torch.cuda._is_in_bad_fork() else 0)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) != _CUDA_IS_LOST
@@ -450,19 +578,37 @@ def _forks_can_use_cuda() -> bool:
 
 def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
     ckpt, ranks_per_node = job.in_memory, _ranks_per_node(job.ranks_per_node, launch)
-    agreed = int(store.compare_set(f"ranks_per_node/{launch.world_size}", "", str(ranks_per_node)))
+    agreed = int(
+        store.compare_set(
+            f"ranks_per_node/{launch.world_size}", "", str(ranks_per_node)
+        )
+    )
     wanted = "the same on all nodes, as torchrun was told to start"
-    require(agreed == ranks_per_node, "parallel.ranks_per_node", f"{ranks_per_node} and {agreed}", wanted)
+    require(
+        agreed == ranks_per_node,
+        "parallel.ranks_per_node",
+        f"{ranks_per_node} and {agreed}",
+        wanted,
+    )
     nodes = num_nodes(launch.world_size, ranks_per_node)
-    on_hosts = ckpt.served is not None and ckpt.served.on_hosts  # then nodes hold copies once all servers are lost
-    replicas = min(1, nodes - 1) if ckpt.replicas == AUTO or on_hosts else int(ckpt.replicas)
-    limit = f"less than {nodes}, the number of nodes (parallel.ranks_per_node={ranks_per_node})"
+    # then nodes hold copies once all servers are lost
+    on_hosts = ckpt.served is not None and ckpt.served.on_hosts
+    replicas = (
+        min(1, nodes - 1) if ckpt.replicas == AUTO or on_hosts else int(ckpt.replicas)
+    )
+    limit = (
+        f"less than {nodes}, the number of nodes"
+        f" (parallel.ranks_per_node={ranks_per_node})"
+    )
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
-    # all errors of the settings come before the folder: a rank that is killed as it makes one leaves it behind
+    # all errors of the settings come before the folder: a rank that is killed as it
+    # makes one leaves it behind
     tls, host = open_tls(ckpt.tls), own_host(launch, ckpt.network_interface)
     folder = find_run_folder(job.folder, launch, job.runtime.join_s)
     ticket = ticket_of(read_secret(folder.path / SECRET_FILE), job_id(), tls)
-    root = open_memory_root(Path(job.runtime.shared_memory), agent_pid(), patience_s=job.runtime.heartbeat_s)
+    root = open_memory_root(
+        Path(job.runtime.shared_memory), agent_pid(), patience_s=job.runtime.heartbeat_s
+    )
     # ranks of an earlier start of the job may have had other numbers on this node
     take_over(root, launch.local_ranks)
     return RankPlace(
@@ -478,10 +624,13 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
 
 
 def _leave(place: RankPlace, status: int) -> None:
-    """Leave the node's memory and, if the job ends with this supervisor, the run folder."""
+    """Leave the node's memory and, if the job ends with this supervisor, the run
+    folder.
+    """
     launch, how = place.launch, how_ended(place.launch, status)
     if launch.global_rank == 0 and (status == REQUEUE or how is not Ended.TO_GO_ON):
-        with contextlib.suppress(OSError):  # the folder's file system is gone: its lock is, too
+        # the folder's file system is gone: its lock is, too
+        with contextlib.suppress(OSError):
             release_lock(place.folder.path)
     end_rank(place.memory.parent, launch.global_rank, launch.local_ranks, how)
 
@@ -500,26 +649,46 @@ def how_ended(launch: Launch, status: int) -> Ended:
         return Ended.WELL
     if status == 128 + signal.SIGINT:
         return Ended.FOR_GOOD
-    # torchrun sends SIGTERM also where it starts all ranks again, with more or fewer nodes
+    # torchrun sends SIGTERM also where it starts all ranks again, with more or fewer
+    # nodes
     is_told = status == REQUEUE or status > 128
     return Ended.FOR_GOOD if launch.is_last_attempt and not is_told else Ended.TO_GO_ON
 
 
 def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
-    """Return how many ranks fail together; on a single machine each rank counts as a node of its own."""
+    """Return how many ranks fail together; on a single machine each rank counts as a
+    node of its own.
+    """
     if wanted == AUTO:
-        return launch.local_world_size if launch.local_world_size < launch.world_size else 1
+        return (
+            launch.local_world_size
+            if launch.local_world_size < launch.world_size
+            else 1
+        )
     divides = launch.world_size % int(wanted) == 0
-    require(divides, "parallel.ranks_per_node", wanted, f"a divisor of {launch.world_size} processes")
+    require(
+        divides,
+        "parallel.ranks_per_node",
+        wanted,
+        f"a divisor of {launch.world_size} processes",
+    )
     return int(wanted)
 
 
-def _announce_servers(job: JobConfig, served: FlowcheckConfig, place: RankPlace) -> None:
+def _announce_servers(
+    job: JobConfig, served: FlowcheckConfig, place: RankPlace
+) -> None:
     """Write the settings that servers on other machines wait for."""
     runtime, wait_s = job.runtime, served.server_wait_s
-    wanted = "empty where ckpt.servers=hosts: servers find the job by the store that torchrun keeps"
+    wanted = (
+        "empty where ckpt.servers=hosts: servers find the job by the store that"
+        " torchrun keeps"
+    )
     require(not runtime.etcd, "runtime.etcd", runtime.etcd, wanted)
-    wanted = f"less than runtime.operation_s={runtime.operation_s:g}: other ranks wait meanwhile"
+    wanted = (
+        f"less than runtime.operation_s={runtime.operation_s:g}: other ranks wait"
+        " meanwhile"
+    )
     require(wait_s < runtime.operation_s, "ckpt.server_wait_s", wait_s, wanted)
     settings = ServerSettings(
         num_servers=served.server_hosts,
@@ -533,7 +702,9 @@ def _announce_servers(job: JobConfig, served: FlowcheckConfig, place: RankPlace)
 
 
 def _start_daemon(job: JobConfig, place: RankPlace) -> int:
-    """Return the pid of a replica daemon, which will announce its address; until then the store has none."""
+    """Return the pid of a replica daemon, which will announce its address; until then
+    the store has none.
+    """
     # peers wait for the new address: nothing answers at that of a dead daemon
     open_store("daemons").delete_key(str(place.launch.global_rank))
     supervisor_pid = os.getpid()

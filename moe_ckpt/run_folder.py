@@ -40,7 +40,15 @@ from moe_ckpt.private_files import make_private, replace_private, user_in
 from moe_ckpt.run_lock import release_lock, take_lock
 from moe_ckpt.run_secret import make_secret
 
-_PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy", "moe-ckpt")
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "moe-ckpt",
+)
 _log = logging.getLogger(__name__)
 
 JOB = "job"
@@ -73,7 +81,11 @@ class RunFolder:
         Raises:
             OSError: The file cannot be opened.
         """
-        return EventLog(self.events(global_rank), global_rank=global_rank, clock_origin_unix_s=self.clock_origin_unix_s)
+        return EventLog(
+            self.events(global_rank),
+            global_rank=global_rank,
+            clock_origin_unix_s=self.clock_origin_unix_s,
+        )
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json; after that, other jobs may use the folder.
@@ -81,32 +93,48 @@ class RunFolder:
         Raises ConfigError, naming run.dir, if it cannot be written.
         """
         try:
-            replace_private(self.path / "result.json", json.dumps(result, indent=1) + "\n")
+            replace_private(
+                self.path / "result.json", json.dumps(result, indent=1) + "\n"
+            )
             release_lock(self.path)
         except OSError as error:
-            raise ConfigError(f"run.dir: result.json could not be written to {str(self.path)!r} ({error})") from error
+            raise ConfigError(
+                f"run.dir: result.json could not be written to {str(self.path)!r}"
+                f" ({error})"
+            ) from error
 
 
 def require_lasting(run: RunFolderConfig) -> None:
-    """Raise ConfigError if a restart by torchrun could not find the folder: a new name is stored nowhere.
+    """Raise ConfigError if a restart by torchrun could not find the folder: a new name
+    is stored nowhere.
 
     A store that the job hosts itself ends with the supervisor of global rank 0.
     """
     if run.dir is None and not has_agent_store():
-        wanted = "a folder that all nodes see, where the job hosts its own store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)"
+        wanted = (
+            "a folder that all nodes see, where the job hosts its own store"
+            " (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)"
+        )
         raise ConfigError(f"run.dir: got null, wanted {wanted}")
 
 
 def open_run_folder(run: RunFolderConfig, launch: Launch) -> RunFolder:
-    """Create the run folder, or find that of an earlier attempt of this job; the same on all ranks. Collective.
+    """Create the run folder, or find that of an earlier attempt of this job; the same
+    on all ranks. Collective.
 
-    Raises ConfigError, naming run.dir, if it cannot be written, or belongs to another running job.
+    Raises ConfigError, naming run.dir, if it cannot be written, or belongs to another
+    running job.
     """
-    return broadcast_result(TorchRanks(), lambda: _create_or_find(run, launch), ConfigError)
+    return broadcast_result(
+        TorchRanks(), lambda: _create_or_find(run, launch), ConfigError
+    )
 
 
-def find_run_folder(run: RunFolderConfig, launch: Launch, timeout_s: float) -> RunFolder:
-    """Return the run folder without a collective: global rank 0 makes it, others wait for it.
+def find_run_folder(
+    run: RunFolderConfig, launch: Launch, timeout_s: float
+) -> RunFolder:
+    """Return the run folder without a collective: global rank 0 makes it, others wait
+    for it.
 
     Args:
         run: The settings of the folder.
@@ -117,8 +145,8 @@ def find_run_folder(run: RunFolderConfig, launch: Launch, timeout_s: float) -> R
         The folder.
 
     Raises:
-        ConfigError: The folder cannot be written, belongs to another running job or to another user, or was not
-            made in time; the message names run.dir.
+        ConfigError: The folder cannot be written, belongs to another running job or to
+            another user, or was not made in time; the message names run.dir.
     """
     if launch.global_rank == 0:
         return _create_or_find(run, launch)
@@ -127,20 +155,33 @@ def find_run_folder(run: RunFolderConfig, launch: Launch, timeout_s: float) -> R
     try:
         store.wait(["run_folder"], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
-        raise ConfigError(f"run.dir: got no folder from rank 0 in {timeout_s:g} s") from error
-    # not that in the store, which has no authentication, where a setting names the folder
-    path = Path(run.dir).resolve() if run.dir else Path(store.get("run_folder").decode())
+        raise ConfigError(
+            f"run.dir: got no folder from rank 0 in {timeout_s:g} s"
+        ) from error
+    # not that in the store, which has no authentication, where a setting names the
+    # folder
+    path = (
+        Path(run.dir).resolve() if run.dir else Path(store.get("run_folder").decode())
+    )
     try:
         _require_own(path, is_of_settings=run.dir is not None)
     except OSError as error:
-        raise ConfigError(f"run.dir: {str(path)!r} is not the folder of a run ({error!r})") from error
+        raise ConfigError(
+            f"run.dir: {str(path)!r} is not the folder of a run ({error!r})"
+        ) from error
     return read_run_folder(path)
 
 
 def job_id() -> str:
-    """Return the number of this start of the job, the same for all its processes; empty where it has no store."""
+    """Return the number of this start of the job, the same for all its processes; empty
+    where it has no store.
+    """
     store = agent_store(JOB)
-    return "" if store is None else store.compare_set(JOB_ID, "", uuid.uuid4().hex).decode()
+    return (
+        ""
+        if store is None
+        else store.compare_set(JOB_ID, "", uuid.uuid4().hex).decode()
+    )
 
 
 def _create_or_find(run: RunFolderConfig, launch: Launch) -> RunFolder:
@@ -153,10 +194,15 @@ def _create_or_find(run: RunFolderConfig, launch: Launch) -> RunFolder:
         make_secret(path)
         if not (path / "run.json").exists():
             replace_private(path / "config.yaml", run.configuration)
-            # last: an attempt that dies before it leaves no run, and the next one writes both files
-            replace_private(path / "run.json", json.dumps(_describe_run(launch), indent=1) + "\n")
+            # last: an attempt that dies before it leaves no run, and the next one
+            # writes both files
+            replace_private(
+                path / "run.json", json.dumps(_describe_run(launch), indent=1) + "\n"
+            )
     except OSError as error:
-        raise ConfigError(f"run.dir: got {str(path)!r}, wanted a folder that can be written ({error})") from error
+        raise ConfigError(
+            f"run.dir: got {str(path)!r}, wanted a folder that can be written ({error})"
+        ) from error
     _point_latest(path)
     if store is not None:
         store.set("run_folder", str(path))
@@ -164,12 +210,14 @@ def _create_or_find(run: RunFolderConfig, launch: Launch) -> RunFolder:
 
 
 def _require_own(path: Path, *, is_of_settings: bool) -> None:
-    """Check that no other user has made a folder, in which that user could read and change all files.
+    """Check that no other user has made a folder, in which that user could read and
+    change all files.
 
     Args:
         path: The folder.
-        is_of_settings: Whether a setting names the folder, which root may have made. Another one was made by this job,
-            or is named by a stranger who has written to the job's store.
+        is_of_settings: Whether a setting names the folder, which root may have made.
+            Another one was made by this job, or is named by a stranger who has written
+            to the job's store.
 
     Raises:
         ConfigError: The folder is another user's.
@@ -178,18 +226,27 @@ def _require_own(path: Path, *, is_of_settings: bool) -> None:
     about, user = path.stat(), user_in(path)
     is_own = about.st_uid == user and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not is_own and not (is_of_settings and about.st_uid in (user, _ROOT)):
-        raise ConfigError(f"run.dir: got {str(path)!r} of user {about.st_uid}, wanted a folder of this user's")
+        raise ConfigError(
+            f"run.dir: got {str(path)!r} of user {about.st_uid}, wanted a folder of"
+            " this user's"
+        )
 
 
 def read_run_folder(path: Path) -> RunFolder:
-    """Return an existing run folder; raises ConfigError if run.json is missing or damaged."""
+    """Return an existing run folder; raises ConfigError if run.json is missing or
+    damaged.
+    """
     try:
         described = json.loads((path / "run.json").read_text())
         return RunFolder(
-            path=path, run_id=described["run_id"], clock_origin_unix_s=float(described["clock_origin_unix_s"])
+            path=path,
+            run_id=described["run_id"],
+            clock_origin_unix_s=float(described["clock_origin_unix_s"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"run.dir: {str(path)!r} is not the folder of a run ({error!r})") from error
+        raise ConfigError(
+            f"run.dir: {str(path)!r} is not the folder of a run ({error!r})"
+        ) from error
 
 
 def _choose_path(run: RunFolderConfig) -> Path:
@@ -209,7 +266,9 @@ def _describe_run(launch: Launch) -> dict[str, Any]:
         "world_size": launch.world_size,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {
+            name: version for name in _PACKAGES if (version := _version(name))
+        },
     }
 
 
@@ -221,13 +280,16 @@ def _version(package: str) -> str | None:
 
 
 def _point_latest(path: Path) -> None:
-    """Let outputs/latest name this run; also for a run elsewhere, if there is an outputs folder."""
+    """Let outputs/latest name this run; also for a run elsewhere, if there is an
+    outputs folder.
+    """
     outputs = Path("outputs")
     if not outputs.is_dir():
         return
     temporary = outputs / f".latest-{uuid.uuid4().hex}"
     try:
-        # a new link that takes the old one's place: at every moment `latest` names a whole run
+        # a new link that takes the old one's place: at every moment `latest` names a
+        # whole run
         temporary.symlink_to(os.path.relpath(path, outputs.resolve()))
         temporary.replace(outputs / "latest")
     except OSError as error:  # a convenience, in a folder that may be another user's
@@ -237,7 +299,9 @@ def _point_latest(path: Path) -> None:
 
 
 def _remembered_folder(store: dist.Store | None, run: RunFolderConfig) -> Path | None:
-    """Return the folder that an earlier attempt of this job has chosen, where no setting names it."""
+    """Return the folder that an earlier attempt of this job has chosen, where no
+    setting names it.
+    """
     if run.dir is not None or store is None or not store.check(["run_folder"]):
         return None
     return Path(store.get("run_folder").decode())

@@ -3,10 +3,12 @@
     RUN/lock             the job that has the folder; locked while a process reads and changes it
     RUN/lock-NUMBER      locked by that job's first process as long as this lives
 
-Owns: both files. Another job may take the folder of a job of which no process has the second file locked, as the kernel
-says across containers, and whose agent (torchrun's process) has ended. That is known where the agent was in this PID
-namespace, or in another container of this machine, or on this machine before it was started again. A job that torchrun
-has moved takes its own folder: its number in torchrun's store, or its --rdzv-id, is the same.
+Owns: both files. Another job may take the folder of a job of which no process has the
+second file locked, as the kernel says across containers, and whose agent (torchrun's
+process) has ended. That is known where the agent was in this PID namespace, or in
+another container of this machine, or on this machine before it was started again. A job
+that torchrun has moved takes its own folder: its number in torchrun's store, or its
+--rdzv-id, is the same.
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import open_private
 
 _ANY_JOB = ("", "none")  # torchrun's names of jobs without --rdzv-id
-_OF_MACHINE = 0xEFFFFFFC  # PROC_PID_INIT_INO, the PID namespace of processes outside of containers
-_OLDER = {"boot": "", "pid_namespace": 0, "job_id": "", "held": ""}  # what the files of older versions lack
-_held: dict[str, int] = {}  # the files that this process has locked, and their descriptors
+# PROC_PID_INIT_INO, the PID namespace of processes outside of containers
+_OF_MACHINE = 0xEFFFFFFC
+# what the files of older versions lack
+_OLDER = {"boot": "", "pid_namespace": 0, "job_id": "", "held": ""}
+# the files that this process has locked, and their descriptors
+_held: dict[str, int] = {}
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +65,9 @@ class Holder:
     """torchrun's name of the job."""
 
     job_id: str
-    """The job's number in its store, which restarts by torchrun keep; empty without a store."""
+    """The job's number in its store, which restarts by torchrun keep; empty without a
+    store.
+    """
 
     held: str = field(default="", compare=False)
     """The name of the locked file; empty where the file system has no locks."""
@@ -71,11 +78,14 @@ class Holder:
         return self.boot == boot_id()
 
     def is_gone(self, run: Path) -> bool:
-        """Return whether all processes of the job's first rank have ended, as far as this machine can tell."""
+        """Return whether all processes of the job's first rank have ended, as far as
+        this machine can tell.
+        """
         if self.has_lock(run):
             return False
         if not self.is_here:
-            # a machine that was started again; containers on several machines may have one name
+            # a machine that was started again; containers on several machines may have
+            # one name
             is_of_machine = self.pid_namespace == pid_namespace() == _OF_MACHINE
             return is_of_machine and self.host == socket.gethostname()
         if self.pid_namespace == pid_namespace():
@@ -84,13 +94,17 @@ class Holder:
 
     def has_lock(self, run: Path) -> bool:
         """Return whether another process is known to have the job's file locked."""
-        return self.held != "" and self.held not in _held and _is_locked(run / self.held)
+        return (
+            self.held != "" and self.held not in _held and _is_locked(run / self.held)
+        )
 
 
 def take_lock(run: Path, job_id: str = "") -> None:
-    """Lock a run's folder for this job, until it releases the folder or its processes end.
+    """Lock a run's folder for this job, until it releases the folder or its processes
+    end.
 
-    The calling process has the lock as long as it lives; processes that it forks do not.
+    The calling process has the lock as long as it lives; processes that it forks do
+    not.
 
     Args:
         run: The folder.
@@ -111,7 +125,9 @@ def take_lock(run: Path, job_id: str = "") -> None:
 
 
 def release_lock(run: Path) -> None:
-    """Release a run's folder if this job has it. Raises OSError if it cannot be written."""
+    """Release a run's folder if this job has it. Raises OSError if it cannot be
+    written.
+    """
     with _opened(run) as file:
         holder, mine = _read(file), _this_job("")
         if holder and _agent_of(holder) == _agent_of(mine):
@@ -123,7 +139,10 @@ def release_lock(run: Path) -> None:
 def used_by(run: Path, whose: str, hint: str = "") -> ConfigError:
     """Return the error that a folder is in use by the run of `whose`."""
     wanted = "a folder of its own for every run"
-    return ConfigError(f"run.dir: got {str(run)!r}, which the run of {whose} uses, wanted {wanted}{hint}")
+    return ConfigError(
+        f"run.dir: got {str(run)!r}, which the run of {whose} uses, wanted"
+        f" {wanted}{hint}"
+    )
 
 
 def _this_job(job_id: str) -> Holder:
@@ -145,11 +164,14 @@ def _agent_of(holder: Holder) -> tuple[str, int, int, int]:
 
 
 def _may_take(holder: Holder, mine: Holder, run: Path) -> bool:
-    """Return whether a holder has ended, or is this job before torchrun moved its rank 0 to another agent."""
+    """Return whether a holder has ended, or is this job before torchrun moved its rank
+    0 to another agent.
+    """
     if holder.job_id == mine.job_id != "":
         return True
     if _agent_of(holder) == _agent_of(mine):
-        return not holder.has_lock(run)  # a script may start several jobs without torchrun
+        # a script may start several jobs without torchrun
+        return not holder.has_lock(run)
     is_named = holder.job == mine.job and mine.job not in _ANY_JOB
     if has_agent_store():
         # on this machine the numbers would be the same
@@ -170,7 +192,9 @@ def _described(holder: Holder, run: Path) -> tuple[str, str]:
 
 
 def _hold(run: Path) -> str:
-    """Lock a new file as long as this process lives; return its name, or nothing if the file system has no locks."""
+    """Lock a new file as long as this process lives; return its name, or nothing if the
+    file system has no locks.
+    """
     path = run / f"lock-{secrets.token_hex(4)}"
     fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
@@ -178,14 +202,21 @@ def _hold(run: Path) -> str:
     except OSError as error:
         os.close(fd)
         path.unlink()
-        _log.warning("run.dir: %s has no locks (%s): another container's job in it is not noticed", run, error)
+        _log.warning(
+            "run.dir: %s has no locks (%s): another container's job in it is not"
+            " noticed",
+            run,
+            error,
+        )
         return ""
     _held[path.name] = fd
     return path.name
 
 
 def _let_go() -> None:
-    """Close what this process has inherited: the lock is its parent's, and ends with it."""
+    """Close what this process has inherited: the lock is its parent's, and ends with
+    it.
+    """
     for fd in _held.values():
         os.close(fd)
     _held.clear()
@@ -213,13 +244,16 @@ def _is_locked(path: Path) -> bool:
 def _opened(run: Path) -> Iterator[TextIO]:
     """Open the file, empty if it was missing, for one process at a time."""
     with open(run / "lock", "a+", opener=open_private) as file:
-        with contextlib.suppress(OSError):  # a file system without locks: what is left is a race of microseconds
+        # a file system without locks: what is left is a race of microseconds
+        with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file
 
 
 def _read(file: TextIO) -> Holder | None:
-    """Return the owner of the folder; None without one, also if an owner was killed before it wrote its name."""
+    """Return the owner of the folder; None without one, also if an owner was killed
+    before it wrote its name.
+    """
     file.seek(0)
     try:
         there = _OLDER | json.loads(file.read())
@@ -230,7 +264,8 @@ def _read(file: TextIO) -> Holder | None:
 
 
 def _write(file: TextIO, holder: Holder, held: str) -> None:
-    # in place: after a rename, a process that holds or waits for the old file's lock would not exclude others
+    # in place: after a rename, a process that holds or waits for the old file's lock
+    # would not exclude others
     file.truncate(0)
     file.write(json.dumps(asdict(holder) | {"held": held}) + "\n")
     file.flush()

@@ -1,7 +1,8 @@
-"""RUN/secret: what the processes of a job know and no stranger does, who may read all that crosses torchrun's store.
+"""RUN/secret: what the processes of a job know and no stranger does, who may read all
+that crosses torchrun's store.
 
-Owns: the file, with mode 0600, and the ticket that follows from it for one start of a job. Must not: send the secret,
-or put it into a store.
+Owns: the file, with mode 0600, and the ticket that follows from it for one start of a
+job. Must not: send the secret, or put it into a store.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _ROOT = 0  # a user
 
 
 def make_secret(run: Path) -> None:
-    """Create a run's secret unless there is one. For the process that has the run's folder.
+    """Create a run's secret unless there is one. For the process that has the run's
+    folder.
 
     Raises:
         OSError: The folder cannot be written.
@@ -39,7 +41,8 @@ def read_secret(path: Path, setting: str = "run.dir") -> str:
 
     Args:
         path: The file, in the run folder or a copy.
-        setting: The setting that names the folder, or the copy, which may be a link to a file of root's.
+        setting: The setting that names the folder, or the copy, which may be a link to
+            a file of root's.
 
     Returns:
         The secret.
@@ -54,17 +57,26 @@ def read_secret(path: Path, setting: str = "run.dir") -> str:
             is_safe = any(is_private(os.fstat(file.fileno()), user) for user in owners)
             secret = file.read()
     except OSError as error:
-        raise ConfigError(f"{setting}: the run's secret {str(path)!r} cannot be read ({error})") from error
+        raise ConfigError(
+            f"{setting}: the run's secret {str(path)!r} cannot be read ({error})"
+        ) from error
     wanted = "one of this user's that no other can read (mode 0600)"
     if not is_safe:
-        raise ConfigError(f"{setting}: got the run's secret {str(path)!r} of another user or mode, wanted {wanted}")
+        raise ConfigError(
+            f"{setting}: got the run's secret {str(path)!r} of another user or mode,"
+            f" wanted {wanted}"
+        )
     if not secret:
-        raise ConfigError(f"{setting}: got the run's secret {str(path)!r}, which is empty, wanted {wanted}: remove it")
+        raise ConfigError(
+            f"{setting}: got the run's secret {str(path)!r}, which is empty, wanted"
+            f" {wanted}: remove it"
+        )
     return secret
 
 
 def ticket_of(secret: str, job_id: str, tls: TlsEnds | None) -> Ticket:
-    """Return the ticket of one start of a job. Its token is the HMAC-SHA-256 of the job's number under the secret.
+    """Return the ticket of one start of a job. Its token is the HMAC-SHA-256 of the
+    job's number under the secret.
 
     Args:
         secret: The run's secret.

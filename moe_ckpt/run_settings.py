@@ -1,7 +1,9 @@
-"""The command line of `python -m moe_ckpt.run`, as plain values. Pure but for reading YAML files.
+"""The command line of `python -m moe_ckpt.run`, as plain values. Pure but for reading
+YAML files.
 
-Defaults of each policy and of the runtime are those of conf/ckpt and conf/runtime; a file of --config, then each --set,
-replace single keys. Must not: know Hydra, or import torch.
+Defaults of each policy and of the runtime are those of conf/ckpt and conf/runtime; a
+file of --config, then each --set, replace single keys. Must not: know Hydra, or import
+torch.
 """
 
 from __future__ import annotations
@@ -46,14 +48,23 @@ _SECTIONS = ("ckpt", "runtime", "parallel", "run")
 _CHECKS = get_type_hints(CheckConfig)
 _OWN_KEYS = {
     "parallel": ("ranks_per_node",),
-    "run": ("dir", "exactness", "lose", "keep_batches_bytes", "check_determinism", *_CHECKS),
+    "run": (
+        "dir",
+        "exactness",
+        "lose",
+        "keep_batches_bytes",
+        "check_determinism",
+        *_CHECKS,
+    ),
 }
 _KEEP_BATCHES_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """The program that trains: a script's path, or a module's name where `is_module`, and its arguments."""
+    """The program that trains: a script's path, or a module's name where `is_module`,
+    and its arguments.
+    """
 
     name: str
     is_module: bool
@@ -64,7 +75,8 @@ class Command:
 class RunSettings:
     """One attached run of a training loop; `is_plain`: without an attachment.
 
-    `keep_batches_bytes` bounds the batches of an iterator without random access that a rank keeps in host memory.
+    `keep_batches_bytes` bounds the batches of an iterator without random access that a
+    rank keeps in host memory.
     """
 
     command: Command
@@ -74,34 +86,57 @@ class RunSettings:
     keep_batches_bytes: int = _KEEP_BATCHES_BYTES
 
     def __post_init__(self) -> None:
-        require(self.keep_batches_bytes >= 1, "run.keep_batches_bytes", self.keep_batches_bytes, "a number of bytes")
+        require(
+            self.keep_batches_bytes >= 1,
+            "run.keep_batches_bytes",
+            self.keep_batches_bytes,
+            "a number of bytes",
+        )
         guard, refused = self.job.runtime.guard, self.is_plain
-        wanted = "auto or false with --plain and --ckpt none" if self.is_plain else "auto or true: --plain is without"
+        wanted = (
+            "auto or false with --plain and --ckpt none"
+            if self.is_plain
+            else "auto or true: --plain is without"
+        )
         require(guard is not refused, "runtime.guard", guard, wanted)
 
 
 def parse_run(arguments: Sequence[str]) -> RunSettings:
-    """Return the run that a command line describes. Raises ConfigError naming the argument or the setting."""
+    """Return the run that a command line describes. Raises ConfigError naming the
+    argument or the setting.
+    """
     parsed, command = parse_options(arguments)
-    changes = _merged(_read_file(parsed.config), *(_assignment(text) for text in parsed.set))
+    changes = _merged(
+        _read_file(parsed.config), *(_assignment(text) for text in parsed.set)
+    )
     policy = parsed.ckpt or changes["ckpt"].pop("policy", _DEFAULT_POLICY)
     loop = parsed.loop or _DEFAULT_LOOP
     require_choice("--loop", loop, LOOPS)
     require_choice("--ckpt", policy, list(CKPT_CONFIGS))
-    ckpt = _merged_section(_read_defaults("ckpt", policy), {**changes["ckpt"], "policy": policy})
+    ckpt = _merged_section(
+        _read_defaults("ckpt", policy), {**changes["ckpt"], "policy": policy}
+    )
     runtime = _merged_section(_read_defaults("runtime", "default"), changes["runtime"])
     for name, known in _OWN_KEYS.items():
         for key in changes[name]:
             _require_known(f"{name}.{key}", key, known)
     run = changes["run"]
-    checks = {key: _converted(run[key], kind, f"run.{key}") for key, kind in _CHECKS.items() if key in run}
+    checks = {
+        key: _converted(run[key], kind, f"run.{key}")
+        for key, kind in _CHECKS.items()
+        if key in run
+    }
     require_switch("run.check_determinism", run.get("check_determinism", AUTO))
-    configuration = yaml.safe_dump({**changes, "ckpt": ckpt, "runtime": runtime}, sort_keys=False)
+    configuration = yaml.safe_dump(
+        {**changes, "ckpt": ckpt, "runtime": runtime}, sort_keys=False
+    )
     job = JobConfig(
         ckpt=section_of(CKPT_CONFIGS[policy], "ckpt", ckpt),
         runtime=section_of(RuntimeConfig, "runtime", runtime),
         folder=RunFolderConfig(
-            dir=_converted(run.get("dir"), str | None, "run.dir"), name=policy, configuration=configuration
+            dir=_converted(run.get("dir"), str | None, "run.dir"),
+            name=policy,
+            configuration=configuration,
         ),
         ranks_per_node=changes["parallel"].get("ranks_per_node", AUTO),
         checks=replace(NO_CHECKS, **checks),
@@ -120,29 +155,47 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
 
 
 def ckpt_config(policy: str, **changes: Any) -> CkptConfig:
-    """Return a policy's configuration with the defaults of its file and these changes. Raises ConfigError."""
+    """Return a policy's configuration with the defaults of its file and these changes.
+    Raises ConfigError.
+    """
     require_choice("ckpt.policy", policy, list(CKPT_CONFIGS))
-    return section_of(CKPT_CONFIGS[policy], "ckpt", _merged_section(_read_defaults("ckpt", policy), changes))
+    return section_of(
+        CKPT_CONFIGS[policy],
+        "ckpt",
+        _merged_section(_read_defaults("ckpt", policy), changes),
+    )
 
 
 def runtime_config(**changes: Any) -> RuntimeConfig:
-    """Return the runtime's configuration with the defaults of its file and these changes. Raises ConfigError."""
-    return section_of(RuntimeConfig, "runtime", _merged_section(_read_defaults("runtime", "default"), changes))
+    """Return the runtime's configuration with the defaults of its file and these
+    changes. Raises ConfigError.
+    """
+    return section_of(
+        RuntimeConfig,
+        "runtime",
+        _merged_section(_read_defaults("runtime", "default"), changes),
+    )
 
 
 def section_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
-    """Return values as a dataclass. Raises ConfigError for an unknown or missing key and a value of another type."""
+    """Return values as a dataclass. Raises ConfigError for an unknown or missing key
+    and a value of another type.
+    """
     hints = get_type_hints(kind)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for key in values:
         _require_known(f"{name}.{key}", key, known)
     for key in known:
         require(key in values, f"{name}.{key}", "nothing", "a value")
-    return kind(**{key: _converted(values[key], hints[key], f"{name}.{key}") for key in known})
+    return kind(
+        **{key: _converted(values[key], hints[key], f"{name}.{key}") for key in known}
+    )
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of `moe_ckpt.run`, and the program after them. Raises ConfigError."""
+    """Return the options of `moe_ckpt.run`, and the program after them. Raises
+    ConfigError.
+    """
     parser = Parser(prog="python -m moe_ckpt.run", description=_DESCRIPTION)
     add_run_options(parser)
     return parse_before_program(parser, arguments)
@@ -151,22 +204,49 @@ def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `moe_ckpt.run` to a parser."""
     add = parser.add_argument
-    add("--ckpt", metavar="POLICY", help=f"{', '.join(CKPT_CONFIGS)} (default: {_DEFAULT_POLICY})")
+    add(
+        "--ckpt",
+        metavar="POLICY",
+        help=f"{', '.join(CKPT_CONFIGS)} (default: {_DEFAULT_POLICY})",
+    )
     add("--loop", help=f"{', '.join(LOOPS)} (default: {_DEFAULT_LOOP})")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting: window=4, runtime.join_s=60")
-    add("--config", metavar="FILE", help=f"a YAML file with sections {', '.join(_SECTIONS)}")
-    add("--plain", action="store_true", help="without supervisors and attachment, for comparison")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting: window=4, runtime.join_s=60",
+    )
+    add(
+        "--config",
+        metavar="FILE",
+        help=f"a YAML file with sections {', '.join(_SECTIONS)}",
+    )
+    add(
+        "--plain",
+        action="store_true",
+        help="without supervisors and attachment, for comparison",
+    )
 
 
 def run_words(options: argparse.Namespace) -> list[str]:
     """Return the parsed options of `moe_ckpt.run` as words."""
-    words = [f"--{name}={getattr(options, name)}" for name in ("loop", "ckpt", "config") if getattr(options, name)]
+    words = [
+        f"--{name}={getattr(options, name)}"
+        for name in ("loop", "ckpt", "config")
+        if getattr(options, name)
+    ]
     words += [f"--set={text}" for text in options.set]
     return [*words, "--plain"] if options.plain else words
 
 
 def _command(words: Sequence[str]) -> Command:
-    require(bool(words), "SCRIPT", "nothing", "the program that trains: [OPTIONS] -- SCRIPT ARGUMENTS")
+    require(
+        bool(words),
+        "SCRIPT",
+        "nothing",
+        "the program that trains: [OPTIONS] -- SCRIPT ARGUMENTS",
+    )
     is_module = words[0] == "-m"
     require(not is_module or len(words) > 1, "-m", "nothing", "the name of a module")
     name, *arguments = words[1:] if is_module else words
@@ -179,15 +259,26 @@ def _read_file(path: str | None) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config: got {path!r}, wanted a YAML file ({error})") from error
-    valid = isinstance(values, dict) and all(isinstance(section, dict) for section in values.values())
-    require(valid, "--config", path, f"a file with sections of keys: {', '.join(_SECTIONS)}")
+        raise ConfigError(
+            f"--config: got {path!r}, wanted a YAML file ({error})"
+        ) from error
+    valid = isinstance(values, dict) and all(
+        isinstance(section, dict) for section in values.values()
+    )
+    require(
+        valid, "--config", path, f"a file with sections of keys: {', '.join(_SECTIONS)}"
+    )
     return values
 
 
 def _read_defaults(group: str, name: str) -> dict[str, Any]:
     path = (app_root() / "conf") / group / f"{name}.yaml"
-    require(path.is_file(), "moe_ckpt.run: defaults", str(path), "the folder conf/ beside the package")
+    require(
+        path.is_file(),
+        "moe_ckpt.run: defaults",
+        str(path),
+        "the folder conf/ beside the package",
+    )
     return yaml.safe_load(path.read_text())
 
 
@@ -195,10 +286,17 @@ def _assignment(text: str) -> dict[str, Any]:
     """Return KEY=VALUE as nested sections; a KEY without a section is the policy's."""
     require(is_utf8(text), "--set", text, "a text in UTF-8")
     key, equals, value = text.partition("=")
-    require(bool(equals and key), "--set", text, "KEY=VALUE, such as window=4 or runtime.join_s=60")
+    require(
+        bool(equals and key),
+        "--set",
+        text,
+        "KEY=VALUE, such as window=4 or runtime.join_s=60",
+    )
     words = key.split(".")
     path = words if words[0] in _SECTIONS else ["ckpt", *words]
-    require(len(path) > 1, "--set", text, "a key in the section, such as runtime.join_s=60")
+    require(
+        len(path) > 1, "--set", text, "a key in the section, such as runtime.join_s=60"
+    )
     # an empty value is an empty text, for which YAML would take null
     nested: Any = yaml.safe_load(value) if value else value
     for word in reversed(path):
@@ -215,7 +313,9 @@ def _merged(*changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return merged
 
 
-def _merged_section(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merged_section(
+    values: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
     merged = dict(values)
     for key, value in changes.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -248,5 +348,7 @@ def _converted(value: Any, hint: Any, setting: str) -> Any:
             return float(value)  # YAML takes 1e9 for a string
         except ValueError:
             pass
-    wanted = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+    wanted = " or ".join(
+        "null" if kind is NoneType else kind.__name__ for kind in kinds
+    )
     raise ConfigError(f"{setting}: got {value!r}, wanted {wanted}")

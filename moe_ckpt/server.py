@@ -1,14 +1,17 @@
-"""A checkpoint server on a machine that trains nothing (`ckpt.servers=hosts`): `moe-ckpt server JOB`.
+"""A checkpoint server on a machine that trains nothing (`ckpt.servers=hosts`):
+`moe-ckpt server JOB`.
 
     moe-ckpt server JOB [--interface NAME] [--memory FOLDER] [--secret FILE]
 
-JOB is the job's run folder, if this machine sees it. Else it is HOST:PORT of the job's store, which the file `store` in
-that folder names, with a copy of the file `secret` there. The command waits for the job, takes the first free number
-among its ckpt.server_hosts servers, and holds states until the job ends; a server more than that is a spare, which
-takes the number of the first one that is lost. It is no rank, and needs no torchrun: the settings come from the job.
+JOB is the job's run folder, if this machine sees it. Else it is HOST:PORT of the job's
+store, which the file `store` in that folder names, with a copy of the file `secret`
+there. The command waits for the job, takes the first free number among its
+ckpt.server_hosts servers, and holds states until the job ends; a server more than that
+is a spare, which takes the number of the first one that is lost. It is no rank, and
+needs no torchrun: the settings come from the job.
 
-Owns: this process and its memory, which is removed at its end, also if it is killed. Must not: train. FlowCheck,
-section 4.
+Owns: this process and its memory, which is removed at its end, also if it is killed.
+Must not: train. FlowCheck, section 4.
 """
 
 from __future__ import annotations
@@ -25,10 +28,24 @@ from moe_ckpt.errors import exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until the job ends; return the exit status."""
     parser = Parser(prog="moe-ckpt server", description=__doc__)
-    parser.add_argument("job", metavar="JOB", help="the job's run folder, or HOST:PORT of its store")
-    parser.add_argument("--interface", help="the interface that gradients arrive on; by default the one to the store")
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="the folder in memory for states")
-    parser.add_argument("--secret", type=Path, help="a copy of the file `secret` in the run folder, for HOST:PORT")
+    parser.add_argument(
+        "job", metavar="JOB", help="the job's run folder, or HOST:PORT of its store"
+    )
+    parser.add_argument(
+        "--interface",
+        help="the interface that gradients arrive on; by default the one to the store",
+    )
+    parser.add_argument(
+        "--memory",
+        type=Path,
+        default=Path("/dev/shm"),
+        help="the folder in memory for states",
+    )
+    parser.add_argument(
+        "--secret",
+        type=Path,
+        help="a copy of the file `secret` in the run folder, for HOST:PORT",
+    )
 
     def run() -> None:
         options = parser.parse_args(arguments)

@@ -1,4 +1,5 @@
-"""The process of a checkpoint server: one number among a job's servers after the other, each with a memory of its own.
+"""The process of a checkpoint server: one number among a job's servers after the other,
+each with a memory of its own.
 
 Owns: the memory of the states that it holds. Must not: train. FlowCheck, section 4.
 """
@@ -32,12 +33,15 @@ _COPY = "--secret"
 _LOOK_EVERY_S = 0.5
 
 
-def serve(job: str, interface: str | None, memory: Path, secret: Path | None = None) -> None:
+def serve(
+    job: str, interface: str | None, memory: Path, secret: Path | None = None
+) -> None:
     """Serve a job until it ends.
 
     Args:
         job: The job's run folder, or HOST:PORT of its store.
-        interface: The interface that gradients arrive on; None: the one that leads to the store.
+        interface: The interface that gradients arrive on; None: the one that leads to
+            the store.
         memory: The folder in memory for states.
         secret: A copy of the run's secret; None: that in the run folder.
 
@@ -45,7 +49,8 @@ def serve(job: str, interface: str | None, memory: Path, secret: Path | None = N
         ConfigError: A job, an interface, a folder or a secret that there is not.
     """
     where, known = find_job(job, secret)
-    # before the store is connected: its client may have threads, and the janitor is forked
+    # before the store is connected: its client may have threads, and the janitor is
+    # forked
     root = open_memory_root(memory, os.getpid(), "--memory")
     try:
         _serve(connect(where.host, where.port), where, known, interface, root)
@@ -53,17 +58,24 @@ def serve(job: str, interface: str | None, memory: Path, secret: Path | None = N
         print(f"the job at {where} has ended", flush=True)
 
 
-def _serve(store: dist.Store, where: Address, secret: str, interface: str | None, memory: Path) -> None:
+def _serve(
+    store: dist.Store, where: Address, secret: str, interface: str | None, memory: Path
+) -> None:
     of_servers = part_of(store, PART)
     settings = ExactDecoder(ServerSettings).decode(of_servers.get(SETTINGS))
     job_id = part_of(store, JOB).get(JOB_ID).decode()
     setting = "--interface"
-    host = address_on(interface, setting) if interface else route_to(where.host, where.port, setting)
+    host = (
+        address_on(interface, setting)
+        if interface
+        else route_to(where.host, where.port, setting)
+    )
     ticket = ticket_of(secret, job_id, open_tls(settings.tls))
     numbers = ServerNumbers(of_servers, settings.num_servers)
     capture = open_mirror(settings.mirror, os.getpid()) if settings.mirror else None
     while True:
-        # a new one each time: states in the old one may be some that the ranks have left since
+        # a new one each time: states in the old one may be some that the ranks have
+        # left since
         with tempfile.TemporaryDirectory(dir=memory) as folder:
             server = CopyServer(
                 Path(folder),
@@ -81,17 +93,23 @@ def _serve(store: dist.Store, where: Address, secret: str, interface: str | None
                 _hold_a_number(numbers, server.address)
             finally:
                 server.close()
-        print("the job has left this server, which begins anew with an empty memory", flush=True)
+        print(
+            "the job has left this server, which begins anew with an empty memory",
+            flush=True,
+        )
 
 
 def _hold_a_number(numbers: ServerNumbers, address: Address) -> None:
-    """Take a number as soon as one is free, and return once the job has left this server."""
+    """Take a number as soon as one is free, and return once the job has left this
+    server.
+    """
     is_spare = False
     while (claimed := numbers.claim(address)) is None:
         if not is_spare:
             print(f"a spare checkpoint server is at {address}", flush=True)
         is_spare = True
-        time.sleep(_LOOK_EVERY_S)  # the store wakes nothing for a change of several keys
+        # the store wakes nothing for a change of several keys
+        time.sleep(_LOOK_EVERY_S)
     number, losses = claimed
     print(f"checkpoint server {number} is at {address}", flush=True)
     while numbers.losses(number) == losses:
@@ -114,13 +132,21 @@ def find_job(job: str, secret: Path | None) -> tuple[Address, str]:
         try:
             where = parse_address(job)
         except ValueError:
-            raise ConfigError(f"JOB: got {job!r}, wanted a run folder, or HOST:PORT") from None
-        wanted = f"a copy of the run folder's file {SECRET_FILE!r}, which is not in the job's store"
+            raise ConfigError(
+                f"JOB: got {job!r}, wanted a run folder, or HOST:PORT"
+            ) from None
+        wanted = (
+            f"a copy of the run folder's file {SECRET_FILE!r}, which is not in the"
+            " job's store"
+        )
         require(secret is not None, _COPY, None, wanted)
         assert secret is not None
         return where, read_secret(secret, _COPY)
     path = Path(job) / STORE_FILE
     while not path.exists():
-        time.sleep(_LOOK_EVERY_S)  # another machine writes it: no event reaches this one
-    known = read_secret(secret, _COPY) if secret else read_secret(Path(job) / SECRET_FILE)
+        # another machine writes it: no event reaches this one
+        time.sleep(_LOOK_EVERY_S)
+    known = (
+        read_secret(secret, _COPY) if secret else read_secret(Path(job) / SECRET_FILE)
+    )
     return parse_address(path.read_text().strip()), known

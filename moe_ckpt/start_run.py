@@ -18,7 +18,10 @@ from moe_ckpt.run import require_guarded
 from moe_ckpt.run_settings import add_run_options, parse_run, run_words
 from moe_ckpt.torchrun_options import add_torchrun_options, torchrun_command
 
-_DESCRIPTION = "Trains with a script of Megatron-LM, Megatron-Bridge or ms-swift, unchanged, and fault tolerance."
+_DESCRIPTION = (
+    "Trains with a script of Megatron-LM, Megatron-Bridge or ms-swift, unchanged, and"
+    " fault tolerance."
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,7 +29,8 @@ def main(arguments: Sequence[str]) -> int:
 
     def start() -> None:
         command = run_command(arguments)
-        # torchrun takes the place of this process: a signal, and the exit status, are torchrun's own
+        # torchrun takes the place of this process: a signal, and the exit status, are
+        # torchrun's own
         os.execv(command[0], command)
 
     return exit_status(start)
@@ -36,13 +40,15 @@ def run_command(arguments: Sequence[str]) -> list[str]:
     """Return the torchrun command of an attached run.
 
     Args:
-        arguments: Options of torchrun and of `moe_ckpt.run`, in any order, and the program that trains.
+        arguments: Options of torchrun and of `moe_ckpt.run`, in any order, and the
+            program that trains.
 
     Returns:
         The words of the command.
 
     Raises:
-        ConfigError: An unknown option, a wrong setting, or a program that cannot be run.
+        ConfigError: An unknown option, a wrong setting, or a program that cannot be
+            run.
     """
     options, program = parse_start(arguments)
     words = [*run_words(options), "--", *program]
@@ -51,7 +57,9 @@ def run_command(arguments: Sequence[str]) -> list[str]:
 
 
 def parse_start(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of a command line, and the program after them. Raises ConfigError."""
+    """Return the options of a command line, and the program after them. Raises
+    ConfigError.
+    """
     parser = Parser(prog="moe-ckpt run", description=_DESCRIPTION)
     add_run_options(parser)
     add_torchrun_options(parser)

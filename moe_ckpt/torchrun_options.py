@@ -1,6 +1,8 @@
-"""The options of torchrun, for the commands that start torchrun: `moe-ckpt train` and `moe-ckpt run`. Pure.
+"""The options of torchrun, for the commands that start torchrun: `moe-ckpt train` and
+`moe-ckpt run`. Pure.
 
-torchrun's own parser imports torch, which takes seconds; a mistake and `--help` are answered without torch.
+torchrun's own parser imports torch, which takes seconds; a mistake and `--help` are
+answered without torch.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ _SHORT = {"redirects": "-r", "tee": "-t"}
 
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
     """Add torchrun's options, in both of its spellings, to a parser."""
-    group = parser.add_argument_group("options of torchrun, as `torchrun --help` explains them")
+    group = parser.add_argument_group(
+        "options of torchrun, as `torchrun --help` explains them"
+    )
     for name in (*WITH_VALUE, *FLAGS):
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         short = [_SHORT[name]] if name in _SHORT else []
@@ -64,18 +68,30 @@ def torchrun_command(options: argparse.Namespace, program: Sequence[str]) -> lis
         options: The parsed options, those of torchrun among them.
         program: The script, or `-m` and a module, and its arguments.
     """
-    return [sys.executable, "-m", "torch.distributed.run", *torchrun_words(options), *program]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *torchrun_words(options),
+        *program,
+    ]
 
 
 def torchrun_words(options: argparse.Namespace) -> list[str]:
     """Return the parsed options of torchrun as words."""
-    given = {name: getattr(options, name.replace("-", "_")) for name in (*WITH_VALUE, *FLAGS)}
-    with_value = [f"--{name}={given[name]}" for name in WITH_VALUE if given[name] is not None]
+    given = {
+        name: getattr(options, name.replace("-", "_")) for name in (*WITH_VALUE, *FLAGS)
+    }
+    with_value = [
+        f"--{name}={given[name]}" for name in WITH_VALUE if given[name] is not None
+    ]
     return with_value + [f"--{name}" for name in FLAGS if given[name]]
 
 
 def count_processes(options: argparse.Namespace) -> int | None:
-    """Return the processes on one node that the options ask for; None where torchrun counts CPUs or GPUs itself."""
+    """Return the processes on one node that the options ask for; None where torchrun
+    counts CPUs or GPUs itself.
+    """
     wanted = options.nproc_per_node or "1"
     return int(wanted) if wanted.isdecimal() else None
 

@@ -1,11 +1,14 @@
-"""One job that lives through a thousand random faults of all classes, and what its processes use meanwhile.
+"""One job that lives through a thousand random faults of all classes, and what its
+processes use meanwhile.
 
     python scripts/endurance.py --faults 1000 --ranks 4 --write benchmarks/endurance_4.md
 
-Faults: SIGKILL, SIGSEGV and SIGTERM at any time or point, several ranks at once, a stopped worker, an exception of the
-hardware, a dead replica daemon, a lost node. The job must end as the same training without faults, bit for bit, leave
-no process and no shared memory, and use no more of anything in its last quarter than in its first. The summary has the
-faults by class and the resources over time; the exit status is 1 if a promise was broken.
+Faults: SIGKILL, SIGSEGV and SIGTERM at any time or point, several ranks at once, a
+stopped worker, an exception of the hardware, a dead replica daemon, a lost node. The
+job must end as the same training without faults, bit for bit, leave no process and no
+shared memory, and use no more of anything in its last quarter than in its first. The
+summary has the faults by class and the resources over time; the exit status is 1 if a
+promise was broken.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Endured:
-    """A run: its faults, by the store of the job and by class in its events, and its outcome."""
+    """A run: its faults, by the store of the job and by class in its events, and its
+    outcome.
+    """
 
     moments: Sequence[Moment]
     faults: int
@@ -58,17 +63,27 @@ class Endured:
     outcome: Outcome
 
 
-def endure(ranks: int, faults: int, iterations: int, seed: int, folder: Path) -> Endured:
+def endure(
+    ranks: int, faults: int, iterations: int, seed: int, folder: Path
+) -> Endured:
     """Run the job and strike until so many faults were repaired. Raises JobFailedError."""
     training = (f"train.iterations={iterations}",)
     started_s, moments = time.monotonic(), list[Moment]()
     patience_s = 600.0 + _SECONDS_PER_FAULT * faults
-    with ElasticJob(ranks, folder, *training, *ENDURING, timeout_s=patience_s, setup=_cache_little) as job:
+    with ElasticJob(
+        ranks, folder, *training, *ENDURING, timeout_s=patience_s, setup=_cache_little
+    ) as job:
         chaos = Chaos(job, seed)
         job.wait_until(0, 3)
         while (so_far := chaos.num_faults) < faults:
             if not moments or so_far >= moments[-1].faults + faults / (2 * ROWS):
-                moments.append(Moment(faults=so_far, seconds=time.monotonic() - started_s, sample=take_sample(job)))
+                moments.append(
+                    Moment(
+                        faults=so_far,
+                        seconds=time.monotonic() - started_s,
+                        sample=take_sample(job),
+                    )
+                )
                 print(_row(moments[-1]), flush=True)
             if job.page(0).iteration >= iterations - 5:
                 break
@@ -90,17 +105,33 @@ def _cache_little() -> None:
 
 def broken_promises(endured: Endured, reference: Outcome, faults: int) -> list[str]:
     """Return each promise that the run broke, as a sentence."""
-    broken = [] if endured.outcome == reference else ["the end differs from that of the run without faults"]
+    broken = (
+        []
+        if endured.outcome == reference
+        else ["the end differs from that of the run without faults"]
+    )
     if endured.faults < faults:
-        broken.append(f"got {endured.faults} faults, wanted {faults}: the job has too few iterations")
+        broken.append(
+            f"got {endured.faults} faults, wanted {faults}: the job has too few"
+            " iterations"
+        )
     quarter = max(1, len(endured.moments) // 4)
     early, late = endured.moments[1 : 1 + quarter], endured.moments[-quarter:]
-    for name, allowed in (("files", 1), ("threads", 1), ("sockets", 1), ("private_bytes", _GROWN_BYTES)):
+    for name, allowed in (
+        ("files", 1),
+        ("threads", 1),
+        ("sockets", 1),
+        ("private_bytes", _GROWN_BYTES),
+    ):
         for kind in KINDS:
-            most = max(getattr(moment.sample.by_kind[kind], name) for moment in early or late)
+            most = max(
+                getattr(moment.sample.by_kind[kind], name) for moment in early or late
+            )
             least = min(getattr(moment.sample.by_kind[kind], name) for moment in late)
             if least > most + allowed:
-                broken.append(f"{name} of a {kind} grew from at most {most} to at least {least}")
+                broken.append(
+                    f"{name} of a {kind} grew from at most {most} to at least {least}"
+                )
     for name in ("zombies", "memory_files"):
         most = max(getattr(moment.sample, name) for moment in early or late)
         least = min(getattr(moment.sample, name) for moment in late)
@@ -110,8 +141,8 @@ def broken_promises(endured: Endured, reference: Outcome, faults: int) -> list[s
 
 
 HEAD = (
-    "| faults | s | files: supervisor, daemon, worker | threads | sockets | private MiB | zombies "
-    "| files in shared memory | MiB |"
+    "| faults | s | files: supervisor, daemon, worker | threads | sockets | private MiB"
+    " | zombies | files in shared memory | MiB |"
 )
 
 
@@ -121,33 +152,55 @@ def _row(moment: Moment) -> str:
         ", ".join(str(getattr(sample.by_kind[kind], name)) for kind in KINDS)
         for name in ("files", "threads", "sockets")
     ]
-    private = ", ".join(f"{sample.by_kind[kind].private_bytes / MIB:.0f}" for kind in KINDS)
-    memory = f"{sample.zombies} | {sample.memory_files} | {sample.memory_bytes / MIB:.1f}"
-    return f"| {moment.faults} | {moment.seconds:.0f} | {' | '.join(parts)} | {private} | {memory} |"
+    private = ", ".join(
+        f"{sample.by_kind[kind].private_bytes / MIB:.0f}" for kind in KINDS
+    )
+    memory = (
+        f"{sample.zombies} | {sample.memory_files} | {sample.memory_bytes / MIB:.1f}"
+    )
+    return (
+        f"| {moment.faults} | {moment.seconds:.0f} | {' | '.join(parts)} | {private} |"
+        f" {memory} |"
+    )
 
 
-def summary(options: argparse.Namespace, endured: Endured, broken: Sequence[str]) -> str:
+def summary(
+    options: argparse.Namespace, endured: Endured, broken: Sequence[str]
+) -> str:
     """Return the summary of a run, in Markdown."""
     step = max(1, len(endured.moments) // ROWS)
     unseen = endured.faults - sum(endured.counts.values())
-    command = f"python scripts/endurance.py --faults {options.faults} --ranks {options.ranks} --seed {options.seed}"
+    command = (
+        f"python scripts/endurance.py --faults {options.faults} --ranks {options.ranks}"
+        f" --seed {options.seed}"
+    )
     verdict = "\n".join(f"- Broken: {each}." for each in broken) or (
-        "The end is that of the run without faults, bit for bit. No process and no shared memory was left, and no "
-        "resource grew."
+        "The end is that of the run without faults, bit for bit. No process and no"
+        " shared memory was left, and no resource grew."
     )
     return "\n".join(
         (
             f"# {endured.faults} faults on {options.ranks} ranks",
             "",
-            f"`{command}`: {endured.seconds:.0f} s, {endured.seconds / max(endured.faults, 1):.2f} s a fault, "
-            f"{options.iterations} iterations. {hardware()}; commit {current_commit()}.",
+            (
+                f"`{command}`: {endured.seconds:.0f} s,"
+                f" {endured.seconds / max(endured.faults, 1):.2f} s a fault,"
+                f" {options.iterations} iterations. {hardware()}; commit"
+                f" {current_commit()}."
+            ),
             "",
             verdict,
             "",
             "| class | faults | meaning |",
             "| --- | --- | --- |",
-            *(f"| {name} | {count} | {EXPLAINED.get(name, '')} |" for name, count in endured.counts.items()),
-            f"| in no event | {unseen} | it came with others, before ranks went on from an earlier one |",
+            *(
+                f"| {name} | {count} | {EXPLAINED.get(name, '')} |"
+                for name, count in endured.counts.items()
+            ),
+            (
+                f"| in no event | {unseen} | it came with others, before ranks went on"
+                " from an earlier one |"
+            ),
             "",
             "The most that any process of a kind uses, at a moment between faults:",
             "",
@@ -160,20 +213,36 @@ def summary(options: argparse.Namespace, endured: Endured, broken: Sequence[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--iterations", type=int, help=f"of training; {_ITERATIONS_PER_FAULT} a fault by default")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        help=f"of training; {_ITERATIONS_PER_FAULT} a fault by default",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", type=Path, help="file for the summary")
     options = parser.parse_args(arguments)
-    options.iterations = options.iterations or _ITERATIONS_PER_FAULT * options.faults + 20
+    options.iterations = (
+        options.iterations or _ITERATIONS_PER_FAULT * options.faults + 20
+    )
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER] = folder  # where settings are composed once
-        endured = endure(options.ranks, options.faults, options.iterations, options.seed, Path(folder) / "job")
+        endured = endure(
+            options.ranks,
+            options.faults,
+            options.iterations,
+            options.seed,
+            Path(folder) / "job",
+        )
         training = (f"train.iterations={options.iterations}",)
-        result = train(options.ranks, Path(folder) / "reference", *training, timeout_s=_REFERENCE_S)
+        result = train(
+            options.ranks, Path(folder) / "reference", *training, timeout_s=_REFERENCE_S
+        )
         reference = outcome_of(Path(folder) / "reference", result)
     broken = broken_promises(endured, reference, options.faults)
     text = summary(options, endured, broken)

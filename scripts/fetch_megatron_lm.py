@@ -4,10 +4,11 @@
     python scripts/fetch_megatron_lm.py core_v0.19.0 core_v0.18.2   and the untouched sources of these tags
     python scripts/fetch_megatron_lm.py v0.6.0 v4.5.2               and those of a tag of Megatron-Bridge, of ms-swift
 
-The wheel of megatron-core 0.19.2 contains `megatron.training`. It asks for Python 3.12, so it is unpacked into a folder
-of the virtual environment, not installed; on another Python the compiled data set helpers come from the installed
-megatron-core. A tag's sources are cloned beside it, from `--source` if that is given. Where
-either cannot be had this says why, and tests that need it are skipped.
+The wheel of megatron-core 0.19.2 contains `megatron.training`. It asks for Python 3.12,
+so it is unpacked into a folder of the virtual environment, not installed; on another
+Python the compiled data set helpers come from the installed megatron-core. A tag's
+sources are cloned beside it, from `--source` if that is given. Where either cannot be
+had this says why, and tests that need it are skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _SOURCES = {
     _SWIFT: "https://github.com/modelscope/ms-swift.git",
 }
 _DOWNLOAD_S = 600
-_IMPORTED = ("triton", "psutil")  # by megatron-core 0.17 and later, and by its writer of checkpoints
+# by megatron-core 0.17 and later, and by its writer of checkpoints
+_IMPORTED = ("triton", "psutil")
 _SITECUSTOMIZE = """# Python imports this at its start: the wheel asks for typing.override, which is new in 3.12
 import typing
 import typing_extensions
@@ -41,44 +43,84 @@ typing.override = typing_extensions.override
 
 
 def sources_of(tag: str) -> Path:
-    """Return the folder for a tag's sources; what they import beside Megatron is in the wheel's folder."""
+    """Return the folder for a tag's sources; what they import beside Megatron is in the
+    wheel's folder.
+    """
     return FOLDER.with_name(f"{_repository_of(tag)}-{tag}")
 
 
 def _repository_of(tag: str) -> str:
-    return _LM if tag.startswith("core_") else _SWIFT if tag.startswith("v4.") else _BRIDGE
+    return (
+        _LM if tag.startswith("core_") else _SWIFT if tag.startswith("v4.") else _BRIDGE
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fetch the wheel, and the sources of the tags that the arguments name; return 1 if a named tag is not there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "tags", nargs="*", metavar="TAG", help=f"a tag; tests use {', '.join((*TAGS, BRIDGE_TAG, SWIFT_TAG))}"
+    """Fetch the wheel, and the sources of the tags that the arguments name; return 1 if
+    a named tag is not there.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--source", metavar="URL", help="the repository with the tags, in place of that on GitHub")
+    parser.add_argument(
+        "tags",
+        nargs="*",
+        metavar="TAG",
+        help=f"a tag; tests use {', '.join((*TAGS, BRIDGE_TAG, SWIFT_TAG))}",
+    )
+    parser.add_argument(
+        "--source",
+        metavar="URL",
+        help="the repository with the tags, in place of that on GitHub",
+    )
     wanted = parser.parse_args(arguments)
     _put(FOLDER, _unpack)
-    there = [_put(sources_of(tag), lambda folder, tag=tag: _clone(folder, wanted.source, tag)) for tag in wanted.tags]
+    there = [
+        _put(
+            sources_of(tag), lambda folder, tag=tag: _clone(folder, wanted.source, tag)
+        )
+        for tag in wanted.tags
+    ]
     return 0 if all(there) else 1
 
 
 def _put(folder: Path, make: Callable[[Path], Path]) -> bool:
-    """Make a folder's contents in a temporary one beside it, if the folder is not there; return whether it is now."""
+    """Make a folder's contents in a temporary one beside it, if the folder is not
+    there; return whether it is now.
+    """
     if folder.exists():
         return True
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent) as name:
             make(Path(name)).rename(folder)
-    except (OSError, subprocess.SubprocessError, zipfile.BadZipFile, RuntimeError) as error:
-        print(f"no {folder.name} for tests, those that need it are skipped: {error}", file=sys.stderr)
+    except (
+        OSError,
+        subprocess.SubprocessError,
+        zipfile.BadZipFile,
+        RuntimeError,
+    ) as error:
+        print(
+            f"no {folder.name} for tests, those that need it are skipped: {error}",
+            file=sys.stderr,
+        )
         return False
     return True
 
 
 def _unpack(folder: Path) -> Path:
-    """Return a folder with the wheel's packages, and with those that it imports and the environment lacks."""
+    """Return a folder with the wheel's packages, and with those that it imports and the
+    environment lacks.
+    """
     python = ["--python-version", "3.12"] if sys.version_info < (3, 12) else []
-    _pip("download", "--no-deps", "--only-binary=:all:", *python, f"megatron-core=={VERSION}", "--dest", str(folder))
+    _pip(
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        *python,
+        f"megatron-core=={VERSION}",
+        "--dest",
+        str(folder),
+    )
     wheel, site = next(folder.glob("megatron_core-*.whl")), folder / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -92,11 +134,27 @@ def _unpack(folder: Path) -> Path:
 
 
 def _clone(folder: Path, source: str | None, tag: str) -> Path:
-    """Return a folder with a tag's sources as they are, and with compiled data set helpers beside them."""
+    """Return a folder with a tag's sources as they are, and with compiled data set
+    helpers beside them.
+    """
     sources = folder / "sources"
-    clone = ("git", "-c", "advice.detachedHead=false", "clone", "-q", "--depth", "1", "--branch", tag)
+    clone = (
+        "git",
+        "-c",
+        "advice.detachedHead=false",
+        "clone",
+        "-q",
+        "--depth",
+        "1",
+        "--branch",
+        tag,
+    )
     repository = _repository_of(tag)
-    subprocess.run([*clone, source or _SOURCES[repository], str(sources)], check=True, timeout=_DOWNLOAD_S)
+    subprocess.run(
+        [*clone, source or _SOURCES[repository], str(sources)],
+        check=True,
+        timeout=_DOWNLOAD_S,
+    )
     if repository == _LM:
         _add_dataset_helpers(sources)
     return sources
@@ -115,7 +173,14 @@ def _installed_datasets() -> Path:
 
 
 def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "-qq",
+        "--disable-pip-version-check",
+        *arguments,
+    ]
     subprocess.run(command, check=True, timeout=_DOWNLOAD_S)
 
 

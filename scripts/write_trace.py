@@ -1,8 +1,9 @@
-"""Write a synthetic failure trace: `python scripts/write_trace.py [--seed 0] > traces/synthetic_6h.csv`.
+"""Write a synthetic failure trace: `python scripts/write_trace.py [--seed 0] >
+traces/synthetic_6h.csv`.
 
-Random times, exponentially far apart, at which nodes go and come back later; most of them alone, some in bursts, as in
-the traces of spot instances that the MoEvement paper uses. Columns: seconds, add|remove, number; see
-moe_ckpt/faults/traces.py.
+Random times, exponentially far apart, at which nodes go and come back later; most of
+them alone, some in bursts, as in the traces of spot instances that the MoEvement paper
+uses. Columns: seconds, add|remove, number; see moe_ckpt/faults/traces.py.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ AWAY_S = (150.0, 400.0)  # until they are back
 
 
 def events(*, hours: float, count: int, seed: int) -> list[tuple[int, str, int]]:
-    """Return time in seconds, what happened, and to how many nodes, by time; nodes go `count` times."""
+    """Return time in seconds, what happened, and to how many nodes, by time; nodes go
+    `count` times.
+    """
     generator = random.Random(seed)
-    times_s = sorted(generator.uniform(0, 3600 * hours) for _ in range(count))  # a Poisson process of so many points
+    # a Poisson process of so many points
+    times_s = sorted(generator.uniform(0, 3600 * hours) for _ in range(count))
     lines: list[tuple[int, str, int]] = []
     for at_s in times_s:
         num_nodes = 1 if generator.random() < ALONE else generator.randint(2, LARGEST)
@@ -29,13 +33,18 @@ def events(*, hours: float, count: int, seed: int) -> list[tuple[int, str, int]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hours", type=float, default=6.0)
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     print("t_s,event,arg")
-    for at_s, event, count in [(0, "add", 12), *events(hours=options.hours, count=options.count, seed=options.seed)]:
+    for at_s, event, count in [
+        (0, "add", 12),
+        *events(hours=options.hours, count=options.count, seed=options.seed),
+    ]:
         print(f"{at_s},{event},{count}")
     return 0
 

@@ -1,9 +1,11 @@
-"""A small torchrun for tests: starts the supervisors of a job, gives them a store, ends them all when one has failed.
+"""A small torchrun for tests: starts the supervisors of a job, gives them a store, ends
+them all when one has failed.
 
-It is forked, like its supervisors, from the process that has imported everything slow: torchrun's own start takes
-seconds. As torchrun's agent it is the supervisors' parent and the store's host, so killing it is killing torchrun. All
-processes of a job but the janitor of its shared memory are in the agent's session. SIGUSR2 lets any of them write its
-stacks.
+It is forked, like its supervisors, from the process that has imported everything slow:
+torchrun's own start takes seconds. As torchrun's agent it is the supervisors' parent
+and the store's host, so killing it is killing torchrun. All processes of a job but the
+janitor of its shared memory are in the agent's session. SIGUSR2 lets any of them write
+its stacks.
 """
 
 from __future__ import annotations
@@ -30,22 +32,35 @@ from moe_ckpt.errors import MoeCkptError
 _ENDING_S = 30.0
 
 
-def run_agent(settings: Settings, world_size: int, folder: Path, setup: Callable[[], None] | None) -> None:
+def run_agent(
+    settings: Settings, world_size: int, folder: Path, setup: Callable[[], None] | None
+) -> None:
     """Be the agent of a job of the launcher; see `run_job`."""
     run_job(lambda: _supervise(settings), world_size, folder, setup)
 
 
-def run_job(supervise: Callable[[], int], world_size: int, folder: Path, setup: Callable[[], None] | None) -> None:
-    """Be the agent of a job; `supervise` runs in each of its supervisors and returns the exit status.
+def run_job(
+    supervise: Callable[[], int],
+    world_size: int,
+    folder: Path,
+    setup: Callable[[], None] | None,
+) -> None:
+    """Be the agent of a job; `supervise` runs in each of its supervisors and returns
+    the exit status.
 
-    The exit status is that of the first supervisor that fails. Supervisors write to `supervisor_log`.
+    The exit status is that of the first supervisor that fails. Supervisors write to
+    `supervisor_log`.
     """
     os.setsid()
     if setup:
         setup()
     pipes = [os.pipe() for _ in range(world_size)]
-    pids = [_fork_supervisor(supervise, rank, world_size, folder, pipes) for rank in range(world_size)]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # after the forks: it has threads
+    pids = [
+        _fork_supervisor(supervise, rank, world_size, folder, pipes)
+        for rank in range(world_size)
+    ]
+    # after the forks: it has threads
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for reading, writing in pipes:
         os.write(writing, str(store.port).encode())
         os.close(writing)
@@ -61,7 +76,11 @@ def supervisor_log(folder: Path, global_rank: int) -> Path:
 
 
 def _fork_supervisor(
-    supervise: Callable[[], int], rank: int, world_size: int, folder: Path, pipes: list[tuple[int, int]]
+    supervise: Callable[[], int],
+    rank: int,
+    world_size: int,
+    folder: Path,
+    pipes: list[tuple[int, int]],
 ) -> int:
     agent_pid = os.getpid()
     pid = os.fork()
@@ -106,13 +125,26 @@ def _be_heard(path: Path) -> None:
 
 def _set_environment(rank: int, world_size: int, port: str) -> None:
     """Set what torchrun sets."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def _wait_for_supervisors(pids: set[int]) -> int:
-    """Return 0 once all supervisors have, or the status of the first that has not, once the others are ended."""
+    """Return 0 once all supervisors have, or the status of the first that has not, once
+    the others are ended.
+    """
     while pids:
         pid, status = os.waitpid(-1, 0)
         pids.discard(pid)

@@ -1,4 +1,5 @@
-"""Jobs of several torchrun agents on this machine for tests: each is a node of one rank; the last ones are spare nodes.
+"""Jobs of several torchrun agents on this machine for tests: each is a node of one
+rank; the last ones are spare nodes.
 
 As on several machines, an agent is lost with all its processes and their shared memory.
 """
@@ -28,11 +29,14 @@ from tests.waits import JOB_S
 _PATIENT = ("runtime.join_s=900", "runtime.progress_s=300", "runtime.operation_s=400")
 _LOOK_EVERY_S = 0.05
 _TORCHRUN = Path(sys.executable).with_name("torchrun")
-_SOON = "keep_alive_interval=1,keep_alive_max_attempt=5"  # seconds until torchrun gives up a node that is lost
+# seconds until torchrun gives up a node that is lost
+_SOON = "keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
 class AgentsJob:
-    """A job of `num_nodes` ranks that ends with `stack`; `rendezvous` are the options that agents meet by."""
+    """A job of `num_nodes` ranks that ends with `stack`; `rendezvous` are the options
+    that agents meet by.
+    """
 
     def __init__(
         self,
@@ -47,22 +51,52 @@ class AgentsJob:
         self._until_s = time.monotonic() + JOB_S
         self._agents: list[subprocess.Popen[bytes]] = []
         where = (f"run.dir={self.run}", "parallel.ranks_per_node=1")
-        torchrun = (str(_TORCHRUN), f"--nnodes={num_nodes}:{num_nodes}", "--nproc-per-node=1", "--max-restarts=3")
-        meeting = (*rendezvous, f"--rdzv-id={folder.name}", f"--rdzv-conf={_SOON}", "--local-addr=127.0.0.1")
-        job = (str(ROOT / "launcher" / "train.py"), *fast(*_PATIENT, *where, *overrides))
+        torchrun = (
+            str(_TORCHRUN),
+            f"--nnodes={num_nodes}:{num_nodes}",
+            "--nproc-per-node=1",
+            "--max-restarts=3",
+        )
+        meeting = (
+            *rendezvous,
+            f"--rdzv-id={folder.name}",
+            f"--rdzv-conf={_SOON}",
+            "--local-addr=127.0.0.1",
+        )
+        job = (
+            str(ROOT / "launcher" / "train.py"),
+            *fast(*_PATIENT, *where, *overrides),
+        )
         self._command = (*torchrun, *meeting, *job)
         stack.callback(self._end)
 
     def start_agent(self) -> None:
         """Start another agent."""
         processors = sorted(os.sched_getaffinity(0))
-        # one each: ranks with other numbers of threads would add up in another order than those of the reference
-        pinned = ("taskset", "--cpu-list", str(processors[len(self._agents) % len(processors)]))
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        # one each: ranks with other numbers of threads would add up in another order
+        # than those of the reference
+        pinned = (
+            "taskset",
+            "--cpu-list",
+            str(processors[len(self._agents) % len(processors)]),
+        )
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "WORLD_SIZE")
+        }
+        environment |= {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         with self._log(len(self._agents)).open("w") as log:
             agent = subprocess.Popen(
-                [*pinned, *self._command], stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True
+                [*pinned, *self._command],
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=environment,
+                start_new_session=True,
             )
         self._agents.append(agent)
 
@@ -73,14 +107,21 @@ class AgentsJob:
 
     def said(self) -> str:
         logs = [self._log(number) for number in range(len(self._agents))]
-        return "\n".join(f"--- agent {number}\n{log.read_text()}" for number, log in enumerate(logs))
+        return "\n".join(
+            f"--- agent {number}\n{log.read_text()}" for number, log in enumerate(logs)
+        )
 
     def wait_for_iteration(self, iteration: int) -> None:
         """Wait until rank 0 has committed an iteration."""
-        self.wait_for(lambda: any(committed >= iteration for committed in self._committed()), f"iteration {iteration}")
+        self.wait_for(
+            lambda: any(committed >= iteration for committed in self._committed()),
+            f"iteration {iteration}",
+        )
 
     def worker(self, rank: int) -> LiveWorker:
-        return next(worker for worker in read_written(self.run) if worker.global_rank == rank)
+        return next(
+            worker for worker in read_written(self.run) if worker.global_rank == rank
+        )
 
     def agent_of(self, rank: int) -> int:
         """Return the pid of the agent that has a rank now."""
@@ -90,7 +131,8 @@ class AgentsJob:
         """Kill all processes of a rank's node at once, and delete its memory."""
         memory = Path(self.worker(rank).memory).parent
         pids = _with_descendants(self.agent_of(rank))
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # none acts on the death of another
+        # none acts on the death of another
+        for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -98,7 +140,10 @@ class AgentsJob:
 
     def statuses(self) -> list[int]:
         """Wait for the end of all agents; return their exit statuses."""
-        self.wait_for(lambda: all(agent.poll() is not None for agent in self._agents), "the end of all agents")
+        self.wait_for(
+            lambda: all(agent.poll() is not None for agent in self._agents),
+            "the end of all agents",
+        )
         return [agent.returncode for agent in self._agents]
 
     def result(self) -> dict[str, Any]:
@@ -108,16 +153,26 @@ class AgentsJob:
         return json.loads(path.read_text())
 
     def wait_for(self, is_there: Callable[[], bool], what: str) -> None:
-        """Wait for a sign in files, or an end. Raises AssertionError, with all that was said, if it does not come."""
+        """Wait for a sign in files, or an end. Raises AssertionError, with all that was
+        said, if it does not come.
+        """
         while not is_there():
-            assert time.monotonic() < self._until_s, f"no time left to wait for {what}: {self.said()}"
-            assert any(agent.poll() is None for agent in self._agents), f"the job ended before {what}: {self.said()}"
+            assert time.monotonic() < self._until_s, (
+                f"no time left to wait for {what}: {self.said()}"
+            )
+            assert any(agent.poll() is None for agent in self._agents), (
+                f"the job ended before {what}: {self.said()}"
+            )
             time.sleep(_LOOK_EVERY_S)
 
     def _committed(self) -> list[int]:
         path = self.run / "events" / "rank0000.jsonl"
         logged = read_events(path) if path.exists() else []
-        return [entry.event.iteration for entry in logged if isinstance(entry.event, IterationCommitted)]
+        return [
+            entry.event.iteration
+            for entry in logged
+            if isinstance(entry.event, IterationCommitted)
+        ]
 
     def _log(self, number: int) -> Path:
         return self._folder / f"agent{number}.log"

@@ -1,4 +1,6 @@
-"""A headless Chromium for tests of pages: the one that `make dev` installs, or the machine's own."""
+"""A headless Chromium for tests of pages: the one that `make dev` installs, or the
+machine's own.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,19 @@ def chromium() -> Iterator[Browser]:
     own = next((found for name in _OWN if (found := shutil.which(name))), None)
     program = str(folder / "chromium") if folder else own
     if program is None:
-        pytest.skip("no Chromium: scripts/install_browser.py says why it could not be installed")
-    libraries = {"LD_LIBRARY_PATH": str(folder / "lib"), "FONTCONFIG_PATH": str(folder)} if folder else {}
+        pytest.skip(
+            "no Chromium: scripts/install_browser.py says why it could not be installed"
+        )
+    libraries = (
+        {"LD_LIBRARY_PATH": str(folder / "lib"), "FONTCONFIG_PATH": str(folder)}
+        if folder
+        else {}
+    )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=program, args=["--no-sandbox"], env={**os.environ, **libraries}
+            executable_path=program,
+            args=["--no-sandbox"],
+            env={**os.environ, **libraries},
         )
         yield browser
         browser.close()

@@ -1,14 +1,16 @@
-"""A campaign: one job that lives through many faults, each at an exact point and each with its own expectation.
+"""A campaign: one job that lives through many faults, each at an exact point and each
+with its own expectation.
 
-All points are known to all ranks before the job starts, so nothing depends on how fast the test reads or writes. A
-fault is one of two kinds:
+All points are known to all ranks before the job starts, so nothing depends on how fast
+the test reads or writes. A fault is one of two kinds:
 
     Fault(at=[Point(2, BACKWARD, 5)], ...)                rank 2 sends itself SIGKILL there
     Fault(at=[Point(2, REDUCE, 5)], kills=[2, 3], ...)    rank 2 stands still there, then the test kills both ranks
 
-Points after the first are reached in the generations that the earlier points have begun: a death during a recovery.
-After the job, each fault is checked by itself: the `Rejoined` event of every rank, the ranks that replayed, and each
-loss and each digest of the state up to the next fault. A failure names the fault.
+Points after the first are reached in the generations that the earlier points have
+begun: a death during a recovery. After the job, each fault is checked by itself: the
+`Rejoined` event of every rank, the ranks that replayed, and each loss and each digest
+of the state up to the next fault. A failure names the fault.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ from typing import Any
 
 from launcher import entry
 from launcher.proc import stands_still
-from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage, _Word, signal_this_process
+from moe_ckpt.elastic.status_page import (
+    ANY_ITERATION,
+    StatusPage,
+    _Word,
+    signal_this_process,
+)
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.errors import CheckpointSaveError
@@ -56,16 +63,20 @@ from tests.run_files import EVENTS_OF_EVERY_RUN, RESULT_KEYS, kinds_of_events
 from tests.training import events_of
 
 HANGS_END_SOON = "runtime.heartbeat_s=5"
-"""Of campaigns in which ranks hang; one that stands still for the test counts as alive (`_hold`)."""
+"""Of campaigns in which ranks hang; one that stands still for the test counts as alive
+(`_hold`).
+"""
 
-_HOLD_NS = 120 * 10**9  # longer than the test needs to do what is due then, beside any load
+# longer than the test needs to do what is due then, beside any load
+_HOLD_NS = 120 * 10**9
 
 
 class Moment(Enum):
     """Points that no phase marks.
 
-    VOTE: the rank is ready for the vote on its gradients, so all ranks have its last snapshot. COPYING: after a
-    recovery, the rank has begun to send copies, and trains no further.
+    VOTE: the rank is ready for the vote on its gradients, so all ranks have its last
+    snapshot. COPYING: after a recovery, the rank has begun to send copies, and trains
+    no further.
     """
 
     VOTE = "vote"
@@ -74,9 +85,11 @@ class Moment(Enum):
 
 @dataclass(frozen=True)
 class Point:
-    """Where a rank receives `number`: as it enters `phase` of `iteration` for the (skip + 1)th time.
+    """Where a rank receives `number`: as it enters `phase` of `iteration` for the (skip
+    + 1)th time.
 
-    Phases of a recovery (JOIN, RECOVERY) and BUILD, which begins with the process, take no iteration.
+    Phases of a recovery (JOIN, RECOVERY) and BUILD, which begins with the process, take
+    no iteration.
     """
 
     rank: int
@@ -90,18 +103,20 @@ class Point:
 class Fault:
     """One fault, and the recovery from it.
 
-    `kills`: ranks that `then` kills while the rank of the last point stands still there, which then goes on if it
-    lives. Without `kills`, the rank of the last point dies by itself.
+    `kills`: ranks that `then` kills while the rank of the last point stands still
+    there, which then goes on if it lives. Without `kills`, the rank of the last point
+    dies by itself.
 
-    `back_to`: the iteration that all ranks go on from, or those of which one must be it, where it is the timing of
-    copies that decides. `replaying`: ranks that load a snapshot. `executed`: iterations that each of these runs again,
-    or a number for each by rank; the others run none. Neither is checked where it is None: there it depends on timing.
-    `fetched`: whether any rank reads a peer's copies. `resumed`: the place on disk that all ranks load, `local disk` or
-    a checkpoint's name.
+    `back_to`: the iteration that all ranks go on from, or those of which one must be
+    it, where it is the timing of copies that decides. `replaying`: ranks that load a
+    snapshot. `executed`: iterations that each of these runs again, or a number for each
+    by rank; the others run none. Neither is checked where it is None: there it depends
+    on timing. `fetched`: whether any rank reads a peer's copies. `resumed`: the place
+    on disk that all ranks load, `local disk` or a checkpoint's name.
 
-    `steps_down`: states that are loaded after that and turn out corrupt, as (iteration of the loss, source); the state
-    and the losses are compared from the load of the last source on. `diverges`: iterations in which the test lets the
-    loss be NaN.
+    `steps_down`: states that are loaded after that and turn out corrupt, as (iteration
+    of the loss, source); the state and the losses are compared from the load of the
+    last source on. `diverges`: iterations in which the test lets the loss be NaN.
     """
 
     name: str
@@ -114,7 +129,9 @@ class Fault:
     steps_down: Sequence[tuple[int, str]] = ()
     diverges: Collection[int] = ()
     kills: Sequence[int] | None = None
-    then: Callable[[ElasticJob, Sequence[int]], object] = lambda job, ranks: job.kill(*ranks)
+    then: Callable[[ElasticJob, Sequence[int]], object] = lambda job, ranks: job.kill(
+        *ranks
+    )
 
     @property
     def may_go_back_to(self) -> Collection[int]:
@@ -132,13 +149,17 @@ class Fault:
 
     @property
     def num_generations(self) -> int:
-        """How many generations it ends: a process that dies while it builds its model is part of none yet."""
+        """How many generations it ends: a process that dies while it builds its model
+        is part of none yet.
+        """
         return sum(point.phase is not Phase.BUILD for point in self.at)
 
 
 @dataclass(frozen=True)
 class Order:
-    """A point in a generation of the job and an incarnation of the rank; `holds`: the rank stands still there."""
+    """A point in a generation of the job and an incarnation of the rank; `holds`: the
+    rank stands still there.
+    """
 
     generation: int
     incarnation: int
@@ -146,14 +167,22 @@ class Order:
     holds: bool
 
     def is_due(self, page: StatusPage, phase: Phase | Moment) -> bool:
-        """Return whether the calling process has come to the point, not counting `skip`."""
-        here = (self.generation, self.point.rank, self.point.phase) == (page.generation, _own_rank(), phase)
+        """Return whether the calling process has come to the point, not counting
+        `skip`.
+        """
+        here = (self.generation, self.point.rank, self.point.phase) == (
+            page.generation,
+            _own_rank(),
+            phase,
+        )
         return here and self.point.iteration in (ANY_ITERATION, page.iteration)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A rank's events from one generation that trained to the next: `recovery` led to `rejoined`, `events` followed."""
+    """A rank's events from one generation that trained to the next: `recovery` led to
+    `rejoined`, `events` followed.
+    """
 
     global_rank: int
     recovery: list[Event]
@@ -168,50 +197,89 @@ class Stretch:
     def dead(self) -> list[int]:
         """Ranks that the generation before has lost."""
         deaths = self.rejoined.deaths if self.rejoined else []
-        return [int(found[1]) for death in deaths if (found := re.match(r"rank (\d+) \(pid \d+\)", death))]
+        return [
+            int(found[1])
+            for death in deaths
+            if (found := re.match(r"rank (\d+) \(pid \d+\)", death))
+        ]
 
     @property
     def loaded(self) -> bool:
         """Whether the rank has loaded a snapshot in the recovery."""
-        return any(isinstance(event, StageRecovered | TokensLost) for event in self.recovery)
+        return any(
+            isinstance(event, StageRecovered | TokensLost) for event in self.recovery
+        )
 
     @property
     def resumed(self) -> list[str]:
         """The places on disk that the rank has loaded in the recovery."""
-        return [Path(event.source).name for event in self.recovery if isinstance(event, StateResumed)]
+        return [
+            Path(event.source).name
+            for event in self.recovery
+            if isinstance(event, StateResumed)
+        ]
 
     @property
     def stepped_down(self) -> list[tuple[int, str]]:
-        """The sources that the rank has left because of a loss that was not finite, with the iteration of the loss."""
-        return [(event.iteration, event.source) for event in self.events if isinstance(event, LossNotFinite)]
+        """The sources that the rank has left because of a loss that was not finite,
+        with the iteration of the loss.
+        """
+        return [
+            (event.iteration, event.source)
+            for event in self.events
+            if isinstance(event, LossNotFinite)
+        ]
 
     @property
     def stepped_down_to(self) -> int:
-        """The iteration of the source that the rank has loaded last without a new generation; 0 for none."""
-        return next((event.iteration for event in reversed(self.events) if isinstance(event, StateResumed)), 0)
+        """The iteration of the source that the rank has loaded last without a new
+        generation; 0 for none.
+        """
+        return next(
+            (
+                event.iteration
+                for event in reversed(self.events)
+                if isinstance(event, StateResumed)
+            ),
+            0,
+        )
 
     @property
     def trusted_events(self) -> list[Event]:
         """What happened from the last load of a source on."""
-        loads = [index for index, event in enumerate(self.events) if isinstance(event, StateResumed)]
+        loads = [
+            index
+            for index, event in enumerate(self.events)
+            if isinstance(event, StateResumed)
+        ]
         return self.events[loads[-1] :] if loads else self.events
 
 
 def lose_nodes(job: ElasticJob, ranks: Sequence[int]) -> None:
-    """Kill ranks, and delete their host memory: what `Fault.then` does where nodes are lost."""
+    """Kill ranks, and delete their host memory: what `Fault.then` does where nodes are
+    lost.
+    """
     job.lose_nodes(*ranks)
 
 
 def kill_a_daemon(job: ElasticJob, ranks: Sequence[int]) -> None:
-    """Kill rank 3's daemon, then ranks, once rank 2 has left the generation: one that stands still must not go on."""
+    """Kill rank 3's daemon, then ranks, once rank 2 has left the generation: one that
+    stands still must not go on.
+    """
     generation = job.page(2).generation
     os.kill(job.daemon_pid(3), signal.SIGKILL)
-    job.wait_for(lambda: job.page(2).generation > generation or None, "the end of the generation")
+    job.wait_for(
+        lambda: job.page(2).generation > generation or None, "the end of the generation"
+    )
     job.kill(*ranks)
 
 
-def all_go_back(name: str, to: int | Collection[int], *at: Point, world_size: int = 4, **more: Any) -> Fault:
-    """Return a fault after which all ranks load the snapshot of this iteration, or of one of these."""
+def all_go_back(
+    name: str, to: int | Collection[int], *at: Point, world_size: int = 4, **more: Any
+) -> Fault:
+    """Return a fault after which all ranks load the snapshot of this iteration, or of
+    one of these.
+    """
     options: dict[str, Any] = {"replaying": range(world_size)} | more
     return Fault(name=name, at=at, back_to=to, executed=0, **options)
 
@@ -223,7 +291,9 @@ def call_is_a_point(
     *,
     when: Callable[..., bool] = lambda *_: True,
 ) -> None:
-    """Let a rank enter `phase` once more whenever it is about to call this method; in a setup."""
+    """Let a rank enter `phase` once more whenever it is about to call this method; in a
+    setup.
+    """
     pages: list[StatusPage] = []
     join, call = StatusPage.join, getattr(owner, name)
 
@@ -266,10 +336,12 @@ def survive(
     setup: Callable[[], None] | None = None,
     is_exact: bool = True,
 ) -> ElasticJob:
-    """Run a job of these overrides through all faults, check each, and return the job, which has ended.
+    """Run a job of these overrides through all faults, check each, and return the job,
+    which has ended.
 
-    `settings` do not change the training, so the uninterrupted run is without them. Where the policy may lose
-    something (`is_exact` is false), there is nothing to compare.
+    `settings` do not change the training, so the uninterrupted run is without them.
+    Where the policy may lose something (`is_exact` is false), there is nothing to
+    compare.
     """
     prepare = functools.partial(_prepare, list(_orders(faults)), setup)
     overrides = (*training, *settings, "run.digest_every_iters=1")
@@ -278,7 +350,9 @@ def survive(
             _carry_out(job, faults)
             result = job.wait()
         except JobFailedError as error:
-            raise CampaignError(f"the job failed {_last_fault(job, faults)}: {error}") from error
+            raise CampaignError(
+                f"the job failed {_last_fault(job, faults)}: {error}"
+            ) from error
     stretches = [stretches_of(job.run, rank) for rank in range(world_size)]
     reference = uninterrupted(world_size, *training) if is_exact else None
     _check_legs(faults, stretches, reference)
@@ -287,13 +361,24 @@ def survive(
 
 
 def stretches_of(run: Path, global_rank: int) -> list[Stretch]:
-    """Return a rank's events, cut where a generation began to train. Recoveries that were cut off are left out."""
-    stretches = [Stretch(global_rank=global_rank, recovery=[], rejoined=None, events=[])]
+    """Return a rank's events, cut where a generation began to train. Recoveries that
+    were cut off are left out.
+    """
+    stretches = [
+        Stretch(global_rank=global_rank, recovery=[], rejoined=None, events=[])
+    ]
     recovery: list[Event] = []
     for logged in read_events(run / "events" / f"rank{global_rank:04d}.jsonl"):
         event = logged.event
         if isinstance(event, Rejoined):
-            stretches.append(Stretch(global_rank=global_rank, recovery=recovery, rejoined=event, events=[]))
+            stretches.append(
+                Stretch(
+                    global_rank=global_rank,
+                    recovery=recovery,
+                    rejoined=event,
+                    events=[],
+                )
+            )
             recovery = stretches[-1].events
         elif isinstance(event, GenerationEnded | WorkerStarted):
             recovery = [] if stretches[0].events else stretches[0].events
@@ -318,7 +403,12 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
     if setup:
         setup()
     skips = {order: order.point.skip for order in orders}
-    enter, vote, resume, train = StatusPage.enter, Session._vote, CopySurvey.resume_copying, entry.run_in
+    enter, vote, resume, train = (
+        StatusPage.enter,
+        Session._vote,
+        CopySurvey.resume_copying,
+        entry.run_in,
+    )
 
     def obey(page: StatusPage, due: Sequence[Order]) -> None:
         for order in due:
@@ -329,7 +419,9 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
                 else:
                     signal_this_process(order.point.number)
 
-    def enter_and_obey(page: StatusPage, phase: Phase, iteration: int | None = None) -> None:
+    def enter_and_obey(
+        page: StatusPage, phase: Phase, iteration: int | None = None
+    ) -> None:
         enter(page, phase, iteration)
         obey(page, [order for order in orders if order.is_due(page, phase)])
 
@@ -344,13 +436,21 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
         page = copies._elastic.page
         due = [order for order in orders if order.is_due(page, Moment.COPYING)]
         if due and copies._elastic.daemon is not None:
-            copies._elastic.daemon.copy([]).result()  # peers have done what they were asked for
+            # peers have done what they were asked for
+            copies._elastic.daemon.copy([]).result()
         obey(page, due)
 
     def obey_and_train(worker: Any, settings: Any) -> Any:
         building = [order for order in orders if order.point.phase is Phase.BUILD]
         here = (_own_rank(), worker.incarnation)
-        obey(worker.page, [order for order in building if (order.point.rank, order.incarnation) == here])
+        obey(
+            worker.page,
+            [
+                order
+                for order in building
+                if (order.point.rank, order.incarnation) == here
+            ],
+        )
         return train(worker, settings)
 
     StatusPage.enter = enter_and_obey  # type: ignore[method-assign]
@@ -360,7 +460,9 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
 
 
 def _hold(page: StatusPage) -> None:
-    """Stand still until the test lets this process go on, without counting as hung: the next sign of life is dated."""
+    """Stand still until the test lets this process go on, without counting as hung: the
+    next sign of life is dated.
+    """
     beat = StatusPage.beat
     StatusPage.beat = lambda _: None  # type: ignore[method-assign]
     page._words[_Word.HEARTBEAT_NS] = time.monotonic_ns() + _HOLD_NS
@@ -388,7 +490,10 @@ def _carry_out(job: ElasticJob, faults: Sequence[Fault]) -> None:
         if fault.kills is not None:
             held = points.pop()
             pid = job.worker(held, incarnation=[*dead, *points].count(held)).pid
-            job.wait_for(lambda pid=pid: stands_still(pid) or None, f"rank {held} to stand still for '{fault.name}'")
+            job.wait_for(
+                lambda pid=pid: stands_still(pid) or None,
+                f"rank {held} to stand still for '{fault.name}'",
+            )
             fault.then(job, fault.kills)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -399,26 +504,52 @@ def _last_fault(job: ElasticJob, faults: Sequence[Fault]) -> str:
     """Return which fault a job that failed had come to."""
     reached = 0
     for path in (job.run / "events").glob("*.jsonl"):
-        ended = [logged.event for logged in read_events(path) if isinstance(logged.event, GenerationEnded)]
+        ended = [
+            logged.event
+            for logged in read_events(path)
+            if isinstance(logged.event, GenerationEnded)
+        ]
         reached = max([reached, *(event.generation for event in ended)])
-    begun = [fault.name for generation, fault in _numbered(faults) if generation <= reached]
+    begun = [
+        fault.name for generation, fault in _numbered(faults) if generation <= reached
+    ]
     return f"in or after '{begun[-1]}'" if begun else "before the first fault"
 
 
-def _check_legs(faults: Sequence[Fault], stretches: Sequence[Sequence[Stretch]], reference: Outcome | None) -> None:
-    """Raise CampaignError for the first fault after which something was not as expected."""
-    of_each = [{stretch.generation: stretch for stretch in of_rank} for of_rank in stretches]
+def _check_legs(
+    faults: Sequence[Fault],
+    stretches: Sequence[Sequence[Stretch]],
+    reference: Outcome | None,
+) -> None:
+    """Raise CampaignError for the first fault after which something was not as
+    expected.
+    """
+    of_each = [
+        {stretch.generation: stretch for stretch in of_rank} for of_rank in stretches
+    ]
     generations = [found + fault.num_generations for found, fault in _numbered(faults)]
-    gone_on_from = [_iteration_of(of_each[0].get(generation)) for generation in generations]
+    gone_on_from = [
+        _iteration_of(of_each[0].get(generation)) for generation in generations
+    ]
     untils = [*gone_on_from, max(reference.losses) + 1 if reference else 0]
     first = [of_rank.pop(1) for of_rank in of_each]
-    _require_none([*_check_leg(first, 1, untils[0], reference)] if reference else [], "before the first fault")
+    _require_none(
+        [*_check_leg(first, 1, untils[0], reference)] if reference else [],
+        "before the first fault",
+    )
     for (found, fault), until in zip(_numbered(faults), untils[1:], strict=True):
         generation = found + fault.num_generations
-        cut_off = [of_rank.pop(g) for of_rank in of_each for g in range(found + 1, generation) if g in of_rank]
+        cut_off = [
+            of_rank.pop(g)
+            for of_rank in of_each
+            for g in range(found + 1, generation)
+            if g in of_rank
+        ]
         leg = [of_rank.pop(generation, None) for of_rank in of_each]
         missing = [
-            f"rank {rank}: no Rejoined event in generation {generation}" for rank, of in enumerate(leg) if not of
+            f"rank {rank}: no Rejoined event in generation {generation}"
+            for rank, of in enumerate(leg)
+            if not of
         ]
         _require_none(missing, f"fault '{fault.name}'")
         whole = [stretch for stretch in leg if stretch]
@@ -426,9 +557,15 @@ def _check_legs(faults: Sequence[Fault], stretches: Sequence[Sequence[Stretch]],
         if reference:
             for stretch in cut_off:
                 wrong += _check_leg([stretch], 0, 0, reference)
-            wrong += _check_leg(whole, max(1, _iteration_of(whole[0])), until, reference, fault.diverges)
+            wrong += _check_leg(
+                whole, max(1, _iteration_of(whole[0])), until, reference, fault.diverges
+            )
         _require_none(wrong, f"fault '{fault.name}'")
-    more = [f"rank {rank}: generation {g}, and no fault" for rank, of in enumerate(of_each) for g in of]
+    more = [
+        f"rank {rank}: generation {g}, and no fault"
+        for rank, of in enumerate(of_each)
+        for g in of
+    ]
     _require_none(more, "after the last fault")
 
 
@@ -441,72 +578,139 @@ def _require_none(wrong: Sequence[str], where: str) -> None:
         raise CampaignError("\n".join([f"{where}:", *wrong]))
 
 
-def _check_recovery(fault: Fault, leg: Sequence[Stretch], all_of_fault: Sequence[Stretch]) -> Iterator[str]:
+def _check_recovery(
+    fault: Fault, leg: Sequence[Stretch], all_of_fault: Sequence[Stretch]
+) -> Iterator[str]:
     told = [rank for stretch in all_of_fault for rank in stretch.dead]
     if set(told) != set(fault.dead):
         yield f"dead: got {sorted(set(told))}, wanted {sorted(set(fault.dead))}"
     replaying = {rank for rank, stretch in enumerate(leg) if stretch.loaded}
     if fault.replaying is not None and replaying != set(fault.replaying):
-        yield f"ranks that load a snapshot: got {sorted(replaying)}, wanted {sorted(fault.replaying)}"
-    fetched_bytes = sum(stretch.rejoined.fetched_bytes for stretch in leg if stretch.rejoined)
+        yield (
+            f"ranks that load a snapshot: got {sorted(replaying)}, wanted"
+            f" {sorted(fault.replaying)}"
+        )
+    fetched_bytes = sum(
+        stretch.rejoined.fetched_bytes for stretch in leg if stretch.rejoined
+    )
     if bool(fetched_bytes) != fault.fetched:
-        yield f"bytes fetched: got {fetched_bytes}, wanted {'some' if fault.fetched else 'none'}"
+        yield (
+            f"bytes fetched: got {fetched_bytes}, wanted"
+            f" {'some' if fault.fetched else 'none'}"
+        )
     for rank, stretch in enumerate(leg):
         rejoined = stretch.rejoined
         assert rejoined is not None
-        if rejoined.iteration not in fault.may_go_back_to or rejoined.iteration != _iteration_of(leg[0]):
-            yield f"rank {rank}: goes on from iteration {rejoined.iteration}, wanted {fault.back_to}, as rank 0"
+        if (
+            rejoined.iteration not in fault.may_go_back_to
+            or rejoined.iteration != _iteration_of(leg[0])
+        ):
+            yield (
+                f"rank {rank}: goes on from iteration {rejoined.iteration}, wanted"
+                f" {fault.back_to}, as rank 0"
+            )
         if stretch.resumed != [fault.resumed] * bool(fault.resumed):
-            yield f"rank {rank}: loads {stretch.resumed} from disk, wanted {fault.resumed or 'nothing'}"
+            yield (
+                f"rank {rank}: loads {stretch.resumed} from disk, wanted"
+                f" {fault.resumed or 'nothing'}"
+            )
         if stretch.stepped_down != list(fault.steps_down):
-            yield f"rank {rank}: steps down from {stretch.stepped_down}, wanted {list(fault.steps_down)}"
+            yield (
+                f"rank {rank}: steps down from {stretch.stepped_down}, wanted"
+                f" {list(fault.steps_down)}"
+            )
         wanted = 0
         if rank in replaying:
-            wanted = fault.executed[rank] if isinstance(fault.executed, Mapping) else fault.executed
+            wanted = (
+                fault.executed[rank]
+                if isinstance(fault.executed, Mapping)
+                else fault.executed
+            )
         if wanted not in (None, rejoined.executed_iters):
-            yield f"rank {rank}: runs {rejoined.executed_iters} iterations again, wanted {wanted}"
+            yield (
+                f"rank {rank}: runs {rejoined.executed_iters} iterations again, wanted"
+                f" {wanted}"
+            )
 
 
 def _check_leg(
-    leg: Sequence[Stretch], first: int, until: int, reference: Outcome, diverges: Collection[int] = ()
+    leg: Sequence[Stretch],
+    first: int,
+    until: int,
+    reference: Outcome,
+    diverges: Collection[int] = (),
 ) -> Iterator[str]:
-    """Yield how losses and states differ from the reference's, and which of the iterations up to `until` are missing.
+    """Yield how losses and states differ from the reference's, and which of the
+    iterations up to `until` are missing.
 
-    A rank that dies has not logged its last iteration, so `until` itself may be missing.
+    A rank that dies has not logged its last iteration, so `until` itself may be
+    missing.
     """
     for stretch in leg:
         seen: set[int] = set()
         for event in stretch.trusted_events:
             if isinstance(event, StateDigest):
                 seen.add(event.iteration)
-                if event.digest != reference.digests[event.iteration][stretch.global_rank]:
-                    yield f"rank {stretch.global_rank}: another state after iteration {event.iteration}"
+                if (
+                    event.digest
+                    != reference.digests[event.iteration][stretch.global_rank]
+                ):
+                    yield (
+                        f"rank {stretch.global_rank}: another state after iteration"
+                        f" {event.iteration}"
+                    )
             if isinstance(event, IterationCommitted):
-                wanted = math.nan if event.iteration in diverges else reference.losses[event.iteration]
+                wanted = (
+                    math.nan
+                    if event.iteration in diverges
+                    else reference.losses[event.iteration]
+                )
                 if repr(event.loss) == repr(wanted):
                     continue
-                yield f"rank {stretch.global_rank}: loss {event.loss} in iteration {event.iteration}, wanted {wanted}"
+                yield (
+                    f"rank {stretch.global_rank}: loss {event.loss} in iteration"
+                    f" {event.iteration}, wanted {wanted}"
+                )
         missing = set(range(max(first, stretch.stepped_down_to), until)) - seen
         if missing:
-            yield f"rank {stretch.global_rank}: no digest of iterations {sorted(missing)}"
+            yield (
+                f"rank {stretch.global_rank}: no digest of iterations {sorted(missing)}"
+            )
 
 
 def _check_whole_run(
-    job: ElasticJob, result: dict[str, Any], faults: Sequence[Fault], reference: Outcome | None
+    job: ElasticJob,
+    result: dict[str, Any],
+    faults: Sequence[Fault],
+    reference: Outcome | None,
 ) -> None:
     dead = [rank for fault in faults for rank in fault.dead]
-    built = [point.rank for fault in faults for point in fault.at if point.phase is Phase.BUILD]
+    built = [
+        point.rank
+        for fault in faults
+        for point in fault.at
+        if point.phase is Phase.BUILD
+    ]
     found = {
-        event.generation: event.deaths for rank in range(job.world_size) for event in events_of(job.run, Rejoined, rank)
+        event.generation: event.deaths
+        for rank in range(job.world_size)
+        for event in events_of(job.run, Rejoined, rank)
     }
-    assert result["faults_survived"] == len(dead), f"{result['faults_survived']} deaths, wanted {dead}, found {found}"
+    assert result["faults_survived"] == len(dead), (
+        f"{result['faults_survived']} deaths, wanted {dead}, found {found}"
+    )
     for rank in range(job.world_size):
         started = events_of(job.run, WorkerStarted, rank)
         assert len(started) == 1 + dead.count(rank) - built.count(rank), f"rank {rank}"
-        ended = [event.generation for event in events_of(job.run, GenerationEnded, rank)]
+        ended = [
+            event.generation for event in events_of(job.run, GenerationEnded, rank)
+        ]
         assert ended == sorted(set(ended)), f"rank {rank}"
     wanted = EVENTS_OF_EVERY_RUN | ({"Rejoined"} if dead else set())
     assert kinds_of_events(job.run, job.world_size) >= wanted
     assert result.keys() == RESULT_KEYS | {"eval_loss"}
     if reference:
-        assert (result["digest_per_rank"], result["eval_loss"]) == (reference.digest_per_rank, reference.eval_loss)
+        assert (result["digest_per_rank"], result["eval_loss"]) == (
+            reference.digest_per_rank,
+            reference.eval_loss,
+        )

@@ -1,4 +1,5 @@
-"""A witness of checkpoint servers: the states that ranks have and those that servers make, iteration by iteration.
+"""A witness of checkpoint servers: the states that ranks have and those that servers
+make, iteration by iteration.
 
 `note_states` is a setup: it is called before the ranks of a job are forked.
 """
@@ -25,17 +26,33 @@ UNSHARDED = "train.distributed_optimizer=false"
 
 
 def mirror_of(interface: str) -> tuple[str, ...]:
-    """Return the settings with which servers read a mirror port, and training waits for them."""
-    return ("ckpt.capture=mirror", f"ckpt.mirror_interface={interface}", "ckpt.max_lag_iters=0")
+    """Return the settings with which servers read a mirror port, and training waits for
+    them.
+    """
+    return (
+        "ckpt.capture=mirror",
+        f"ckpt.mirror_interface={interface}",
+        "ckpt.max_lag_iters=0",
+    )
 
 
 def note_states(folder: Path) -> None:
-    """Let ranks write a digest of their state as they hand gradients over, and servers of the states that they make."""
+    """Let ranks write a digest of their state as they hand gradients over, and servers
+    of the states that they make.
+    """
     hand_over, keep = ServerStates.hand_over, ArrivingUpdate.keep
 
-    def noted_hand_over(self: ServerStates, wanted: SnapshotRequest, base: Snapshot | None) -> None:
-        parts = [(key, tensor) for key, tensor, _ in (*wanted.pieces(), *wanted.changing)]
-        _write(folder, "trained", [wanted.header.shard.global_rank, wanted.header.iteration, _digest(parts)])
+    def noted_hand_over(
+        self: ServerStates, wanted: SnapshotRequest, base: Snapshot | None
+    ) -> None:
+        parts = [
+            (key, tensor) for key, tensor, _ in (*wanted.pieces(), *wanted.changing)
+        ]
+        _write(
+            folder,
+            "trained",
+            [wanted.header.shard.global_rank, wanted.header.iteration, _digest(parts)],
+        )
         hand_over(self, wanted, base)
 
     def noted_keep(self: ArrivingUpdate) -> None:
@@ -44,26 +61,39 @@ def note_states(folder: Path) -> None:
         assert blob.payload is not None
         state = Snapshot(header=header_from_json(blob.header), payload=blob.payload)
         digest = _digest((part.key, state.part(part)) for part in state.header.parts)
-        _write(folder, "captured", [state.header.shard.global_rank, state.header.iteration, digest])
+        _write(
+            folder,
+            "captured",
+            [state.header.shard.global_rank, state.header.iteration, digest],
+        )
 
     ServerStates.hand_over = noted_hand_over  # type: ignore[method-assign]
     ArrivingUpdate.keep = noted_keep  # type: ignore[method-assign]
 
 
-def compare_states(folder: Path, iterations: Iterable[int], world_size: int, num_servers: int) -> None:
-    """Compare the states of all ranks with those of all their servers, in each of these iterations."""
+def compare_states(
+    folder: Path, iterations: Iterable[int], world_size: int, num_servers: int
+) -> None:
+    """Compare the states of all ranks with those of all their servers, in each of these
+    iterations.
+    """
     trained, captured = _read(folder, "trained"), _read(folder, "captured")
     for iteration in iterations:
         for rank in range(world_size):
             (digest,) = trained[rank, iteration]
-            assert captured[rank, iteration] == Counter({digest: num_servers}), (rank, iteration)
+            assert captured[rank, iteration] == Counter({digest: num_servers}), (
+                rank,
+                iteration,
+            )
 
 
 def _digest(parts: Iterable[tuple[PartKey, torch.Tensor]]) -> str:
     total = xxhash.xxh3_128()
     for key, tensor in sorted(parts, key=lambda part: str(part[0])):
         total.update(str(key).encode())
-        total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        total.update(
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        )
     return total.hexdigest()
 
 

@@ -1,4 +1,6 @@
-"""Random faults of all classes to a job's ranks, and the resources that its processes use meanwhile."""
+"""Random faults of all classes to a job's ranks, and the resources that its processes
+use meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,27 @@ from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob
 from tests.training import events_of
 
-PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.SNAPSHOT, Phase.BETWEEN)
-ENDURING = ("ckpt.window=2", "runtime.max_deaths=1000000", "runtime.sick_deaths=0", "runtime.heartbeat_s=5")
+PHASES = (
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.REDUCE,
+    Phase.STEP,
+    Phase.SNAPSHOT,
+    Phase.BETWEEN,
+)
+ENDURING = (
+    "ckpt.window=2",
+    "runtime.max_deaths=1000000",
+    "runtime.sick_deaths=0",
+    "runtime.heartbeat_s=5",
+)
 """Settings of a job that lives through any number of faults."""
 MIB = 1 << 20
 
 
 class Chaos:
-    """Random faults to random ranks, at random points or times, of which some come while an earlier one is repaired.
+    """Random faults to random ranks, at random points or times, of which some come
+    while an earlier one is repaired.
 
     `daemon_deaths`: the number of daemons that were killed.
     """
@@ -38,11 +53,19 @@ class Chaos:
     @property
     def num_faults(self) -> int:
         """The number of workers and daemons that have been replaced so far."""
-        return self.daemon_deaths + sum(worker.incarnation for worker in read_written(self._job.run))
+        return self.daemon_deaths + sum(
+            worker.incarnation for worker in read_written(self._job.run)
+        )
 
     def inject(self) -> None:
         kinds: list[Callable[[], None]] = [
-            *(self._order, self._kill_now, self._kill_several, self._lose_a_node, self._stop),
+            *(
+                self._order,
+                self._kill_now,
+                self._kill_several,
+                self._lose_a_node,
+                self._stop,
+            ),
             *(self._raise, self._kill_a_daemon),
         ]
         with contextlib.suppress(ProcessLookupError):  # an order was faster
@@ -51,13 +74,18 @@ class Chaos:
             self._let_it_go_on(self._chosen.randrange(1, 4))
 
     def _order(self) -> None:
-        rank, phase = self._any_rank(), self._chosen.choice((*PHASES, Phase.RECOVERY, Phase.JOIN))
+        rank, phase = (
+            self._any_rank(),
+            self._chosen.choice((*PHASES, Phase.RECOVERY, Phase.JOIN)),
+        )
         self._job.order(rank, phase, skip=self._chosen.randrange(3))
         if phase in (Phase.RECOVERY, Phase.JOIN):
             self._kill_now()
 
     def _raise(self) -> None:
-        """In a later iteration: the second exception of a rank in one iteration is an error of the program."""
+        """In a later iteration: the second exception of a rank in one iteration is an
+        error of the program.
+        """
         rank, phase = self._any_rank(), self._chosen.choice(PHASES)
         iteration = self._job.page(rank).iteration + 2
         self._job.order(rank, phase, iteration=iteration, number=RAISE_NUMBER)
@@ -68,7 +96,11 @@ class Chaos:
         self._job.kill(self._any_rank(), number=number)
 
     def _kill_several(self) -> None:
-        self._job.kill(*self._chosen.sample(range(self._job.world_size), self._chosen.randrange(2, 5)))
+        self._job.kill(
+            *self._chosen.sample(
+                range(self._job.world_size), self._chosen.randrange(2, 5)
+            )
+        )
 
     def _kill_a_daemon(self) -> None:
         os.kill(self._job.daemon_pid(self._any_rank()), SIGKILL)
@@ -78,7 +110,9 @@ class Chaos:
         self._job.kill(self._any_rank(), number=SIGSTOP)
 
     def _lose_a_node(self) -> None:
-        """One at a time: a copy in one other node's memory survives that, and needs a window to be made again."""
+        """One at a time: a copy in one other node's memory survives that, and needs a
+        window to be made again.
+        """
         self._await_copies()
         self._job.lose_nodes(self._any_rank())
         self._await_copies()
@@ -110,9 +144,13 @@ class Used:
 
     @classmethod
     def by(cls, pid: int) -> Used:
-        """Return those of a process. Raises FileNotFoundError or ProcessLookupError if it has ended."""
+        """Return those of a process. Raises FileNotFoundError or ProcessLookupError if
+        it has ended.
+        """
         status = dict(
-            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
+            line.split(":", 1)
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if ":" in line
         )
         targets = list(_targets(Path(f"/proc/{pid}/fd")))
         return cls(
@@ -125,7 +163,9 @@ class Used:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The most that any process of a kind uses, by kind; zombies of the job, and its files in shared memory."""
+    """The most that any process of a kind uses, by kind; zombies of the job, and its
+    files in shared memory.
+    """
 
     by_kind: dict[str, Used]
     zombies: int
@@ -142,7 +182,12 @@ def take_sample(job: ElasticJob) -> Sample:
     files = [path for path in job.shared.rglob("*") if path.is_file()]
     return Sample(
         by_kind={
-            kind: _most(pids) for kind, pids in (("supervisor", supervisors), ("daemon", beside), ("worker", living))
+            kind: _most(pids)
+            for kind, pids in (
+                ("supervisor", supervisors),
+                ("daemon", beside),
+                ("worker", living),
+            )
         },
         zombies=_zombies_of(job.agent_pid),
         memory_files=len(files),
@@ -156,7 +201,12 @@ def _most(pids: Iterable[int]) -> Used:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, KeyError):
             found.append(Used.by(pid))
     names = ("files", "threads", "sockets", "private_bytes")
-    return Used(**{name: max((getattr(used, name) for used in found), default=0) for name in names})
+    return Used(
+        **{
+            name: max((getattr(used, name) for used in found), default=0)
+            for name in names
+        }
+    )
 
 
 def _targets(folder: Path) -> Iterable[str]:
@@ -176,6 +226,8 @@ def _zombies_of(session: int) -> int:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                state, _, _, of, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+                state, _, _, of, *_ = (
+                    (entry / "stat").read_text().rpartition(")")[2].split()
+                )
                 states[state] += int(of) == session
     return states["Z"]

@@ -1,9 +1,12 @@
-"""For all tests: torch and Megatron imported once, without the warnings of their import, which are errors later on.
+"""For all tests: torch and Megatron imported once, without the warnings of their
+import, which are errors later on.
 
-The controller of two workers runs no test and imports neither: they would wait for that.
+The controller of two workers runs no test and imports neither: they would wait for
+that.
 
-Examples of property tests have no deadline: how busy a machine is says nothing about the code. A shell ignores Ctrl-C
-for commands in the background, and their children would inherit that.
+Examples of property tests have no deadline: how busy a machine is says nothing about
+the code. A shell ignores Ctrl-C for commands in the background, and their children
+would inherit that.
 """
 
 from __future__ import annotations
@@ -37,11 +40,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run tests marked `full` too, and all examples of properties")
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run tests marked `full` too, and all examples of properties",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose how much to run, and make the folder that all workers share; they inherit its name."""
+    """Choose how much to run, and make the folder that all workers share; they inherit
+    its name.
+    """
     settings.load_profile(FULL if config.getoption("--full") else CI)
     is_worker = hasattr(config, "workerinput")
     if is_worker or not config.getoption("numprocesses", None):
@@ -55,8 +64,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ.pop(FOLDER))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device, and leave those marked `full` out without --full."""
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device, and leave those marked
+    `full` out without --full.
+    """
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

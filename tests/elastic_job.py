@@ -1,7 +1,9 @@
-"""Guarded jobs for tests: real supervisors, workers, daemons and a store, in a second, and a hand on each of them.
+"""Guarded jobs for tests: real supervisors, workers, daemons and a store, in a second,
+and a hand on each of them.
 
-A test strikes at exact points by orders in the workers' pages, or from outside by signals. Whatever happens, a job
-is over when its block is, and a job that ended by itself has left no process and no shared memory.
+A test strikes at exact points by orders in the workers' pages, or from outside by
+signals. Whatever happens, a job is over when its block is, and a job that ended by
+itself has left no process and no shared memory.
 """
 
 from __future__ import annotations
@@ -46,13 +48,17 @@ _ENDING_S = 30.0
 
 
 class JobFailedError(AssertionError):
-    """A job failed, hung, or left something behind; the message has what its processes said."""
+    """A job failed, hung, or left something behind; the message has what its processes
+    said.
+    """
 
 
 class ElasticJob:
-    """A job of `world_size` ranks that starts with the block and is over with it; its files are in `folder`.
+    """A job of `world_size` ranks that starts with the block and is over with it; its
+    files are in `folder`.
 
-    `setup`, a function of a module, is called in the agent before it forks: it may put faults into what ranks run.
+    `setup`, a function of a module, is called in the agent before it forks: it may put
+    faults into what ranks run.
     """
 
     def __init__(
@@ -67,11 +73,15 @@ class ElasticJob:
         self.world_size = world_size
         self.run = folder / "run"
         self._folder = folder
-        self._shared = Path(tempfile.mkdtemp(prefix="moe_ckpt-test-", dir=SHARED_MEMORY))
+        self._shared = Path(
+            tempfile.mkdtemp(prefix="moe_ckpt-test-", dir=SHARED_MEMORY)
+        )
         self._folder.mkdir(exist_ok=True)
         where = (f"run.dir={self.run}", f"runtime.shared_memory={self._shared}")
         settings = compose_settings(fast(f"ckpt={ckpt}", *where, *_PATIENT, *overrides))
-        self._process = CONTEXT.Process(target=run_agent, args=(settings, world_size, folder, setup))
+        self._process = CONTEXT.Process(
+            target=run_agent, args=(settings, world_size, folder, setup)
+        )
         self._deadline_s = time.monotonic() + timeout_s
         self._pages: dict[int, StatusPage] = {}
 
@@ -79,7 +89,12 @@ class ElasticJob:
         self._process.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
+    ) -> None:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -100,7 +115,9 @@ class ElasticJob:
         return self._process.pid
 
     def wait(self) -> dict[str, Any]:
-        """Wait for the job's end and return what result.json holds. Raises JobFailedError if it did not end well."""
+        """Wait for the job's end and return what result.json holds. Raises
+        JobFailedError if it did not end well.
+        """
         if self._join() != 0:
             raise JobFailedError(f"the job failed: {self.said()}")
         return json.loads((self.run / "result.json").read_text())
@@ -115,8 +132,19 @@ class ElasticJob:
         """Wait for a worker of a rank that lives, in this incarnation or a later one."""
 
         def look() -> LiveWorker | None:
-            workers = (worker for worker in read_written(self.run) if worker.global_rank == rank)
-            return next((worker for worker in workers if worker.incarnation >= incarnation and worker.is_alive), None)
+            workers = (
+                worker
+                for worker in read_written(self.run)
+                if worker.global_rank == rank
+            )
+            return next(
+                (
+                    worker
+                    for worker in workers
+                    if worker.incarnation >= incarnation and worker.is_alive
+                ),
+                None,
+            )
 
         return self.wait_for(look, f"incarnation {incarnation} of rank {rank}")
 
@@ -141,45 +169,80 @@ class ElasticJob:
         self.page(rank).order(number, phase, iteration=iteration, skip=skip)
 
     def wait_until(self, rank: int, iteration: int, phase: Phase | None = None) -> None:
-        """Wait until a rank has come as far as this iteration, or is in this phase of it or has passed it."""
+        """Wait until a rank has come as far as this iteration, or is in this phase of
+        it or has passed it.
+        """
         page = self.page(rank)
         at = (iteration, phase or 0)
-        self.wait_for(lambda: (page.iteration, page.phase) >= at or None, f"iteration {iteration} of rank {rank}")
+        self.wait_for(
+            lambda: (page.iteration, page.phase) >= at or None,
+            f"iteration {iteration} of rank {rank}",
+        )
 
     def kill(self, *ranks: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to the workers of these ranks, all at once: none acts on the death of another."""
+        """Send a signal to the workers of these ranks, all at once: none acts on the
+        death of another.
+        """
         pids = [self.worker(rank).pid for rank in ranks]
         if len(pids) > 1:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             for pid in pids:
-                self.wait_for(lambda pid=pid: stands_still(pid) or None, f"process {pid} to stand still")
+                self.wait_for(
+                    lambda pid=pid: stands_still(pid) or None,
+                    f"process {pid} to stand still",
+                )
         for pid in pids:
             os.kill(pid, number)
 
     def lose_nodes(self, *ranks: int) -> None:
-        """Kill these workers; what their ranks had in memory, of their own and of others, is gone with them."""
+        """Kill these workers; what their ranks had in memory, of their own and of
+        others, is gone with them.
+        """
         for rank in ranks:
             self.worker(rank)
         with nobody_replaced(self.run, ranks, wait_s=30.0) as workers:
             kill_node(self.run, workers, wait_s=30.0)
 
     def hold(
-        self, rank: int, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0, incarnation: int = 0
+        self,
+        rank: int,
+        phase: Phase,
+        *,
+        iteration: int = ANY_ITERATION,
+        skip: int = 0,
+        incarnation: int = 0,
     ) -> int:
-        """Let a rank's worker stand still at this point, and wait until it does; return its pid, for SIGCONT.
+        """Let a rank's worker stand still at this point, and wait until it does; return
+        its pid, for SIGCONT.
 
         Its supervisor takes it for dead after `runtime.heartbeat_s`.
         """
-        self.order(rank, phase, iteration=iteration, skip=skip, number=signal.SIGSTOP, incarnation=incarnation)
+        self.order(
+            rank,
+            phase,
+            iteration=iteration,
+            skip=skip,
+            number=signal.SIGSTOP,
+            incarnation=incarnation,
+        )
         pid = self.worker(rank, incarnation).pid
-        self.wait_for(lambda: stands_still(pid) or None, f"rank {rank} to stand still in {phase.name}")
+        self.wait_for(
+            lambda: stands_still(pid) or None,
+            f"rank {rank} to stand still in {phase.name}",
+        )
         return pid
 
     def daemon_pid(self, rank: int) -> int:
-        """Return the pid of the process that a rank's supervisor has forked beside the worker: it keeps copies."""
+        """Return the pid of the process that a rank's supervisor has forked beside the
+        worker: it keeps copies.
+        """
         worker = self.worker(rank)
-        children = Path(f"/proc/{worker.supervisor_pid}/task/{worker.supervisor_pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{worker.supervisor_pid}/task/{worker.supervisor_pid}/children")
+            .read_text()
+            .split()
+        )
         (pid,) = {int(child) for child in children} - {worker.pid}
         return pid
 
@@ -191,21 +254,32 @@ class ElasticJob:
 
     def left_behind(self) -> list[str]:
         """Return the job's processes, and what is in its folder in shared memory."""
-        return [f"process {pid}" for pid in self.processes()] + [str(path) for path in self._shared.iterdir()]
+        return [f"process {pid}" for pid in self.processes()] + [
+            str(path) for path in self._shared.iterdir()
+        ]
 
     def said(self) -> str:
-        """Return what supervisors and workers have written, a line that came again and again only once."""
+        """Return what supervisors and workers have written, a line that came again and
+        again only once.
+        """
         logs = [supervisor_log(self._folder, rank) for rank in range(self.world_size)]
-        texts = [f"--- rank {rank}\n{_squeezed(log.read_text())}" for rank, log in enumerate(logs) if log.exists()]
+        texts = [
+            f"--- rank {rank}\n{_squeezed(log.read_text())}"
+            for rank, log in enumerate(logs)
+            if log.exists()
+        ]
         return "\n".join(["", *texts])
 
     def wait_for(self, look: Callable[[], T | None], what: str) -> T:
-        """Return what `look` sees as soon as it does. Raises JobFailedError if the job ends, or its time."""
+        """Return what `look` sees as soon as it does. Raises JobFailedError if the job
+        ends, or its time.
+        """
         while (seen := look()) is None:
             if not self._process.is_alive():
                 raise JobFailedError(f"the job ended before {what}: {self.said()}")
             self._require_time(what)
-            time.sleep(_LOOK_EVERY_S)  # the only signs that other processes give are their files and pages
+            # the only signs that other processes give are their files and pages
+            time.sleep(_LOOK_EVERY_S)
         return seen
 
     def _join(self) -> int | None:
@@ -228,17 +302,25 @@ class ElasticJob:
                     os.kill(pid, signal.SIGUSR2)
         time.sleep(0.5)  # they write their stacks
         pages = [_describe(rank, page) for rank, page in sorted(self._pages.items())]
-        raise JobFailedError("\n".join([f"no time left to wait for {what}", *pages, self.said()]))
+        raise JobFailedError(
+            "\n".join([f"no time left to wait for {what}", *pages, self.said()])
+        )
 
 
 def _describe(rank: int, page: StatusPage) -> str:
     waiting = "waiting for others, " if page.waiting else ""
-    return f"rank {rank}: {waiting}in generation {page.generation}, iteration {page.iteration}, {page.phase.name}"
+    return (
+        f"rank {rank}: {waiting}in generation {page.generation}, iteration"
+        f" {page.iteration}, {page.phase.name}"
+    )
 
 
 def _squeezed(text: str) -> str:
     counts = Counter(text.splitlines())
-    return "\n".join(f"{line}{f'   ({count} times)' if count > 3 else ''}" for line, count in _first(counts, text))
+    return "\n".join(
+        f"{line}{f'   ({count} times)' if count > 3 else ''}"
+        for line, count in _first(counts, text)
+    )
 
 
 def _first(counts: Counter[str], text: str) -> Iterable[tuple[str, int]]:
@@ -254,6 +336,8 @@ def _sessions() -> Iterable[tuple[int, int]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+                state, _, _, session, *_ = (
+                    (entry / "stat").read_text().rpartition(")")[2].split()
+                )
                 if state not in "ZX":
                     yield int(entry.name), int(session)

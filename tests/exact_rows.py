@@ -1,7 +1,8 @@
-"""The jobs that exactness tests run: rows that cover every pair of settings, in place of the settings' product.
+"""The jobs that exactness tests run: rows that cover every pair of settings, in place
+of the settings' product.
 
-An axis is a setting with its values. A row chooses a value on every axis. For any two axes, each pair of their values
-that is possible is in one of `rows()`.
+An axis is a setting with its values. A row chooses a value on every axis. For any two
+axes, each pair of their values that is possible is in one of `rows()`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from dataclasses import dataclass
 from itertools import combinations, product
 
 from tests.made_once import made_once
-from tests.scenarios import BIAS, DENSE_TP2, FP16_SKIPPING_AT_FIRST, GPT_STYLE, LINEAR_BIAS, TIED, UNSHARDED
+from tests.scenarios import (
+    BIAS,
+    DENSE_TP2,
+    FP16_SKIPPING_AT_FIRST,
+    GPT_STYLE,
+    LINEAR_BIAS,
+    TIED,
+    UNSHARDED,
+)
 
 Row = Mapping[str, str]
 """A value for each axis, or for some of them."""
@@ -22,7 +31,9 @@ Pair = frozenset[tuple[str, str]]
 """Two axes with a value each."""
 
 Loss = tuple[int, int, str] | tuple[int, int, str, int]
-"""Iteration, stage, phase and, where one rank of the stage loses its state, its data-parallel rank."""
+"""Iteration, stage, phase and, where one rank of the stage loses its state, its
+data-parallel rank.
+"""
 
 ITERATIONS_AFTER_THE_LAST_LOSS = 2
 _SEQUENCES_OF_A_MICRO_BATCH = 2
@@ -39,12 +50,16 @@ LOST = {
     "ends": lambda pp: [(0,), (pp - 1,)],
     "one rank": lambda pp: [(pp - 1, 1)],
 }
-"""Which stages lose their state at once, each with the data-parallel rank where it is one rank only."""
+"""Which stages lose their state at once, each with the data-parallel rank where it is
+one rank only.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of parallelism, a model with as many layers as they divide, and the stages lost in each of `PHASES`."""
+    """Degrees of parallelism, a model with as many layers as they divide, and the
+    stages lost in each of `PHASES`.
+    """
 
     pp: int
     dp: int = 1
@@ -62,11 +77,29 @@ _EP2 = ("parallel.ep=2",)
 
 LAYOUTS = {
     "PP1": Layout(pp=1, num_layers=2, lost=("first", "first", "first", "first")),
-    "PP2": Layout(pp=2, dp=2, num_layers=2, overrides=_EP2, lost=("one rank", "first", "last", "ends")),
+    "PP2": Layout(
+        pp=2,
+        dp=2,
+        num_layers=2,
+        overrides=_EP2,
+        lost=("one rank", "first", "last", "ends"),
+    ),
     "PP3": Layout(pp=3, num_layers=3, lost=("last", "ends", "first", "middle")),
     "PP4": Layout(pp=4, num_layers=4, lost=("middle", "last", "ends", "first")),
-    "DP4": Layout(pp=1, dp=4, num_layers=2, overrides=_EP2, lost=("first", "one rank", "one rank", "first")),
-    "TP2": Layout(pp=2, tp=2, num_layers=2, overrides=DENSE_TP2, lost=("ends", "last", "first", "last")),
+    "DP4": Layout(
+        pp=1,
+        dp=4,
+        num_layers=2,
+        overrides=_EP2,
+        lost=("first", "one rank", "one rank", "first"),
+    ),
+    "TP2": Layout(
+        pp=2,
+        tp=2,
+        num_layers=2,
+        overrides=DENSE_TP2,
+        lost=("ends", "last", "first", "last"),
+    ),
 }
 
 TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
@@ -77,11 +110,28 @@ TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "capacity": ("model.moe_capacity_factor=1.0", "model.moe_pad_to_capacity=true"),
         "none": (),
     },
-    "balancing": {"loss": (), "bias": BIAS, "global loss": ("model.moe_balancing=global_aux_loss",)},
-    "first layer": {"experts": (), "dense": ("model.num_dense_layers=1", "model.dense_ffn_hidden_size=64")},
-    "precision": {"bf16": (), "fp32": ("precision=fp32",), "fp16 skipping": FP16_SKIPPING_AT_FIRST},
-    "recompute": {mode: (f"train.recompute={mode}",) for mode in ("none", "selective", "full")},
-    "clipping": {"some": (), "none": ("train.clip_grad=0",), "always": ("train.clip_grad=0.1",)},
+    "balancing": {
+        "loss": (),
+        "bias": BIAS,
+        "global loss": ("model.moe_balancing=global_aux_loss",),
+    },
+    "first layer": {
+        "experts": (),
+        "dense": ("model.num_dense_layers=1", "model.dense_ffn_hidden_size=64"),
+    },
+    "precision": {
+        "bf16": (),
+        "fp32": ("precision=fp32",),
+        "fp16 skipping": FP16_SKIPPING_AT_FIRST,
+    },
+    "recompute": {
+        mode: (f"train.recompute={mode}",) for mode in ("none", "selective", "full")
+    },
+    "clipping": {
+        "some": (),
+        "none": ("train.clip_grad=0",),
+        "always": ("train.clip_grad=0.1",),
+    },
     "micro-batches": {"2": (), "1": (), "4": ()},
     "embeddings": {"untied": (), "tied": TIED},
     "style": {"Llama": (), "GPT": GPT_STYLE, "GPT biased": (*GPT_STYLE, *LINEAR_BIAS)},
@@ -94,7 +144,11 @@ RECOVERY: dict[str, dict[str, tuple[str, ...]]] = {
     "order": {
         "hard": (),
         "soft": ("ckpt.popularity=soft",),
-        "decayed": ("ckpt.popularity=decayed", "ckpt.reorder_share=0", "ckpt.paper_exact=true"),
+        "decayed": (
+            "ckpt.popularity=decayed",
+            "ckpt.reorder_share=0",
+            "ckpt.paper_exact=true",
+        ),
     },
     "windows kept": {"one": (), "two": ("ckpt.keep_windows=2",)},
     "boundary log": {"on": (), "off": ("ckpt.boundary_log=false",)},
@@ -104,12 +158,18 @@ AXES = {name: tuple(values) for name, values in {**RECOVERY, **TRAINING}.items()
 
 RULES: list[tuple[Row, dict[str, set[str]]]] = [
     ({"layout": "TP2"}, {"experts": {"none"}}),
-    ({"experts": "none"}, {"layout": {"TP2"}, "balancing": {"loss"}, "first layer": {"experts"}}),
-    # Megatron has no biases in shared experts, and in others only where each rank has some of them
+    (
+        {"experts": "none"},
+        {"layout": {"TP2"}, "balancing": {"loss"}, "first layer": {"experts"}},
+    ),
+    # Megatron has no biases in shared experts, and in others only where each rank has
+    # some of them
     ({"experts": "shared"}, {"style": {"Llama", "GPT"}}),
     ({"style": "GPT biased"}, {"layout": {"PP2", "DP4", "TP2"}}),
 ]
-"""A row that holds the values on the left holds, on these axes, one of the values on the right."""
+"""A row that holds the values on the left holds, on these axes, one of the values on
+the right.
+"""
 
 
 def is_possible(row: Row) -> bool:
@@ -127,7 +187,9 @@ def can_be_completed(row: Row) -> bool:
     if not is_possible(row):
         return False
     open_axis = next((axis for axis in AXES if axis not in row), None)
-    return open_axis is None or any(can_be_completed({**row, open_axis: value}) for value in AXES[open_axis])
+    return open_axis is None or any(
+        can_be_completed({**row, open_axis: value}) for value in AXES[open_axis]
+    )
 
 
 def possible_pairs() -> set[Pair]:
@@ -151,21 +213,32 @@ def rows() -> Sequence[Row]:
 
 
 def resumed_rows() -> Sequence[Row]:
-    """Return some of the rows, which hold every value of the axes that a training without recovery has."""
-    left, found = {(axis, value) for axis, values in TRAINING.items() for value in values}, list[Row]()
+    """Return some of the rows, which hold every value of the axes that a training
+    without recovery has.
+    """
+    left, found = (
+        {(axis, value) for axis, values in TRAINING.items() for value in values},
+        list[Row](),
+    )
     while left:
-        found.append(max(filter(_can_be_saved, rows()), key=lambda row: len(left & row.items())))
+        found.append(
+            max(filter(_can_be_saved, rows()), key=lambda row: len(left & row.items()))
+        )
         left -= found[-1].items()
     return found
 
 
 def _can_be_saved(row: Row) -> bool:
-    """Megatron saves no whole optimizer with a bias that took fewer steps: that of an expert without any token."""
+    """Megatron saves no whole optimizer with a bias that took fewer steps: that of an
+    expert without any token.
+    """
     return not {"style": "GPT biased", "optimizer": "whole"}.items() <= row.items()
 
 
 def _choose_rows() -> Sequence[Row]:
-    """Put into each row all pairs that are missing and go together, in an order that leads to few rows."""
+    """Put into each row all pairs that are missing and go together, in an order that
+    leads to few rows.
+    """
     missing, found = possible_pairs(), list[Row]()
     order = sorted(sorted(pair) for pair in missing)
     random.Random(_SEED).shuffle(order)
@@ -173,7 +246,11 @@ def _choose_rows() -> Sequence[Row]:
         row: Row = {}
         for pair in order:
             both = {**row, **dict(pair)}
-            if frozenset(pair) in missing and row.items() <= both.items() and can_be_completed(both):
+            if (
+                frozenset(pair) in missing
+                and row.items() <= both.items()
+                and can_be_completed(both)
+            ):
                 row = both
         found.append(_completed(row))
         missing -= pairs_of(found[-1])
@@ -184,7 +261,12 @@ def _completed(row: Row) -> Row:
     """Return the row with the first possible values of all axes that it lacks."""
     for axis, values in AXES.items():
         if axis not in row:
-            row = {**row, axis: next(value for value in values if can_be_completed({**row, axis: value}))}
+            row = {
+                **row,
+                axis: next(
+                    value for value in values if can_be_completed({**row, axis: value})
+                ),
+            }
     return {axis: row[axis] for axis in AXES}
 
 
@@ -203,9 +285,12 @@ class Job:
 
 
 def job_of(row: Row) -> Job:
-    """Return the job that a row describes: it loses state in each phase, and ends a few iterations after that."""
+    """Return the job that a row describes: it loses state in each phase, and ends a few
+    iterations after that.
+    """
     layout, window = LAYOUTS[row["layout"]], row["window"]
-    first = 6 if window == "auto" else int(window) + 2  # the newest complete window is one iteration old
+    # the newest complete window is one iteration old
+    first = 6 if window == "auto" else int(window) + 2
     if window == "3" and row["windows kept"] == "two":
         first += 3
     iterations = (first, first, first + 1, first + 1)
@@ -215,28 +300,49 @@ def job_of(row: Row) -> Job:
         for stage, *dp_rank in LOST[kind](layout.pp)
     ]
     recovery = (f"ckpt.window={window}", *_overrides(RECOVERY, row))
-    return _job(layout, lost, _overrides(TRAINING, row), recovery, int(row["micro-batches"]))
+    return _job(
+        layout, lost, _overrides(TRAINING, row), recovery, int(row["micro-batches"])
+    )
 
 
 def _job(
-    layout: Layout, lost: Sequence[Loss], training: tuple[str, ...], snapshots: tuple[str, ...], micro_batches: int = 2
+    layout: Layout,
+    lost: Sequence[Loss],
+    training: tuple[str, ...],
+    snapshots: tuple[str, ...],
+    micro_batches: int = 2,
 ) -> Job:
     size = (
         f"parallel.pp={layout.pp}",
         f"model.num_layers={layout.num_layers}",
-        f"train.global_batch_size={_SEQUENCES_OF_A_MICRO_BATCH * layout.dp * micro_batches}",
+        (
+            f"train.global_batch_size={_SEQUENCES_OF_A_MICRO_BATCH * layout.dp * micro_batches}"
+        ),
         f"train.iterations={lost[-1][0] + ITERATIONS_AFTER_THE_LAST_LOSS}",
     )
-    return Job(world_size=layout.world_size, training=(*size, *training), snapshots=snapshots, lost=tuple(lost))
+    return Job(
+        world_size=layout.world_size,
+        training=(*size, *training),
+        snapshots=snapshots,
+        lost=tuple(lost),
+    )
 
 
-def _overrides(axes: Mapping[str, Mapping[str, tuple[str, ...]]], row: Row) -> tuple[str, ...]:
-    return tuple(override for axis, values in axes.items() for override in values[row[axis]])
+def _overrides(
+    axes: Mapping[str, Mapping[str, tuple[str, ...]]], row: Row
+) -> tuple[str, ...]:
+    return tuple(
+        override for axis, values in axes.items() for override in values[row[axis]]
+    )
 
 
 _PP2 = LAYOUTS["PP2"]
 
 _OPERATORS_OF_A_STAGE = 2 + _NUM_EXPERTS + 2
-"""A layer with its gate and experts, and the final norm and the output of the last stage."""
+"""A layer with its gate and experts, and the final norm and the output of the last
+stage.
+"""
 
-WINDOW_OF_ALL_OPERATORS = _job(_PP2, [(10, 1, "step")], _PP2.overrides, (f"ckpt.window={_OPERATORS_OF_A_STAGE}",))
+WINDOW_OF_ALL_OPERATORS = _job(
+    _PP2, [(10, 1, "step")], _PP2.overrides, (f"ckpt.window={_OPERATORS_OF_A_STAGE}",)
+)

@@ -1,10 +1,12 @@
-"""Runs each command of a list with `--help` and with an unknown option, each in a fork; prints what they did as JSON.
+"""Runs each command of a list with `--help` and with an unknown option, each in a fork;
+prints what they did as JSON.
 
     python -m tests.help_of_all '[{"moe-ckpt status": [], "moe-ckpt server": ["JOB"]}, ["torch", "hydra"]]'
 
 The words after a command are those that it cannot do without.
 
-Must not: import anything slow, as the forks report the slow packages that they have imported.
+Must not: import anything slow, as the forks report the slow packages that they have
+imported.
 """
 
 from __future__ import annotations
@@ -27,11 +29,16 @@ def main() -> None:
     found: dict[str, dict[str, list[object]]] = {}
     for entry, needed in entries.items():
         options = {"--help": ["--help"], UNKNOWN: [UNKNOWN, *needed]}
-        found[entry] = {name: _in_a_fork(entry.split(), rest, slow) for name, rest in options.items()}
+        found[entry] = {
+            name: _in_a_fork(entry.split(), rest, slow)
+            for name, rest in options.items()
+        }
     print(json.dumps(found))
 
 
-def _in_a_fork(words: Sequence[str], rest: Sequence[str], slow: Sequence[str]) -> list[object]:
+def _in_a_fork(
+    words: Sequence[str], rest: Sequence[str], slow: Sequence[str]
+) -> list[object]:
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as imported:
         if os.fork() == 0:
             os.dup2(said.fileno(), 1)
@@ -43,13 +50,19 @@ def _in_a_fork(words: Sequence[str], rest: Sequence[str], slow: Sequence[str]) -
                 status = int(ended.code or 0)
             finally:
                 sys.stdout.flush()
-                imported.write(json.dumps([name for name in slow if name in sys.modules]))
+                imported.write(
+                    json.dumps([name for name in slow if name in sys.modules])
+                )
                 imported.flush()
                 os._exit(status)
         _, status = os.wait()
         said.seek(0)
         imported.seek(0)
-        return [os.waitstatus_to_exitcode(status), said.read(), json.loads(imported.read() or "[]")]
+        return [
+            os.waitstatus_to_exitcode(status),
+            said.read(),
+            json.loads(imported.read() or "[]"),
+        ]
 
 
 def _run(words: Sequence[str], rest: Sequence[str]) -> int:

@@ -1,4 +1,5 @@
-"""Jobs on hosts for tests: torchrun agents in network namespaces, their links, and a hand on all processes of a host.
+"""Jobs on hosts for tests: torchrun agents in network namespaces, their links, and a
+hand on all processes of a host.
 
 Needs root; a test is skipped where namespaces cannot be made, or another job has them.
 """
@@ -30,7 +31,12 @@ from tests.training import fast
 from tests.waits import JOB_S
 
 _IMPATIENT = (
-    *("runtime.heartbeat_s=5", "runtime.progress_s=10", "runtime.form_s=10", "runtime.operation_s=15"),
+    *(
+        "runtime.heartbeat_s=5",
+        "runtime.progress_s=10",
+        "runtime.form_s=10",
+        "runtime.operation_s=15",
+    ),
     *("runtime.join_s=40", "runtime.copy_s=10"),
 )
 """Limits that a partition reaches in a test's time."""
@@ -38,7 +44,9 @@ _LOOK_EVERY_S = 0.1
 
 
 def hosts_of_one_test() -> FileLock:
-    """Return the lock that a test has while there are hosts: their names are fixed, and tests of other workers wait."""
+    """Return the lock that a test has while there are hosts: their names are fixed, and
+    tests of other workers wait.
+    """
     return FileLock(Path(os.environ[FOLDER]) / "hosts.lock")
 
 
@@ -46,7 +54,9 @@ def hosts_of_one_test() -> FileLock:
 def network_of(num_hosts: int) -> Iterator[None]:
     """Make hosts for a test. Skips it where that is impossible."""
     with hosts_of_one_test():
-        reason = hosts.why_impossible() or ("there are hosts already" if hosts.is_up() else None)
+        reason = hosts.why_impossible() or (
+            "there are hosts already" if hosts.is_up() else None
+        )
         if reason:
             pytest.skip(reason)
         hosts.up(num_hosts)
@@ -57,13 +67,20 @@ def network_of(num_hosts: int) -> Iterator[None]:
 
 
 class HostsJob:
-    """A job of one rank on each host, and checkpoint servers on the hosts that follow; its files are in `folder`."""
+    """A job of one rank on each host, and checkpoint servers on the hosts that follow;
+    its files are in `folder`.
+    """
 
-    def __init__(self, num_hosts: int, folder: Path, *overrides: str, num_servers: int = 0) -> None:
+    def __init__(
+        self, num_hosts: int, folder: Path, *overrides: str, num_servers: int = 0
+    ) -> None:
         self.run = folder / "run"
         self._log = folder / f"said{len(list(folder.iterdir()))}"
         where = (f"run.dir={self.run}", "parallel.ranks_per_node=1")
-        job = [str(ROOT / "launcher" / "train.py"), *fast(*_IMPATIENT, *where, *overrides)]
+        job = [
+            str(ROOT / "launcher" / "train.py"),
+            *fast(*_IMPATIENT, *where, *overrides),
+        ]
         run_on_hosts = (sys.executable, str(ROOT / "scripts" / "run_on_hosts.py"))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -78,16 +95,25 @@ class HostsJob:
 
     def wait_for_iteration(self, iteration: int) -> None:
         """Wait until rank 0 has committed an iteration in this start or an earlier one."""
-        self._wait(lambda: any(committed >= iteration for _, committed in self.committed()), f"iteration {iteration}")
+        self._wait(
+            lambda: any(committed >= iteration for _, committed in self.committed()),
+            f"iteration {iteration}",
+        )
 
     def committed(self) -> list[tuple[float, int]]:
         """Return the time and the number of each iteration that rank 0 has committed."""
         path = self.run / "events" / "rank0000.jsonl"
         logged = read_events(path) if path.exists() else []
-        return [(entry.t_s, entry.event.iteration) for entry in logged if isinstance(entry.event, IterationCommitted)]
+        return [
+            (entry.t_s, entry.event.iteration)
+            for entry in logged
+            if isinstance(entry.event, IterationCommitted)
+        ]
 
     def worker(self, rank: int) -> LiveWorker:
-        return next(worker for worker in read_written(self.run) if worker.global_rank == rank)
+        return next(
+            worker for worker in read_written(self.run) if worker.global_rank == rank
+        )
 
     def lose(self, *ranks: int) -> None:
         """Kill all processes of these hosts at once, and delete their memory."""
@@ -109,7 +135,9 @@ class HostsJob:
             return self._process.wait(JOB_S)
         except subprocess.TimeoutExpired as error:
             self._process.send_signal(signal.SIGINT)
-            raise AssertionError(f"the job did not end in {JOB_S:g} s: {self.said()}") from error
+            raise AssertionError(
+                f"the job did not end in {JOB_S:g} s: {self.said()}"
+            ) from error
 
     def result(self) -> dict[str, Any]:
         """Wait for the end of a job that ends well; return result.json."""
@@ -117,14 +145,26 @@ class HostsJob:
         return json.loads((self.run / "result.json").read_text())
 
     def longest_pause_s(self, since_unix_s: float) -> float:
-        """Return the longest time between two committed iterations of rank 0, the second after `since_unix_s`."""
-        origin_s = json.loads((self.run / "run.json").read_text())["clock_origin_unix_s"]
+        """Return the longest time between two committed iterations of rank 0, the
+        second after `since_unix_s`.
+        """
+        origin_s = json.loads((self.run / "run.json").read_text())[
+            "clock_origin_unix_s"
+        ]
         times = [t_s + origin_s for t_s, _ in self.committed()]
-        return max(later - earlier for earlier, later in itertools.pairwise(times) if later > since_unix_s)
+        return max(
+            later - earlier
+            for earlier, later in itertools.pairwise(times)
+            if later > since_unix_s
+        )
 
     def _wait(self, is_there: Callable[[], bool], what: str) -> None:
         until_s = time.monotonic() + JOB_S
         while not is_there():
-            assert self._process.poll() is None, f"the job ended before {what}: {self.said()}"
-            assert time.monotonic() < until_s, f"no time left to wait for {what}: {self.said()}"
+            assert self._process.poll() is None, (
+                f"the job ended before {what}: {self.said()}"
+            )
+            assert time.monotonic() < until_s, (
+                f"no time left to wait for {what}: {self.said()}"
+            )
             time.sleep(_LOOK_EVERY_S)

@@ -1,7 +1,9 @@
-"""A job of small real processes, to inject faults into: a supervisor and a worker per rank, forked, without training.
+"""A job of small real processes, to inject faults into: a supervisor and a worker per
+rank, forked, without training.
 
-A worker walks through the phases of its iterations and keeps writing into its host memory. It parks where it is told
-to, until an order stands in its page. A supervisor notes how and where each worker died, then replaces it.
+A worker walks through the phases of its iterations and keeps writing into its host
+memory. It parks where it is told to, until an order stands in its page. A supervisor
+notes how and where each worker died, then replaces it.
 """
 
 from __future__ import annotations
@@ -24,13 +26,22 @@ from moe_ckpt.elastic.status_page import Phase, StatusPage
 from tests.elastic.processes import Child
 
 RECOVERS_AT = 8
-ITERATION = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.SNAPSHOT, Phase.BETWEEN)
+ITERATION = (
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.REDUCE,
+    Phase.STEP,
+    Phase.SNAPSHOT,
+    Phase.BETWEEN,
+)
 _STEP_S = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """What a rank of the job does. `hold`: its supervisor waits for a line before it replaces a worker."""
+    """What a rank of the job does. `hold`: its supervisor waits for a line before it
+    replaces a worker.
+    """
 
     run: Path
     memory: Path
@@ -80,14 +91,18 @@ class Job:
         self._supervisors[rank].kill()
 
     def next_word(self, rank: int) -> str:
-        """Wait for what a rank says next: `parked PID`, `died PID`, or nothing once it has ended."""
+        """Wait for what a rank says next: `parked PID`, `died PID`, or nothing once it
+        has ended.
+        """
         try:
             return self._supervisors[rank].hear()
         except EOFError:
             return ""
 
     def wait_for_death(self, rank: int, *, times: int = 1) -> Died:
-        """Wait until a rank's worker has died, or so many one after the other; return how the last one died."""
+        """Wait until a rank's worker has died, or so many one after the other; return
+        how the last one died.
+        """
         for _ in range(times):
             word = self.next_word(rank)
             if word.startswith("parked"):
@@ -116,14 +131,22 @@ class Job:
 
     def deaths(self, rank: int) -> list[Died]:
         path = self._walks[rank].deaths
-        return [Died(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+        return (
+            [Died(**json.loads(line)) for line in path.read_text().splitlines()]
+            if path.exists()
+            else []
+        )
 
     def wait_for_end(self) -> None:
-        assert [supervisor.exit_status() for supervisor in self._supervisors] == [0] * len(self._supervisors)
+        assert [supervisor.exit_status() for supervisor in self._supervisors] == [
+            0
+        ] * len(self._supervisors)
 
 
 class _Supervisor(Child):
-    """A supervisor, the leader of a process group with its worker, and a connection to both."""
+    """A supervisor, the leader of a process group with its worker, and a connection to
+    both.
+    """
 
     def kill(self) -> None:
         if self._process.exitcode is None:
@@ -134,16 +157,23 @@ class _Supervisor(Child):
 
 @contextmanager
 def running_job(folder: Path, world_size: int, **walk: Any) -> Iterator[Job]:
-    """Run a job in `folder`/run until the block ends; no process of it outlives that. `walk`: see `Walk`."""
+    """Run a job in `folder`/run until the block ends; no process of it outlives that.
+    `walk`: see `Walk`.
+    """
     run = make_run(folder / "run", world_size)
     ranks = range(world_size)
-    walks = [Walk(run=run, memory=folder / f"rank{rank:04d}", global_rank=rank, **walk) for rank in ranks]
+    walks = [
+        Walk(run=run, memory=folder / f"rank{rank:04d}", global_rank=rank, **walk)
+        for rank in ranks
+    ]
     with ExitStack() as stack:
         yield Job(run, walks, stack)
 
 
 @contextmanager
-def parked_job(folder: Path, world_size: int, **walk: Any) -> Iterator[tuple[Job, list[int]]]:
+def parked_job(
+    folder: Path, world_size: int, **walk: Any
+) -> Iterator[tuple[Job, list[int]]]:
     """Run a job and wait until its workers park; yields their pids with it."""
     with running_job(folder, world_size, **walk) as job:
         yield job, job.parked_pids()
@@ -192,13 +222,20 @@ def _supervise(connection: Connection, walk: Walk) -> None:
         incarnation += 1
 
 
-def _train(walk: Walk, page: StatusPage, incarnation: int, connection: Connection) -> None:
+def _train(
+    walk: Walk, page: StatusPage, incarnation: int, connection: Connection
+) -> None:
     rank, memory = walk.global_rank, walk.memory
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     page.join(generation := incarnation + 1)
     node = rank // walk.ranks_per_node
     write_live(
-        walk.run, global_rank=rank, node=node, supervisor_pid=os.getppid(), memory=memory, incarnation=incarnation
+        walk.run,
+        global_rank=rank,
+        node=node,
+        supervisor_pid=os.getppid(),
+        memory=memory,
+        incarnation=incarnation,
     )
     for iteration in range(1, walk.last_iteration + 1):
         if iteration == RECOVERS_AT:

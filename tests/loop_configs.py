@@ -1,4 +1,6 @@
-"""The settings of a loop of one's own, of which a test names only those that it is about."""
+"""The settings of a loop of one's own, of which a test names only those that it is
+about.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Values that are made once for a test session and read by all of its processes: the workers and the ranks they fork.
+"""Values that are made once for a test session and read by all of its processes: the
+workers and the ranks they fork.
 
-Each value is a file of a folder that lives as long as the session. A lock beside it lets one process make the value
-while the others wait for it.
+Each value is a file of a folder that lives as long as the session. A lock beside it
+lets one process make the value while the others wait for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def made_once(make: Callable[..., T], *arguments: int | str) -> T:
 @functools.cache
 def _pickled(make: Callable[..., object], arguments: tuple[int | str, ...]) -> bytes:
     content = json.dumps([make.__module__, make.__qualname__, *arguments])
-    path = Path(os.environ[FOLDER]) / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.pickle"
+    path = (
+        Path(os.environ[FOLDER])
+        / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.pickle"
+    )
     with FileLock(path.with_suffix(".lock")):
         if not path.exists():
             path.write_bytes(pickle.dumps(make(*arguments)))

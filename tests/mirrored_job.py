@@ -1,4 +1,6 @@
-"""launcher/train.py with a witness of servers' states: `mirrored_job.py FOLDER OVERRIDES`, started by torchrun."""
+"""launcher/train.py with a witness of servers' states: `mirrored_job.py FOLDER
+OVERRIDES`, started by torchrun.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from pathlib import Path
 from moe_ckpt.agent import end_with_agent
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # tests/ has packages with the names of libraries
+    # tests/ has packages with the names of libraries
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
     end_with_agent()
     from launcher.train import main
     from tests.captured_states import note_states

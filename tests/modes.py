@@ -1,4 +1,6 @@
-"""Modes of files, for tests: the umask that protects nothing, and the files that other users may read."""
+"""Modes of files, for tests: the umask that protects nothing, and the files that other
+users may read.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,19 @@ def let_others_in() -> None:
 
 
 def open_to_others(root: Path) -> list[str]:
-    """Return the modes and paths of a folder, its files and folders whose mode is not 0700 or 0600."""
-    modes = {path: path.lstat().st_mode for path in (root, *root.rglob("*")) if not path.is_symlink()}
-    wrong = {path: mode for path, mode in modes.items() if mode & 0o777 != (0o700 if path.is_dir() else 0o600)}
-    return [f"{mode:o} {path.relative_to(root)}" for path, mode in sorted(wrong.items())]
+    """Return the modes and paths of a folder, its files and folders whose mode is not
+    0700 or 0600.
+    """
+    modes = {
+        path: path.lstat().st_mode
+        for path in (root, *root.rglob("*"))
+        if not path.is_symlink()
+    }
+    wrong = {
+        path: mode
+        for path, mode in modes.items()
+        if mode & 0o777 != (0o700 if path.is_dir() else 0o600)
+    }
+    return [
+        f"{mode:o} {path.relative_to(root)}" for path, mode in sorted(wrong.items())
+    ]

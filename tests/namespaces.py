@@ -1,4 +1,6 @@
-"""Processes in a PID namespace of their own, as those of a container: pids begin at 1, and end with the first one."""
+"""Processes in a PID namespace of their own, as those of a container: pids begin at 1,
+and end with the first one.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ def can_have_namespaces() -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-needs_namespaces = pytest.mark.skipif(not can_have_namespaces(), reason="this user cannot make a PID namespace")
+needs_namespaces = pytest.mark.skipif(
+    not can_have_namespaces(), reason="this user cannot make a PID namespace"
+)
 
 
 def be_first_process(main: Callable[[], object]) -> int:
-    """Run `main` as process 1 of a PID namespace, with a /proc of it; return the exit status.
+    """Run `main` as process 1 of a PID namespace, with a /proc of it; return the exit
+    status.
 
-    The calling process can fork no other process afterwards that sees this one's namespace: call it in a child.
+    The calling process can fork no other process afterwards that sees this one's
+    namespace: call it in a child.
     """
     _check(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID))
     first = os.fork()

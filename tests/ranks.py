@@ -1,7 +1,8 @@
 """Runs a function on N gloo ranks, each a real process, in a fraction of a second.
 
-Processes are forked from one that has imported torch and Megatron once (multiprocessing's fork server, which stays
-single-threaded). A rank that raises or dies ends the test with every rank's traceback; nothing outlives its deadline.
+Processes are forked from one that has imported torch and Megatron once
+(multiprocessing's fork server, which stays single-threaded). A rank that raises or dies
+ends the test with every rank's traceback; nothing outlives its deadline.
 """
 
 from __future__ import annotations
@@ -29,15 +30,25 @@ class RankFailedError(AssertionError):
     """At least one rank raised, died or did not finish in time."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = JOB_S) -> list[Any]:
-    """Return `function(*arguments)` of each rank, by global rank. Rank and world size are in the environment.
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float = JOB_S,
+) -> list[Any]:
+    """Return `function(*arguments)` of each rank, by global rank. Rank and world size
+    are in the environment.
 
-    `function` must be importable: defined at the top of a test module. Raises RankFailedError.
+    `function` must be importable: defined at the top of a test module. Raises
+    RankFailedError.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            CONTEXT.Process(target=_rank_main, args=(rank, world_size, folder, pipes[rank][1], function, arguments))
+            CONTEXT.Process(
+                target=_rank_main,
+                args=(rank, world_size, folder, pipes[rank][1], function, arguments),
+            )
             for rank in range(world_size)
         ]
         try:
@@ -45,28 +56,46 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
                 process.start()
             for _, sender in pipes:
                 sender.close()
-            outcomes = _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout_s)
+            outcomes = _collect(
+                [receiver for receiver, _ in pipes], time.monotonic() + timeout_s
+            )
         finally:
             for process in processes:
                 if process.pid is not None:
                     process.kill()
                     process.join()
-    failures = [text for text in (_failure(rank, outcome) for rank, outcome in enumerate(outcomes)) if text]
+    failures = [
+        text
+        for text in (_failure(rank, outcome) for rank, outcome in enumerate(outcomes))
+        if text
+    ]
     if failures:
         raise RankFailedError("\n".join(failures))
     return [outcome[1] for outcome in outcomes]
 
 
 def rank_store() -> dist.Store:
-    """Return, inside a rank, the store where the ranks of one `run_ranks` meet: a file, so no port is raced for."""
+    """Return, inside a rank, the store where the ranks of one `run_ranks` meet: a file,
+    so no port is raced for.
+    """
     return dist.FileStore(os.environ["TEST_STORE"], int(os.environ["WORLD_SIZE"]))
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, sender: Connection, function: Callable[..., Any], arguments: Any
+    rank: int,
+    world_size: int,
+    folder: str,
+    sender: Connection,
+    function: Callable[..., Any],
+    arguments: Any,
 ) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    # one thread a rank: with a core for each, threads that wait for each other stand still beside other processes
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
+    # one thread a rank: with a core for each, threads that wait for each other stand
+    # still beside other processes
     os.environ |= {"LOCAL_WORLD_SIZE": str(max(world_size, os.cpu_count() or 1))}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ["TEST_STORE"] = str(Path(folder) / "store")
@@ -77,15 +106,20 @@ def _rank_main(
         sender.send(("raised", traceback.format_exc()))
     finally:
         sender.close()
-        os._exit(0)  # gloo's threads may be in the middle of something that a dead peer never ends
+        # gloo's threads may be in the middle of something that a dead peer never ends
+        os._exit(0)
 
 
 def _collect(receivers: list[Connection], deadline_s: float) -> list[tuple[str, Any]]:
-    """Wait for all ranks, or a little longer than the first failure: then peers have had time to say theirs."""
+    """Wait for all ranks, or a little longer than the first failure: then peers have
+    had time to say theirs.
+    """
     outcomes: dict[int, tuple[str, Any]] = {}
     pending = dict(enumerate(receivers))
     while pending and time.monotonic() < deadline_s:
-        for ready in wait(list(pending.values()), timeout=max(0.0, deadline_s - time.monotonic())):
+        for ready in wait(
+            list(pending.values()), timeout=max(0.0, deadline_s - time.monotonic())
+        ):
             rank = next(rank for rank, receiver in pending.items() if receiver is ready)
             outcomes[rank] = _receive(pending.pop(rank))
             if outcomes[rank][0] != "returned":

@@ -1,4 +1,6 @@
-"""Run folders as a job would leave them, written event by event, for tests of what reads them."""
+"""Run folders as a job would leave them, written event by event, for tests of what
+reads them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ from moe_ckpt.events import (
 )
 
 Timed = tuple[float, Event]
-DEATH = "rank 1 (pid 11) died of SIGKILL in backward of iteration 6, found 100 ms after its last sign of life"
+DEATH = (
+    "rank 1 (pid 11) died of SIGKILL in backward of iteration 6, found 100 ms after its"
+    " last sign of life"
+)
 ITERATION_S = 0.5
 STALL_S = 0.05
 FIRST_S = 2.0
@@ -38,11 +43,18 @@ FIRST_S = 2.0
 
 def line_of(t_s: float, rank: int, event: object) -> str:
     """Return an event's line as the log writes it."""
-    record = {"t_s": round(t_s, 6), "global_rank": rank, "event": type(event).__name__, **asdict(event)}  # type: ignore[call-overload]
+    record = {
+        "t_s": round(t_s, 6),
+        "global_rank": rank,
+        "event": type(event).__name__,
+        **asdict(event),  # type: ignore[call-overload]
+    }
     return json.dumps(record) + "\n"
 
 
-def write_events(run: Path, rank: int, events: Iterable[Timed], *, tail: str = "") -> Path:
+def write_events(
+    run: Path, rank: int, events: Iterable[Timed], *, tail: str = ""
+) -> Path:
     path = run / "events" / f"rank{rank:04d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(line_of(t_s, rank, event) for t_s, event in events) + tail)
@@ -55,7 +67,11 @@ def log_of(folder: Path, events: Iterable[Timed], rank: int = 0) -> RankLog:
 
 
 def committed(
-    iteration: int, *, seconds: float = ITERATION_S, stall_s: float = STALL_S, loss: float | None = None
+    iteration: int,
+    *,
+    seconds: float = ITERATION_S,
+    stall_s: float = STALL_S,
+    loss: float | None = None,
 ) -> IterationCommitted:
     return IterationCommitted(
         iteration=iteration,
@@ -72,7 +88,9 @@ def committed(
 
 
 def rejoined(iteration: int, **fields: Any) -> Rejoined:
-    """Return a recovery of 0.1 s detection, 0.2 s rebuild, 0.05 s fetch and 0.3 s of the rest."""
+    """Return a recovery of 0.1 s detection, 0.2 s rebuild, 0.05 s fetch and 0.3 s of
+    the rest.
+    """
     given = {
         "generation": 2,
         "iteration": iteration,
@@ -90,7 +108,9 @@ def rejoined(iteration: int, **fields: Any) -> Rejoined:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """A run of `ranks` ranks in which rank 1 dies in iteration 6, and its stage, the first half, replays."""
+    """A run of `ranks` ranks in which rank 1 dies in iteration 6, and its stage, the
+    first half, replays.
+    """
 
     ranks: int = 4
     iterations: int = 12
@@ -111,7 +131,16 @@ class Story:
 
     def _start(self, rank: int) -> list[Timed]:
         return [
-            (0.25, WorkerStarted(pid=10 + rank, host="here", incarnation=0, device="cpu", launch_s=20.0 + rank)),
+            (
+                0.25,
+                WorkerStarted(
+                    pid=10 + rank,
+                    host="here",
+                    incarnation=0,
+                    device="cpu",
+                    launch_s=20.0 + rank,
+                ),
+            ),
             (1.0, ModelBuilt(seconds=0.7)),
             (FIRST_S, Evaluated(iteration=0, loss=5.0)),
         ]
@@ -135,13 +164,33 @@ class Story:
             dense_bytes=4 << 20,
             copy_s=0.02,
         )
-        window = WindowChosen(iteration=iteration, num_slots=2, iteration_s=0.5, copy_bytes_per_s=1e9, reordered=False)
-        copied = WindowReplicated(
-            window_start=iteration, size_bytes=1 << 20, num_peers=2, seconds=0.05, span_s=0.1, ago_s=0.05
+        window = WindowChosen(
+            iteration=iteration,
+            num_slots=2,
+            iteration_s=0.5,
+            copy_bytes_per_s=1e9,
+            reordered=False,
         )
-        done: list[Timed] = [(now_s, committed(iteration, seconds=ITERATION_S * self.speed))]
-        before: list[Timed] = [(now_s - 0.3, snapshot), (now_s - 0.2, memory), (now_s - 0.1, window)]
-        after: list[Timed] = [*(self._experts(rank, now_s, iteration) if self.with_experts else []), (now_s, copied)]
+        copied = WindowReplicated(
+            window_start=iteration,
+            size_bytes=1 << 20,
+            num_peers=2,
+            seconds=0.05,
+            span_s=0.1,
+            ago_s=0.05,
+        )
+        done: list[Timed] = [
+            (now_s, committed(iteration, seconds=ITERATION_S * self.speed))
+        ]
+        before: list[Timed] = [
+            (now_s - 0.3, snapshot),
+            (now_s - 0.2, memory),
+            (now_s - 0.1, window),
+        ]
+        after: list[Timed] = [
+            *(self._experts(rank, now_s, iteration) if self.with_experts else []),
+            (now_s, copied),
+        ]
         return [*before, *done, *after]
 
     def _experts(self, rank: int, now_s: float, iteration: int) -> list[Timed]:
@@ -150,7 +199,9 @@ class Story:
         slots = [[(expert + iteration // 4) % 2 for expert in range(8)]]
         names = [f"layer {layer}"]
         told = ExpertPopularity(iteration=iteration, layers=names, tokens=tokens)
-        ordered = ExpertsOrdered(iteration=iteration, num_slots=2, layers=names, slots=slots)
+        ordered = ExpertsOrdered(
+            iteration=iteration, num_slots=2, layers=names, slots=slots
+        )
         lost = TokensLost(
             iteration=iteration,
             layers=[layer],
@@ -162,9 +213,22 @@ class Story:
         is_first_of_stage = rank == 0 or (rank - 1) * 2 // self.ranks < layer
         found: list[Timed] = [(now_s, told)] * is_first_of_stage
         found += [(now_s, ordered)] * (is_first_of_stage and iteration % 4 == 1)
-        if self.fault_after is not None and 0 <= (since := iteration - self.fault_after) <= 4:
+        if (
+            self.fault_after is not None
+            and 0 <= (since := iteration - self.fault_after) <= 4
+        ):
             deficit = [[2 * (4 - since) * (1 - layer)] * 8]
-            found += [(now_s, CapacityBoosted(iteration=iteration, layers=names, capacity=[[9] * 8], deficit=deficit))]
+            found += [
+                (
+                    now_s,
+                    CapacityBoosted(
+                        iteration=iteration,
+                        layers=names,
+                        capacity=[[9] * 8],
+                        deficit=deficit,
+                    ),
+                )
+            ]
         return [*found, *([(now_s, lost)] if iteration == self.fault_after else [])]
 
     def _fault(self, rank: int, now_s: float, iteration: int) -> list[Timed]:
@@ -183,7 +247,12 @@ class Story:
         return [
             (now_s + 0.45, new if rank == 1 else left),
             *([(now_s + 0.95, done)] if replays else []),
-            (now_s + 1.0, rejoined(iteration, executed_iters=2 if replays else 0, classes=["signal"])),
+            (
+                now_s + 1.0,
+                rejoined(
+                    iteration, executed_iters=2 if replays else 0, classes=["signal"]
+                ),
+            ),
         ]
 
 
@@ -200,13 +269,22 @@ def write_run(
     for rank in range(told.ranks) if ranks is None else ranks:
         events = told.events(rank)
         if ends_well:
-            events.append((events[-1][0] + 0.1, RunFinished(iteration=told.iterations, digest="d" * 64)))
+            events.append(
+                (
+                    events[-1][0] + 0.1,
+                    RunFinished(iteration=told.iterations, digest="d" * 64),
+                )
+            )
         write_events(run, rank, events)
     described = {"run_id": "1", "clock_origin_unix_s": 1000.0, "world_size": told.ranks}
     (run / "run.json").write_text(json.dumps(described))
-    (run / "config.yaml").write_text(f"run:\n  name: x\nckpt:\n  replicas: 1\n  policy: {policy}\n")
+    (run / "config.yaml").write_text(
+        f"run:\n  name: x\nckpt:\n  replicas: 1\n  policy: {policy}\n"
+    )
     if ends_well:
         (run / "result.json").write_text(
-            json.dumps({"iteration": told.iterations, "eval_loss": 2.5, "digest": "d" * 64})
+            json.dumps(
+                {"iteration": told.iterations, "eval_loss": 2.5, "digest": "d" * 64}
+            )
         )
     return run

@@ -1,4 +1,6 @@
-"""Layouts, models and precisions that several test modules train, each as a tuple of overrides, named once."""
+"""Layouts, models and precisions that several test modules train, each as a tuple of
+overrides, named once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ BIAS = ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")
 BIAS_EVALUATED_OFTEN = ("train.iterations=30", *BIAS, "train.eval_every_iters=2")
 """Of two campaigns, which share their uninterrupted run, too."""
 
-FP16_SKIPPING = ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1")
+FP16_SKIPPING = (
+    "precision=fp16",
+    "precision.initial_loss_scale=262144.0",
+    "precision.loss_scale_hysteresis=1",
+)
 FP16_SKIPPING_AT_FIRST = (
     "precision=fp16",
     "precision.initial_loss_scale=1048576.0",
@@ -26,7 +32,11 @@ THIRTY_SIX = ("train.iterations=36",)
 """Of the longest campaigns: they share one uninterrupted run."""
 
 DENSE_TP2 = ("model.num_experts=0", "parallel.ep=1", "parallel.tp=2")
-GPT_STYLE = ("model.position_embedding=learned", "model.normalization=LayerNorm", "model.activation=gelu")
+GPT_STYLE = (
+    "model.position_embedding=learned",
+    "model.normalization=LayerNorm",
+    "model.activation=gelu",
+)
 MOC = ("ckpt.k_snapshot=2", "ckpt.k_persist=1")
 """Two of the experts of each layer to memory, one to storage."""
 LINEAR_BIAS = ("model.linear_bias=true",)

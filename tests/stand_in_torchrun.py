@@ -1,7 +1,8 @@
-"""A program in torchrun's place, for tests of commands that start it: it leaves a run folder that was made before.
+"""A program in torchrun's place, for tests of commands that start it: it leaves a run
+folder that was made before.
 
-It takes milliseconds where torchrun and its ranks need ten seconds to import everything. Tests marked `full` start the
-real one with the same commands.
+It takes milliseconds where torchrun and its ranks need ten seconds to import
+everything. Tests marked `full` start the real one with the same commands.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ sys.exit((prepared / "status").exists())
 
 
 class StandIn:
-    """The program, in `folder`, and the runs that it leaves, by the names of their folders."""
+    """The program, in `folder`, and the runs that it leaves, by the names of their
+    folders.
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder
@@ -63,16 +66,26 @@ class StandIn:
         (self._folder / name / "status").touch()
 
     def wait_for_kill(self, name: str, rank: int, events: Sequence[Timed]) -> None:
-        """Let this rank's first worker live until a signal ends it, and have these events until then."""
-        started = (0.0, WorkerStarted(pid=_PID, host="here", incarnation=0, device="cpu"))
+        """Let this rank's first worker live until a signal ends it, and have these
+        events until then.
+        """
+        started = (
+            0.0,
+            WorkerStarted(pid=_PID, host="here", incarnation=0, device="cpu"),
+        )
         path = self._folder / name / "struck" / f"rank{rank:04d}.jsonl"
         path.parent.mkdir(parents=True)
-        path.write_text("".join(line_of(t_s, rank, event) for t_s, event in [started, *events]))
+        path.write_text(
+            "".join(line_of(t_s, rank, event) for t_s, event in [started, *events])
+        )
 
     @property
     def commands(self) -> list[list[str]]:
         """The arguments of each start, in order."""
-        return [json.loads(line) for line in (self._folder / "commands").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self._folder / "commands").read_text().splitlines()
+        ]
 
     @property
     def struck_by(self) -> int:

@@ -1,4 +1,6 @@
-"""A process that torchrun starts knows its agent from the first moment on, and ends with it."""
+"""A process that torchrun starts knows its agent from the first moment on, and ends
+with it.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ else:
 """
 
 
-def test_an_agent_killed_while_its_processes_import_leaves_no_orphan(tmp_path: Path, stack: ExitStack) -> None:
+def test_an_agent_killed_while_its_processes_import_leaves_no_orphan(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     (tmp_path / "hydra.py").write_text(LONG_IMPORT)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-c", AGENT, str(ROOT / "launcher" / "train.py")]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as agent:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True
+    ) as agent:
         assert agent.stdout
         worker = Watch(stack, int(agent.stdout.readline()))
         agent.kill()
@@ -44,11 +50,24 @@ def test_an_agent_killed_while_its_processes_import_leaves_no_orphan(tmp_path: P
 
 
 def test_forked_processes_know_the_same_agent_as_their_parent() -> None:
-    done = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=WAIT_S,
+    )
     assert done.stdout.splitlines()[1:] == ["True True"]
 
 
 def test_the_agent_is_known_before_anything_slow_is_imported() -> None:
-    imported = "import sys, moe_ckpt.agent; print({'torch', 'hydra', 'numpy'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", imported], stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
+    imported = (
+        "import sys, moe_ckpt.agent; print({'torch', 'hydra', 'numpy'} &"
+        " sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", imported],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=WAIT_S,
+    )
     assert done.stdout == "set()\n"

@@ -1,4 +1,6 @@
-"""Content identities: any change of a small file shows, and of a large one any change of its size or its ends."""
+"""Content identities: any change of a small file shows, and of a large one any change
+of its size or its ends.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.content import NUM_BLOCKS, WHOLE_BYTES, bytes_identity, file_identity, files_identity, mapped_identity
+from moe_ckpt.content import (
+    NUM_BLOCKS,
+    WHOLE_BYTES,
+    bytes_identity,
+    file_identity,
+    files_identity,
+    mapped_identity,
+)
 
 
 @pytest.fixture
@@ -18,7 +27,9 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_copy_has_the_identity_of_its_original_whenever_it_was_made(text: Path, tmp_path: Path) -> None:
+def test_a_copy_has_the_identity_of_its_original_whenever_it_was_made(
+    text: Path, tmp_path: Path
+) -> None:
     copy = Path(shutil.copy(text, tmp_path / "copy"))
     os.utime(copy, (0, 0))
     assert file_identity(copy) == file_identity(text)
@@ -32,7 +43,9 @@ def test_a_changed_byte_of_a_small_file_shows(position: int, text: Path) -> None
     assert file_identity(text) != before
 
 
-def test_a_large_file_counts_with_its_size_its_ends_and_its_sampled_blocks(tmp_path: Path) -> None:
+def test_a_large_file_counts_with_its_size_its_ends_and_its_sampled_blocks(
+    tmp_path: Path,
+) -> None:
     path, size = tmp_path / "large", 4 * WHOLE_BYTES
     with path.open("wb") as file:
         file.truncate(size)
@@ -57,5 +70,9 @@ def test_files_count_in_their_order(text: Path, tmp_path: Path) -> None:
 def test_bytes_in_memory_count_where_parts_begin_or_not(text: Path) -> None:
     content = memoryview(text.read_bytes())
     halves = content[:1000], content[1000:]
-    assert bytes_identity(*halves) == bytes_identity(content) == mapped_identity(content, content[:0])
+    assert (
+        bytes_identity(*halves)
+        == bytes_identity(content)
+        == mapped_identity(content, content[:0])
+    )
     assert bytes_identity(*reversed(halves)) != bytes_identity(content)

@@ -1,4 +1,6 @@
-"""The attachment by environment variable alone: the processes that it takes, the others, and its errors."""
+"""The attachment by environment variable alone: the processes that it takes, the
+others, and its errors.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from tests.integrations.attached_jobs import ARGUMENTS, EXAMPLE
 from tests.waits import START_S
 
 ROOT = Path(__file__).parents[1]
-LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+LAUNCHED = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
 
 
 @pytest.mark.parametrize(
@@ -30,19 +38,34 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "l
     [
         (["train.py", "--m", "-c"], [], ["train.py", "--m", "-c"]),
         (["-u", "-W", "ignore", "train.py"], ["-u", "-W", "ignore"], ["train.py"]),
-        (["-Wignore", "-X", "dev", "-m", "pre.train", "-m"], ["-Wignore", "-X", "dev"], ["-m", "pre.train", "-m"]),
+        (
+            ["-Wignore", "-X", "dev", "-m", "pre.train", "-m"],
+            ["-Wignore", "-X", "dev"],
+            ["-m", "pre.train", "-m"],
+        ),
         (["-um", "pre.train", "x"], ["-u"], ["-m", "pre.train", "x"]),
         (["-mpre.train", "x"], [], ["-m", "pre.train", "x"]),
-        (["--check-hash-based-pycs", "never", "a/b"], ["--check-hash-based-pycs", "never"], ["a/b"]),
+        (
+            ["--check-hash-based-pycs", "never", "a/b"],
+            ["--check-hash-based-pycs", "never"],
+            ["a/b"],
+        ),
     ],
 )
-def test_a_program_is_told_from_pythons_own_options(words: list[str], own: list[str], program: list[str]) -> None:
+def test_a_program_is_told_from_pythons_own_options(
+    words: list[str], own: list[str], program: list[str]
+) -> None:
     assert split_command(words) == (own, program)
 
 
-@pytest.mark.parametrize("words", [[], ["-c", "train()"], ["-uc", "train()"], ["-"], ["-W", "ignore"]])
+@pytest.mark.parametrize(
+    "words", [[], ["-c", "train()"], ["-uc", "train()"], ["-"], ["-W", "ignore"]]
+)
 def test_a_process_without_a_script_cannot_be_attached_to(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"^MOE_CKPT: got a process without a script, wanted `python SCRIPT`"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^MOE_CKPT: got a process without a script, wanted `python SCRIPT`",
+    ):
         attached_command("moevement", ["python", *words])
 
 
@@ -54,32 +77,63 @@ def test_a_process_without_a_script_cannot_be_attached_to(words: list[str]) -> N
         ("--config 'my ft.yaml'", ["--config", "my ft.yaml"]),
     ],
 )
-def test_the_variable_is_a_policy_or_a_command_line(value: str, options: list[str]) -> None:
+def test_the_variable_is_a_policy_or_a_command_line(
+    value: str, options: list[str]
+) -> None:
     command = attached_command(value, ["python", "-u", "train.py", "--x"])
     assert command == ["-u", "-m", "moe_ckpt.run", *options, "--", "train.py", "--x"]
 
 
 def test_a_value_that_is_no_command_line_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^MOE_CKPT: got \"--set 'x\", wanted a policy or options of moe_ckpt\.run"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^MOE_CKPT: got \"--set 'x\", wanted a policy or options of moe_ckpt\.run"
+        ),
+    ):
         attached_command("--set 'x", ["python", "train.py"])
 
 
-def test_a_loop_is_not_imported_without_protection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_is_not_imported_without_protection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "meta_path", [unprotected_loop(), *sys.meta_path])
     assert importlib.import_module("json")
-    with pytest.raises(ConfigError, match=r"^MOE_CKPT: got a process that torchrun has not started, wanted one with R"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^MOE_CKPT: got a process that torchrun has not started, wanted one with R"
+        ),
+    ):
         sys.meta_path[0].find_spec("megatron.training.training", None)
 
 
 @pytest.mark.parametrize(
     ("environment", "modules", "library"),
     [
-        (["LM_RESILIENCY_TORCHRUN_BOOTSTRAP"], [], "lm-resiliency (the variable LM_RESILIENCY_TORCHRUN_BOOTSTRAP)"),
-        (["FT_RANK_MONITOR_IPC_SOCKET"], [], "nvidia-resiliency-ext's ft_launcher (the variable FT_RANK_MONITOR_IPC"),
-        ([], ["torchft"], "torchft (its import torchft), wanted one of the two: another library would replace"),
+        (
+            ["LM_RESILIENCY_TORCHRUN_BOOTSTRAP"],
+            [],
+            "lm-resiliency (the variable LM_RESILIENCY_TORCHRUN_BOOTSTRAP)",
+        ),
+        (
+            ["FT_RANK_MONITOR_IPC_SOCKET"],
+            [],
+            "nvidia-resiliency-ext's ft_launcher (the variable FT_RANK_MONITOR_IPC",
+        ),
+        (
+            [],
+            ["torchft"],
+            (
+                "torchft (its import torchft), wanted one of the two: another library"
+                " would replace"
+            ),
+        ),
     ],
 )
-def test_another_library_that_is_active_is_named(environment: list[str], modules: list[str], library: str) -> None:
+def test_another_library_that_is_active_is_named(
+    environment: list[str], modules: list[str], library: str
+) -> None:
     require_alone(["RANK"], ["nvidia_resiliency_ext"])
     with pytest.raises(ConfigError) as error:
         require_alone(environment, modules)
@@ -88,54 +142,93 @@ def test_another_library_that_is_active_is_named(environment: list[str], modules
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An environment's Python with the door, and with this checkout and this environment's packages."""
+    """An environment's Python with the door, and with this checkout and this
+    environment's packages.
+    """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "a_paths.pth").write_text(f"{ROOT}\n{Path(pytest.__file__).parents[1]}\n")
     python = str(folder / "bin" / "python")
-    for action, is_there in (("install", True), ("remove", False), ("remove", False), ("install", True)):
+    for action, is_there in (
+        ("install", True),
+        ("remove", False),
+        ("remove", False),
+        ("install", True),
+    ):
         subprocess.run([python, "-m", "moe_ckpt.cli", "door", action], check=True)
         assert (site / NAME).exists() is is_there
     return python
 
 
 def outcome(python: str, *words: str, **variables: str) -> tuple[int, str, str]:
-    """Return the exit status of a Python process, and what it wrote to standard output and error."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MOE_CKPT", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    """Return the exit status of a Python process, and what it wrote to standard output
+    and error.
+    """
+    hidden = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "MOE_CKPT",
+        "PYTHONPATH",
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name not in hidden
+    }
     ended = subprocess.run(
-        [python, *words], env=environment | variables, capture_output=True, text=True, timeout=START_S
+        [python, *words],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
     )
     return ended.returncode, ended.stdout, ended.stderr
 
 
 def test_without_the_variable_nothing_is_imported(python: str) -> None:
-    command = ("-c", "import sys; print([name for name in sys.modules if 'moe_ckpt' in name])")
+    command = (
+        "-c",
+        "import sys; print([name for name in sys.modules if 'moe_ckpt' in name])",
+    )
     assert outcome(python, *command, **LAUNCHED) == (0, "[]\n", "")
     assert outcome(python, *command, **LAUNCHED, MOE_CKPT="") == (0, "[]\n", "")
 
 
-def test_a_process_that_does_not_train_stays_as_it_is_but_for_the_loop(python: str, tmp_path: Path) -> None:
+def test_a_process_that_does_not_train_stays_as_it_is_but_for_the_loop(
+    python: str, tmp_path: Path
+) -> None:
     package = tmp_path / "megatron" / "training"
     package.mkdir(parents=True)
     (package / "training.py").write_text("print('the loop')\n")
     assert outcome(python, "-c", "print(1)", MOE_CKPT="gemini") == (0, "1\n", "")
     importing = ("-c", "import megatron.training.training")
-    assert outcome(python, *importing, PYTHONPATH=str(tmp_path)) == (0, "the loop\n", "")
-    status, out, error = outcome(python, *importing, PYTHONPATH=str(tmp_path), MOE_CKPT="gemini")
+    assert outcome(python, *importing, PYTHONPATH=str(tmp_path)) == (
+        0,
+        "the loop\n",
+        "",
+    )
+    status, out, error = outcome(
+        python, *importing, PYTHONPATH=str(tmp_path), MOE_CKPT="gemini"
+    )
     assert (status, out) == (1, "")
     assert "ConfigError: MOE_CKPT: got a process that torchrun has not started" in error
 
 
 def test_a_second_attachment_is_one_error(python: str) -> None:
     words = ("-m", "moe_ckpt.run", "--", "train.py")
-    wanted = "error: MOE_CKPT: got 'gemini' beside `-m moe_ckpt.run`, wanted one of the two\n"
+    wanted = (
+        "error: MOE_CKPT: got 'gemini' beside `-m moe_ckpt.run`, wanted one of the"
+        " two\n"
+    )
     assert outcome(python, *words, **LAUNCHED, MOE_CKPT="gemini") == (1, "", wanted)
 
 
 def test_a_launched_process_becomes_the_runner(python: str, tmp_path: Path) -> None:
-    """Its first error is the runner's, about an unknown policy; the script has not begun."""
+    """Its first error is the runner's, about an unknown policy; the script has not
+    begun.
+    """
     script = tmp_path / "train.py"
     script.write_text("print('begun')\n")
     status, out, error = outcome(python, str(script), **LAUNCHED, MOE_CKPT="gemni")
@@ -144,23 +237,56 @@ def test_a_launched_process_becomes_the_runner(python: str, tmp_path: Path) -> N
 
 
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^site-packages: got '.*nowhere', wanted a folder that can be written"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^site-packages: got '.*nowhere', wanted a folder that can be written",
+    ):
         change_file(tmp_path / "nowhere", is_wanted=True)
 
 
 def test_an_unknown_action_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["open"]) == 1
-    assert capsys.readouterr().err == "error: ACTION: got 'open', wanted one of install, remove\n"
+    assert (
+        capsys.readouterr().err
+        == "error: ACTION: got 'open', wanted one of install, remove\n"
+    )
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
+@pytest.mark.skipif(
+    not FOLDER.exists(),
+    reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py",
+)
 def test_a_job_with_the_variable_alone_is_exact_under_kills(
-    python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    python: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))
-    monkeypatch.setenv("MOE_CKPT", "moevement --set window=2 --set runtime.heartbeat_s=30")
-    torchrun = (python, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
-    status = prove(["-o", str(tmp_path / "out"), "--", *torchrun, str(EXAMPLE), *ARGUMENTS, "--train-iters", "12"])
+    monkeypatch.setenv(
+        "MOE_CKPT", "moevement --set window=2 --set runtime.heartbeat_s=30"
+    )
+    torchrun = (
+        python,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+    )
+    status = prove(
+        [
+            "-o",
+            str(tmp_path / "out"),
+            "--",
+            *torchrun,
+            str(EXAMPLE),
+            *ARGUMENTS,
+            "--train-iters",
+            "12",
+        ]
+    )
     assert (status, capsys.readouterr().err) == (EXACT, "")

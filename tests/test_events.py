@@ -1,4 +1,6 @@
-"""The event log: what is appended is read again, over lives, half-written lines and files that cannot be written."""
+"""The event log: what is appended is read again, over lives, half-written lines and
+files that cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ from moe_ckpt.events import (
     read_events,
 )
 
-VALUES = {int: 1 << 40, float: 1.0 / 3.0, bool: True, str: "got 3 bytes\nwanted 4 \u2028 bytes"}
+VALUES = {
+    int: 1 << 40,
+    float: 1.0 / 3.0,
+    bool: True,
+    str: "got 3 bytes\nwanted 4 \u2028 bytes",
+}
 
 
 def value_of(hint: Any) -> Any:
@@ -69,7 +76,9 @@ def evaluated(iteration: int) -> Evaluated:
 
 @contextlib.contextmanager
 def files_at_most(size_bytes: int) -> Iterator[None]:
-    """Let the kernel refuse to grow any file of this process beyond a size, as a full disk does."""
+    """Let the kernel refuse to grow any file of this process beyond a size, as a full
+    disk does.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -80,12 +89,19 @@ def files_at_most(size_bytes: int) -> Iterator[None]:
 
 def test_only_the_kinds_that_are_asked_for_are_read(tmp_path: Path) -> None:
     append_all(tmp_path / "rank0003.jsonl", OVERFLOWED, evaluated(7), OVERFLOWED)
-    kinds = [logged.event for logged in read_events(tmp_path / "rank0003.jsonl", only=["Evaluated"])]
+    kinds = [
+        logged.event
+        for logged in read_events(tmp_path / "rank0003.jsonl", only=["Evaluated"])
+    ]
     assert kinds == [evaluated(7)]
 
 
-@pytest.mark.parametrize("event", [*EVENTS, OVERFLOWED], ids=lambda event: type(event).__name__)
-def test_every_event_type_is_read_as_it_was_appended(tmp_path: Path, event: Event) -> None:
+@pytest.mark.parametrize(
+    "event", [*EVENTS, OVERFLOWED], ids=lambda event: type(event).__name__
+)
+def test_every_event_type_is_read_as_it_was_appended(
+    tmp_path: Path, event: Event
+) -> None:
     append_all(tmp_path / "rank0003.jsonl", event)
     assert read(tmp_path / "rank0003.jsonl") == [event]
 
@@ -99,7 +115,9 @@ def test_any_text_stays_in_one_line(reason: str) -> None:
         assert read(path) == [event, evaluated(2)]
 
 
-def test_an_event_carries_its_rank_and_the_seconds_since_the_origin(tmp_path: Path) -> None:
+def test_an_event_carries_its_rank_and_the_seconds_since_the_origin(
+    tmp_path: Path,
+) -> None:
     before_s = time.time()
     log = open_log(tmp_path / "rank.jsonl", origin=before_s - 100.0)
     log.append(evaluated(1))
@@ -110,7 +128,9 @@ def test_an_event_carries_its_rank_and_the_seconds_since_the_origin(tmp_path: Pa
     assert logged.t_s <= 100.0 + 1e-6 + time.time() - before_s
 
 
-def test_lives_append_to_one_file_in_a_folder_that_the_first_makes(tmp_path: Path) -> None:
+def test_lives_append_to_one_file_in_a_folder_that_the_first_makes(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "events" / "rank.jsonl"
     for life in range(3):
         append_all(path, evaluated(2 * life), evaluated(2 * life + 1))
@@ -129,13 +149,19 @@ def test_a_file_cut_at_any_byte_keeps_its_complete_lines(cut: int) -> None:
 
         assert read(path) == complete
         open_log(path).close()
-        assert path.read_bytes() == content[: content[:cut].rfind(b"\n") + 1], "the half-written line is cut off"
+        assert path.read_bytes() == content[: content[:cut].rfind(b"\n") + 1], (
+            "the half-written line is cut off"
+        )
         append_all(path, evaluated(4))
         assert read(path) == [*complete, evaluated(4)]
 
 
-@pytest.mark.parametrize("room_bytes", [0, 1, 40], ids=lambda room: f"{room}_bytes_of_room")
-def test_events_that_were_not_written_are_counted_once_writing_works(tmp_path: Path, room_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "room_bytes", [0, 1, 40], ids=lambda room: f"{room}_bytes_of_room"
+)
+def test_events_that_were_not_written_are_counted_once_writing_works(
+    tmp_path: Path, room_bytes: int
+) -> None:
     path = tmp_path / "rank.jsonl"
     log = open_log(path)
     log.append(evaluated(1))
@@ -152,8 +178,12 @@ def test_events_that_were_not_written_are_counted_once_writing_works(tmp_path: P
     assert read(path) == written
 
 
-@pytest.mark.parametrize("room_bytes", [0, 40], ids=lambda room: f"{room}_bytes_of_room")
-def test_a_loss_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, room_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "room_bytes", [0, 40], ids=lambda room: f"{room}_bytes_of_room"
+)
+def test_a_loss_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, room_bytes: int
+) -> None:
     path = tmp_path / "rank.jsonl"
     log = open_log(path)
     with caplog.at_level(logging.WARNING), files_at_most(room_bytes):

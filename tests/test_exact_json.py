@@ -14,7 +14,9 @@ THREADS = 8
 
 
 def read_in_threads(data: bytes) -> list[SnapshotHeader]:
-    """Read a header in several threads at one time, between which the interpreter switches as often as it can."""
+    """Read a header in several threads at one time, between which the interpreter
+    switches as often as it can.
+    """
     sys.setswitchinterval(1e-6)
     together = threading.Barrier(THREADS)
 
@@ -27,5 +29,10 @@ def read_in_threads(data: bytes) -> list[SnapshotHeader]:
 
 
 def test_a_header_is_first_read_by_several_threads_at_once() -> None:
-    """In new processes, as replica daemons are; msgspec crashes where no decoder was made before."""
-    assert run_ranks(4, read_in_threads, header_to_json(HEADER)) == [[HEADER] * THREADS] * 4
+    """In new processes, as replica daemons are; msgspec crashes where no decoder was
+    made before.
+    """
+    assert (
+        run_ranks(4, read_in_threads, header_to_json(HEADER))
+        == [[HEADER] * THREADS] * 4
+    )

@@ -1,4 +1,6 @@
-"""Which promise a run's recoveries keep: settings and policies that exclude each other, and what loops decide."""
+"""Which promise a run's recoveries keep: settings and policies that exclude each other,
+and what loops decide.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ OPTION = "--deterministic-mode"
 
 
 def launched(policy: str, exactness: str, *words: str) -> JobConfig:
-    return compose_settings([f"ckpt={policy}", f"run.exactness={exactness}", *words]).job
+    return compose_settings(
+        [f"ckpt={policy}", f"run.exactness={exactness}", *words]
+    ).job
 
 
 def attached(policy: str, exactness: str, *words: str) -> JobConfig:
@@ -32,12 +36,16 @@ def own(policy: str, exactness: str) -> JobConfig:
 
 
 @pytest.mark.parametrize("way", [launched, attached, own])
-def test_a_policy_that_replays_cannot_keep_the_state(way: Callable[..., JobConfig]) -> None:
+def test_a_policy_that_replays_cannot_keep_the_state(
+    way: Callable[..., JobConfig],
+) -> None:
     assert way("gemini", STATE).exactness == STATE
     assert way("moevement", BITWISE).exactness == BITWISE
     wanted = (
-        r"^run\.exactness: got 'state', wanted bitwise with ckpt=moevement, whose recoveries run iterations again "
-        r"\(run\.exactness=state is for dense, gemini, checkfreq, moc, moetion, flowcheck\)$"
+        r"^run\.exactness: got 'state', wanted bitwise with ckpt=moevement, whose"
+        r" recoveries run iterations again "
+        r"\(run\.exactness=state is for dense, gemini, checkfreq, moc, moetion,"
+        r" flowcheck\)$"
     )
     with pytest.raises(ConfigError, match=wanted):
         way("moevement", STATE)
@@ -51,13 +59,18 @@ def test_all_other_policies_keep_either(policy: str) -> None:
 
 @pytest.mark.parametrize("way", [launched, own])
 def test_a_loop_of_ours_leaves_nothing_to_be_decided(way) -> None:
-    with pytest.raises(ConfigError, match=r"^run\.exactness: got 'auto', wanted one of bitwise, state$"):
+    with pytest.raises(
+        ConfigError, match=r"^run\.exactness: got 'auto', wanted one of bitwise, state$"
+    ):
         way("gemini", "auto")
 
 
 def test_an_attached_loop_decides_by_default() -> None:
     assert parse_run(["--", "train.py"]).job.exactness == "auto"
-    with pytest.raises(ConfigError, match=r"^run\.exactness: got 'exact', wanted one of auto, bitwise, state$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^run\.exactness: got 'exact', wanted one of auto, bitwise, state$",
+    ):
         attached("gemini", "exact")
 
 
@@ -68,7 +81,10 @@ def test_what_runs_iterations_again_excludes_the_promise_of_states() -> None:
         launched("gemini", STATE, "fault=state_loss", f"fault.at={loss}")
     with pytest.raises(ConfigError, match=wanted):
         attached("gemini", STATE, f"run.lose={loss}")
-    wanted = r"^check_determinism: got True, wanted auto or false with run\.exactness=state, under which two passes"
+    wanted = (
+        r"^check_determinism: got True, wanted auto or false with run\.exactness=state,"
+        r" under which two passes"
+    )
     with pytest.raises(ConfigError, match=wanted):
         launched("gemini", STATE, "train.check_determinism=true")
 
@@ -85,23 +101,55 @@ def test_what_runs_iterations_again_excludes_the_promise_of_states() -> None:
         (BITWISE, True, True, BITWISE),
     ],
 )
-def test_an_attached_loop_keeps_what_its_kernels_allow(asked: str, on_gpu: bool, mode: bool, promise: str) -> None:
-    assert settle(asked, ckpt_config("gemini"), on_gpu=on_gpu, mode=mode, option=OPTION) == promise
+def test_an_attached_loop_keeps_what_its_kernels_allow(
+    asked: str, on_gpu: bool, mode: bool, promise: str
+) -> None:
+    assert (
+        settle(asked, ckpt_config("gemini"), on_gpu=on_gpu, mode=mode, option=OPTION)
+        == promise
+    )
 
 
 def test_a_loop_without_a_deterministic_mode_is_made_so_on_demand_only() -> None:
     gemini = ckpt_config("gemini")
     assert settle("auto", gemini, on_gpu=True, mode=False, option=None) == STATE
     assert settle(BITWISE, gemini, on_gpu=True, mode=False, option=None) == BITWISE
-    assert settle(BITWISE, ckpt_config("moevement"), on_gpu=True, mode=False, option=None) == BITWISE
+    assert (
+        settle(BITWISE, ckpt_config("moevement"), on_gpu=True, mode=False, option=None)
+        == BITWISE
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "policy", "option", "wanted"),
     [
-        (BITWISE, "gemini", OPTION, r"^--deterministic-mode: got False, wanted True with run\.exactness=bitwise"),
-        ("auto", "moevement", OPTION, r"^--deterministic-mode: got False, wanted True with ckpt=moevement, whose rec"),
-        ("auto", "moevement", None, r"^run\.exactness: got 'auto', wanted bitwise with ckpt=moevement, whose recover"),
+        (
+            BITWISE,
+            "gemini",
+            OPTION,
+            (
+                r"^--deterministic-mode: got False, wanted True with"
+                r" run\.exactness=bitwise"
+            ),
+        ),
+        (
+            "auto",
+            "moevement",
+            OPTION,
+            (
+                r"^--deterministic-mode: got False, wanted True with ckpt=moevement,"
+                r" whose rec"
+            ),
+        ),
+        (
+            "auto",
+            "moevement",
+            None,
+            (
+                r"^run\.exactness: got 'auto', wanted bitwise with ckpt=moevement,"
+                r" whose recover"
+            ),
+        ),
     ],
 )
 def test_kernels_that_do_not_repeat_are_refused_where_they_have_to(
@@ -113,6 +161,12 @@ def test_kernels_that_do_not_repeat_are_refused_where_they_have_to(
 
 def test_the_line_of_a_start_tells_both_promises_apart() -> None:
     lines = {name: describe(name, ckpt_config("gemini")) for name in (BITWISE, STATE)}
-    assert lines[BITWISE].startswith("run.exactness=bitwise: a run under faults ends bit for bit")
-    assert lines[STATE].startswith("run.exactness=state: after a recovery each rank has, bit for bit, a state that")
-    assert describe(STATE, ckpt_config("moc")).endswith("; experts that snapshots leave out go back further")
+    assert lines[BITWISE].startswith(
+        "run.exactness=bitwise: a run under faults ends bit for bit"
+    )
+    assert lines[STATE].startswith(
+        "run.exactness=state: after a recovery each rank has, bit for bit, a state that"
+    )
+    assert describe(STATE, ckpt_config("moc")).endswith(
+        "; experts that snapshots leave out go back further"
+    )

@@ -1,4 +1,6 @@
-"""Examples do what they say: the loop of one's own lives through a death and ends where it ends without one."""
+"""Examples do what they say: the loop of one's own lives through a death and ends where
+it ends without one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ from moe_ckpt.run_settings import Command, ckpt_config, parse_run
 from tests import noise as clocked
 from tests.agent import run_job
 from tests.ranks import CONTEXT
-from tests.run_files import EVENTS_OF_A_KILLED_RUN, EVENTS_OF_EVERY_RUN, RESULT_KEYS, kinds_of_events
+from tests.run_files import (
+    EVENTS_OF_A_KILLED_RUN,
+    EVENTS_OF_EVERY_RUN,
+    RESULT_KEYS,
+    kinds_of_events,
+)
 from tests.scenarios import ROOT
 from tests.waits import START_S
 
@@ -43,7 +50,8 @@ OWN_LOOP = ROOT / "examples" / "own_loop.py"
 
 def run_own_loop(run: Path) -> int:
     """Be what torchrun starts; return the exit status."""
-    warnings.simplefilter("default")  # as a process that torchrun starts has it, and no test
+    # as a process that torchrun starts has it, and no test
+    warnings.simplefilter("default")
     torch.set_num_threads(1)  # as torchrun has it
     sys.argv = [str(OWN_LOOP), str(run)]
     with pytest.raises(SystemExit) as ended:
@@ -64,11 +72,15 @@ def add_noise() -> None:
     own_loop.LoopConfig = functools.partial(own_loop.LoopConfig, check_determinism=True)  # type: ignore[misc]
 
 
-def ended_of(folder: Path, *kills: Kill, setup: Callable[[], None] | None = None) -> tuple[int | None, str]:
+def ended_of(
+    folder: Path, *kills: Kill, setup: Callable[[], None] | None = None
+) -> tuple[int | None, str]:
     """Return the exit status of a job in `folder` / run, and what its processes wrote."""
     folder.mkdir(exist_ok=True)
     run = folder / "run"
-    agent = CONTEXT.Process(target=run_job, args=(functools.partial(run_own_loop, run), 2, folder, setup))
+    agent = CONTEXT.Process(
+        target=run_job, args=(functools.partial(run_own_loop, run), 2, folder, setup)
+    )
     agent.start()
     try:
         assert not kills or carry_out(kills, run, ranks_per_node=1)
@@ -79,7 +91,9 @@ def ended_of(folder: Path, *kills: Kill, setup: Callable[[], None] | None = None
 
 
 def losses_in(log: str) -> dict[str, str]:
-    """Return the printed losses by iteration; an iteration that was printed twice has one loss."""
+    """Return the printed losses by iteration; an iteration that was printed twice has
+    one loss.
+    """
     found: dict[str, str] = {}
     for iteration, loss in re.findall(r"iteration (\d+): loss (\S+)", log):
         assert found.setdefault(iteration, loss) == loss
@@ -118,10 +132,14 @@ def promise_the_state(policy: str) -> None:
 
 
 def differ_by_rank() -> None:
-    """Let replicas build different weights: the run begins with those of the first replica."""
+    """Let replicas build different weights: the run begins with those of the first
+    replica.
+    """
     train = own_loop.train_elastic
 
-    def train_apart(config: LoopConfig, build: Callable[[], TrainingState], *parts: Any) -> int:
+    def train_apart(
+        config: LoopConfig, build: Callable[[], TrainingState], *parts: Any
+    ) -> int:
         def build_apart() -> TrainingState:
             state = build()
             with torch.no_grad():
@@ -159,7 +177,9 @@ def change_an_input(text: Path) -> None:
     train = own_loop.train_elastic
     own_loop.LoopConfig = functools.partial(own_loop.LoopConfig, inputs=(str(text),))  # type: ignore[misc]
 
-    def train_on_it(config: LoopConfig, build: Any, forward_step: Any, batches: Any, *rest: Any) -> int:
+    def train_on_it(
+        config: LoopConfig, build: Any, forward_step: Any, batches: Any, *rest: Any
+    ) -> int:
         def changing(iteration: int) -> Any:
             if (iteration, os.environ["RANK"]) == (3, "0"):
                 text.write_text("other")
@@ -180,7 +200,11 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
     """Processes: the adapter's way from a fork to the end of a run is the subject."""
     jobs = {
         "alone": ended_of(tmp_path / "alone", setup=differ_by_rank),
-        "killed": ended_of(tmp_path / "killed", Kill(rank=1, iteration=5, phase="forward"), setup=differ_by_rank),
+        "killed": ended_of(
+            tmp_path / "killed",
+            Kill(rank=1, iteration=5, phase="forward"),
+            setup=differ_by_rank,
+        ),
         "plain": ended_of(tmp_path / "plain", setup=without_supervisors),
     }
     assert [status for status, _ in jobs.values()] == [0, 0, 0], jobs
@@ -207,10 +231,15 @@ def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
     assert "\n  num_micro_batches: got 1, wanted 2\n" in log
     run = tmp_path / "killed" / "run"
     assert kinds_of_events(run, 2) >= EVENTS_OF_A_KILLED_RUN
-    assert kinds_of_events(tmp_path / "plain" / "run", 2) >= EVENTS_OF_EVERY_RUN | {"CheckpointSaved"}
+    assert kinds_of_events(tmp_path / "plain" / "run", 2) >= EVENTS_OF_EVERY_RUN | {
+        "CheckpointSaved"
+    }
     assert status_of([str(run)]) == 0
     loss, digest = results["killed"]["loss"], results["killed"]["digest"]
-    assert f"ended: iteration 8, loss {loss:.4f}, digest {digest}" in capsys.readouterr().out
+    assert (
+        f"ended: iteration 8, loss {loss:.4f}, digest {digest}"
+        in capsys.readouterr().out
+    )
     assert report([str(run), "--format", "md"]) == 0
     page = capsys.readouterr().out
     assert "moevement" in page
@@ -244,17 +273,26 @@ def test_a_loop_of_ones_own_has_a_state_from_before_after_each_death(
         assert max(map(len, digests.states.values())) > 1, "else a replay would pass"
 
 
-def test_a_loop_of_ones_own_ends_where_a_replacement_reads_another_input(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_ends_where_a_replacement_reads_another_input(
+    tmp_path: Path,
+) -> None:
     """Processes, as a replacement alone reads the file once more."""
     text = tmp_path / "text"
     text.write_text("first")
     kill = Kill(rank=1, iteration=5, phase="forward")
-    status, log = ended_of(tmp_path / "changed", kill, setup=functools.partial(change_an_input, text))
+    status, log = ended_of(
+        tmp_path / "changed", kill, setup=functools.partial(change_an_input, text)
+    )
     assert status != 0
-    assert (log.count("error: inputs[0]: text: got 5 bytes"), log.count("Traceback")) == (1, 0), log
+    assert (
+        log.count("error: inputs[0]: text: got 5 bytes"),
+        log.count("Traceback"),
+    ) == (1, 0), log
 
 
-def test_a_loop_of_ones_own_ends_where_a_pass_does_not_repeat_itself(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_ends_where_a_pass_does_not_repeat_itself(
+    tmp_path: Path,
+) -> None:
     status, log = ended_of(tmp_path / "noisy", setup=add_noise)
     assert status != 0
     assert log.count("error: check_determinism: gradients that differ: got '0.") == 1
@@ -262,58 +300,110 @@ def test_a_loop_of_ones_own_ends_where_a_pass_does_not_repeat_itself(tmp_path: P
     assert not (tmp_path / "noisy" / "run" / "result.json").exists()
 
 
-def test_an_error_of_a_supervisor_in_a_loop_of_ones_own_is_one_line(tmp_path: Path) -> None:
+def test_an_error_of_a_supervisor_in_a_loop_of_ones_own_is_one_line(
+    tmp_path: Path,
+) -> None:
     """Processes, as ranks say an error once through the store that they share."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "run").write_text("a file, and no folder")
     status, log = ended_of(tmp_path / "job")
     assert status == 1
-    assert (log.count("error: run.dir: got "), log.count("error: "), log.count("Traceback")) == (1, 1, 0), log
+    assert (
+        log.count("error: run.dir: got "),
+        log.count("error: "),
+        log.count("Traceback"),
+    ) == (1, 1, 0), log
 
 
 def test_the_slurm_script_starts_a_run_that_parses(tmp_path: Path) -> None:
-    """Programs in place of Slurm's: `srun` writes the words that it should run on each node."""
+    """Programs in place of Slurm's: `srun` writes the words that it should run on each
+    node.
+    """
     words = tmp_path / "words"
-    for name, text in {"scontrol": "echo node-1; echo node-2", "srun": f"printf '%s\\n' \"$@\" > {words}"}.items():
+    for name, text in {
+        "scontrol": "echo node-1; echo node-2",
+        "srun": f"printf '%s\\n' \"$@\" > {words}",
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_JOB_ID": "7"}
-    command = ["bash", str(ROOT / "examples" / "slurm.sbatch"), "pretrain_gpt.py", "--num-layers", "2"]
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node-[1-2]",
+        "SLURM_JOB_ID": "7",
+    }
+    command = [
+        "bash",
+        str(ROOT / "examples" / "slurm.sbatch"),
+        "pretrain_gpt.py",
+        "--num-layers",
+        "2",
+    ]
     subprocess.run(command, env=variables, check=True, cwd=tmp_path)
     written = words.read_text().splitlines()
-    start, own = written[: written.index("moe_ckpt.run") + 1], written[written.index("moe_ckpt.run") + 1 :]
+    start, own = (
+        written[: written.index("moe_ckpt.run") + 1],
+        written[written.index("moe_ckpt.run") + 1 :],
+    )
     assert "--rdzv-endpoint=node-1:29500" in start
     assert start.index("torchrun") < start.index("--nnodes=4:4")
     settings = parse_run(own)
-    assert settings.command == Command(name="pretrain_gpt.py", is_module=False, arguments=("--num-layers", "2"))
-    assert (settings.job.ranks_per_node, settings.job.folder.dir) == (8, f"{tmp_path}/outputs/7")
+    assert settings.command == Command(
+        name="pretrain_gpt.py", is_module=False, arguments=("--num-layers", "2")
+    )
+    assert (settings.job.ranks_per_node, settings.job.folder.dir) == (
+        8,
+        f"{tmp_path}/outputs/7",
+    )
 
 
-POD_FIELDS = {  # of the pod specification of Kubernetes' core/v1, those that the example may use
+# of the pod specification of Kubernetes' core/v1, those that the example may use
+POD_FIELDS = {
     *("containers", "volumes", "terminationGracePeriodSeconds"),
 }
-CONTAINER_FIELDS = {"name", "image", "command", "args", "env", "resources", "volumeMounts"}
+CONTAINER_FIELDS = {
+    "name",
+    "image",
+    "command",
+    "args",
+    "env",
+    "resources",
+    "volumeMounts",
+}
 JOB_FIELDS = {"nprocPerNode": str, "elasticPolicy": dict, "pytorchReplicaSpecs": dict}
-ELASTIC_FIELDS = {"rdzvBackend": str, "minReplicas": int, "maxReplicas": int, "maxRestarts": int}
+ELASTIC_FIELDS = {
+    "rdzvBackend": str,
+    "minReplicas": int,
+    "maxReplicas": int,
+    "maxRestarts": int,
+}
 
 
 def test_the_kubernetes_job_has_shared_memory_and_its_options_parse() -> None:
     job = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    for fields, values in ((JOB_FIELDS, job["spec"]), (ELASTIC_FIELDS, job["spec"]["elasticPolicy"])):
+    for fields, values in (
+        (JOB_FIELDS, job["spec"]),
+        (ELASTIC_FIELDS, job["spec"]["elasticPolicy"]),
+    ):
         assert {name: type(value) for name, value in values.items()} == fields
     workers = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     pod = workers["template"]["spec"]
     (container,) = pod["containers"]
     assert set(pod) <= POD_FIELDS
     assert set(container) <= CONTAINER_FIELDS
-    assert container["name"] == "pytorch", "the operator finds the container by this name"
+    assert container["name"] == "pytorch", (
+        "the operator finds the container by this name"
+    )
     mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    (shared,) = [volume for volume in pod["volumes"] if volume["name"] == mounted["/dev/shm"]]
+    (shared,) = [
+        volume for volume in pod["volumes"] if volume["name"] == mounted["/dev/shm"]
+    ]
     assert shared["emptyDir"]["medium"] == "Memory"
     assert pod["terminationGracePeriodSeconds"] > 2 * GRACE_S
     variables = {variable["name"]: variable["value"] for variable in container["env"]}
-    command = attached_command(variables["MOE_CKPT"], ["python", *container["command"][1:], *container["args"]])
+    command = attached_command(
+        variables["MOE_CKPT"], ["python", *container["command"][1:], *container["args"]]
+    )
     settings = parse_run(command[2:])
     assert settings.job.ranks_per_node == int(job["spec"]["nprocPerNode"])
     assert Path(settings.job.folder.dir or "").is_relative_to("/runs")

@@ -15,20 +15,44 @@ from moe_ckpt import cli
 from tests.help_of_all import ROOT, UNKNOWN
 from tests.made_once import made_once
 
-LAUNCHER = ("train", "start_train", "simulate", "inject_fault", "status", "report", "compare", "prove", "demo")
+LAUNCHER = (
+    "train",
+    "start_train",
+    "simulate",
+    "inject_fault",
+    "status",
+    "report",
+    "compare",
+    "prove",
+    "demo",
+)
 COMMANDS = (
     *("moe-ckpt", *(f"moe-ckpt {name}" for name in cli.COMMANDS)),
     *(f"-m launcher.{name}" for name in (*LAUNCHER, "cluster_profile")),
-    *("-m moe_ckpt.cli", "-m moe_ckpt.run", "-m moe_ckpt.start_run", "-m moe_ckpt.server", "-m moe_ckpt.door_file"),
+    *(
+        "-m moe_ckpt.cli",
+        "-m moe_ckpt.run",
+        "-m moe_ckpt.start_run",
+        "-m moe_ckpt.server",
+        "-m moe_ckpt.door_file",
+    ),
 )
 SCRIPTS = tuple(
     f"scripts/{name}.py"
     for name in (
-        *("fetch_megatron_lm", "gpu_acceptance", "hosts", "install_browser", "run_on_hosts"),
+        *(
+            "fetch_megatron_lm",
+            "gpu_acceptance",
+            "hosts",
+            "install_browser",
+            "run_on_hosts",
+        ),
         *("test_releases", "write_configuration", "write_trace"),
     )
 )
-"""Without those that import training for seconds: endurance, write_captures, write_golden."""
+"""Without those that import training for seconds: endurance, write_captures,
+write_golden.
+"""
 NEEDED = {
     "door": ["install"],
     "door_file": ["install"],
@@ -47,15 +71,19 @@ SLOW = ("torch", "megatron", "transformer_engine", "hydra")
 def run_all() -> dict[str, dict[str, tuple[int, str, list[str]]]]:
     """Return what each command does with `--help` and with an unknown option.
 
-    In a process of its own: that of a test has imported torch, and whether `--help` does is a question here.
+    In a process of its own: that of a test has imported torch, and whether `--help`
+    does is a question here.
     """
     entries = {
-        entry: NEEDED.get(re.split(r"[ ./]", entry.removesuffix(".py"))[-1], []) for entry in (*COMMANDS, *SCRIPTS)
+        entry: NEEDED.get(re.split(r"[ ./]", entry.removesuffix(".py"))[-1], [])
+        for entry in (*COMMANDS, *SCRIPTS)
     }
     words = json.dumps([entries, SLOW])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     command = [sys.executable, "-m", "tests.help_of_all", words]
-    said = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+    ).stdout
     found: dict[str, Any] = json.loads(said)
     return found
 

@@ -1,4 +1,6 @@
-"""Every setting of a job reaches the job, in the launcher, in a loop of one's own and in an attached loop."""
+"""Every setting of a job reaches the job, in the launcher, in a loop of one's own and
+in an attached loop.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ RUNTIME: dict[str, Any] = {
 """A value for each key of conf/runtime, none of them the default."""
 
 CHECKS = {"digest_every_iters": 5, "digest_tensors": True, "leave_out": "moments"}
-"""A value for each key of `run` that describes comparisons, none of them the default."""
+"""A value for each key of `run` that describes comparisons, none of them the default.
+"""
 
 LOST = {"iteration": 4, "stage": 0, "phase": "step", "dp_rank": None}
 
@@ -56,16 +59,29 @@ LOST = {"iteration": 4, "stage": 0, "phase": "step", "dp_rank": None}
 def launched(folder: str) -> JobConfig:
     values = {f"runtime.{key}": value for key, value in RUNTIME.items()}
     values |= {f"run.{key}": value for key, value in CHECKS.items()}
-    values |= {"run.dir": folder, "parallel.ranks_per_node": 2, "train.check_determinism": True}
+    values |= {
+        "run.dir": folder,
+        "parallel.ranks_per_node": 2,
+        "train.check_determinism": True,
+    }
     words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    lost = ",".join(f"{key}:{'null' if value is None else value}" for key, value in LOST.items())
-    return compose_settings(["ckpt=moevement", "fault=state_loss", f"fault.at=[{{{lost}}}]", *words]).job
+    lost = ",".join(
+        f"{key}:{'null' if value is None else value}" for key, value in LOST.items()
+    )
+    return compose_settings(
+        ["ckpt=moevement", "fault=state_loss", f"fault.at=[{{{lost}}}]", *words]
+    ).job
 
 
 def attached(folder: str) -> JobConfig:
     values = {f"runtime.{key}": value for key, value in RUNTIME.items()}
     values |= {f"run.{key}": value for key, value in CHECKS.items()}
-    values |= {"run.dir": folder, "run.lose": [LOST], "run.check_determinism": True, "parallel.ranks_per_node": 2}
+    values |= {
+        "run.dir": folder,
+        "run.lose": [LOST],
+        "run.check_determinism": True,
+        "parallel.ranks_per_node": 2,
+    }
     words = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
     return parse_run(["--ckpt", "moevement", *words, "--", "train.py"]).job
 
@@ -84,7 +100,11 @@ def own(folder: str) -> JobConfig:
 
 def test_the_values_differ_from_all_defaults() -> None:
     default = asdict(runtime_config())
-    assert RUNTIME.keys() == default.keys() == {field.name for field in fields(RuntimeConfig)}
+    assert (
+        RUNTIME.keys()
+        == default.keys()
+        == {field.name for field in fields(RuntimeConfig)}
+    )
     assert [key for key, value in RUNTIME.items() if value == default[key]] == []
     assert CHECKS.keys() == {field.name for field in fields(CheckConfig)}
 
@@ -96,12 +116,18 @@ def test_each_setting_reaches_the_job(way: Callable[[str], JobConfig]) -> None:
     assert asdict(job.runtime) == RUNTIME
     assert {key: getattr(job.checks, key) for key in CHECKS} == CHECKS
     assert list(job.losses) == [StateLoss(**LOST)]  # type: ignore[arg-type]
-    assert (job.folder.dir, job.ranks_per_node, job.check_determinism) == ("/run", 2, True)
+    assert (job.folder.dir, job.ranks_per_node, job.check_determinism) == (
+        "/run",
+        2,
+        True,
+    )
     assert job.is_supervised
 
 
 @pytest.mark.parametrize("way", [launched, attached, own])
-def test_a_report_finds_the_policy(way: Callable[[str], JobConfig], tmp_path: Path) -> None:
+def test_a_report_finds_the_policy(
+    way: Callable[[str], JobConfig], tmp_path: Path
+) -> None:
     from launcher.report.read import read_runs  # noqa: PLC0415 - the page's libraries
 
     (tmp_path / "run.json").write_text("{}")
@@ -112,7 +138,9 @@ def test_a_report_finds_the_policy(way: Callable[[str], JobConfig], tmp_path: Pa
 
 def job_of(policy: str, guard: bool | str) -> JobConfig:
     folder = RunFolderConfig(dir=None, name="run", configuration="")
-    return JobConfig(ckpt=ckpt_config(policy), runtime=runtime_config(guard=guard), folder=folder)
+    return JobConfig(
+        ckpt=ckpt_config(policy), runtime=runtime_config(guard=guard), folder=folder
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +153,9 @@ def job_of(policy: str, guard: bool | str) -> JobConfig:
         ("none", False, False),
     ],
 )
-def test_the_policy_chooses_whether_there_are_supervisors(policy: str, guard: bool | str, supervised: bool) -> None:
+def test_the_policy_chooses_whether_there_are_supervisors(
+    policy: str, guard: bool | str, supervised: bool
+) -> None:
     assert job_of(policy, guard).is_supervised is supervised
 
 
@@ -136,17 +166,27 @@ def test_the_policy_chooses_whether_there_are_supervisors(policy: str, guard: bo
         ("gemini", False, "wanted auto or true with ckpt=gemini"),
     ],
 )
-def test_supervisors_that_do_not_fit_the_policy_are_refused(policy: str, guard: bool, wanted: str) -> None:
+def test_supervisors_that_do_not_fit_the_policy_are_refused(
+    policy: str, guard: bool, wanted: str
+) -> None:
     with pytest.raises(ConfigError, match=f"runtime.guard: got {guard}, {wanted}"):
         _ = job_of(policy, guard).is_supervised
 
 
 def test_an_attached_loop_has_supervisors_unless_it_is_plain() -> None:
-    with pytest.raises(ConfigError, match=r"runtime\.guard: got False, wanted auto or true: --plain is without"):
+    with pytest.raises(
+        ConfigError,
+        match=r"runtime\.guard: got False, wanted auto or true: --plain is without",
+    ):
         parse_run(["--set", "runtime.guard=false", "--", "train.py"])
-    with pytest.raises(ConfigError, match=r"runtime\.guard: got True, wanted auto or false with --plain"):
+    with pytest.raises(
+        ConfigError,
+        match=r"runtime\.guard: got True, wanted auto or false with --plain",
+    ):
         parse_run(["--plain", "--set", "runtime.guard=true", "--", "train.py"])
-    assert parse_run(["--plain", "--set", "runtime.guard=false", "--", "train.py"]).is_plain
+    assert parse_run(
+        ["--plain", "--set", "runtime.guard=false", "--", "train.py"]
+    ).is_plain
 
 
 @pytest.mark.parametrize("key", ["progress", "tensorboard", "name"])
@@ -155,8 +195,12 @@ def test_settings_of_the_launchers_display_are_refused_elsewhere(key: str) -> No
         parse_run(["--set", f"run.{key}=1", "--", "train.py"])
 
 
-def test_a_run_folder_that_is_no_utf8_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its path goes into JSON and to other ranks, also where only the working directory has such a name."""
+def test_a_run_folder_that_is_no_utf8_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its path goes into JSON and to other ranks, also where only the working directory
+    has such a name.
+    """
     named = r"^run.dir: got '.*run\\udcff.*', wanted a path in UTF-8$"
     with pytest.raises(ConfigError, match=named):
         RunFolderConfig(dir="outputs/run\udcff", name="run", configuration="")

@@ -1,4 +1,6 @@
-"""What a script gives to `moe_ckpt.observe.observe`: the tensors of its state, by names."""
+"""What a script gives to `moe_ckpt.observe.observe`: the tensors of its state, by
+names.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,37 @@ from tests.ranks import run_ranks
 
 def test_parts_of_a_state_have_the_names_of_their_places() -> None:
     model = torch.nn.Linear(2, 1)
-    state = {"model": model, "rng": torch.get_rng_state(), "rest": {"lr": 0.5, "seeds": [1, None]}}
+    state = {
+        "model": model,
+        "rng": torch.get_rng_state(),
+        "rest": {"lr": 0.5, "seeds": [1, None]},
+    }
     found = dict(named_tensors(state | {"array": np.ones(2), "number": np.int64(3)}))
-    names = ["model.weight", "model.bias", "rng", "rest.lr", "rest.seeds.0", "rest.seeds.1", "array", "number"]
+    names = [
+        "model.weight",
+        "model.bias",
+        "rng",
+        "rest.lr",
+        "rest.seeds.0",
+        "rest.seeds.1",
+        "array",
+        "number",
+    ]
     assert list(found) == names
     assert found["model.weight"].data_ptr() == model.weight.data_ptr()
     assert bytes(found["rest.lr"].tolist()) == b"0.5"
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, np.array(["text"]), np.array([None])])
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, np.array(["text"]), np.array([None])]
+)
 def test_another_kind_of_value_is_named(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"^observe: state\.part: got \w+, wanted an object with state_dict, a tens"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^observe: state\.part: got \w+, wanted an object with state_dict, a tens"
+        ),
+    ):
         list(named_tensors({"state": {"part": value}}))
 
 
@@ -42,7 +64,9 @@ def test_an_optimizer_of_megatron_core_has_masters_and_moments() -> None:
         assert any(part in name for name in names), part
 
 
-def test_without_an_order_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_order_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MOE_CKPT_PROVE", raising=False)
     observe(1, anything=object())

@@ -1,6 +1,8 @@
-"""Files of a job belong to its user alone: without a umask, each of their writers gives the modes 0600 and 0700.
+"""Files of a job belong to its user alone: without a umask, each of their writers gives
+the modes 0600 and 0700.
 
-The job of `launcher/test_elastic_ends.py` with a second one beside it has no umask, either.
+The job of `launcher/test_elastic_ends.py` with a second one beside it has no umask,
+either.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 def write_checkpoint(root: Path) -> None:
     directory = CheckpointFolder(root / "checkpoints").prepare(3)
-    identity = RunIdentity(run_id="a", model="b", layout=ParallelLayout(pp=1, dp=1, ep=1, tp=1))
+    identity = RunIdentity(
+        run_id="a", model="b", layout=ParallelLayout(pp=1, dp=1, ep=1, tp=1)
+    )
     commit(directory, Manifest(iteration=3, identity=identity, files=()))
 
 
@@ -49,8 +53,17 @@ def write_run_folder(root: Path) -> None:
     make_private(root)
     take_lock(root)
     RunFolder(path=root, run_id="a", clock_origin_unix_s=0.0).write_result({})
-    write_live(root, global_rank=0, node=0, supervisor_pid=os.getpid(), memory=root, incarnation=0)
-    EventLog(root / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0).close()
+    write_live(
+        root,
+        global_rank=0,
+        node=0,
+        supervisor_pid=os.getpid(),
+        memory=root,
+        incarnation=0,
+    )
+    EventLog(
+        root / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0
+    ).close()
     write_events(root / "events" / "rank0001.jsonl", [])
     append_faults(root, [])
 
@@ -60,8 +73,12 @@ def write_memory(root: Path) -> None:
     folder = rank_memory(root, 1)
     StatusPage(folder / "page")
     write_failure(folder / "failure", failure_of(ValueError("x"), 3))
-    shard = ShardIdentity(global_rank=1, pp_rank=0, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=1)
-    identity = RunIdentity(run_id="a", model="b", layout=ParallelLayout(pp=1, dp=2, ep=1, tp=1))
+    shard = ShardIdentity(
+        global_rank=1, pp_rank=0, tp_rank=0, ep_rank=0, etp_rank=0, dp_rank=1
+    )
+    identity = RunIdentity(
+        run_id="a", model="b", layout=ParallelLayout(pp=1, dp=2, ep=1, tp=1)
+    )
     target = SaveTarget(path="disk", limit_bytes=None, identity=identity, shard=shard)
     write_save_target(folder, target)
     take_over(root, range(2, 3))
@@ -84,8 +101,12 @@ def _serve_worker(ranks: Ranks) -> None:
         door.close()
 
 
-@pytest.mark.parametrize("write", [write_checkpoint, write_run_folder, write_memory, write_copies])
-def test_no_file_of_a_job_is_open_to_others(write: Callable[[Path], None], root: Path) -> None:
+@pytest.mark.parametrize(
+    "write", [write_checkpoint, write_run_folder, write_memory, write_copies]
+)
+def test_no_file_of_a_job_is_open_to_others(
+    write: Callable[[Path], None], root: Path
+) -> None:
     write(root)
     assert open_to_others(root) == []
     assert sum(path.is_file() for path in root.rglob("*")) > 0
@@ -110,7 +131,9 @@ def plant_hard_link(path: Path, victim: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [plant_link, plant_file, plant_hard_link])
-def test_what_is_planted_in_place_of_a_file_is_replaced(root: Path, plant: Callable[[Path, Path], None]) -> None:
+def test_what_is_planted_in_place_of_a_file_is_replaced(
+    root: Path, plant: Callable[[Path, Path], None]
+) -> None:
     make_private(root)
     victim, path = root / "victim", root / "file"
     victim.write_text("of the victim")
@@ -121,7 +144,10 @@ def test_what_is_planted_in_place_of_a_file_is_replaced(root: Path, plant: Calla
     assert victim.read_text() == "of the victim"
 
 
-@pytest.mark.parametrize("flags", [os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, os.O_RDONLY])
+@pytest.mark.parametrize(
+    "flags",
+    [os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, os.O_RDONLY],
+)
 def test_no_link_is_opened(root: Path, flags: int) -> None:
     make_private(root)
     for name, target in (("link", "victim"), ("dangling", "nowhere")):
@@ -137,6 +163,8 @@ def test_a_folder_that_is_there_keeps_its_mode(root: Path) -> None:
     root.mkdir(mode=0o750)
     make_private(root / "a" / "b")
     write_private(root / "a" / "file", b"content")
-    modes = [path.stat().st_mode & 0o777 for path in (root, root / "a", root / "a" / "b")]
+    modes = [
+        path.stat().st_mode & 0o777 for path in (root, root / "a", root / "a" / "b")
+    ]
     assert modes == [0o750, 0o700, 0o700]
     assert (root / "a" / "file").read_bytes() == b"content"

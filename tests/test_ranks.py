@@ -1,4 +1,5 @@
-"""The helper that other tests trust: ranks are real, failures are readable, nothing hangs.
+"""The helper that other tests trust: ranks are real, failures are readable, nothing
+hangs.
 
 Tests of status pages and of devices that hang prove that a killed rank fails its test.
 """
@@ -15,7 +16,9 @@ from tests.ranks import RankFailedError, rank_store, run_ranks
 
 def _sum_of_ranks() -> tuple[int, int]:
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", store=rank_store(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group(
+        "gloo", store=rank_store(), rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
     total = torch.tensor(rank)
     dist.all_reduce(total)
     return os.getpid(), int(total)
@@ -38,7 +41,9 @@ def test_ranks_are_processes_of_their_own_that_can_communicate() -> None:
 
 
 def test_a_raising_rank_fails_the_test_with_its_traceback() -> None:
-    with pytest.raises(RankFailedError, match=r"(?s)rank 1 raised.*a message to be seen"):
+    with pytest.raises(
+        RankFailedError, match=r"(?s)rank 1 raised.*a message to be seen"
+    ):
         run_ranks(2, _raise_on_rank_1)
 
 

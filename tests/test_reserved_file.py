@@ -33,12 +33,17 @@ def test_a_reserved_file_is_written_while_the_memory_is_full(tmp_path: Path) -> 
 def test_a_memory_without_room_is_named(tmp_path: Path) -> None:
     with small_disk(tmp_path) as memory:
         memory.fill_to_the_last_page()
-        with pytest.raises(ConfigError, match=r"^runtime.shared_memory: got .*wanted room for 16384 more bytes"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^runtime.shared_memory: got .*wanted room for 16384 more bytes",
+        ):
             ReservedFile(tmp_path / "file").reserve()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 8, 23, 24, 25, 30])
-def test_a_write_that_is_cut_off_leaves_the_content_before(num_bytes: int, tmp_path: Path) -> None:
+def test_a_write_that_is_cut_off_leaves_the_content_before(
+    num_bytes: int, tmp_path: Path
+) -> None:
     """The bytes of the third write up to `num_bytes` have reached the file."""
     path = tmp_path / "file"
     file = ReservedFile(path)
@@ -47,7 +52,9 @@ def test_a_write_that_is_cut_off_leaves_the_content_before(num_bytes: int, tmp_p
     before = path.read_bytes()
     file.write(b"another one")
     after = path.read_bytes()
-    changed = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    changed = [
+        i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new
+    ]
     cut = changed[0] + num_bytes
     path.write_bytes(after[:cut] + before[cut:])
     assert file.read() == (b"content two" if cut <= changed[-1] else b"another one")

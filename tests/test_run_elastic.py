@@ -32,9 +32,19 @@ W, F, G = Ended.WELL, Ended.FOR_GOOD, Ended.TO_GO_ON
     ],
 )
 def test_memory_stays_for_a_start_that_can_use_it(
-    monkeypatch: pytest.MonkeyPatch, restarts: int, most: int | None, status: int, how: Ended
+    monkeypatch: pytest.MonkeyPatch,
+    restarts: int,
+    most: int | None,
+    status: int,
+    how: Ended,
 ) -> None:
-    torchruns = {"RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "a"}
+    torchruns = {
+        "RANK": 5,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 8,
+        "LOCAL_WORLD_SIZE": 4,
+        "MASTER_ADDR": "a",
+    }
     torchruns |= {"MASTER_PORT": 1, "TORCHELASTIC_RESTART_COUNT": restarts}
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     if most is not None:

@@ -8,13 +8,21 @@ from moe_ckpt.state_format import StateFormat
 
 
 def test_scales_of_earlier_passes_do_not_follow_from_masters() -> None:
-    stored = StateFormat(compute="fp8", master="fp32", exp_avg="fp32", exp_avg_sq="fp32", has_history=True)
+    stored = StateFormat(
+        compute="fp8",
+        master="fp32",
+        exp_avg="fp32",
+        exp_avg_sq="fp32",
+        has_history=True,
+    )
     assert (stored.compute_bytes, stored.state_bytes, stored.full_bytes) == (1, 12, 13)
 
 
 def format_of(row: str) -> StateFormat:
     compute, master, exp_avg, exp_avg_sq = row.replace("+", "/").lower().split("/")
-    return StateFormat(compute=compute, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    return StateFormat(
+        compute=compute, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,8 +38,12 @@ def format_of(row: str) -> StateFormat:
         ("BF16/REMAINDER/FP8+FP16", (2, 5, 7)),
     ],
 )
-def test_a_full_part_has_compute_weights_unless_masters_give_them(row: str, sizes: tuple[int, int, int]) -> None:
-    """Bytes of compute weights, of the state as the paper counts it, and of a full part."""
+def test_a_full_part_has_compute_weights_unless_masters_give_them(
+    row: str, sizes: tuple[int, int, int]
+) -> None:
+    """Bytes of compute weights, of the state as the paper counts it, and of a full
+    part.
+    """
     stored = format_of(row)
     assert str(stored) == row
     assert (stored.compute_bytes, stored.state_bytes, stored.full_bytes) == sizes

@@ -1,4 +1,6 @@
-"""Options of torchrun in our own commands: the table is torchrun's, and each spelling of a value works."""
+"""Options of torchrun in our own commands: the table is torchrun's, and each spelling
+of a value works.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,12 @@ def script(tmp_path: Path) -> str:
 
 
 def test_the_table_has_all_options_of_torchrun() -> None:
-    """By torchrun's own usage: an option that torch adds, or one with a value from now on, is missing here then."""
+    """By torchrun's own usage: an option that torch adds, or one with a value from now
+    on, is missing here then.
+    """
     usage = get_args_parser().format_usage().replace("\n", " ")
-    with_value = set(re.findall(r"\[--([\w-]+) [A-Z{]", usage)) | {"redirects", "tee"}  # shown as -r and -t
+    # shown as -r and -t
+    with_value = set(re.findall(r"\[--([\w-]+) [A-Z{]", usage)) | {"redirects", "tee"}
     flags = set(re.findall(r"\[--([\w-]+)\]", usage))
     assert with_value <= {*WITH_VALUE, *OF_SHELLS}
     assert flags <= {*FLAGS, *OF_PROGRAMS}
@@ -55,7 +60,14 @@ def test_options_of_a_training_are_those_of_torchrun(words: tuple[str, ...]) -> 
     "words",
     [
         ("--nproc-per-node=2", "-r", "3", "--ckpt=gemini", "--set", "every_iters=5"),
-        ("--nproc-per-node", "2", "--redirects=3", "--ckpt", "gemini", "--set=every_iters=5"),
+        (
+            "--nproc-per-node",
+            "2",
+            "--redirects=3",
+            "--ckpt",
+            "gemini",
+            "--set=every_iters=5",
+        ),
         ("--ckpt", "gemini", "--set", "every_iters=5", "--nproc_per_node", "2", "-r3"),
     ],
 )
@@ -65,20 +77,45 @@ def test_options_of_an_attached_run_may_come_in_any_order(
 ) -> None:
     assert run_command([*words, *separator, script, "--set", "x", "--", "-r"])[1:] == [
         *("-m", "torch.distributed.run", "--nproc-per-node=2", "--redirects=3"),
-        *(*RUN, "--ckpt=gemini", "--set=every_iters=5", "--", script, "--set", "x", "--", "-r"),
+        *(
+            *RUN,
+            "--ckpt=gemini",
+            "--set=every_iters=5",
+            "--",
+            script,
+            "--set",
+            "x",
+            "--",
+            "-r",
+        ),
     ]
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--nproc-per-node=2", "train.itertions=5"], "train.itertions: no such setting, wanted one of"),
-        (["--nproc-per-node=2", "--multirun", "ckpt=moc,gemini"], "--multirun: got 'an option of Hydra', wanted one"),
+        (
+            ["--nproc-per-node=2", "train.itertions=5"],
+            "train.itertions: no such setting, wanted one of",
+        ),
+        (
+            ["--nproc-per-node=2", "--multirun", "ckpt=moc,gemini"],
+            "--multirun: got 'an option of Hydra', wanted one",
+        ),
         (["--nproc-per-nodes=2"], "unrecognized arguments: --nproc-per-nodes=2; "),
-        (["--nproc-per-node"], "argument --nproc-per-node/--nproc_per_node: expected one argument"),
+        (
+            ["--nproc-per-node"],
+            "argument --nproc-per-node/--nproc_per_node: expected one argument",
+        ),
         (["--module"], "unrecognized arguments: --module; "),
-        (["--nproc-per-node=3", "parallel.pp=2"], "parallel.pp * parallel.tp: got 2, wanted a divisor of 3 processes"),
-        (["--nnodes", "3", "parallel.pp=2"], "parallel.pp * parallel.tp: got 2, wanted a divisor of 3 processes"),
+        (
+            ["--nproc-per-node=3", "parallel.pp=2"],
+            "parallel.pp * parallel.tp: got 2, wanted a divisor of 3 processes",
+        ),
+        (
+            ["--nnodes", "3", "parallel.pp=2"],
+            "parallel.pp * parallel.tp: got 2, wanted a divisor of 3 processes",
+        ),
     ],
 )
 def test_a_mistake_is_found_before_torchrun_starts(words: list[str], says: str) -> None:
@@ -88,23 +125,35 @@ def test_a_mistake_is_found_before_torchrun_starts(words: list[str], says: str) 
 
 
 @pytest.mark.parametrize("words", [["--nproc-per-node=gpu"], ["--nnodes=1:3"]])
-def test_a_layout_is_left_to_the_ranks_where_their_number_is_not_known(words: list[str]) -> None:
+def test_a_layout_is_left_to_the_ranks_where_their_number_is_not_known(
+    words: list[str],
+) -> None:
     assert train_command([*words, "parallel.pp=2"])[-1] == "parallel.pp=2"
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--nproc-per-node=2", "--set", "windw=4", "--"], "ckpt.windw: no such setting, wanted window"),
-        (["--nproc-per-nodes=2", "--"], "unrecognized arguments: --nproc-per-nodes=2; "),
+        (
+            ["--nproc-per-node=2", "--set", "windw=4", "--"],
+            "ckpt.windw: no such setting, wanted window",
+        ),
+        (
+            ["--nproc-per-nodes=2", "--"],
+            "unrecognized arguments: --nproc-per-nodes=2; ",
+        ),
     ],
 )
-def test_a_mistake_in_an_attached_run_is_found_before_torchrun_starts(words: list[str], says: str, script: str) -> None:
+def test_a_mistake_in_an_attached_run_is_found_before_torchrun_starts(
+    words: list[str], says: str, script: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         run_command([*words, script])
     assert str(caught.value).startswith(says)
 
 
 def test_a_program_that_is_not_there_is_found_before_torchrun_starts() -> None:
-    with pytest.raises(ConfigError, match=r"^SCRIPT: got '/nowhere\.py', wanted a Python script"):
+    with pytest.raises(
+        ConfigError, match=r"^SCRIPT: got '/nowhere\.py', wanted a Python script"
+    ):
         run_command(["--nproc-per-node=2", "--", "/nowhere.py"])

@@ -1,4 +1,6 @@
-"""The bytes of a stage's operators: kept for pairs that have any, and the same as they were given."""
+"""The bytes of a stage's operators: kept for pairs that have any, and the same as they
+were given.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ IntArray = npt.NDArray[np.int64]
 
 
 def named(count: int, layer: int = 0) -> Sequence[OperatorId]:
-    return [OperatorId(kind=OperatorKind.EXPERT, layer=layer, expert=expert) for expert in range(count)]
+    return [
+        OperatorId(kind=OperatorKind.EXPERT, layer=layer, expert=expert)
+        for expert in range(count)
+    ]
 
 
 @st.composite
@@ -25,7 +30,9 @@ def given_bytes(draw: st.DrawFn) -> tuple[IntArray, IntArray, IntArray | None]:
     """Full state, compute weights and moments of one to four ranks, most of them 0."""
     shape = (draw(st.integers(1, 4)), draw(st.integers(0, 6)))
     numbers = st.just(0) | st.integers(0, 1 << 45)
-    full, compute = (draw(arrays.arrays(np.int64, shape, elements=numbers)) for _ in "ab")
+    full, compute = (
+        draw(arrays.arrays(np.int64, shape, elements=numbers)) for _ in "ab"
+    )
     return full, compute, draw(st.sampled_from([None, full // 2]))
 
 
@@ -43,7 +50,9 @@ def test_a_table_has_the_bytes_that_it_was_given(
     np.testing.assert_array_equal(table.full_bytes, full)
     np.testing.assert_array_equal(table.compute_bytes, compute)
     np.testing.assert_array_equal(table.moment_bytes, moments)
-    np.testing.assert_array_equal(table.owned.by_rank(table.owned.full), full.sum(axis=1))
+    np.testing.assert_array_equal(
+        table.owned.by_rank(table.owned.full), full.sum(axis=1)
+    )
     found = 2 * full // 3 if moments is None else moments
     np.testing.assert_array_equal(table.bytes_of("moments"), found)
     np.testing.assert_array_equal(table.bytes_of("weights"), full - found)
@@ -54,7 +63,9 @@ def test_pairs_without_bytes_are_not_kept() -> None:
     full = np.diag(np.arange(1, 9))
     table = OperatorTable(operators=named(8), full_bytes=full, compute_bytes=full // 2)
     assert table.owned.full.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert table.owned.ranks.tolist() == table.owned.operators.tolist() == list(range(8))
+    assert (
+        table.owned.ranks.tolist() == table.owned.operators.tolist() == list(range(8))
+    )
 
 
 @pytest.mark.parametrize("layer", [0, 7])

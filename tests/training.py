@@ -23,7 +23,8 @@ from tests.waits import JOB_S
 
 T = TypeVar("T")
 
-LICENSE_AS_TEXT = ("data=text", f"data.path={ROOT / 'LICENSE'}")  # the same bytes everywhere
+# the same bytes everywhere
+LICENSE_AS_TEXT = ("data=text", f"data.path={ROOT / 'LICENSE'}")
 
 FAST = (
     "train.sequence_length=16",
@@ -44,7 +45,8 @@ FAST = (
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """SIGKILL these ranks at this point of this iteration: a real death, with nothing flushed or closed.
+    """SIGKILL these ranks at this point of this iteration: a real death, with nothing
+    flushed or closed.
 
     Phases: start, gradients, before-save, while-saving, after-save.
     """
@@ -79,7 +81,9 @@ class KillingHooks:
     def step_committed(self, iteration: int) -> None:
         self._die_at(iteration, "before-save")
         if (iteration, "while-saving") == (self._kill.iteration, self._kill.phase):
-            threading.Thread(target=self._die_once_a_directory_is_there, daemon=True).start()
+            threading.Thread(
+                target=self._die_once_a_directory_is_there, daemon=True
+            ).start()
         self._inner.step_committed(iteration)
         self._die_at(iteration, "after-save")
 
@@ -107,10 +111,11 @@ def train(
     setup: Callable[[], None] | None = None,
     timeout_s: float = JOB_S,
 ) -> dict[str, Any]:
-    """Run on forked ranks with run.dir=`folder` and return the result; raises RankFailedError where a rank fails.
+    """Run on forked ranks with run.dir=`folder` and return the result; raises
+    RankFailedError where a rank fails.
 
-    With `max_file_bytes` the kernel refuses to let any file grow larger, as a full disk would.
-    Each rank calls `setup`, a function of a module, before it trains.
+    With `max_file_bytes` the kernel refuses to let any file grow larger, as a full disk
+    would. Each rank calls `setup`, a function of a module, before it trains.
     """
     settings = job_settings(folder, *overrides)
     arguments = (settings, kill, folder, max_file_bytes, setup)
@@ -120,12 +125,20 @@ def train(
 def job_settings(folder: Path, *overrides: str) -> Settings:
     """Return the settings of a small run in `folder`."""
     settings = small_settings(*overrides)
-    composed_yaml = settings.composed_yaml.replace("  dir: null\n", f"  dir: {folder}\n")
-    return replace(settings, run=replace(settings.run, dir=str(folder)), composed_yaml=composed_yaml)
+    composed_yaml = settings.composed_yaml.replace(
+        "  dir: null\n", f"  dir: {folder}\n"
+    )
+    return replace(
+        settings,
+        run=replace(settings.run, dir=str(folder)),
+        composed_yaml=composed_yaml,
+    )
 
 
 def small_settings(*overrides: str) -> Settings:
-    """Return the settings of a small run; Hydra needs longer to compose them than a rank for an iteration."""
+    """Return the settings of a small run; Hydra needs longer to compose them than a
+    rank for an iteration.
+    """
     return made_once(_compose, *overrides)
 
 
@@ -134,7 +147,9 @@ def _compose(*overrides: str) -> Settings:
 
 
 def fast(*overrides: str) -> tuple[str, ...]:
-    """Return the overrides, put over those that make a run small; the text is the LICENSE unless they choose other."""
+    """Return the overrides, put over those that make a run small; the text is the
+    LICENSE unless they choose other.
+    """
     chooses_data = any(override.startswith("data=") for override in overrides)
     return (*FAST, *(() if chooses_data else LICENSE_AS_TEXT), *overrides)
 
@@ -159,14 +174,25 @@ def _run_rank(
 
 
 def losing(*lost: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return overrides for ckpt=moevement in which state is lost: (iteration, stage, phase[, data-parallel rank])."""
+    """Return overrides for ckpt=moevement in which state is lost: (iteration, stage,
+    phase[, data-parallel rank]).
+    """
     keys = ("iteration", "stage", "phase", "dp_rank")
-    losses = (",".join(f"{key}:{value}" for key, value in zip(keys, loss, strict=False)) for loss in lost)
-    return ("ckpt=moevement", "fault=state_loss", "fault.at=[" + ",".join(f"{{{loss}}}" for loss in losses) + "]")
+    losses = (
+        ",".join(f"{key}:{value}" for key, value in zip(keys, loss, strict=False))
+        for loss in lost
+    )
+    return (
+        "ckpt=moevement",
+        "fault=state_loss",
+        "fault.at=[" + ",".join(f"{{{loss}}}" for loss in losses) + "]",
+    )
 
 
 def events_of(folder: Path, kind: type[T], global_rank: int = 0) -> list[T]:
-    """Return one rank's events of a kind, over all lives, in the order in which they happened."""
+    """Return one rank's events of a kind, over all lives, in the order in which they
+    happened.
+    """
     logged = read_events(folder / "events" / f"rank{global_rank:04d}.jsonl")
     return [entry.event for entry in logged if isinstance(entry.event, kind)]
 

@@ -1,7 +1,8 @@
 """The papers' claims about partial checkpoints, beside measurements. Pure.
 
-Two losses are alike where they are no further apart than, in the same iteration, runs without faults that are nudged:
-the same model, seed and batches, and an epsilon of Adam's that is larger by what should not matter.
+Two losses are alike where they are no further apart than, in the same iteration, runs
+without faults that are nudged: the same model, seed and batches, and an epsilon of
+Adam's that is larger by what should not matter.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _OF_MOC = (MOC, MOC_LOAD, *(name for pair in _DYNAMIC for name in pair))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """A claim, whether it holds here (None: its runs are not there, or none puts it to the test), and the numbers."""
+    """A claim, whether it holds here (None: its runs are not there, or none puts it to
+    the test), and the numbers.
+    """
 
     claim: str
     source: str
@@ -62,8 +65,14 @@ def judge(runs: Runs) -> list[Verdict]:
     found = []
     for claim in _CLAIMS:
         missing = [name for name in claim.needs if name not in runs]
-        holds, measured = (None, f"not run: {'; '.join(missing)}") if missing else claim.judge(runs)
-        found.append(Verdict(claim=claim.text, source=claim.source, holds=holds, measured=measured))
+        holds, measured = (
+            (None, f"not run: {'; '.join(missing)}") if missing else claim.judge(runs)
+        )
+        found.append(
+            Verdict(
+                claim=claim.text, source=claim.source, holds=holds, measured=measured
+            )
+        )
     return found
 
 
@@ -73,36 +82,58 @@ def above(run: Measured, reference: Measured) -> dict[int, float]:
 
 
 def jumps(run: Measured, reference: Measured) -> list[float]:
-    """Return for each fault how far the training loss of the first new iteration is above that without faults, nats.
+    """Return for each fault how far the training loss of the first new iteration is
+    above that without faults, nats.
 
-    Both have the same batch and dropout: differences come from experts' losses in this fault and before.
+    Both have the same batch and dropout: differences come from experts' losses in this
+    fault and before.
     """
-    return [run.losses[fault.back_to + 1] - reference.losses[fault.back_to + 1] for fault in run.faults]
+    return [
+        run.losses[fault.back_to + 1] - reference.losses[fault.back_to + 1]
+        for fault in run.faults
+    ]
 
 
 def peaks(run: Measured, reference: Measured) -> list[float]:
-    """Return the highest that each fault has lifted a loss until the next one, in evaluations and where it restarts."""
+    """Return the highest that each fault has lifted a loss until the next one, in
+    evaluations and where it restarts.
+    """
     higher = above(run, reference)
-    evaluated = [max((higher[at] for at in span if at in higher), default=0.0) for span in _spans(run)]
+    evaluated = [
+        max((higher[at] for at in span if at in higher), default=0.0)
+        for span in _spans(run)
+    ]
     return [max(both) for both in zip(evaluated, jumps(run, reference), strict=True)]
 
 
 def remains(run: Measured, reference: Measured) -> dict[int, float]:
-    """Return what is left of a lift at the last evaluation before the next fault, or the end, by iteration."""
+    """Return what is left of a lift at the last evaluation before the next fault, or
+    the end, by iteration.
+    """
     higher = above(run, reference)
-    return {at: higher[at] for at in (max(at for at in span if at in higher) for span in _spans(run))}
+    return {
+        at: higher[at]
+        for at in (max(at for at in span if at in higher) for span in _spans(run))
+    }
 
 
 def spread(runs: Runs, iteration: int) -> float:
-    """Return how far apart nudged runs are in an iteration's evaluation, most to least, nats."""
+    """Return how far apart nudged runs are in an iteration's evaluation, most to least,
+    nats.
+    """
     losses = [runs[name].evaluated[iteration] for name in ALIKE]
     return max(losses) - min(losses)
 
 
 def _spans(run: Measured) -> Iterator[range]:
-    """Yield the iterations after each fault, from the one that it struck until the next fault strikes."""
+    """Yield the iterations after each fault, from the one that it struck until the next
+    fault strikes.
+    """
     end = max(run.evaluated) + 1
-    yield from (range(*both) for both in pairwise([*(fault.struck for fault in run.faults), end]))
+    yield from (
+        range(*both)
+        for both in pairwise([*(fault.struck for fault in run.faults), end])
+    )
 
 
 def _at_end(run: Measured, reference: Measured) -> float:
@@ -114,38 +145,77 @@ def _lossless(runs: Runs) -> tuple[bool, str]:
     said = []
     for name in (GEMINI, MOEVEMENT):
         run = runs[name]
-        same = (run.evaluated, run.losses, run.digests) == (reference.evaluated, reference.losses, reference.digests)
-        said.append((same, f"{name}: {'the same' if same else 'NOT the same'}, {len(run.faults)} faults"))
-    count = f"{len(reference.evaluated)} evaluations, {len(reference.losses)} training losses, digests of all ranks"
-    return all(same for same, _ in said), f"{count}: {'; '.join(text for _, text in said)}"
+        same = (run.evaluated, run.losses, run.digests) == (
+            reference.evaluated,
+            reference.losses,
+            reference.digests,
+        )
+        said.append(
+            (
+                same,
+                (
+                    f"{name}: {'the same' if same else 'NOT the same'},"
+                    f" {len(run.faults)} faults"
+                ),
+            )
+        )
+    count = (
+        f"{len(reference.evaluated)} evaluations, {len(reference.losses)} training"
+        " losses, digests of all ranks"
+    )
+    return all(
+        same for same, _ in said
+    ), f"{count}: {'; '.join(text for _, text in said)}"
 
 
 def _unharmed_below(runs: Runs) -> tuple[bool | None, str]:
-    return _by_limit(runs, [name for name in _OF_MOC if name in runs and runs[name].plt < PLT_LIMIT], harmed=False)
+    return _by_limit(
+        runs,
+        [name for name in _OF_MOC if name in runs and runs[name].plt < PLT_LIMIT],
+        harmed=False,
+    )
 
 
 def _harmed_above(runs: Runs) -> tuple[bool | None, str]:
-    return _by_limit(runs, [name for name in _OF_MOC if name in runs and runs[name].plt >= PLT_LIMIT], harmed=True)
+    return _by_limit(
+        runs,
+        [name for name in _OF_MOC if name in runs and runs[name].plt >= PLT_LIMIT],
+        harmed=True,
+    )
 
 
 def _by_limit(runs: Runs, names: list[str], *, harmed: bool) -> tuple[bool | None, str]:
     allowed = spread(runs, max(runs[NONE].evaluated))
     ends = {name: _at_end(runs[name], runs[NONE]) for name in names}
-    said = [f"{name}: PLT {runs[name].plt:.2%}, {end:+.4f} at the end" for name, end in ends.items()]
+    said = [
+        f"{name}: PLT {runs[name].plt:.2%}, {end:+.4f} at the end"
+        for name, end in ends.items()
+    ]
     holds = all((end > allowed) == harmed for end in ends.values()) if ends else None
-    return holds, "; ".join([*(said or ["no run on this side"]), f"nudged runs are {allowed:.4f} apart"])
+    return holds, "; ".join(
+        [*(said or ["no run on this side"]), f"nudged runs are {allowed:.4f} apart"]
+    )
 
 
 def _dynamic_k(runs: Runs) -> tuple[bool | None, str]:
     there = [pair for pair in _DYNAMIC if runs.keys() >= set(pair)]
-    tested = [(fixed, dynamic) for fixed, dynamic in there if runs[fixed].plt >= PLT_LIMIT]
-    said = [_of_dynamic_k(runs[dynamic], runs[fixed], fixed) for fixed, dynamic in there] or ["no pair was run"]
-    return (all(runs[dynamic].plt < PLT_LIMIT for _, dynamic in tested) if tested else None), "; ".join(said)
+    tested = [
+        (fixed, dynamic) for fixed, dynamic in there if runs[fixed].plt >= PLT_LIMIT
+    ]
+    said = [
+        _of_dynamic_k(runs[dynamic], runs[fixed], fixed) for fixed, dynamic in there
+    ] or ["no pair was run"]
+    return (
+        all(runs[dynamic].plt < PLT_LIMIT for _, dynamic in tested) if tested else None
+    ), "; ".join(said)
 
 
 def _of_dynamic_k(dynamic: Measured, fixed: Measured, name: str) -> str:
     first = f"the first fault alone costs {dynamic.plt_of_first:.2%}"
-    return f"{name}: PLT {dynamic.plt:.2%}, {fixed.plt:.2%} without; {first}, {dynamic.experts} experts at the end"
+    return (
+        f"{name}: PLT {dynamic.plt:.2%}, {fixed.plt:.2%} without; {first},"
+        f" {dynamic.experts} experts at the end"
+    )
 
 
 def _load_aware(runs: Runs) -> tuple[bool, str]:
@@ -153,14 +223,20 @@ def _load_aware(runs: Runs) -> tuple[bool, str]:
     allowed = spread(runs, max(turns.evaluated))
     gain = turns.last_evaluation - load.last_evaluation
     shares = f"PLT {load.plt:.2%} against {turns.plt:.2%}"
-    said = f"{gain:+.4f} better at the end (nudged runs are {allowed:.4f} apart), {shares}"
+    said = (
+        f"{gain:+.4f} better at the end (nudged runs are {allowed:.4f} apart), {shares}"
+    )
     return gain <= allowed, said
 
 
 def _spikes(runs: Runs) -> tuple[bool, str]:
-    found = {name: peaks(runs[name], runs[LIMITED]) for name in (MOETION, MOETION_BOOST)}
+    found = {
+        name: peaks(runs[name], runs[LIMITED]) for name in (MOETION, MOETION_BOOST)
+    }
     said = "; ".join(f"{name}: {_listed(highest)}" for name, highest in found.items())
-    return all(peak <= HIGHEST_SPIKE for highest in found.values() for peak in highest), said
+    return all(
+        peak <= HIGHEST_SPIKE for highest in found.values() for peak in highest
+    ), said
 
 
 def _pass(runs: Runs) -> tuple[bool, str]:
@@ -168,7 +244,10 @@ def _pass(runs: Runs) -> tuple[bool, str]:
     for name in (MOETION, MOETION_BOOST):
         left = remains(runs[name], runs[LIMITED])
         holds &= all(above <= spread(runs, at) for at, above in left.items())
-        told = [f"{above:+.4f} of {spread(runs, at):.4f} in {at}" for at, above in left.items()]
+        told = [
+            f"{above:+.4f} of {spread(runs, at):.4f} in {at}"
+            for at, above in left.items()
+        ]
         said.append(f"{name}: {', '.join(told)}")
     return holds, "; ".join(said)
 
@@ -176,7 +255,10 @@ def _pass(runs: Runs) -> tuple[bool, str]:
 def _boost(runs: Runs) -> tuple[bool | None, str]:
     run = runs[MOETION_BOOST]
     gain = runs[MOETION].last_evaluation - run.last_evaluation
-    said = f"{run.boost_left} of {run.lost_tokens} lost tokens are left; {gain:+.4f} better at the end than without"
+    said = (
+        f"{run.boost_left} of {run.lost_tokens} lost tokens are left; {gain:+.4f}"
+        " better at the end than without"
+    )
     return (None if run.boost_left is None else run.boost_left == 0), said
 
 
@@ -186,19 +268,27 @@ def _listed(values: list[float]) -> str:
 
 _CLAIMS = (
     _Claim(
-        text="Gemini and MoEvement lose nothing: every loss and the final state are those without faults, bit for bit",
+        text=(
+            "Gemini and MoEvement lose nothing: every loss and the final state are"
+            " those without faults, bit for bit"
+        ),
         source="All policies with supervisors, in guarantees.md",
         needs=(NONE, GEMINI, MOEVEMENT),
         judge=_lossless,
     ),
     _Claim(
-        text=f"MoC: with PLT below {PLT_LIMIT:.2%} the loss at the end is as without faults",
+        text=(
+            f"MoC: with PLT below {PLT_LIMIT:.2%} the loss at the end is as without"
+            " faults"
+        ),
         source="MoC, section 3.1.2, figure 5",
         needs=ALIKE,
         judge=_unharmed_below,
     ),
     _Claim(
-        text=f"MoC: with PLT above {PLT_LIMIT:.2%} it is harmed (what the limit implies)",
+        text=(
+            f"MoC: with PLT above {PLT_LIMIT:.2%} it is harmed (what the limit implies)"
+        ),
         source="MoC, section 3.1.2, figure 5",
         needs=ALIKE,
         judge=_harmed_above,

@@ -1,4 +1,6 @@
-"""The page and the figure about partial checkpoints: text, tables and panels of the measurements. Pure."""
+"""The page and the figure about partial checkpoints: text, tables and panels of the
+measurements. Pure.
+"""
 
 from __future__ import annotations
 
@@ -121,12 +123,21 @@ def page_of(runs: Runs, given: Circumstances) -> str:
         nudged=NUDGED,
         nudged_more=NUDGED_MORE,
         other_seed=OTHER_SEED,
-        common=", ".join(f"`{setting}`" for setting in COMMON if setting.startswith(("model.", "train."))),
-        faults=", ".join(f"{fault.who} in iteration {fault.struck}" for fault in _faults(runs)),
+        common=", ".join(
+            f"`{setting}`"
+            for setting in COMMON
+            if setting.startswith(("model.", "train."))
+        ),
+        faults=", ".join(
+            f"{fault.who} in iteration {fault.struck}" for fault in _faults(runs)
+        ),
         measured=_table(_COLUMNS, list(_rows(runs))),
         claimed=_table(
             ("claim", "source", "here", "measured"),
-            [(each.claim, each.source, _VERDICTS[each.holds], each.measured) for each in judge(runs)],
+            [
+                (each.claim, each.source, _VERDICTS[each.holds], each.measured)
+                for each in judge(runs)
+            ],
         ),
         commit=given.commit,
         hardware=given.hardware,
@@ -135,25 +146,61 @@ def page_of(runs: Runs, given: Circumstances) -> str:
 
 
 def panels_of(runs: Runs) -> list[list[Panel]]:
-    """Return the figure's panels: losses above, differences below, a column for each model."""
-    sides = [("experts take any number of tokens", _ANY), ("limited capacity", _OF_LIMITED)]
-    there = [(title, [name for name in names if name in runs]) for title, names in sides]
+    """Return the figure's panels: losses above, differences below, a column for each
+    model.
+    """
+    sides = [
+        ("experts take any number of tokens", _ANY),
+        ("limited capacity", _OF_LIMITED),
+    ]
+    there = [
+        (title, [name for name in names if name in runs]) for title, names in sides
+    ]
     columns = [_column(runs, title, names) for title, names in there if names]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _column(runs: Runs, title: str, names: Sequence[str]) -> tuple[Panel, Panel]:
-    reference, marks = runs[names[0]], [(fault.struck, fault.who) for fault in _faults(runs)]
-    lines = [Line(name=name, style=_STYLES[name], points=sorted(runs[name].evaluated.items())) for name in names]
+    reference, marks = (
+        runs[names[0]],
+        [(fault.struck, fault.who) for fault in _faults(runs)],
+    )
+    lines = [
+        Line(
+            name=name, style=_STYLES[name], points=sorted(runs[name].evaluated.items())
+        )
+        for name in names
+    ]
     higher = [
-        Line(name=name, style=_STYLES[name], points=sorted(above(runs[name], reference).items())) for name in names
+        Line(
+            name=name,
+            style=_STYLES[name],
+            points=sorted(above(runs[name], reference).items()),
+        )
+        for name in names
     ]
     are_there = runs.keys() >= set(ALIKE)
-    band = [(at, spread(runs, at)) for at in sorted(reference.evaluated)] if are_there else []
+    band = (
+        [(at, spread(runs, at)) for at in sorted(reference.evaluated)]
+        if are_there
+        else []
+    )
     below = f"above the run without faults{' (grey: nudged runs)' if band else ''}"
     return (
-        Panel(title=title, y="evaluation loss, nats per token", lines=lines, marks=marks, has_legend=True),
-        Panel(title=below, y="difference, nats per token", lines=higher, marks=marks, band=band),
+        Panel(
+            title=title,
+            y="evaluation loss, nats per token",
+            lines=lines,
+            marks=marks,
+            has_legend=True,
+        ),
+        Panel(
+            title=below,
+            y="difference, nats per token",
+            lines=higher,
+            marks=marks,
+            band=band,
+        ),
     )
 
 
@@ -165,10 +212,17 @@ def _rows(runs: Runs) -> Iterator[tuple[str, ...]]:
     for variant in VARIANTS:
         if variant.name in runs:
             run = runs[variant.name]
-            settings = dict(override.split("=") for override in variant.overrides)  # the last of a name counts
+            # the last of a name counts
+            settings = dict(override.split("=") for override in variant.overrides)
             reference = runs.get(variant.reference or "")
             said = " ".join(f"`{name}={value}`" for name, value in settings.items())
-            yield (variant.name, said, *_costs(run), f"{run.last_evaluation:.4f}", *_lifts(run, reference))
+            yield (
+                variant.name,
+                said,
+                *_costs(run),
+                f"{run.last_evaluation:.4f}",
+                *_lifts(run, reference),
+            )
 
 
 def _costs(run: Measured) -> Iterator[str]:
@@ -189,4 +243,6 @@ def _lifts(run: Measured, reference: Measured | None) -> Iterator[str]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])
+    return "\n".join(
+        f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows]
+    )

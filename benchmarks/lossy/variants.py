@@ -1,4 +1,6 @@
-"""The runs: policies with their settings, and the four faults of all runs but the references. Pure."""
+"""The runs: policies with their settings, and the four faults of all runs but the
+references. Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,21 @@ PLT_LIMIT = 0.0375
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A run. `reference`: the one without faults that trains the same model; None: it is one, and has no faults."""
+    """A run. `reference`: the one without faults that trains the same model; None: it
+    is one, and has no faults.
+    """
 
     name: str
     reference: str | None
     overrides: tuple[str, ...]
 
 
-NONE, NUDGED, NUDGED_MORE, OTHER_SEED = "none", "none, nudged", "none, nudged more", "none, second seed"
+NONE, NUDGED, NUDGED_MORE, OTHER_SEED = (
+    "none",
+    "none, nudged",
+    "none, nudged more",
+    "none, second seed",
+)
 GEMINI, MOEVEMENT = "gemini", "moevement"
 MOC, MOC_LOAD = "moc", "moc, load-aware"
 MOC_FOURTH, MOC_FOURTH_DYNAMIC = "moc, every 4", "moc, every 4, Dynamic-K"
@@ -32,19 +41,37 @@ _DYNAMIC = "ckpt.dynamic_k=true"
 _MOETION = ("ckpt=moetion", "ckpt.experts=2", "ckpt.remote_experts=1", *_CAPACITY)
 VARIANTS = (
     Variant(name=NONE, reference=None, overrides=("ckpt=none",)),
-    Variant(name=GEMINI, reference=NONE, overrides=("ckpt=gemini", "ckpt.every_iters=8")),
-    Variant(name=MOEVEMENT, reference=NONE, overrides=("ckpt=moevement", "ckpt.window=4")),
+    Variant(
+        name=GEMINI, reference=NONE, overrides=("ckpt=gemini", "ckpt.every_iters=8")
+    ),
+    Variant(
+        name=MOEVEMENT, reference=NONE, overrides=("ckpt=moevement", "ckpt.window=4")
+    ),
     Variant(name=MOC, reference=NONE, overrides=(*_MOC, *_OFTEN)),
-    Variant(name=MOC_LOAD, reference=NONE, overrides=(*_MOC, *_OFTEN, "ckpt.selection=load")),
+    Variant(
+        name=MOC_LOAD, reference=NONE, overrides=(*_MOC, *_OFTEN, "ckpt.selection=load")
+    ),
     Variant(name=MOC_FOURTH, reference=NONE, overrides=(*_MOC, *_FOURTH)),
-    Variant(name=MOC_FOURTH_DYNAMIC, reference=NONE, overrides=(*_MOC, *_FOURTH, _DYNAMIC)),
+    Variant(
+        name=MOC_FOURTH_DYNAMIC, reference=NONE, overrides=(*_MOC, *_FOURTH, _DYNAMIC)
+    ),
     Variant(name=MOC_SELDOM, reference=NONE, overrides=(*_MOC, *_SELDOM)),
-    Variant(name=MOC_SELDOM_DYNAMIC, reference=NONE, overrides=(*_MOC, *_SELDOM, _DYNAMIC)),
+    Variant(
+        name=MOC_SELDOM_DYNAMIC, reference=NONE, overrides=(*_MOC, *_SELDOM, _DYNAMIC)
+    ),
     Variant(name=LIMITED, reference=None, overrides=("ckpt=none", *_CAPACITY)),
     Variant(name=MOETION, reference=LIMITED, overrides=(*_MOETION, "ckpt.boost=0.0")),
-    Variant(name=MOETION_BOOST, reference=LIMITED, overrides=(*_MOETION, "ckpt.boost=0.10")),
-    Variant(name=NUDGED, reference=None, overrides=("ckpt=none", "train.adam_eps=1.1e-8")),
-    Variant(name=NUDGED_MORE, reference=None, overrides=("ckpt=none", "train.adam_eps=1.2e-8")),
+    Variant(
+        name=MOETION_BOOST, reference=LIMITED, overrides=(*_MOETION, "ckpt.boost=0.10")
+    ),
+    Variant(
+        name=NUDGED, reference=None, overrides=("ckpt=none", "train.adam_eps=1.1e-8")
+    ),
+    Variant(
+        name=NUDGED_MORE,
+        reference=None,
+        overrides=("ckpt=none", "train.adam_eps=1.2e-8"),
+    ),
     Variant(name=OTHER_SEED, reference=None, overrides=("ckpt=none", "train.seed=2")),
 )
 COMMON = (
@@ -53,12 +80,15 @@ COMMON = (
     "train.eval_every_iters=10",
     "run.tensorboard=false",
     "run.progress=none",
-    "runtime.heartbeat_s=20",  # a machine that others use, too, may leave a process waiting
+    # a machine that others use, too, may leave a process waiting
+    "runtime.heartbeat_s=20",
 )
 
 
 def faults(iterations: int) -> list[str]:
-    """Return four kills, a fifth of the run apart, each just before an evaluation; one takes a node with its memory."""
+    """Return four kills, a fifth of the run apart, each just before an evaluation; one
+    takes a node with its memory.
+    """
     at = [iterations * fifth // 5 for fifth in range(1, 5)]
     kills = (
         f"{{iteration:{at[0]},rank:2,phase:backward}}",

@@ -1,9 +1,12 @@
-"""Carries a plan of kills out on the workers of a running job, from another process beside it.
+"""Carries a plan of kills out on the workers of a running job, from another process
+beside it.
 
-At times: as soon as the time has come and the workers live. A worker that is being replaced is waited for; no
-incarnation is killed twice. At a point: an order in the worker's page, which the worker carries out on itself at
-exactly that point. A lost node takes several processes and their memory, which no worker can do to itself: the page of
-the kill's rank is watched, every millisecond, and the node is lost as soon as the point is seen or has been passed.
+At times: as soon as the time has come and the workers live. A worker that is being
+replaced is waited for; no incarnation is killed twice. At a point: an order in the
+worker's page, which the worker carries out on itself at exactly that point. A lost node
+takes several processes and their memory, which no worker can do to itself: the page of
+the kill's rank is watched, every millisecond, and the node is lost as soon as the point
+is seen or has been passed.
 """
 
 from __future__ import annotations
@@ -31,11 +34,12 @@ def carry_out(
     patience_s: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Inflict the kills, each with a rank, on a run's workers on this machine; return whether all could be.
+    """Inflict the kills, each with a rank, on a run's workers on this machine; return
+    whether all could be.
 
-    Times count by `clock` from when the first worker is seen. Ends once all is done or the run has ended: all its live
-    files are gone, or no worker and no supervisor lived for `patience_s`; as long are its start and a victim waited
-    for.
+    Times count by `clock` from when the first worker is seen. Ends once all is done or
+    the run has ended: all its live files are gone, or no worker and no supervisor lived
+    for `patience_s`; as long are its start and a victim waited for.
     """
     assert all(kill.rank is not None for kill in kills), kills
     job = TargetJob(run, say, patience_s, clock)
@@ -48,7 +52,8 @@ def carry_out(
     pending = tasks
     while pending and job.look():
         for task in pending:
-            with contextlib.suppress(FileNotFoundError):  # a memory that goes as the job ends
+            # a memory that goes as the job ends
+            with contextlib.suppress(FileNotFoundError):
                 task.advance()
         pending = [task for task in pending if task.outcome is None]
         time.sleep(min((task.look_again_s() for task in pending), default=0))
@@ -68,6 +73,12 @@ def _tasks(kills: Sequence[Kill], job: TargetJob, ranks_per_node: int) -> list[T
             orders.setdefault(kill.rank, []).append(kill)
     return [
         *(Orders(job, rank, of_a_rank) for rank, of_a_rank in orders.items()),
-        *(NodeAtPoint(job, kill, victims(kill, world_size, ranks_per_node)) for kill in nodes),
-        *(FaultAtTime(job, fault) for fault in plan_faults(kills, world_size, ranks_per_node)),
+        *(
+            NodeAtPoint(job, kill, victims(kill, world_size, ranks_per_node))
+            for kill in nodes
+        ),
+        *(
+            FaultAtTime(job, fault)
+            for fault in plan_faults(kills, world_size, ranks_per_node)
+        ),
     ]

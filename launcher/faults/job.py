@@ -1,4 +1,6 @@
-"""The running job as a fault injector sees it: live ranks, killed ranks, and whether it still runs."""
+"""The running job as a fault injector sees it: live ranks, killed ranks, and whether it
+still runs.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.faults.inject import describe, kill_node, nobody_replaced, signal_processes
+from launcher.faults.inject import (
+    describe,
+    kill_node,
+    nobody_replaced,
+    signal_processes,
+)
 from moe_ckpt.elastic.live_workers import LiveWorker, is_running, read_written
 from moe_ckpt.faults.schedule import TimedFault
 
@@ -17,10 +24,17 @@ _STAND_STILL_S = 1.0
 class TargetJob:
     """A run on this machine.
 
-    `patience_s`: time without a live rank after which the run counts as ended, also at its start.
+    `patience_s`: time without a live rank after which the run counts as ended, also at
+    its start.
     """
 
-    def __init__(self, run: Path, say: Callable[[str], None], patience_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run: Path,
+        say: Callable[[str], None],
+        patience_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         self.run = run
         self.say = say
         self.patience_s = patience_s
@@ -37,7 +51,9 @@ class TargetJob:
         return self._clock() - self._begin_s
 
     def look(self) -> bool:
-        """See who lives, unless that was done just now; return whether the run goes on, or may yet begin."""
+        """See who lives, unless that was done just now; return whether the run goes on,
+        or may yet begin.
+        """
         if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = time.monotonic()
             written = read_written(self.run)
@@ -53,22 +69,38 @@ class TargetJob:
     def targets(self, ranks: Sequence[int]) -> list[LiveWorker]:
         """Return those of the ranks' workers that live and were not struck yet."""
         known = [self.workers[rank] for rank in ranks if rank in self.workers]
-        # a worker may outlive its signal for a moment, and the next kill is meant for its successor
-        return [worker for worker in known if worker.is_alive and worker not in self._hit]
+        # a worker may outlive its signal for a moment, and the next kill is meant for
+        # its successor
+        return [
+            worker for worker in known if worker.is_alive and worker not in self._hit
+        ]
 
     def elsewhere(self, ranks: Sequence[int]) -> list[LiveWorker]:
-        """Return those of the ranks' workers that run on other machines, or in other containers."""
-        return [self.workers[rank] for rank in ranks if rank in self.workers and not self.workers[rank].is_here]
+        """Return those of the ranks' workers that run on other machines, or in other
+        containers.
+        """
+        return [
+            self.workers[rank]
+            for rank in ranks
+            if rank in self.workers and not self.workers[rank].is_here
+        ]
 
     def leave(self, workers: Sequence[LiveWorker]) -> None:
         """Say that these are not struck from here."""
         for worker in workers:
-            self.say(f"rank {worker.global_rank} runs {worker.where}: left to processes there")
+            self.say(
+                f"rank {worker.global_rank} runs {worker.where}: left to processes"
+                " there"
+            )
 
     def inject(self, workers: Sequence[LiveWorker], fault: TimedFault) -> None:
-        """Send the signal to these workers; with a node goes the host memory of all the fault's ranks."""
+        """Send the signal to these workers; with a node goes the host memory of all the
+        fault's ranks.
+        """
         if fault.scope == "node":
-            with nobody_replaced(self.run, fault.ranks, wait_s=_STAND_STILL_S) as workers:
+            with nobody_replaced(
+                self.run, fault.ranks, wait_s=_STAND_STILL_S
+            ) as workers:
                 faults = kill_node(self.run, workers, wait_s=_STAND_STILL_S)
             lost = ", ".join(str(worker.global_rank) for worker in workers)
             self.say(f"lost the host memory of ranks {lost}")

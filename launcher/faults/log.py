@@ -1,4 +1,6 @@
-"""Faults that were inflicted on a run: RUN/faults.jsonl, a line each, for reports and benchmarks."""
+"""Faults that were inflicted on a run: RUN/faults.jsonl, a line each, for reports and
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from moe_ckpt.private_files import open_private
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InjectedFault:
-    """A signal to one worker, written just before it is sent, with what the worker was doing.
+    """A signal to one worker, written just before it is sent, with what the worker was
+    doing.
 
-    `ordered`: the worker was told to send it to itself as it enters `phase` of `iteration` (None: the next one); then
-    `unix_s` is when it was told, and an order whose worker dies of something else before is written again.
+    `ordered`: the worker was told to send it to itself as it enters `phase` of
+    `iteration` (None: the next one); then `unix_s` is when it was told, and an order
+    whose worker dies of something else before is written again.
     """
 
     unix_s: float
@@ -42,7 +46,9 @@ def append_faults(run: Path, faults: Iterable[InjectedFault]) -> None:
 
 
 def read_faults(run: Path) -> list[InjectedFault]:
-    """Return the faults of a run, in the order in which they were written; none where there is no file."""
+    """Return the faults of a run, in the order in which they were written; none where
+    there is no file.
+    """
     path = run / "faults.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [InjectedFault(**json.loads(line)) for line in lines]

@@ -1,7 +1,9 @@
-"""Carries a plan of kills out on a job without supervisors (ckpt=none, dense), by what its event files tell. Linux.
+"""Carries a plan of kills out on a job without supervisors (ckpt=none, dense), by what
+its event files tell. Linux.
 
-Such workers have no page that shows what they do. A kill at a point comes as soon as its rank has committed the
-iteration before, whatever the phase; one of them ends them all, and torchrun starts them again.
+Such workers have no page that shows what they do. A kill at a point comes as soon as
+its rank has committed the iteration before, whatever the phase; one of them ends them
+all, and torchrun starts them again.
 """
 
 from __future__ import annotations
@@ -31,16 +33,31 @@ def inject_from_outside(
     goes_on: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[TimedFault]:
-    """Inflict the kills, each with a rank, on children of `parent_pid`; return what could not be done when it ended.
+    """Inflict the kills, each with a rank, on children of `parent_pid`; return what
+    could not be done when it ended.
 
-    Each rank is a node of its own. Times count by `clock` from when the first worker is seen; `goes_on` says how long.
+    Each rank is a node of its own. Times count by `clock` from when the first worker is
+    seen; `goes_on` says how long.
     """
-    pending = [_Due(fault=fault, after_iteration=None) for fault in plan_faults(kills, world_size, 1)]
+    pending = [
+        _Due(fault=fault, after_iteration=None)
+        for fault in plan_faults(kills, world_size, 1)
+    ]
     for kill in (kill for kill in kills if kill.after_s is None):
-        fault = TimedFault(after_s=0.0, ranks=victims(kill, world_size, 1), signal=kill.signal, scope=kill.scope)
+        fault = TimedFault(
+            after_s=0.0,
+            ranks=victims(kill, world_size, 1),
+            signal=kill.signal,
+            scope=kill.scope,
+        )
         # at least 1: before its first commit no event shows that a rank trains
-        pending.append(_Due(fault=fault, after_iteration=max((kill.iteration or 1) - 1, 1)))
-    ranks = [_Rank(path=run / "events" / f"rank{rank:04d}.jsonl") for rank in range(world_size)]
+        pending.append(
+            _Due(fault=fault, after_iteration=max((kill.iteration or 1) - 1, 1))
+        )
+    ranks = [
+        _Rank(path=run / "events" / f"rank{rank:04d}.jsonl")
+        for rank in range(world_size)
+    ]
     begun_s: float | None = None
     while goes_on() and pending:
         for rank in ranks:
@@ -48,7 +65,11 @@ def inject_from_outside(
         if begun_s is None and any(rank.pid for rank in ranks):
             begun_s = clock()
         elapsed_s = clock() - begun_s if begun_s is not None else -1.0
-        pending = [due for due in pending if not _inject_if_due(due, ranks, run, parent_pid, elapsed_s)]
+        pending = [
+            due
+            for due in pending
+            if not _inject_if_due(due, ranks, run, parent_pid, elapsed_s)
+        ]
         time.sleep(_LOOK_EVERY_S)
     return [due.fault for due in pending]
 
@@ -68,7 +89,9 @@ class _Due:
 
 @dataclass(kw_only=True)
 class _Rank:
-    """The newest worker of a rank, and the iteration that it has committed last; `struck`: the pids that are done."""
+    """The newest worker of a rank, and the iteration that it has committed last;
+    `struck`: the pids that are done.
+    """
 
     path: Path
     pid: int = 0
@@ -92,13 +115,23 @@ class _Rank:
 
     def can_be_struck(self, parent_pid: int) -> bool:
         # the agent's child: a pid in an old event may belong to any process by now
-        return self.pid not in {0, *self.struck} and is_alive(self.pid) and parent_of(self.pid) == parent_pid
+        return (
+            self.pid not in {0, *self.struck}
+            and is_alive(self.pid)
+            and parent_of(self.pid) == parent_pid
+        )
 
 
-def _inject_if_due(due: _Due, ranks: Sequence[_Rank], run: Path, parent_pid: int, elapsed_s: float) -> bool:
-    """Send the signals if they are due and all victims live; return whether that was done."""
+def _inject_if_due(
+    due: _Due, ranks: Sequence[_Rank], run: Path, parent_pid: int, elapsed_s: float
+) -> bool:
+    """Send the signals if they are due and all victims live; return whether that was
+    done.
+    """
     hit = [(number, ranks[number]) for number in due.fault.ranks]
-    if not due.has_come(ranks, elapsed_s) or not all(rank.can_be_struck(parent_pid) for _, rank in hit):
+    if not due.has_come(ranks, elapsed_s) or not all(
+        rank.can_be_struck(parent_pid) for _, rank in hit
+    ):
         return False
     faults = [
         InjectedFault(

@@ -1,4 +1,6 @@
-"""The parts of a plan of kills, each of which goes on by small steps: at a time, by order, by watching a page."""
+"""The parts of a plan of kills, each of which goes on by small steps: at a time, by
+order, by watching a page.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _SLEEP_AT_MOST_S = 0.2
 
 
 class Task(ABC):
-    """One part. `outcome` says whether all of it was carried out; None while it goes on."""
+    """One part. `outcome` says whether all of it was carried out; None while it goes
+    on.
+    """
 
     def __init__(self, job: TargetJob) -> None:
         self.job = job
@@ -39,7 +43,9 @@ class Task(ABC):
 
 
 class FaultAtTime(Task):
-    """A fault once its time has come, on all its workers together; after a while without those that do not come."""
+    """A fault once its time has come, on all its workers together; after a while
+    without those that do not come.
+    """
 
     def __init__(self, job: TargetJob, fault: TimedFault) -> None:
         super().__init__(job)
@@ -58,13 +64,19 @@ class FaultAtTime(Task):
             return
         self.job.leave(elsewhere)
         for rank in sorted(missing):
-            self.job.say(f"rank {rank}: no new worker within {self.job.patience_s:g} s, left alone")
+            self.job.say(
+                f"rank {rank}: no new worker within {self.job.patience_s:g} s, left"
+                " alone"
+            )
         if workers:
             self.job.inject(workers, self._fault)
         self.outcome = len(workers) == len(ranks)
 
     def look_again_s(self) -> float:
-        return min(max(LOOK_EVERY_S, self._fault.after_s - self.job.elapsed_s), _SLEEP_AT_MOST_S)
+        return min(
+            max(LOOK_EVERY_S, self._fault.after_s - self.job.elapsed_s),
+            _SLEEP_AT_MOST_S,
+        )
 
     def __str__(self) -> str:
         return str(self._fault)
@@ -78,7 +90,9 @@ class NodeAtPoint(Task):
         assert kill.rank is not None
         self._kill = kill
         self._rank = kill.rank
-        self._fault = TimedFault(after_s=0, ranks=tuple(ranks), signal=kill.signal, scope=kill.scope)
+        self._fault = TimedFault(
+            after_s=0, ranks=tuple(ranks), signal=kill.signal, scope=kill.scope
+        )
         self._page: StatusPage | None = None
         self._memory = ""
 
@@ -108,7 +122,9 @@ class NodeAtPoint(Task):
 
 
 class Orders(Task):
-    """Kills of one rank's process at points, one after the other, each an order to an incarnation of its own."""
+    """Kills of one rank's process at points, one after the other, each an order to an
+    incarnation of its own.
+    """
 
     def __init__(self, job: TargetJob, rank: int, kills: Sequence[Kill]) -> None:
         super().__init__(job)
@@ -117,14 +133,18 @@ class Orders(Task):
         self._order: _Order | None = None
 
     def advance(self) -> None:
-        workers = self.job.targets([self._rank])  # first: a worker obeys before another takes its place
+        # first: a worker obeys before another takes its place
+        workers = self.job.targets([self._rank])
         if self._order is None:
             self._place(workers)
         elif self._order.was_obeyed():
             self._finish(self._order)
         elif workers and workers[0] != self._order.worker:  # it died of something else
-            is_for_the_next = self._order.page.has_order  # given when the dead one's page was its successor's already
-            self._order = replace(self._order, worker=workers[0]) if is_for_the_next else None
+            # given when the dead one's page was its successor's already
+            is_for_the_next = self._order.page.has_order
+            self._order = (
+                replace(self._order, worker=workers[0]) if is_for_the_next else None
+            )
 
     def look_again_s(self) -> float:
         return LOOK_EVERY_S
@@ -141,7 +161,9 @@ class Orders(Task):
             page = worker.open_page()
             # an order of another injector may stand there: it is carried out first
             if not page.has_order:
-                self._order = _Order(worker=worker, page=page, obeyed_before=page.orders_obeyed)
+                self._order = _Order(
+                    worker=worker, page=page, obeyed_before=page.orders_obeyed
+                )
                 _give_order(self.job.run, self._kills[0], self._order)
                 self.job.say(f"ordered from pid {worker.pid}: {self._kills[0]}")
 
@@ -155,7 +177,9 @@ class Orders(Task):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
-    """An order that stands in a worker's page, and how many had been carried out there before."""
+    """An order that stands in a worker's page, and how many had been carried out there
+    before.
+    """
 
     worker: LiveWorker
     page: StatusPage
@@ -167,6 +191,11 @@ class _Order:
 
 def _give_order(run: Path, kill: Kill, order: _Order) -> None:
     now = fault_of(order.worker, order.page, kill.signal, kill.scope, time.time())
-    append_faults(run, [replace(now, iteration=kill.iteration, phase=kill.point_phase, ordered=True)])
+    append_faults(
+        run,
+        [replace(now, iteration=kill.iteration, phase=kill.point_phase, ordered=True)],
+    )
     iteration = ANY_ITERATION if kill.iteration is None else kill.iteration
-    order.page.order(signal_number(kill.signal), Phase[kill.point_phase.upper()], iteration=iteration)
+    order.page.order(
+        signal_number(kill.signal), Phase[kill.point_phase.upper()], iteration=iteration
+    )

@@ -1,7 +1,9 @@
-"""`moe-ckpt prove -- COMMAND`: whether a training command repeats itself, bit for bit, and goes on so after a fault.
+"""`moe-ckpt prove -- COMMAND`: whether a training command repeats itself, bit for bit,
+and goes on so after a fault.
 
-A command without an attachment is run twice, and killed and resumed by its own means (`resumed.py`); one with an
-attachment is run plain, and under faults (`attached.py`). `moe-ckpt check` is another name of the command.
+A command without an attachment is run twice, and killed and resumed by its own means
+(`resumed.py`); one with an attachment is run plain, and under faults (`attached.py`).
+`moe-ckpt check` is another name of the command.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prove the command that follows the options; print a few lines and return the exit status."""
+    """Prove the command that follows the options; print a few lines and return the exit
+    status.
+    """
 
     def prove() -> int:
         options, words = parse_before_program(_parser(), arguments)
@@ -44,7 +48,9 @@ def main(arguments: Sequence[str]) -> int:
             execute = functools.partial(run_job, limit_s=options.limit_s)
             return AttachedProof(attached, folder, execute).run()
         execute = functools.partial(run_to_end, limit_s=options.limit_s)
-        proof = ResumeProof(words, folder, execute, resumes=options.resume, ignored=options.ignored)
+        proof = ResumeProof(
+            words, folder, execute, resumes=options.resume, ignored=options.ignored
+        )
         return proof.run()
 
     return exit_status(prove, failed=NOT_PROVEN)
@@ -53,20 +59,42 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="moe-ckpt prove",
-        description="Prove that a training command repeats itself, and goes on exactly after a fault.",
+        description=(
+            "Prove that a training command repeats itself, and goes on exactly after a"
+            " fault."
+        ),
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    add("-o", "--output", type=Path, metavar="DIR", help="folder of all runs (outputs/DATE/TIME-prove)")
-    add("--limit-s", type=float, default=3600.0, help="seconds after which a run is stopped (3600)")
-    add("--no-resume", dest="resume", action="store_false", help="compare two runs, without a kill")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder of all runs (outputs/DATE/TIME-prove)",
+    )
+    add(
+        "--limit-s",
+        type=float,
+        default=3600.0,
+        help="seconds after which a run is stopped (3600)",
+    )
+    add(
+        "--no-resume",
+        dest="resume",
+        action="store_false",
+        help="compare two runs, without a kill",
+    )
     add(
         *("--except", "-x"),
         dest="ignored",
         action="append",
         default=[],
         metavar="TENSOR",
-        help="a tensor that is not compared, by its name; may be given several times; without an attachment",
+        help=(
+            "a tensor that is not compared, by its name; may be given several times;"
+            " without an attachment"
+        ),
     )
     return parser
 

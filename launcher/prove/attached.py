@@ -1,11 +1,13 @@
-"""The proof of a command with an attachment: a run under faults keeps what its `run.exactness` promises.
+"""The proof of a command with an attachment: a run under faults keeps what its
+`run.exactness` promises.
 
     plain       without supervisors
     faults      as given, with kills and, where the policy recovers that, a loss of state in living processes
     control     one kill, and a recovery without Adam's first moments, which must be found to differ
 
-With `bitwise`, the run under faults must have the digests of the plain run after each iteration, on each rank. With
-`state`, each rank must have after each recovery the digests that it had logged after that iteration.
+With `bitwise`, the run under faults must have the digests of the plain run after each
+iteration, on each rank. With `state`, each rank must have after each recovery the
+digests that it had logged after that iteration.
 """
 
 from __future__ import annotations
@@ -18,8 +20,21 @@ from pathlib import Path
 from launcher.faults.carry_out import carry_out
 from launcher.output_folder import log_of
 from launcher.prove.commands import MOMENTS, CheckedCommand, Variation
-from launcher.prove.compare import Difference, Digests, first_changed, first_difference, read_digests
-from launcher.prove.runs import DIFFERENT, EXACT, NOT_PROVEN, RunFailedError, print_end, run_to_end
+from launcher.prove.compare import (
+    Difference,
+    Digests,
+    first_changed,
+    first_difference,
+    read_digests,
+)
+from launcher.prove.runs import (
+    DIFFERENT,
+    EXACT,
+    NOT_PROVEN,
+    RunFailedError,
+    print_end,
+    run_to_end,
+)
 from moe_ckpt.exactness import STATE
 from moe_ckpt.faults.schedule import Kill, StateLoss
 
@@ -36,22 +51,34 @@ class Faults:
     def __str__(self) -> str:
         return ", ".join(
             [
-                *(f"rank {kill.rank} killed in {kill.phase} of iteration {kill.iteration}" for kill in self.kills),
-                *(f"stage {loss.stage} lost in {loss.phase} of iteration {loss.iteration}" for loss in self.losses),
+                *(
+                    f"rank {kill.rank} killed in {kill.phase} of iteration"
+                    f" {kill.iteration}"
+                    for kill in self.kills
+                ),
+                *(
+                    f"stage {loss.stage} lost in {loss.phase} of iteration"
+                    f" {loss.iteration}"
+                    for loss in self.losses
+                ),
             ]
         )
 
 
 @dataclass(frozen=True)
 class AttachedProof:
-    """The runs of one command, each in a folder of its own below `folder`; `execute` runs one to its end."""
+    """The runs of one command, each in a folder of its own below `folder`; `execute`
+    runs one to its end.
+    """
 
     command: CheckedCommand
     folder: Path
     execute: Execute
 
     def run(self) -> int:
-        """Run and compare; print a line for each run and one for the outcome. Raises MoeCkptError."""
+        """Run and compare; print a line for each run and one for the outcome. Raises
+        MoeCkptError.
+        """
         plain = self._digests("plain", Faults(), is_plain=True)
         faults = plan_faults(plain, loses_state=self.command.loses_state)
         faulty = self._digests("faults", faults)
@@ -62,13 +89,24 @@ class AttachedProof:
         if faulty.exactness == STATE:
             count, wanted = len(faulty.returns), "those that the ranks had before"
         if not count:
-            print("not proven: no rank came back to an iteration whose digests it had logged")
+            print(
+                "not proven: no rank came back to an iteration whose digests it had"
+                " logged"
+            )
             return NOT_PROVEN
-        control = self._digests("control", Faults(kills=faults.kills[:1]), leave_out=MOMENTS)
+        control = self._digests(
+            "control", Faults(kills=faults.kills[:1]), leave_out=MOMENTS
+        )
         if not self._difference(plain, control):
-            print(f"not proven: a recovery without Adam's first moments had digests that were {wanted}, too")
+            print(
+                "not proven: a recovery without Adam's first moments had digests that"
+                f" were {wanted}, too"
+            )
             return NOT_PROVEN
-        print(f"exact: all {count} digests under faults are {wanted}; the control's are not")
+        print(
+            f"exact: all {count} digests under faults are {wanted}; the control's"
+            " are not"
+        )
         return EXACT
 
     def _difference(self, plain: Digests, got: Digests) -> Difference | None:
@@ -77,22 +115,37 @@ class AttachedProof:
             return first_changed(got, may_be_older=self.command.loses_tokens)
         return first_difference(plain, got)
 
-    def _print_difference(self, plain: Digests, different: Difference, exactness: str) -> int:
-        """Print a difference; with `bitwise`, run the plain command again, which may differ without any fault."""
+    def _print_difference(
+        self, plain: Digests, different: Difference, exactness: str
+    ) -> int:
+        """Print a difference; with `bitwise`, run the plain command again, which may
+        differ without any fault.
+        """
         print(f"different: {different}")
         if exactness == STATE:  # plain runs may differ
-            print(f"the rank had logged another digest of this tensor; logs and events: {self.folder}")
+            print(
+                "the rank had logged another digest of this tensor; logs and events:"
+                f" {self.folder}"
+            )
             return DIFFERENT
-        # only now: a third full run is the price of a verdict that an exact recovery does not need
-        own = first_difference(plain, self._digests("plain-again", Faults(), is_plain=True))
+        # only now: a third full run is the price of a verdict that an exact recovery
+        # does not need
+        own = first_difference(
+            plain, self._digests("plain-again", Faults(), is_plain=True)
+        )
         if own:
             print(f"the command is not deterministic: two plain runs differ {own}")
             return NOT_PROVEN
-        print(f"two plain runs are equal, so the recovery is not exact; logs and events: {self.folder}")
+        print(
+            "two plain runs are equal, so the recovery is not exact; logs and events:"
+            f" {self.folder}"
+        )
         return DIFFERENT
 
     def _digests(self, name: str, faults: Faults, **options: bool | str) -> Digests:
-        """Run the command once, print a line, and return its digests. Raises RunFailedError."""
+        """Run the command once, print a line, and return its digests. Raises
+        RunFailedError.
+        """
         variation = Variation(run=self.folder / name, losses=faults.losses, **options)  # type: ignore[arg-type]
         print(f"{name}: {faults}" if str(faults) else f"{name}:", end=" ", flush=True)
         started_s = time.monotonic()
@@ -100,32 +153,53 @@ class AttachedProof:
         try:
             digests = read_digests(variation.run)
         except FileNotFoundError as error:
-            raise RunFailedError(f"{name}: got no events ({error}); log: {log_of(variation.run)}") from error
+            raise RunFailedError(
+                f"{name}: got no events ({error}); log: {log_of(variation.run)}"
+            ) from error
         print_end(digests, started_s, log_of(variation.run))
         return digests
 
 
 def plan_faults(plain: Digests, *, loses_state: bool) -> Faults:
-    """Return a kill in forward and one in backward, on two ranks, and later a loss of state where that is recovered."""
+    """Return a kill in forward and one in backward, on two ranks, and later a loss of
+    state where that is recovered.
+    """
     iterations = plain.iterations
     third, half, late = (iterations[len(iterations) * part // 12] for part in (4, 6, 9))
     kills = (
         Kill(rank=plain.num_ranks - 1, iteration=third, phase="forward"),
         Kill(rank=0, iteration=half, phase="backward"),
     )
-    # after all kills: a worker that comes later would lose its state again, and the others would not
-    return Faults(kills=kills, losses=(StateLoss(iteration=late, stage=0, phase="step"),) if loses_state else ())
+    # after all kills: a worker that comes later would lose its state again, and the
+    # others would not
+    return Faults(
+        kills=kills,
+        losses=(StateLoss(iteration=late, stage=0, phase="step"),)
+        if loses_state
+        else (),
+    )
 
 
-def run_job(command: Sequence[str], run: Path, kills: Sequence[Kill], *, limit_s: float) -> None:
-    """Run a job with its kills to its end. Raises RunFailedError with the last line of its log."""
+def run_job(
+    command: Sequence[str], run: Path, kills: Sequence[Kill], *, limit_s: float
+) -> None:
+    """Run a job with its kills to its end. Raises RunFailedError with the last line of
+    its log.
+    """
     carried: list[str] = []
     done: list[bool] = []
 
     def inflict() -> None:
-        done.append(not kills or carry_out(kills, run, ranks_per_node=1, say=carried.append, patience_s=limit_s))
+        done.append(
+            not kills
+            or carry_out(
+                kills, run, ranks_per_node=1, say=carried.append, patience_s=limit_s
+            )
+        )
 
     ended = run_to_end(command, log_of(run), limit_s=limit_s, meanwhile=inflict)
     if ended.status or not all(done):
         said = [ended.last_line, *carried][-1]
-        raise RunFailedError(f"{run.name}: ended with status {ended.status}; log: {ended.log}\n{said}")
+        raise RunFailedError(
+            f"{run.name}: ended with status {ended.status}; log: {ended.log}\n{said}"
+        )

@@ -1,7 +1,9 @@
-"""A user's own training command, and the same command with the settings of one run of a check. Pure.
+"""A user's own training command, and the same command with the settings of one run of a
+check. Pure.
 
-Three kinds: `moe_ckpt.run` with its options (`moe-ckpt run`), launcher/train.py with its overrides (`moe-ckpt train`),
-and any other command with MOE_CKPT in the environment.
+Three kinds: `moe_ckpt.run` with its options (`moe-ckpt run`), launcher/train.py with
+its overrides (`moe-ckpt train`), and any other command with MOE_CKPT in the
+environment.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _DIGESTS = {"run.digest_every_iters": "1", "run.digest_tensors": "true"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variation:
-    """One run of the command, in the folder `run`. `leave_out`: the ingredient that its recoveries lack."""
+    """One run of the command, in the folder `run`. `leave_out`: the ingredient that its
+    recoveries lack.
+    """
 
     run: Path
     is_plain: bool = False
@@ -52,7 +56,9 @@ class CheckedCommand(Protocol):
 
     @property
     def loses_tokens(self) -> bool:
-        """Whether a recovery may bring some tensors back to older iterations than others."""
+        """Whether a recovery may bring some tensors back to older iterations than
+        others.
+        """
         ...
 
     def varied(self, variation: Variation) -> list[str]:
@@ -109,13 +115,26 @@ class LauncherCommand:
 
     def varied(self, variation: Variation) -> list[str]:
         replaced = ("fault", *variation.settings)
-        kept = [word for word in self.overrides if not any(_sets(word, name) for name in replaced)]
+        kept = [
+            word
+            for word in self.overrides
+            if not any(_sets(word, name) for name in replaced)
+        ]
         if variation.is_plain:
-            # settings of the policy are unknown keys to `none`, which has no supervisors either
-            kept = [word for word in kept if not _sets(word, "ckpt") and not _sets(word, "runtime.guard")]
+            # settings of the policy are unknown keys to `none`, which has no
+            # supervisors either
+            kept = [
+                word
+                for word in kept
+                if not _sets(word, "ckpt") and not _sets(word, "runtime.guard")
+            ]
             kept.append("ckpt=none")
         settings = [f"{key}={value}" for key, value in variation.settings.items()]
-        losing = ["fault=state_loss", f"fault.at={_as_yaml(variation.losses)}"] if variation.losses else []
+        losing = (
+            ["fault=state_loss", f"fault.at={_as_yaml(variation.losses)}"]
+            if variation.losses
+            else []
+        )
         return [*self.start, *kept, *settings, *losing]
 
 
@@ -131,7 +150,9 @@ def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand | 
     """
     if variable and words:
         attached = _attached((), attached_command(variable, ["python", "SCRIPT"])[2:])
-        return EnvironmentCommand(attached=replace(attached, program=()), words=tuple(words))
+        return EnvironmentCommand(
+            attached=replace(attached, program=()), words=tuple(words)
+        )
     for at, (first, second) in enumerate(pairwise(words)):
         if (first, second) == ("-m", "moe_ckpt.run"):
             return _attached(words[: at + 2], words[at + 2 :])
@@ -141,7 +162,9 @@ def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand | 
             return _attached(start, [*run_words(options), "--", *program])
         if Path(first).name == "moe-ckpt" and second == "train":
             options = parse_train(words[at + 2 :])
-            return _launched([*words[: at + 2], *torchrun_words(options)], options.overrides)
+            return _launched(
+                [*words[: at + 2], *torchrun_words(options)], options.overrides
+            )
     for at, word in enumerate(words):
         if Path(word).parts[-2:] == ("launcher", "train.py"):
             options = parse(make_parser("launcher/train.py", ""), words[at + 1 :])
@@ -153,7 +176,12 @@ def _attached(start: Sequence[str], words: Sequence[str]) -> AttachedCommand:
     settings = parse_run(words)
     ckpt = settings.job.ckpt
     options, program = parse_options(words)
-    require(not settings.is_plain, "COMMAND: policy", ckpt.policy, "one that recovers, and no --plain")
+    require(
+        not settings.is_plain,
+        "COMMAND: policy",
+        ckpt.policy,
+        "one that recovers, and no --plain",
+    )
     return AttachedCommand(
         start=tuple(start),
         options=tuple(run_words(options)),
@@ -166,7 +194,12 @@ def _attached(start: Sequence[str], words: Sequence[str]) -> AttachedCommand:
 def _launched(start: Sequence[str], overrides: Sequence[str]) -> LauncherCommand:
     settings = compose_settings(overrides)
     recovers = wants_supervisor(settings.ckpt, settings.runtime)
-    require(recovers, "COMMAND: policy", settings.ckpt.policy, "one whose supervisors replace a killed worker")
+    require(
+        recovers,
+        "COMMAND: policy",
+        settings.ckpt.policy,
+        "one whose supervisors replace a killed worker",
+    )
     return LauncherCommand(
         start=tuple(start),
         overrides=tuple(overrides),
@@ -182,5 +215,7 @@ def _sets(word: str, group: str) -> bool:
 
 
 def _as_yaml(losses: Sequence[StateLoss]) -> str:
-    """Return losses in the flow style of YAML, which Hydra's overrides and `--set` both read."""
+    """Return losses in the flow style of YAML, which Hydra's overrides and `--set` both
+    read.
+    """
     return json.dumps([asdict(loss) for loss in losses]).replace('"', "")

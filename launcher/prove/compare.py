@@ -1,4 +1,6 @@
-"""Digests of two runs, or of one run before and after its recoveries, and the first place at which they differ."""
+"""Digests of two runs, or of one run before and after its recoveries, and the first
+place at which they differ.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,25 @@ from pathlib import Path
 
 from launcher.promise import exactness_of
 from moe_ckpt.elastic.live_workers import read_world_size
-from moe_ckpt.events import Event, Rejoined, StateDigest, StateResumed, TensorDigests, WorkerStarted, read_events
+from moe_ckpt.events import (
+    Event,
+    Rejoined,
+    StateDigest,
+    StateResumed,
+    TensorDigests,
+    WorkerStarted,
+    read_events,
+)
 from moe_ckpt.exactness import BITWISE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Return:
-    """A rank has come back to an iteration after which the rank had logged its state before.
+    """A rank has come back to an iteration after which the rank had logged its state
+    before.
 
-    `before` has the digests of tensors after the iterations up to this one, the newest last.
+    `before` has the digests of tensors after the iterations up to this one, the newest
+    last.
     """
 
     iteration: int
@@ -26,7 +38,9 @@ class Return:
     before: Sequence[Mapping[str, str]]
 
     def changed(self, *, may_be_older: bool) -> str | None:
-        """Return the first tensor that is not as it was; `may_be_older`: as it was after any of the iterations."""
+        """Return the first tensor that is not as it was; `may_be_older`: as it was
+        after any of the iterations.
+        """
         known = self.before if may_be_older else self.before[-1:]
         for name, digest in self.tensors.items():
             if all(digest != each.get(name) for each in known):
@@ -36,7 +50,9 @@ class Return:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digests:
-    """The digests of a run by (iteration, rank), over all incarnations: of whole states, and of their tensors."""
+    """The digests of a run by (iteration, rank), over all incarnations: of whole
+    states, and of their tensors.
+    """
 
     num_ranks: int
     exactness: str = BITWISE
@@ -44,8 +60,9 @@ class Digests:
     tensors: dict[tuple[int, int], list[dict[str, str]]] = field(default_factory=dict)
     returns: list[Return] = field(default_factory=list)
     loaded: dict[int, TensorDigests] = field(default_factory=dict)
-    """By rank: the state with which a rank that was started again went on; without tensors
-    where a script logs its state after iterations only."""
+    """By rank: the state with which a rank that was started again went on; without
+    tensors where a script logs its state after iterations only.
+    """
 
     @property
     def iterations(self) -> list[int]:
@@ -53,13 +70,17 @@ class Digests:
 
     @property
     def resumed_after(self) -> int:
-        """The iteration after which ranks that were started again went on; -1 if none did."""
+        """The iteration after which ranks that were started again went on; -1 if none
+        did.
+        """
         return min((each.iteration for each in self.loaded.values()), default=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The first state of a run that is not the other's; `tensor` is the first in it that differs."""
+    """The first state of a run that is not the other's; `tensor` is the first in it
+    that differs.
+    """
 
     iteration: int
     rank: int
@@ -70,9 +91,14 @@ class Difference:
 
 
 def read_digests(run: Path) -> Digests:
-    """Return the digests in a run's event files. Raises FileNotFoundError where there is no run."""
+    """Return the digests in a run's event files. Raises FileNotFoundError where there
+    is no run.
+    """
     logs = [
-        [logged.event for logged in read_events(run / "events" / f"rank{rank:04d}.jsonl")]
+        [
+            logged.event
+            for logged in read_events(run / "events" / f"rank{rank:04d}.jsonl")
+        ]
         for rank in range(read_world_size(run))
     ]
     found = Digests(num_ranks=len(logs), exactness=exactness_of(logs[0]) or BITWISE)
@@ -83,12 +109,21 @@ def read_digests(run: Path) -> Digests:
         after: StateDigest | None = None
         for event in events:
             if isinstance(event, StateDigest):
-                # all, not the last: a wrong state that a later recovery has left would go unnoticed
-                found.states.setdefault((event.iteration, rank), set()).add(event.digest)
+                # all, not the last: a wrong state that a later recovery has left would
+                # go unnoticed
+                found.states.setdefault((event.iteration, rank), set()).add(
+                    event.digest
+                )
                 after = event
             # else of a state that was loaded
-            elif isinstance(event, TensorDigests) and after and after.iteration == event.iteration:
-                found.tensors.setdefault((event.iteration, rank), []).append(event.digests)
+            elif (
+                isinstance(event, TensorDigests)
+                and after
+                and after.iteration == event.iteration
+            ):
+                found.tensors.setdefault((event.iteration, rank), []).append(
+                    event.digests
+                )
                 after = None
     return found
 
@@ -99,12 +134,20 @@ def without(digests: Digests, names: Collection[str]) -> Digests:
     def kept(tensors: Mapping[str, str]) -> dict[str, str]:
         return {name: digest for name, digest in tensors.items() if name not in names}
 
-    tensors = {key: [kept(each) for each in logged] for key, logged in digests.tensors.items()}
+    tensors = {
+        key: [kept(each) for each in logged] for key, logged in digests.tensors.items()
+    }
     return replace(
         digests,
         tensors=tensors,
-        states={key: {json.dumps(each) for each in logged} for key, logged in tensors.items()},
-        loaded={rank: replace(each, digests=kept(each.digests)) for rank, each in digests.loaded.items()},
+        states={
+            key: {json.dumps(each) for each in logged}
+            for key, logged in tensors.items()
+        },
+        loaded={
+            rank: replace(each, digests=kept(each.digests))
+            for rank, each in digests.loaded.items()
+        },
     )
 
 
@@ -122,7 +165,9 @@ def _loaded(events: Iterable[Event]) -> TensorDigests | None:
 
 
 def _returns(rank: int, events: Iterable[Event]) -> Iterable[Return]:
-    """Yield the returns of a rank, whose digests were logged after each iteration and after each recovery."""
+    """Yield the returns of a rank, whose digests were logged after each iteration and
+    after each recovery.
+    """
     history: list[TensorDigests] = []
     back: int | None = None
     is_new = False
@@ -138,14 +183,21 @@ def _returns(rank: int, events: Iterable[Event]) -> Iterable[Return]:
                 history, is_new = [], False
             if history and event.iteration == back == history[-1].iteration:
                 before = [each.digests for each in history]
-                yield Return(iteration=event.iteration, rank=rank, tensors=event.digests, before=before)
+                yield Return(
+                    iteration=event.iteration,
+                    rank=rank,
+                    tensors=event.digests,
+                    before=before,
+                )
                 history.pop()
             back = None
             history.append(event)
 
 
 def first_changed(got: Digests, *, may_be_older: bool) -> Difference | None:
-    """Return the first state after a recovery, by iteration and then by rank, that its rank did not have before."""
+    """Return the first state after a recovery, by iteration and then by rank, that its
+    rank did not have before.
+    """
     for each in sorted(got.returns, key=lambda each: (each.iteration, each.rank)):
         name = each.changed(may_be_older=may_be_older)
         if name is not None:
@@ -154,7 +206,9 @@ def first_changed(got: Digests, *, may_be_older: bool) -> Difference | None:
 
 
 def loaded_otherwise(first: Digests, resumed: Digests) -> list[Difference]:
-    """Return the tensors that ranks loaded in another state than the first run had, by rank."""
+    """Return the tensors that ranks loaded in another state than the first run had, by
+    rank.
+    """
     found = []
     for rank, loaded in sorted(resumed.loaded.items()):
         [before, *_] = first.tensors.get((loaded.iteration, rank), [{}])
@@ -167,17 +221,25 @@ def loaded_otherwise(first: Digests, resumed: Digests) -> list[Difference]:
 
 
 def names_that_differ(wanted: Digests, got: Digests) -> set[str]:
-    """Return the names of all tensors that differ after any iteration that both runs logged."""
+    """Return the names of all tensors that differ after any iteration that both runs
+    logged.
+    """
     names: set[str] = set()
     for key in wanted.tensors.keys() & got.tensors.keys():
         [first, *_] = wanted.tensors[key]
         for other in got.tensors[key]:
-            names |= {name for name in {**first, **other} if first.get(name) != other.get(name)}
+            names |= {
+                name
+                for name in {**first, **other}
+                if first.get(name) != other.get(name)
+            }
     return names
 
 
 def first_difference(wanted: Digests, got: Digests) -> Difference | None:
-    """Return the first place, by iteration and then by rank, at which a run lacks a digest or has another one."""
+    """Return the first place, by iteration and then by rank, at which a run lacks a
+    digest or has another one.
+    """
     for iteration, rank in sorted({*wanted.states, *got.states}):
         if wanted.states.get((iteration, rank)) != got.states.get((iteration, rank)):
             tensor = _first_tensor(wanted, got, iteration, rank)
@@ -191,7 +253,9 @@ def _first_tensor(wanted: Digests, got: Digests, iteration: int, rank: int) -> s
             return f"no digest in the {name}"
     first, *others = [*wanted.tensors[iteration, rank], *got.tensors[iteration, rank]]
     for other in others:
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        names = [
+            name for name in {**first, **other} if first.get(name) != other.get(name)
+        ]
         if names:
             return names[0]
     return "no tensor, but the digest of the whole"

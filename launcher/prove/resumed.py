@@ -1,4 +1,5 @@
-"""The proof of a command without an attachment: the command repeats itself, and its own resume is exact.
+"""The proof of a command without an attachment: the command repeats itself, and its own
+resume is exact.
 
 first, second    from the same beginning: equal after each iteration, on each rank
 killed           a rank kills its process; the command is started again, unless its
@@ -72,7 +73,10 @@ class ResumeProof:
         require(bool(self.command), "COMMAND", "nothing", "the command that trains")
         if self.resumes:
             has_place = any(PLACE in word for word in self.command)
-            options = f"the folder of its checkpoints as {PLACE} (--save {PLACE} --load {PLACE})"
+            options = (
+                f"the folder of its checkpoints as {PLACE} (--save {PLACE} --load"
+                f" {PLACE})"
+            )
             wanted = f"{options}, which each run has of its own, or --no-resume"
             require(has_place, "COMMAND", " ".join(self.command), wanted)
 
@@ -89,7 +93,10 @@ class ResumeProof:
         first = self._digests("first")
         different = first_difference(first, self._digests("second"))
         if different:
-            print(f"different: two runs of the command, without a fault, differ {different}")
+            print(
+                "different: two runs of the command, without a fault, differ"
+                f" {different}"
+            )
             return DIFFERENT
         if not self.resumes:
             print(f"{self._exact}: two runs are equal, all {len(first.states)} digests")
@@ -97,7 +104,10 @@ class ResumeProof:
         return self._prove_resume(first)
 
     def _prove_resume(self, first: Digests) -> int:
-        rank, iteration = first.num_ranks - 1, first.iterations[(len(first.iterations) - 1) // 2]
+        rank, iteration = (
+            first.num_ranks - 1,
+            first.iterations[(len(first.iterations) - 1) // 2],
+        )
         killed = self._digests("killed", kill_rank=rank, kill_iteration=iteration)
         if killed.resumed_after < first.iterations[0]:
             wanted = f"a checkpoint from before iteration {iteration} ended"
@@ -105,20 +115,30 @@ class ResumeProof:
             return NOT_PROVEN
         different = _difference(first, killed)
         if different and different.iteration <= killed.resumed_after:
-            print(f"different: two runs of the command, before the kill, differ {different}")
+            print(
+                "different: two runs of the command, before the kill, differ"
+                f" {different}"
+            )
             return DIFFERENT
         if different:
             print(f"different: the resumed run differs {different}")
             print(*_as_loaded(first, killed), _in_all(first, killed), sep="\n")
             return DIFFERENT
-        control = self._digests("control", kill_rank=rank, kill_iteration=iteration, spoil_after_resume=True)
+        control = self._digests(
+            "control", kill_rank=rank, kill_iteration=iteration, spoil_after_resume=True
+        )
         found = _difference(first, control)
         # ranks damage their states after their first iteration
         if found is None or found.iteration <= control.resumed_after + 1:
-            print("not proven: a resumed state that was changed had the same digests, too")
+            print(
+                "not proven: a resumed state that was changed had the same digests, too"
+            )
             return NOT_PROVEN
         equal = "two runs are equal, and so is the resumed one"
-        print(f"{self._exact}: {equal}, all {len(first.states)} digests; the control's are not")
+        print(
+            f"{self._exact}: {equal}, all {len(first.states)} digests; the control's"
+            " are not"
+        )
         return EXACT
 
     def _digests(self, name: str, **faults: Any) -> Digests:
@@ -137,11 +157,18 @@ class ResumeProof:
             digests = self._compared(read_digests(run))
         except FileNotFoundError as error:
             loops = "the loop of Megatron-LM, Megatron-Bridge or ms-swift"
-            wanted = f"{loops}, or a script in which each rank calls moe_ckpt.observe.observe"
+            wanted = (
+                f"{loops}, or a script in which each rank calls"
+                " moe_ckpt.observe.observe"
+            )
             got = f"no digests ({error.filename})"
-            raise RunFailedError(f"COMMAND: got {got}, wanted {wanted}; log: {log_of(run)}") from error
+            raise RunFailedError(
+                f"COMMAND: got {got}, wanted {wanted}; log: {log_of(run)}"
+            ) from error
         if order.kill_rank is not None:
-            what = f"rank {order.kill_rank} killed after iteration {order.kill_iteration}"
+            what = (
+                f"rank {order.kill_rank} killed after iteration {order.kill_iteration}"
+            )
             print(f"{what}, resumed after iteration {digests.resumed_after}", end=" ")
         print_end(digests, started_s, log_of(run))
         return digests
@@ -152,12 +179,21 @@ class ResumeProof:
         return f"exact, except for {names}" if names else "exact"
 
     def _compared(self, digests: Digests) -> Digests:
-        """Return digests without those of ignored tensors. Raises ConfigError for unknown ones."""
+        """Return digests without those of ignored tensors. Raises ConfigError for
+        unknown ones.
+        """
         if not self.ignored:
             return digests
-        known = {name for logged in digests.tensors.values() for tensors in logged for name in tensors}
+        known = {
+            name
+            for logged in digests.tensors.values()
+            for tensors in logged
+            for name in tensors
+        }
         for name in self.ignored:
-            require(name in known, "--except", name, "a name as `different:` lines have it")
+            require(
+                name in known, "--except", name, "a name as `different:` lines have it"
+            )
         return without(digests, self.ignored)
 
     def _start(self, name: str, order: Order) -> None:
@@ -169,15 +205,23 @@ class ResumeProof:
         ended = self.execute(words, log_of(Path(order.run)), environment)
         if order.kill_rank is not None:
             was_killed = order.killed.exists()
-            # whatever the status, which a shell may hide; a launcher may have restarted its ranks
+            # whatever the status, which a shell may hide; a launcher may have restarted
+            # its ranks
             if was_killed and not read_digests(Path(order.run)).loaded:
                 again = self.folder / f"{name}-resumed.log"
                 ended = self.execute(words, again, environment)
             elif not was_killed and not ended.status:
-                what = f"rank {order.kill_rank} has not come to iteration {order.kill_iteration}"
-                raise RunFailedError(f"{name}: {what}, where the kill was to be; log: {ended.log}")
+                what = (
+                    f"rank {order.kill_rank} has not come to iteration"
+                    f" {order.kill_iteration}"
+                )
+                raise RunFailedError(
+                    f"{name}: {what}, where the kill was to be; log: {ended.log}"
+                )
         if ended.status:
-            why = f"ended with status {ended.status}; log: {ended.log}\n{ended.last_line}"
+            why = (
+                f"ended with status {ended.status}; log: {ended.log}\n{ended.last_line}"
+            )
             raise RunFailedError(f"{name}: {why}")
 
     def _python_path(self) -> dict[str, str]:
@@ -186,13 +230,16 @@ class ResumeProof:
         start.mkdir(exist_ok=True)
         (start / f"{NAME}.py").write_text(LINE)
         others = os.environ.get("PYTHONPATH")
-        return {"PYTHONPATH": os.pathsep.join([str(start), *([others] if others else [])])}
+        return {
+            "PYTHONPATH": os.pathsep.join([str(start), *([others] if others else [])])
+        }
 
 
 def _difference(first: Digests, killed: Digests) -> Difference | None:
     """Return the first difference of a run with a kill from the first run.
 
-    As a rank dies, others may not have logged the iteration that the checkpoint has already.
+    As a rank dies, others may not have logged the iteration that the checkpoint has
+    already.
     """
     states = {
         (iteration, rank): digests
@@ -203,13 +250,19 @@ def _difference(first: Digests, killed: Digests) -> Difference | None:
 
 
 def _as_loaded(first: Digests, killed: Digests) -> list[str]:
-    """Return a line about tensors that differ as soon as ranks have loaded a checkpoint."""
+    """Return a line about tensors that differ as soon as ranks have loaded a
+    checkpoint.
+    """
     ranks: dict[str, int] = {}
     found = loaded_otherwise(first, killed)
     for each in found:
         ranks.setdefault(each.tensor, each.rank)
     names = [f"{name} (from rank {rank})" for name, rank in ranks.items()]
-    return [f"as loaded, after iteration {found[0].iteration}: {_shown(names)}"] if found else []
+    return (
+        [f"as loaded, after iteration {found[0].iteration}: {_shown(names)}"]
+        if found
+        else []
+    )
 
 
 def _in_all(first: Digests, killed: Digests) -> str:

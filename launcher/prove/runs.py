@@ -19,7 +19,9 @@ _FEWEST_ITERS = 6
 
 
 class RunFailedError(MoeCkptError):
-    """A run of the command did not come to its end, or not all of its faults could be carried out."""
+    """A run of the command did not come to its end, or not all of its faults could be
+    carried out.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,8 @@ def run_to_end(
     Args:
         command: The words of the command.
         log: The file for its output.
-        environment: The variables of the command's processes; None: those of this process.
+        environment: The variables of the command's processes; None: those of this
+            process.
         limit_s: The time after which the command is ended.
         meanwhile: Called once the command has started.
 
@@ -62,10 +65,16 @@ def run_to_end(
     with log.open("w") as output:
         try:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
             )
         except OSError as error:
-            raise RunFailedError(f"COMMAND: got {command[0]!r}, wanted a program ({error})") from error
+            raise RunFailedError(
+                f"COMMAND: got {command[0]!r}, wanted a program ({error})"
+            ) from error
         try:
             meanwhile()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -74,7 +83,10 @@ def run_to_end(
             is_late = process.poll() is None
             end_session(process)
     if is_late:
-        raise RunFailedError(f"--limit-s: got {limit_s:g}, wanted more: the run had not ended by then; log: {log}")
+        raise RunFailedError(
+            f"--limit-s: got {limit_s:g}, wanted more: the run had not ended by then;"
+            f" log: {log}"
+        )
     return Ended(status=process.returncode, log=log)
 
 
@@ -90,7 +102,14 @@ def print_end(digests: Digests, started_s: float, log: Path) -> None:
         ConfigError: The run is too short for faults.
     """
     seconds, count = time.monotonic() - started_s, len(digests.iterations)
-    print(f"({count} iterations, {digests.num_ranks} ranks, {seconds:.0f} s)", flush=True)
+    print(
+        f"({count} iterations, {digests.num_ranks} ranks, {seconds:.0f} s)", flush=True
+    )
     if count < _FEWEST_ITERS:
-        wanted = f"at least {_FEWEST_ITERS}, so that faults have iterations before and after them"
-        raise ConfigError(f"COMMAND: got {count} iterations, wanted {wanted}; log: {log}")
+        wanted = (
+            f"at least {_FEWEST_ITERS}, so that faults have iterations before and after"
+            " them"
+        )
+        raise ConfigError(
+            f"COMMAND: got {count} iterations, wanted {wanted}; log: {log}"
+        )

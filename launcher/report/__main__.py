@@ -1,4 +1,6 @@
-"""Report on runs: `python -m launcher.report RUN [RUN...] -o report.html`. Reads their folders, changes nothing."""
+"""Report on runs: `python -m launcher.report RUN [RUN...] -o report.html`. Reads their
+folders, changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -61,18 +63,28 @@ def _write(report: str, place: Path | None) -> None:
     try:
         place.write_text(report)
     except OSError as error:
-        raise ConfigError(f"-o: got {str(place)!r}, wanted a file that can be written ({error})") from error
+        raise ConfigError(
+            f"-o: got {str(place)!r}, wanted a file that can be written ({error})"
+        ) from error
     print(f"wrote {place}, {len(report.encode()) / 1e6:.1f} MB")
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m launcher.report",
-        description="Report on runs: what was trained, what failed, where the time went.",
+        description=(
+            "Report on runs: what was trained, what failed, where the time went."
+        ),
         epilog=_EXAMPLES,
     )
     add = parser.add_argument
-    add("run", nargs="*", type=Path, default=[LATEST], help="folders of runs, or of several (default: the newest run)")
+    add(
+        "run",
+        nargs="*",
+        type=Path,
+        default=[LATEST],
+        help="folders of runs, or of several (default: the newest run)",
+    )
     add(
         "-o",
         "--output",
@@ -80,7 +92,13 @@ def _parser() -> Parser:
         metavar="FILE",
         help="where to (default: RUN/report.html; md and json: the terminal)",
     )
-    add("--format", choices=_FORMATS, help="default: by the output's suffix, else html; trace: Chrome's, for Perfetto")
+    add(
+        "--format",
+        choices=_FORMATS,
+        help=(
+            "default: by the output's suffix, else html; trace: Chrome's, for Perfetto"
+        ),
+    )
     return parser
 
 

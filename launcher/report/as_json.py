@@ -1,4 +1,6 @@
-"""A report as JSON, for other programs: the quantities, parts and recoveries of each run, with units in the names."""
+"""A report as JSON, for other programs: the quantities, parts and recoveries of each
+run, with units in the names.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ _VERSION = 1
 def to_json(runs: Sequence[Facts]) -> str:
     """Return the whole report; numbers that are not known are null."""
     # allow_nan: other programs' parsers refuse NaN
-    return json.dumps({"version": _VERSION, "runs": [_run(facts) for facts in runs]}, indent=1, allow_nan=False) + "\n"
+    return (
+        json.dumps(
+            {"version": _VERSION, "runs": [_run(facts) for facts in runs]},
+            indent=1,
+            allow_nan=False,
+        )
+        + "\n"
+    )
 
 
 def _run(facts: Facts) -> dict[str, Any]:
@@ -33,7 +42,8 @@ def _run(facts: Facts) -> dict[str, Any]:
         "summary": headline(facts),
         "quantities": {each.key: _known(each.of(facts)) for each in QUANTITIES},
         "seconds_by_rank": {
-            str(rank): {part.label: of[part] / 1e6 for part in PagePart} for rank, of in sorted(facts.totals_us.items())
+            str(rank): {part.label: of[part] / 1e6 for part in PagePart}
+            for rank, of in sorted(facts.totals_us.items())
         },
         "faults": dict(facts.faults),
         "recoveries": [_recovery(episode) for episode in facts.episodes],
@@ -50,7 +60,9 @@ def _recovery(episode: Episode) -> dict[str, Any]:
         "replayed_iters": episode.replayed_iters,
         "replaying_ranks": list(episode.replaying_ranks),
         "fetched_bytes": episode.fetched_bytes,
-        "mean_seconds": {part.label: value / 1e6 for part, value in episode.mean_us.items()},
+        "mean_seconds": {
+            part.label: value / 1e6 for part, value in episode.mean_us.items()
+        },
         "ranks": [
             {
                 "rank": each.rank,

@@ -1,4 +1,6 @@
-"""Events of one kind as a table of numbers: a run has millions of them, and a Python object each would be too many."""
+"""Events of one kind as a table of numbers: a run has millions of them, and a Python
+object each would be too many.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _US_PER_S = 1e6
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Columns:
-    """`rows` has a row for each event in the order of the file, a column for each name; NaN where one lacks."""
+    """`rows` has a row for each event in the order of the file, a column for each name;
+    NaN where one lacks.
+    """
 
     names: tuple[str, ...]
     rows: NDArray[np.float64]
@@ -33,9 +37,16 @@ class Columns:
 
     @property
     def at_us(self) -> Microseconds:
-        """When each event was written: never before the one above it, whatever the machine's clock did."""
-        # searches and differences below rely on ascending times, which a wall clock that is set back does not give
-        return np.maximum.accumulate(self.us("t_s")) if len(self) else np.empty(0, np.int64)
+        """When each event was written: never before the one above it, whatever the
+        machine's clock did.
+        """
+        # searches and differences below rely on ascending times, which a wall clock
+        # that is set back does not give
+        return (
+            np.maximum.accumulate(self.us("t_s"))
+            if len(self)
+            else np.empty(0, np.int64)
+        )
 
     @property
     def iteration(self) -> NDArray[np.int64]:
@@ -44,4 +55,6 @@ class Columns:
 
 def join(names: tuple[str, ...], parts: Iterable[NDArray[np.float64]]) -> Columns:
     """Return the parts one below the other; none lacks any of `KEYS`."""
-    return Columns(names=names, rows=np.concatenate([np.empty((0, len(names))), *parts]))
+    return Columns(
+        names=names, rows=np.concatenate([np.empty((0, len(names))), *parts])
+    )

@@ -1,6 +1,8 @@
-"""Recoveries of a run: what they were for, when each rank did what in them, and what they cost. Pure.
+"""Recoveries of a run: what they were for, when each rank did what in them, and what
+they cost. Pure.
 
-An episode is the time in which any rank is in a part of a recovery: one fault, or several that overlap.
+An episode is the time in which any rank is in a part of a recovery: one fault, or
+several that overlap.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from moe_ckpt.events import (
     WorkerStarted,
 )
 
-_MARKING_EVENTS = (GenerationEnded, LossNotFinite, Rejoined, StageRecovered, StateLost, StateResumed, WorkerStarted)
+_MARKING_EVENTS = (
+    GenerationEnded,
+    LossNotFinite,
+    Rejoined,
+    StageRecovered,
+    StateLost,
+    StateResumed,
+    WorkerStarted,
+)
 _START, _END, _PART, _ITERATION, _RANK = range(5)
 
 
@@ -68,7 +78,9 @@ class Episode:
 
 def find_episodes(run: RunLog) -> tuple[Episode, ...]:
     """Return the recoveries of a run, in order."""
-    stretches = np.concatenate([np.empty((0, 5), np.int64), *(rank.stretches for rank in run.ranks)])
+    stretches = np.concatenate(
+        [np.empty((0, 5), np.int64), *(rank.stretches for rank in run.ranks)]
+    )
     stretches = stretches[np.argsort(stretches[:, _START], kind="stable")]
     lost = stretches[stretches[:, _PART] == PagePart.LOST]
     unassigned = np.ones(len(lost), bool)
@@ -80,7 +92,9 @@ def find_episodes(run: RunLog) -> tuple[Episode, ...]:
         noted = marking[bisect_left(times_us, first) : bisect_right(times_us, last)]
         iteration = _goes_on_after(noted)
         # lost work belongs to the first recovery after it that went back far enough
-        undone = (lost[:, _ITERATION] < 0) | (lost[:, _ITERATION] > (-1 if iteration is None else iteration))
+        undone = (lost[:, _ITERATION] < 0) | (
+            lost[:, _ITERATION] > (-1 if iteration is None else iteration)
+        )
         mine = unassigned & undone & (lost[:, _START] < last)
         unassigned &= ~mine
         episodes.append(_episode(len(episodes) + 1, run, rows, lost[mine], noted))
@@ -96,30 +110,52 @@ def _merged(rows: Stretches) -> list[Stretches]:
 
 
 def _marking(run: RunLog) -> list[tuple[int, Noted]]:
-    """Return the events, with their ranks, that may tell of a recovery, in order of time."""
-    found = [(log.rank, noted) for log in run.ranks for noted in log.events if isinstance(noted.event, _MARKING_EVENTS)]
+    """Return the events, with their ranks, that may tell of a recovery, in order of
+    time.
+    """
+    found = [
+        (log.rank, noted)
+        for log in run.ranks
+        for noted in log.events
+        if isinstance(noted.event, _MARKING_EVENTS)
+    ]
     return sorted(found, key=lambda each: each[1].at_us)
 
 
 def _goes_on_after(noted: Sequence[tuple[int, Noted]]) -> int | None:
-    """Return the iteration that the last to rejoin or to load goes on after; where that is not told, None."""
+    """Return the iteration that the last to rejoin or to load goes on after; where that
+    is not told, None.
+    """
     back = [
-        (n.at_us, n.event.iteration) for _, n in noted if isinstance(n.event, Rejoined | StateResumed | StageRecovered)
+        (n.at_us, n.event.iteration)
+        for _, n in noted
+        if isinstance(n.event, Rejoined | StateResumed | StageRecovered)
     ]
     return max(back)[1] if back else None
 
 
-def _episode(number: int, run: RunLog, rows: Stretches, lost: Stretches, noted: Sequence[tuple[int, Noted]]) -> Episode:
+def _episode(
+    number: int,
+    run: RunLog,
+    rows: Stretches,
+    lost: Stretches,
+    noted: Sequence[tuple[int, Noted]],
+) -> Episode:
     num_ranks = max(len(run.ranks), 1)
     spent = np.concatenate([rows, lost])
     lengths_us = spent[:, _END] - spent[:, _START]
     mean_us = {
-        part: float(lengths_us[spent[:, _PART] == part].sum()) / num_ranks for part in (PagePart.LOST, *RECOVERY)
+        part: float(lengths_us[spent[:, _PART] == part].sum()) / num_ranks
+        for part in (PagePart.LOST, *RECOVERY)
     }
     rejoined = [n.event for _, n in noted if isinstance(n.event, Rejoined)]
     recovered = [n.event for _, n in noted if isinstance(n.event, StageRecovered)]
     replaying = np.unique(rows[rows[:, _PART] == PagePart.REPLAY, _RANK]).tolist()
-    replays = {(rank, n.at_us): n.event for rank, n in noted if isinstance(n.event, StageRecovered)}
+    replays = {
+        (rank, n.at_us): n.event
+        for rank, n in noted
+        if isinstance(n.event, StageRecovered)
+    }
     start_us, end_us = int(rows[:, _START].min()), int(rows[:, _END].max())
     return Episode(
         number=number,
@@ -130,13 +166,21 @@ def _episode(number: int, run: RunLog, rows: Stretches, lost: Stretches, noted: 
         causes=_causes(run, noted, start_us, end_us),
         mean_us=mean_us,
         fetched_bytes=max((event.fetched_bytes for event in rejoined), default=0),
-        replayed_iters=max([0, *(e.replayed_iters for e in recovered), *(e.executed_iters for e in rejoined)]),
+        replayed_iters=max(
+            [
+                0,
+                *(e.replayed_iters for e in recovered),
+                *(e.executed_iters for e in rejoined),
+            ]
+        ),
         replaying_ranks=tuple(replaying),
         stretches=tuple(_rank_stretch(row, replays) for row in rows.tolist()),
     )
 
 
-def _rank_stretch(row: Sequence[int], replays: Mapping[tuple[int, int], StageRecovered]) -> RankStretch:
+def _rank_stretch(
+    row: Sequence[int], replays: Mapping[tuple[int, int], StageRecovered]
+) -> RankStretch:
     part = PagePart(row[_PART])
     replay = replays.get((row[_RANK], row[_END])) if part is PagePart.REPLAY else None
     return RankStretch(
@@ -152,29 +196,51 @@ def _iterations_of(recovered: StageRecovered) -> str:
     last, count = recovered.iteration, recovered.replayed_iters
     if count == 0:
         return f"the snapshots at {last}, no iteration"
-    return f"iteration {last}" if count == 1 else f"iterations {last - count + 1} to {last}"
+    return (
+        f"iteration {last}"
+        if count == 1
+        else f"iterations {last - count + 1} to {last}"
+    )
 
 
-def _causes(run: RunLog, noted: Sequence[tuple[int, Noted]], start_us: int, end_us: int) -> tuple[str, ...]:
+def _causes(
+    run: RunLog, noted: Sequence[tuple[int, Noted]], start_us: int, end_us: int
+) -> tuple[str, ...]:
     """Return what is said to have failed, by the most reliable witness there is."""
     events = [(rank, n.event) for rank, n in noted]
-    deaths = [death for _, event in events if isinstance(event, Rejoined) for death in event.deaths]
+    deaths = [
+        death
+        for _, event in events
+        if isinstance(event, Rejoined)
+        for death in event.deaths
+    ]
     ends = [event.reason for _, event in events if isinstance(event, GenerationEnded)]
     states = [
         f"rank {rank} lost its state in {e.phase} of iteration {e.iteration}"
         for rank, e in events
         if isinstance(e, StateLost)
     ]
-    losses = [f"the loss of iteration {e.iteration} is {e.loss}" for _, e in events if isinstance(e, LossNotFinite)]
+    losses = [
+        f"the loss of iteration {e.iteration} is {e.loss}"
+        for _, e in events
+        if isinstance(e, LossNotFinite)
+    ]
     # an order names the time at which it was given, not that of the death
     inflicted = [
         f"rank {fault.rank} was sent SIG{fault.signal}"
         for at_s, fault in run.faults
         if not fault.ordered and start_us <= round(at_s * 1e6) <= end_us
     ]
-    anew = [f"the process of rank {rank} was started again" for rank, e in events if isinstance(e, WorkerStarted)]
+    anew = [
+        f"the process of rank {rank} was started again"
+        for rank, e in events
+        if isinstance(e, WorkerStarted)
+    ]
     if len(anew) > 1 and len(anew) == len(run.ranks):
         anew = ["all processes were started again"]
-    said = next((each for each in (deaths, states, losses, ends, inflicted, anew) if each), ["no event tells why"])
+    said = next(
+        (each for each in (deaths, states, losses, ends, inflicted, anew) if each),
+        ["no event tells why"],
+    )
     # a reason may be a traceback of a library, over many lines
     return tuple(dict.fromkeys(re.sub(r"\s+", " ", each)[:300] for each in said))

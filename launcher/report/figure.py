@@ -1,4 +1,6 @@
-"""A plot as a value: plotly's own JSON, with colours by name, which the page looks up in the theme that is on."""
+"""A plot as a value: plotly's own JSON, with colours by name, which the page looks up
+in the theme that is on.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ Choices = tuple[tuple[str, dict[str, Any]], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """One plot. `choices`: what can be shown in it, with labels, the first one first; none: `missing` says why.
+    """One plot. `choices`: what can be shown in it, with labels, the first one first;
+    none: `missing` says why.
 
     `note`: what was left out to keep the page small.
     """
@@ -30,11 +33,15 @@ class Plot:
 
 
 def only(shown: dict[str, Any], there: object) -> Choices:
-    """Return the figure as a plot's one choice, which needs no label; no choice where nothing is there."""
+    """Return the figure as a plot's one choice, which needs no label; no choice where
+    nothing is there.
+    """
     return (("", shown),) if there else ()
 
 
-def figure(traces: Sequence[Trace], *, x: str, y: str, height: int = 340, **layout: Any) -> dict[str, Any]:
+def figure(
+    traces: Sequence[Trace], *, x: str, y: str, height: int = 340, **layout: Any
+) -> dict[str, Any]:
     """Return a figure with titled axes. `x` and `y` name quantity and unit."""
     axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
     for axis in axes:
@@ -42,13 +49,38 @@ def figure(traces: Sequence[Trace], *, x: str, y: str, height: int = 340, **layo
     return {"data": list(traces), "layout": {"height": height, **axes, **layout}}
 
 
-def rows(traces: Sequence[Trace], *, x: str, height: int, barmode: str = "stack", **order: Any) -> dict[str, Any]:
-    """Return a figure of horizontal bars, a row for each name, the first one at the top."""
-    axis = {"autorange": "reversed", "automargin": True, "type": "category", "title": {"text": ""}, **order}
-    return figure(traces, x=x, y="", height=height, barmode=barmode, yaxis=axis, hovermode="closest")
+def rows(
+    traces: Sequence[Trace],
+    *,
+    x: str,
+    height: int,
+    barmode: str = "stack",
+    **order: Any,
+) -> dict[str, Any]:
+    """Return a figure of horizontal bars, a row for each name, the first one at the
+    top.
+    """
+    axis = {
+        "autorange": "reversed",
+        "automargin": True,
+        "type": "category",
+        "title": {"text": ""},
+        **order,
+    }
+    return figure(
+        traces,
+        x=x,
+        y="",
+        height=height,
+        barmode=barmode,
+        yaxis=axis,
+        hovermode="closest",
+    )
 
 
-def points(name: str, mode: str, text: str, /, *, extra: str = "", **columns: Any) -> Trace:
+def points(
+    name: str, mode: str, text: str, /, *, extra: str = "", **columns: Any
+) -> Trace:
     """Return a line or marks; `text` is shown on hover, with `extra` beside it."""
     hover = {"hovertemplate": f"{text}<extra>{extra}</extra>"}
     return {"type": "scatter", "mode": mode, "name": name, **columns, **hover}

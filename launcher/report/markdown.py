@@ -7,14 +7,25 @@ from collections.abc import Sequence
 from launcher.markdown_table import table_lines
 from launcher.report.facts import Facts
 from launcher.report.summary import headline
-from launcher.report.tables import Table, compared, faults, recoveries, text_of, time_of_ranks, time_of_runs
+from launcher.report.tables import (
+    Table,
+    compared,
+    faults,
+    recoveries,
+    text_of,
+    time_of_ranks,
+    time_of_runs,
+)
 
 
 def to_markdown(runs: Sequence[Facts]) -> str:
     """Return the whole report."""
     lines = ["# Report", ""]
     for facts in runs:
-        lines += [f"**{facts.run.name}** (ckpt={facts.run.policy}): {headline(facts)}", ""]
+        lines += [
+            f"**{facts.run.name}** (ckpt={facts.run.policy}): {headline(facts)}",
+            "",
+        ]
         lines += [f"- {problem}" for problem in facts.run.problems]
         lines += [""] if facts.run.problems else []
     lines += _section(compared(runs), is_turned=True) + _section(time_of_runs(runs))
@@ -26,8 +37,13 @@ def to_markdown(runs: Sequence[Facts]) -> str:
 
 
 def _section(table: Table, heading: str = "", *, is_turned: bool = False) -> list[str]:
-    """Return a table below its title; if it `is_turned`, its rows are columns: many quantities of a few runs."""
-    labels = [f"{column.label}, {column.unit}" if column.unit else column.label for column in table.columns]
+    """Return a table below its title; if it `is_turned`, its rows are columns: many
+    quantities of a few runs.
+    """
+    labels = [
+        f"{column.label}, {column.unit}" if column.unit else column.label
+        for column in table.columns
+    ]
     rows = [labels, *([text_of(cell) for cell in row] for row in table.rows)]
     if is_turned:
         rows = list(map(list, zip(*rows, strict=True)))

@@ -1,4 +1,6 @@
-"""A report as one HTML file that needs nothing else: styles, plotly.js, data and tables, all inside."""
+"""A report as one HTML file that needs nothing else: styles, plotly.js, data and
+tables, all inside.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from launcher.report.facts import Facts
 from launcher.report.plots_of_run import plots_of_run
 from launcher.report.plots_of_runs import plots_of_runs
 from launcher.report.summary import QUANTITIES, headline, shown
-from launcher.report.tables import compared, faults, numbers_of, recoveries, time_of_ranks, time_of_runs
+from launcher.report.tables import (
+    compared,
+    faults,
+    numbers_of,
+    recoveries,
+    time_of_ranks,
+    time_of_runs,
+)
 
 _CARDS = (
     "ettr",
@@ -35,18 +44,40 @@ def to_html(runs: Sequence[Facts]) -> str:
     """Return the whole page."""
     together = plots_of_runs(runs)
     alone = [  # keys are unique on the page
-        [replace(plot, key=f"{plot.key}-{number}") for plot in plots_of_run(facts)] for number, facts in enumerate(runs)
+        [replace(plot, key=f"{plot.key}-{number}") for plot in plots_of_run(facts)]
+        for number, facts in enumerate(runs)
     ]
-    shown_plots = [plot for plots in (together, *alone) for plot in plots if plot.choices]
-    figures = {f"plot-{plot.key}": [each for _, each in plot.choices] for plot in shown_plots}
-    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # ends no script element
-    # StrictUndefined: a name that is mistyped in the template is an error, and no empty cell
-    environment = Environment(loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined)
+    shown_plots = [
+        plot for plots in (together, *alone) for plot in plots if plot.choices
+    ]
+    figures = {
+        f"plot-{plot.key}": [each for _, each in plot.choices] for plot in shown_plots
+    }
+    # ends no script element
+    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
+    # StrictUndefined: a name that is mistyped in the template is an error, and no empty
+    # cell
+    environment = Environment(
+        loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined
+    )
     environment.globals.update(
         asset=lambda name: Markup(_asset(name)),
         cards=[quantity for quantity in QUANTITIES if quantity.key in _CARDS],
         wide=_WIDE,
-        **{each.__name__: each for each in (headline, shown, compared, faults, numbers_of, recoveries, time_of_ranks)},
+        **{
+            each.__name__: each
+            for each in (
+                headline,
+                shown,
+                compared,
+                faults,
+                numbers_of,
+                recoveries,
+                time_of_ranks,
+            )
+        },
         time_of_runs=time_of_runs,
     )
     return environment.get_template("page.html.jinja").render(

@@ -28,21 +28,46 @@ class PagePart(IntEnum):
 
 
 EXPLAINED: Mapping[PagePart, str] = {
-    PagePart.COMPUTE: "iterations that count: forward, backward, gradients, step; each is counted once",
+    PagePart.COMPUTE: (
+        "iterations that count: forward, backward, gradients, step; each is counted"
+        " once"
+    ),
     PagePart.STALL: "what checkpointing took from iterations, on the training thread",
-    PagePart.LOST: "iterations that a fault cut off, or whose outcome was given up and had to be computed again",
-    PagePart.DETECTION: "from the last sign of life of what failed to the finding that it is dead",
-    PagePart.REBUILD: "from that finding until all ranks are together again; where torchrun restarts all ranks, all "
-    "time from the last event before the fault until the model is built again: no event has the time of the fault",
+    PagePart.LOST: (
+        "iterations that a fault cut off, or whose outcome was given up and had to be"
+        " computed again"
+    ),
+    PagePart.DETECTION: (
+        "from the last sign of life of what failed to the finding that it is dead"
+    ),
+    PagePart.REBUILD: (
+        "from that finding until all ranks are together again; where torchrun restarts"
+        " all ranks, all time from the last event before the fault until the model is"
+        " built again: no event has the time of the fault"
+    ),
     PagePart.FETCH: "getting lost state back, out of other ranks' memory or from disk",
-    PagePart.WAITING: "in a recovery without replaying: for others who replay, and for all to agree",
+    PagePart.WAITING: (
+        "in a recovery without replaying: for others who replay, and for all to agree"
+    ),
     PagePart.REPLAY: "running iterations again to rebuild lost state",
     PagePart.EVALUATION: "held-out batches between iterations",
-    PagePart.STARTUP: "before the first iteration: processes, model, data, the first evaluation",
+    PagePart.STARTUP: (
+        "before the first iteration: processes, model, data, the first evaluation"
+    ),
     PagePart.OTHER: "between iterations: logging, scalars, and what no event explains",
-    PagePart.UNKNOWN: "after a rank's last event: an iteration that has not ended yet, or a rank that is gone",
+    PagePart.UNKNOWN: (
+        "after a rank's last event: an iteration that has not ended yet, or a rank that"
+        " is gone"
+    ),
 }
-RECOVERY = (PagePart.DETECTION, PagePart.REBUILD, PagePart.FETCH, PagePart.WAITING, PagePart.REPLAY)
+RECOVERY = (
+    PagePart.DETECTION,
+    PagePart.REBUILD,
+    PagePart.FETCH,
+    PagePart.WAITING,
+    PagePart.REPLAY,
+)
 OF_FAULTS = (PagePart.LOST, *RECOVERY)
-# no checkpoint policy changes these times; counted as lost, they would hide those that it changes
+# no checkpoint policy changes these times; counted as lost, they would hide those that
+# it changes
 NOT_IN_ETTR = (PagePart.STARTUP, PagePart.EVALUATION, PagePart.UNKNOWN)

@@ -9,7 +9,17 @@ import numpy as np
 from launcher.report.columns import Columns
 from launcher.report.episodes import Episode
 from launcher.report.facts import Facts
-from launcher.report.figure import Plot, Trace, figure, left_out, numbers, only, part_bars, points, rows
+from launcher.report.figure import (
+    Plot,
+    Trace,
+    figure,
+    left_out,
+    numbers,
+    only,
+    part_bars,
+    points,
+    rows,
+)
 from launcher.report.parts import RECOVERY, PagePart
 from launcher.report.plots_of_experts import plots_of_experts
 from launcher.report.summary import MIB, duration
@@ -34,10 +44,19 @@ def plots_of_run(facts: Facts) -> tuple[Plot, ...]:
 def by_rank(facts: Facts) -> Plot:
     """Return where each rank's time went."""
     of_ranks = facts.totals_us
-    ranks = sorted(sorted(of_ranks, key=lambda rank: of_ranks[rank][PagePart.COMPUTE])[:_MOST_RANKS])
+    ranks = sorted(
+        sorted(of_ranks, key=lambda rank: of_ranks[rank][PagePart.COMPUTE])[
+            :_MOST_RANKS
+        ]
+    )
     names = [f"rank {rank}" for rank in ranks]
     traces = [
-        part_bars(part, "%{x:.3f} s", y=names, x=numbers(of_ranks[rank][part] / 1e6 for rank in ranks))
+        part_bars(
+            part,
+            "%{x:.3f} s",
+            y=names,
+            x=numbers(of_ranks[rank][part] / 1e6 for rank in ranks),
+        )
         for part in PagePart
         if any(of_ranks[rank][part] for rank in ranks)
     ]
@@ -57,18 +76,25 @@ def _height(ranks: Sequence[int]) -> int:
 
 def recoveries(facts: Facts) -> Plot:
     """Return who did what in each recovery, to choose from."""
-    longest = sorted(facts.episodes, key=lambda each: each.start_us - each.end_us)[:_MOST_EPISODES]
+    longest = sorted(facts.episodes, key=lambda each: each.start_us - each.end_us)[
+        :_MOST_EPISODES
+    ]
     chosen = sorted(longest, key=lambda each: each.number)
     ranks = max((len({s.rank for s in each.stretches}) for each in chosen), default=0)
     notes = (
         left_out(len(chosen), len(facts.episodes), "recoveries: the longest"),
-        left_out(min(ranks, _MOST_RANKS), ranks, "ranks: those that replayed come first"),
+        left_out(
+            min(ranks, _MOST_RANKS), ranks, "ranks: those that replayed come first"
+        ),
     )
     return Plot(
         key="recoveries",
         title="Recoveries",
-        means="What each rank did, from the first sign of a fault until the last rank went on: who waited, who "
-        "replayed which iterations. A rank without a bar went on with its iteration.",
+        means=(
+            "What each rank did, from the first sign of a fault until the last rank"
+            " went on: who waited, who replayed which iterations. A rank without a bar"
+            " went on with its iteration."
+        ),
         choices=tuple((_label(each), _gantt(each)) for each in chosen),
         missing="no rank had to recover",
         note="; ".join(filter(None, notes)),
@@ -84,20 +110,42 @@ def _label(episode: Episode) -> str:
 
 def _gantt(episode: Episode) -> dict:
     all_ranks = sorted({each.rank for each in episode.stretches})
-    ranks = sorted(sorted(all_ranks, key=lambda rank: rank not in episode.replaying_ranks)[:_MOST_RANKS])
+    ranks = sorted(
+        sorted(all_ranks, key=lambda rank: rank not in episode.replaying_ranks)[
+            :_MOST_RANKS
+        ]
+    )
     traces = []
     for part in RECOVERY:
-        if mine := [each for each in episode.stretches if each.part is part and each.rank in ranks]:
+        if mine := [
+            each
+            for each in episode.stretches
+            if each.part is part and each.rank in ranks
+        ]:
             columns = {
                 "y": [f"rank {each.rank}" for each in mine],
-                "base": numbers((each.start_us - episode.start_us) / 1e6 for each in mine),
+                "base": numbers(
+                    (each.start_us - episode.start_us) / 1e6 for each in mine
+                ),
                 "x": numbers((each.end_us - each.start_us) / 1e6 for each in mine),
                 "text": [each.note for each in mine],
             }
-            traces.append(part_bars(part, "%{x:.4f} s<br>%{text}", **columns, textposition="none"))
-    # plotly would order rows by the first trace that has them, and leave out ranks that no trace has
-    order = {"categoryorder": "array", "categoryarray": [f"rank {rank}" for rank in ranks]}
-    return rows(traces, x="time since the first sign, s", height=_height(ranks), barmode="overlay", **order)
+            traces.append(
+                part_bars(part, "%{x:.4f} s<br>%{text}", **columns, textposition="none")
+            )
+    # plotly would order rows by the first trace that has them, and leave out ranks that
+    # no trace has
+    order = {
+        "categoryorder": "array",
+        "categoryarray": [f"rank {rank}" for rank in ranks],
+    }
+    return rows(
+        traces,
+        x="time since the first sign, s",
+        height=_height(ranks),
+        barmode="overlay",
+        **order,
+    )
 
 
 def memory(facts: Facts) -> Plot:
@@ -105,30 +153,75 @@ def memory(facts: Facts) -> Plot:
     tables = [rank.memory for rank in facts.run.ranks if len(rank.memory)]
     begin_us = min((table.at_us[0] for table in tables), default=0)
     grid_us = np.linspace(begin_us, facts.end_us, _GRID)
-    traces = [_area(tables, grid_us, column, label) for column, label in _MEMORY_PARTS.items()]
+    traces = [
+        _area(tables, grid_us, column, label) for column, label in _MEMORY_PARTS.items()
+    ]
     traces = [trace for trace in traces if any(trace["y"])]
     traces.append(_area(tables, grid_us, "allocated_bytes", "allocated", dash="solid"))
-    traces.append(_area(tables, grid_us, "double_buffered_dense_bytes", "two dense copies", dash="dot"))
+    traces.append(
+        _area(
+            tables,
+            grid_us,
+            "double_buffered_dense_bytes",
+            "two dense copies",
+            dash="dot",
+        )
+    )
     return Plot(
         key="memory",
         title="Host memory",
-        means="What ranks keep for snapshots and logs, by part, all ranks together; allocated: with buffers to reuse; "
-        "dotted: what two dense snapshots would take.",
-        choices=only(figure(traces, x="time since the start, s", y="MiB", yaxis={"rangemode": "tozero"}), tables),
-        missing="this run's policy keeps nothing in host memory, or did not come to it (event HostMemoryUsed)",
+        means=(
+            "What ranks keep for snapshots and logs, by part, all ranks together;"
+            " allocated: with buffers to reuse; dotted: what two dense snapshots would"
+            " take."
+        ),
+        choices=only(
+            figure(
+                traces,
+                x="time since the start, s",
+                y="MiB",
+                yaxis={"rangemode": "tozero"},
+            ),
+            tables,
+        ),
+        missing=(
+            "this run's policy keeps nothing in host memory, or did not come to it"
+            " (event HostMemoryUsed)"
+        ),
         note=left_out(_GRID, max(map(len, tables), default=0), "moments are shown"),
     )
 
 
-def _area(tables: Sequence[Columns], grid_us: np.ndarray, column: str, label: str, *, dash: str = "") -> Trace:
-    """Return the sum of ranks over time: a line with `dash`, else an area on top of those before it."""
+def _area(
+    tables: Sequence[Columns],
+    grid_us: np.ndarray,
+    column: str,
+    label: str,
+    *,
+    dash: str = "",
+) -> Trace:
+    """Return the sum of ranks over time: a line with `dash`, else an area on top of
+    those before it.
+    """
     total = np.zeros(len(grid_us))
     for table in tables:
-        known = np.append(0.0, np.nan_to_num(table[column]))  # nothing before a rank's first event
+        # nothing before a rank's first event
+        known = np.append(0.0, np.nan_to_num(table[column]))
         total += known[np.searchsorted(table.at_us, grid_us, side="right")]
-    # of compute weights: `--compute` is the colour of a part of time, and that of the full state
-    color = "--compute-weights" if column == "compute_bytes" else f"--{column.removesuffix('_bytes').replace('_', '-')}"
-    area = {"stackgroup": "parts", "line": {"width": 0.5, "color": color}, "fillcolor": color}
+    # of compute weights: `--compute` is the colour of a part of time, and that of the
+    # full state
+    color = (
+        "--compute-weights"
+        if column == "compute_bytes"
+        else f"--{column.removesuffix('_bytes').replace('_', '-')}"
+    )
+    area = {
+        "stackgroup": "parts",
+        "line": {"width": 0.5, "color": color},
+        "fillcolor": color,
+    }
     style = {"line": {"color": "--text", "width": 1.3, "dash": dash}} if dash else area
     at: Trace = {"x": numbers(grid_us / 1e6), "y": numbers(total / MIB)}
-    return points(label, "lines", f"{label}: %{{y:.4g}} MiB at %{{x:.1f}} s", **at) | style
+    return (
+        points(label, "lines", f"{label}: %{{y:.4g}} MiB at %{{x:.1f}} s", **at) | style
+    )

@@ -1,7 +1,9 @@
-"""A run folder as values: columns for what comes with every iteration, typed events for the rest, and what is wrong.
+"""A run folder as values: columns for what comes with every iteration, typed events for
+the rest, and what is wrong.
 
-Owns: reading, at hundreds of megabytes a second, what may be half-written, damaged, incomplete or of another version.
-Must not: touch the run, or judge what it reads. Nothing in a folder makes it raise but that there is no folder.
+Owns: reading, at hundreds of megabytes a second, what may be half-written, damaged,
+incomplete or of another version. Must not: touch the run, or judge what it reads.
+Nothing in a folder makes it raise but that there is no folder.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunLog:
-    """One run. `state`: finished, running, or ended (without a result); `problems`: what the files lack, for people."""
+    """One run. `state`: finished, running, or ended (without a result); `problems`:
+    what the files lack, for people.
+    """
 
     name: str
     path: Path
@@ -45,7 +49,8 @@ class RunLog:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunLog]:
-    """Return the runs, each under a name of its own; a folder of runs, which is none itself, stands for all of them.
+    """Return the runs, each under a name of its own; a folder of runs, which is none
+    itself, stands for all of them.
 
     Raises ConfigError where a path is no folder.
     """
@@ -61,7 +66,11 @@ def read_run(path: Path, name: str | None = None) -> RunLog:
     described, result = _json_of(path / "run.json"), _json_of(path / "result.json")
     ranks = tuple(map_ranks(path, digest_file))
     size = described.get("world_size")
-    world_size = size if isinstance(size, int) else max((log.rank + 1 for log in ranks), default=0)
+    world_size = (
+        size
+        if isinstance(size, int)
+        else max((log.rank + 1 for log in ranks), default=0)
+    )
     return RunLog(
         name=name or path.resolve().name,
         path=path,
@@ -71,26 +80,46 @@ def read_run(path: Path, name: str | None = None) -> RunLog:
         ranks=ranks,
         faults=_faults_of(path, described),
         result=result,
-        problems=(*_problems(path, described, ranks, world_size), *(p for log in ranks for p in log.problems)),
+        problems=(
+            *_problems(path, described, ranks, world_size),
+            *(p for log in ranks for p in log.problems),
+        ),
     )
 
 
 def map_ranks(path: Path, work: Callable[[int, Path], T]) -> list[T]:
-    """Return what `work` makes of each rank's event file, by rank; in several processes where that takes long."""
-    named = ((match, file) for file in (path / "events").glob("*") if (match := _RANK_FILE.fullmatch(file.name)))
+    """Return what `work` makes of each rank's event file, by rank; in several processes
+    where that takes long.
+    """
+    named = (
+        (match, file)
+        for file in (path / "events").glob("*")
+        if (match := _RANK_FILE.fullmatch(file.name))
+    )
     files = sorted((int(match[1]), file) for match, file in named)
     workers = min(len(files), os.cpu_count() or 1)
-    # spawned processes begin with their imports, and smaller logs are read before those are done
-    if workers < 2 or sum(file.stat().st_size for _, file in files) < _PARALLEL_FROM_BYTES:
+    # spawned processes begin with their imports, and smaller logs are read before those
+    # are done
+    if (
+        workers < 2
+        or sum(file.stat().st_size for _, file in files) < _PARALLEL_FROM_BYTES
+    ):
         return [work(rank, file) for rank, file in files]
-    # spawned: a fork of a process with threads (of BLAS, of a caller) may inherit locks that nothing releases
+    # spawned: a fork of a process with threads (of BLAS, of a caller) may inherit locks
+    # that nothing releases
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return list(pool.map(work, *zip(*files, strict=True)))
 
 
 def _runs_in(path: Path) -> list[Path]:
     is_run = any((path / name).exists() for name in _OF_RUNS)
-    found = [] if is_run else sorted({each.parent for name in _OF_RUNS for each in path.glob(f"*/{name}")})
+    found = (
+        []
+        if is_run
+        else sorted(
+            {each.parent for name in _OF_RUNS for each in path.glob(f"*/{name}")}
+        )
+    )
     return found or [path]
 
 
@@ -104,7 +133,9 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """Return what a file holds; nothing where there is none, or another thing than it should be."""
+    """Return what a file holds; nothing where there is none, or another thing than it
+    should be.
+    """
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -130,7 +161,9 @@ def _state_of(path: Path, ranks: Sequence[RankDigest], result: dict[str, Any]) -
         return "ended"
 
 
-def _faults_of(path: Path, described: dict[str, Any]) -> tuple[tuple[float, InjectedFault], ...]:
+def _faults_of(
+    path: Path, described: dict[str, Any]
+) -> tuple[tuple[float, InjectedFault], ...]:
     """Return what was inflicted on purpose, each with its time since the run's origin."""
     origin = described.get("clock_origin_unix_s")
     try:
@@ -147,23 +180,42 @@ def _faults_of(path: Path, described: dict[str, Any]) -> tuple[tuple[float, Inje
     return tuple(found)
 
 
-def _problems(path: Path, described: dict[str, Any], ranks: Sequence[RankDigest], world_size: int) -> list[str]:
-    said = [] if described else ["no readable run.json: how many ranks it had is taken from its event files"]
+def _problems(
+    path: Path, described: dict[str, Any], ranks: Sequence[RankDigest], world_size: int
+) -> list[str]:
+    said = (
+        []
+        if described
+        else [
+            "no readable run.json: how many ranks it had is taken from its event files"
+        ]
+    )
     if not ranks:
-        return [*said, f"no events in {path / 'events'}: nothing is known of what happened"]
+        return [
+            *said,
+            f"no events in {path / 'events'}: nothing is known of what happened",
+        ]
     missing = sorted(set(range(world_size)) - {log.rank for log in ranks})
     if missing:
-        said.append(f"no events of {_ranks(missing)}, of {world_size} ranks: sums and means are of the others")
+        said.append(
+            f"no events of {_ranks(missing)}, of {world_size} ranks: sums and means are"
+            " of the others"
+        )
     silent = [log.rank for log in ranks if not log.num_events]
     if silent:
         said.append(f"no readable event of {_ranks(silent)}")
     unknown = Counter[str]()
     for log in ranks:
         unknown.update(log.unknown)
-    said += [f"left out, of another version: {count} x {what}" for what, count in sorted(unknown.items())]
+    said += [
+        f"left out, of another version: {count} x {what}"
+        for what, count in sorted(unknown.items())
+    ]
     return said
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:12])) + (f" and {len(ranks) - 12} more" if len(ranks) > 12 else "")
+    shown = ", ".join(map(str, ranks[:12])) + (
+        f" and {len(ranks) - 12} more" if len(ranks) > 12 else ""
+    )
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

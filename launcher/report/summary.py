@@ -1,4 +1,6 @@
-"""The numbers of a run that are worth comparing, each with its unit and what it means, and a sentence that sums up."""
+"""The numbers of a run that are worth comparing, each with its unit and what it means,
+and a sentence that sums up.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def headline(facts: Facts) -> str:
     """Return in two or three sentences what became of the run, and where its time went."""
     ettr = facts.ettr
     if ettr is None:
-        return f"The run {_BECAME[facts.run.state]}. No event tells of an iteration that was committed."
+        return (
+            f"The run {_BECAME[facts.run.state]}. No event tells of an iteration that"
+            " was committed."
+        )
     launch_s = _launch_s(facts)
     before = f", after {duration(launch_s)} of launch" if launch_s else ""
     last = int(facts.series.iteration[-1]) if len(facts.series.iteration) else 0
@@ -45,13 +50,25 @@ def headline(facts: Facts) -> str:
     ]
     lost_s = facts.mean_us(*OF_FAULTS) / 1e6
     if facts.episodes:
-        faults = "1 recovery" if len(facts.episodes) == 1 else f"{len(facts.episodes):,} recoveries"
-        promise = exactness_of(noted.event for rank in facts.run.ranks for noted in rank.events)
+        faults = (
+            "1 recovery"
+            if len(facts.episodes) == 1
+            else f"{len(facts.episodes):,} recoveries"
+        )
+        promise = exactness_of(
+            noted.event for rank in facts.run.ranks for noted in rank.events
+        )
         kept = f" (run.exactness={promise})" if promise else ""
-        said.append(f"{faults} cost {duration(lost_s)}, with what had to be computed again{kept}.")
+        said.append(
+            f"{faults} cost {duration(lost_s)}, with what had to be computed"
+            f" again{kept}."
+        )
     else:
         said.append("No rank had to recover.")
-    said.append(f"Checkpointing took {duration(facts.mean_us(PagePart.STALL) / 1e6)} from iterations.")
+    said.append(
+        f"Checkpointing took {duration(facts.mean_us(PagePart.STALL) / 1e6)} from"
+        " iterations."
+    )
     if facts.run.state != "finished":
         said.append(f"The run {_BECAME[facts.run.state]}.")
     return " ".join(said)
@@ -110,13 +127,23 @@ def _first(values: Iterable[float | None]) -> float | None:
 
 def _launch_s(facts: Facts) -> float | None:
     started = [
-        noted.event for rank in facts.run.ranks for noted in rank.events if isinstance(noted.event, WorkerStarted)
+        noted.event
+        for rank in facts.run.ranks
+        for noted in rank.events
+        if isinstance(noted.event, WorkerStarted)
     ]
-    return max((event.launch_s for event in started if event.launch_s is not None), default=None)
+    return max(
+        (event.launch_s for event in started if event.launch_s is not None),
+        default=None,
+    )
 
 
 def _tokens_lost(facts: Facts) -> float | None:
-    return float(sum(map(sum, (event.lost_by_layer for event in facts.lost)))) if facts.lost else None
+    return (
+        float(sum(map(sum, (event.lost_by_layer for event in facts.lost))))
+        if facts.lost
+        else None
+    )
 
 
 QUANTITIES = (
@@ -124,17 +151,23 @@ QUANTITIES = (
         "ettr",
         "ETTR",
         "%",
-        "effective training time ratio: compute / (wall time - startup - evaluation - unknown), mean over ranks",
+        "effective training time ratio: compute / (wall time - startup - evaluation -"
+        " unknown), mean over ranks",
         lambda facts: _times(100, facts.ettr),
     ),
     Quantity(
-        "wall_s", "wall time", "s", "from the start of the run to its last event", lambda facts: facts.end_us / 1e6
+        "wall_s",
+        "wall time",
+        "s",
+        "from the start of the run to its last event",
+        lambda facts: facts.end_us / 1e6,
     ),
     Quantity(
         "launch_s",
         "launch",
         "s",
-        "before the wall time: from the start of the slowest rank's process to its first event, mostly imports",
+        "before the wall time: from the start of the slowest rank's process to its"
+        " first event, mostly imports",
         _launch_s,
     ),
     Quantity(
@@ -155,7 +188,8 @@ QUANTITIES = (
         "faults_cost_s",
         "cost of faults",
         "s",
-        "detection, rebuild, fetch, waiting, replay, and work that was lost; mean over ranks",
+        "detection, rebuild, fetch, waiting, replay, and work that was lost; mean over"
+        " ranks",
         lambda facts: facts.mean_us(*OF_FAULTS) / 1e6,
     ),
     Quantity(
@@ -163,7 +197,9 @@ QUANTITIES = (
         "per recovery",
         "s",
         "from the last sign of life until the last rank goes on; mean over recoveries",
-        lambda facts: _mean([(each.end_us - each.start_us) / 1e6 for each in facts.episodes]),
+        lambda facts: _mean(
+            [(each.end_us - each.start_us) / 1e6 for each in facts.episodes]
+        ),
     ),
     Quantity(
         "recovering_s",
@@ -179,7 +215,13 @@ QUANTITIES = (
         "iterations cut off or given up; mean over ranks",
         lambda facts: facts.mean_us(PagePart.LOST) / 1e6,
     ),
-    Quantity("stall_percent", "stall", "%", "stall / (stall + compute), mean over ranks", _stall_share),
+    Quantity(
+        "stall_percent",
+        "stall",
+        "%",
+        "stall / (stall + compute), mean over ranks",
+        _stall_share,
+    ),
     Quantity(
         "stall_ms",
         "stall per iteration",
@@ -205,21 +247,24 @@ QUANTITIES = (
         "peers_mib",
         "to peers",
         "MiB/iteration",
-        "copies of windows sent to peers' memory, all ranks and all copies together; mean over iterations",
+        "copies of windows sent to peers' memory, all ranks and all copies together;"
+        " mean over iterations",
         lambda facts: _times(1 / MIB, _per_iteration(facts.series.peer_bytes)),
     ),
     Quantity(
         "boundary_mib",
         "between stages",
         "MiB/iteration",
-        "activations and gradients sent to other pipeline stages, all ranks together; what a boundary log holds",
+        "activations and gradients sent to other pipeline stages, all ranks together;"
+        " what a boundary log holds",
         lambda facts: _times(1 / MIB, _mean(facts.series.sent_bytes)),
     ),
     Quantity(
         "memory_mib",
         "host memory",
         "MiB",
-        "the most that each rank has allocated for snapshots and logs, all ranks together",
+        "the most that each rank has allocated for snapshots and logs, all ranks"
+        " together",
         lambda facts: _times(1 / MIB, _peak_bytes(facts)),
     ),
     Quantity(
@@ -237,7 +282,11 @@ QUANTITIES = (
         lambda facts: _first(rank.interval_iters for rank in facts.run.ranks),
     ),
     Quantity(
-        "checkpoints", "checkpoints", "", "whole checkpoints that were committed", lambda facts: float(len(facts.saved))
+        "checkpoints",
+        "checkpoints",
+        "",
+        "whole checkpoints that were committed",
+        lambda facts: float(len(facts.saved)),
     ),
     Quantity(
         "checkpoints_failed",
@@ -247,7 +296,11 @@ QUANTITIES = (
         lambda facts: float(len(facts.failed)),
     ),
     Quantity(
-        "loss", "loss", "nats/token", "training loss of the last iteration", lambda facts: _last(facts.series.loss)
+        "loss",
+        "loss",
+        "nats/token",
+        "training loss of the last iteration",
+        lambda facts: _last(facts.series.loss),
     ),
     Quantity(
         "eval_loss",
@@ -257,27 +310,38 @@ QUANTITIES = (
         lambda facts: facts.evaluated[-1].loss if facts.evaluated else None,
     ),
     Quantity(
-        "tokens_lost", "tokens lost", "tokens", "tokens whose updates were lost, over all MoE layers", _tokens_lost
+        "tokens_lost",
+        "tokens lost",
+        "tokens",
+        "tokens whose updates were lost, over all MoE layers",
+        _tokens_lost,
     ),
     Quantity(
         "deficit_tokens",
         "yet to make up",
         "tokens",
-        "lost tokens that experts with more capacity (MoEtion) have not had again yet, over all MoE layers",
-        lambda facts: float(sum(points[-1][1] for points in facts.deficits.values())) if facts.deficits else None,
+        "lost tokens that experts with more capacity (MoEtion) have not had again yet,"
+        " over all MoE layers",
+        lambda facts: (
+            float(sum(points[-1][1] for points in facts.deficits.values()))
+            if facts.deficits
+            else None
+        ),
     ),
     Quantity(
         "plt_percent",
         "PLT",
         "%",
-        "proportion of lost tokens (MoC-System), mean over MoE layers, the last that was told",
+        "proportion of lost tokens (MoC-System), mean over MoE layers, the last that"
+        " was told",
         lambda facts: _times(100, facts.lost[-1].plt) if facts.lost else None,
     ),
     Quantity(
         "mlt_percent",
         "MLT",
         "%",
-        "momentary lost tokens (MoEtion), summed over MoE layers, the last that was told",
+        "momentary lost tokens (MoEtion), summed over MoE layers, the last that was"
+        " told",
         lambda facts: _times(100, facts.lost[-1].mlt) if facts.lost else None,
     ),
 )

@@ -25,7 +25,9 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of numbers and words; None: there is no data. `note`: what was left out, or why there is nothing."""
+    """Rows of numbers and words; None: there is no data. `note`: what was left out, or
+    why there is nothing.
+    """
 
     key: str
     title: str
@@ -41,7 +43,11 @@ def text_of(cell: str | float | None) -> str:
 def compared(runs: Sequence[Facts]) -> Table:
     """Return the runs side by side, in the quantities that any of them has."""
     values = {each: [each.of(facts) for facts in runs] for each in QUANTITIES}
-    there = [each for each, of_runs in values.items() if any(value is not None for value in of_runs)]
+    there = [
+        each
+        for each, of_runs in values.items()
+        if any(value is not None for value in of_runs)
+    ]
     return Table(
         key="runs",
         title="Runs",
@@ -71,8 +77,17 @@ def numbers_of(facts: Facts) -> Table:
     return Table(
         key="numbers",
         title="All numbers",
-        columns=(Column("quantity"), Column("value"), Column("unit"), Column("what it is")),
-        rows=tuple((each.label, value, each.unit, each.means) for each, value in values if value is not None),
+        columns=(
+            Column("quantity"),
+            Column("value"),
+            Column("unit"),
+            Column("what it is"),
+        ),
+        rows=tuple(
+            (each.label, value, each.unit, each.means)
+            for each, value in values
+            if value is not None
+        ),
     )
 
 
@@ -84,7 +99,12 @@ def time_of_runs(runs: Sequence[Facts]) -> Table:
         title="Where the time went, mean over ranks",
         columns=(Column("run"), *_seconds(parts), _WALL),
         rows=tuple(
-            (facts.run.name, *(facts.mean_us(part) / 1e6 for part in parts), facts.end_us / 1e6) for facts in runs
+            (
+                facts.run.name,
+                *(facts.mean_us(part) / 1e6 for part in parts),
+                facts.end_us / 1e6,
+            )
+            for facts in runs
         ),
     )
 
@@ -119,7 +139,11 @@ def faults(facts: Facts) -> Table:
         title="Faults by class",
         columns=(Column("class"), Column("faults"), Column("what it is")),
         rows=tuple(
-            (name, float(count), FAULT_CLASSES.get(name, "deaths in a log without classes"))
+            (
+                name,
+                float(count),
+                FAULT_CLASSES.get(name, "deaths in a log without classes"),
+            )
             for name, count in facts.faults.items()
         ),
         note="" if facts.faults else "no fault",
@@ -135,15 +159,32 @@ def recoveries(facts: Facts) -> Table:
             Column("no."),
             Column("what failed", means="as told by the surest witness there is"),
             Column("at", unit="s", means="since the start of the run"),
-            Column("took", unit="s", means="from the last sign of life until the last rank went on"),
-            *(Column(part.label, unit="s", means=f"{EXPLAINED[part]}; mean over ranks") for part in OF_FAULTS),
-            Column("goes on after", means="the iteration whose state all ranks had then"),
-            Column("replayed", unit="iterations", means="run again to rebuild state, on the ranks that did"),
+            Column(
+                "took",
+                unit="s",
+                means="from the last sign of life until the last rank went on",
+            ),
+            *(
+                Column(
+                    part.label, unit="s", means=f"{EXPLAINED[part]}; mean over ranks"
+                )
+                for part in OF_FAULTS
+            ),
+            Column(
+                "goes on after", means="the iteration whose state all ranks had then"
+            ),
+            Column(
+                "replayed",
+                unit="iterations",
+                means="run again to rebuild state, on the ranks that did",
+            ),
             Column("by ranks", means="which ranks loaded or replayed"),
             Column("fetched", unit="MiB", means="got out of other ranks' memory"),
         ),
         rows=tuple(_row(each) for each in facts.episodes[:_MOST_ROWS]),
-        note=_cut(len(facts.episodes), "recoveries") if facts.episodes else "no rank had to recover",
+        note=_cut(len(facts.episodes), "recoveries")
+        if facts.episodes
+        else "no rank had to recover",
     )
 
 

@@ -1,8 +1,10 @@
-"""A timeline for Perfetto (Chrome's trace format): a process for each rank, a lane for each kind of work.
+"""A timeline for Perfetto (Chrome's trace format): a process for each rank, a lane for
+each kind of work.
 
-Of a long run, iterations near recoveries are shown one by one and the others in blocks, so that the file can be opened.
-Entries without times of their own are shown at their event: a mark for a fault, and with the iteration the
-bytes of its logs. Entries of a lane do not overlap: a later one begins where the one before it ends. Numbers of
+Of a long run, iterations near recoveries are shown one by one and the others in blocks,
+so that the file can be opened. Entries without times of their own are shown at their
+event: a mark for a fault, and with the iteration the bytes of its logs. Entries of a
+lane do not overlap: a later one begins where the one before it ends. Numbers of
 processes and lanes begin with 1: to Perfetto, all that is 0 is one idle thread.
 """
 
@@ -30,7 +32,12 @@ from launcher.report.thin import evenly
 from launcher.report.walk import us
 from moe_ckpt.events import CheckpointSaved, StageRecovered, WindowPersisted
 
-_LANES = dict(enumerate(("compute", "copy", "replication", "log", "recovery", "disk", "checkpoint"), start=1))
+_LANES = dict(
+    enumerate(
+        ("compute", "copy", "replication", "log", "recovery", "disk", "checkpoint"),
+        start=1,
+    )
+)
 _COMPUTE, _COPY, _REPLICATION, _LOG, _RECOVERY, _DISK, _CHECKPOINT = _LANES
 _MOST_SLICES = 150_000  # of all ranks, about 15 MB
 _RANKS_PER_RUN = 100_000  # process ids of the next run begin there
@@ -39,7 +46,9 @@ Slice = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Where a run's ranks go: the number of its first process, its name, when it ended, slices for each rank."""
+    """Where a run's ranks go: the number of its first process, its name, when it ended,
+    slices for each rank.
+    """
 
     first_pid: int
     name: str
@@ -48,15 +57,23 @@ class _Place:
 
 
 def to_trace(runs: Sequence[Facts]) -> str:
-    """Return the trace of all runs. Reads their events again: facts do not keep all that a timeline shows."""
+    """Return the trace of all runs. Reads their events again: facts do not keep all
+    that a timeline shows.
+    """
     parts: list[bytes] = []
     for number, facts in enumerate(runs):
         most = max(_MOST_SLICES // max(len(facts.run.ranks), 1), 100)
         first = 1 + number * _RANKS_PER_RUN
-        place = _Place(first_pid=first, name=facts.run.name, end_us=facts.end_us, most=most)
+        place = _Place(
+            first_pid=first, name=facts.run.name, end_us=facts.end_us, most=most
+        )
         parts += map_ranks(facts.run.path, partial(_rank_file, place))
         parts.append(_packed(_faults(facts, place)))
-    return '{"displayTimeUnit":"ms","traceEvents":[' + b",".join(filter(None, parts)).decode() + "]}\n"
+    return (
+        '{"displayTimeUnit":"ms","traceEvents":['
+        + b",".join(filter(None, parts)).decode()
+        + "]}\n"
+    )
 
 
 def _packed(slices: Iterator[Slice]) -> bytes:
@@ -68,7 +85,9 @@ def _rank_file(place: _Place, rank: int, path: Path) -> bytes:
     pid = place.first_pid + rank
     slices = _in_turn(_slices(read_rank(rank, path), place))
     return _packed(
-        slice_ | {"pid": pid} for chunk in (_names(f"{place.name} rank {rank}", pid), slices) for slice_ in chunk
+        slice_ | {"pid": pid}
+        for chunk in (_names(f"{place.name} rank {rank}", pid), slices)
+        for slice_ in chunk
     )
 
 
@@ -77,7 +96,12 @@ def _names(name: str, pid: int) -> Iterator[Slice]:
     yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": pid}}
     for tid, lane in _LANES.items():
         yield {"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": lane}}
-        yield {"ph": "M", "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+        yield {
+            "ph": "M",
+            "tid": tid,
+            "name": "thread_sort_index",
+            "args": {"sort_index": tid},
+        }
 
 
 def _faults(facts: Facts, place: _Place) -> Iterator[Slice]:
@@ -85,12 +109,20 @@ def _faults(facts: Facts, place: _Place) -> Iterator[Slice]:
     for episode in facts.episodes:
         name = "; ".join(episode.causes)
         for rank in sorted({each.rank for each in episode.stretches}):
-            mark = {"ph": "i", "s": "p", "tid": _RECOVERY, "ts": episode.start_us, "name": name}
+            mark = {
+                "ph": "i",
+                "s": "p",
+                "tid": _RECOVERY,
+                "ts": episode.start_us,
+                "name": name,
+            }
             yield mark | {"pid": place.first_pid + rank}
 
 
 def _in_turn(slices: Iterator[Slice]) -> list[Slice]:
-    """Return slices by time, cut so that in no lane one begins before the one before it has ended."""
+    """Return slices by time, cut so that in no lane one begins before the one before it
+    has ended.
+    """
     found = sorted(slices, key=itemgetter("ts"))
     reached_us = dict.fromkeys(_LANES, 0)
     for each in found:
@@ -112,17 +144,30 @@ def _slices(log: RankLog, place: _Place) -> Iterator[Slice]:
     for noted in log.events:
         at_us, event = noted.at_us, noted.event
         if isinstance(event, WindowPersisted):
-            yield _ended(_DISK, f"window {event.window_start} to disk", at_us, event.seconds)
+            yield _ended(
+                _DISK, f"window {event.window_start} to disk", at_us, event.seconds
+            )
         elif isinstance(event, CheckpointSaved):
-            saved = _ended(_CHECKPOINT, f"checkpoint {event.iteration}", at_us, event.seconds)
+            saved = _ended(
+                _CHECKPOINT, f"checkpoint {event.iteration}", at_us, event.seconds
+            )
             yield saved | {"args": {"bytes": event.size_bytes}}
         elif isinstance(event, StageRecovered):
-            name = f"{event.replayed_iters} iterations were replayed up to {event.iteration}"
+            name = (
+                f"{event.replayed_iters} iterations were replayed up to"
+                f" {event.iteration}"
+            )
             yield {"ph": "i", "s": "t", "tid": _RECOVERY, "ts": at_us, "name": name}
 
 
 def _slice(lane: int, name: str, start_us: int, end_us: int) -> Slice:
-    return {"ph": "X", "tid": lane, "ts": start_us, "dur": end_us - start_us, "name": name}
+    return {
+        "ph": "X",
+        "tid": lane,
+        "ts": start_us,
+        "dur": end_us - start_us,
+        "name": name,
+    }
 
 
 def _ended(lane: int, name: str, end_us: int, seconds: float) -> Slice:
@@ -131,24 +176,39 @@ def _ended(lane: int, name: str, end_us: int, seconds: float) -> Slice:
 
 
 def _compute(tiling: Tiling, most: int) -> Iterator[Slice]:
-    """Yield all that is no recovery: each stretch by itself, or where there are more than `most`, some in blocks."""
+    """Yield all that is no recovery: each stretch by itself, or where there are more
+    than `most`, some in blocks.
+    """
     mine = np.flatnonzero(~np.isin(tiling.parts, RECOVERY))
     starts_us, bounds = tiling.starts_us, _blocks(tiling.parts, mine, most)
     for begin, end in pairwise(bounds):
         stretches = mine[begin:end]
-        start_us, end_us = int(starts_us[stretches[0]]), int(tiling.ends_us[stretches[-1]])
+        start_us, end_us = (
+            int(starts_us[stretches[0]]),
+            int(tiling.ends_us[stretches[-1]]),
+        )
         yield _slice(_COMPUTE, _name(tiling, stretches), start_us, end_us)
 
 
 def _blocks(parts: NDArray[np.int64], mine: NDArray[np.int64], most: int) -> list[int]:
-    """Return the bounds of blocks: of one stretch near lost work, of equal length elsewhere; none holds a recovery."""
+    """Return the bounds of blocks: of one stretch near lost work, of equal length
+    elsewhere; none holds a recovery.
+    """
     if len(mine) <= most:
         return list(range(len(mine) + 1))
-    lost, recovered = np.flatnonzero(parts[mine] == PagePart.LOST), np.flatnonzero(np.diff(mine) > 1) + 1
+    lost, recovered = (
+        np.flatnonzero(parts[mine] == PagePart.LOST),
+        np.flatnonzero(np.diff(mine) > 1) + 1,
+    )
     reach = most // (4 * (len(lost) + len(recovered) + 1))
-    # iterations around faults stay by themselves: they are the reason to open a timeline
+    # iterations around faults stay by themselves: they are the reason to open a
+    # timeline
     near = np.concatenate([lost, recovered])[:, None] + np.arange(-reach, reach + 1)
-    bounds = (evenly(len(mine) + 1, most // 2), recovered, np.clip(near, 0, len(mine)).ravel())
+    bounds = (
+        evenly(len(mine) + 1, most // 2),
+        recovered,
+        np.clip(near, 0, len(mine)).ravel(),
+    )
     return np.unique(np.concatenate(bounds)).tolist()
 
 
@@ -164,14 +224,21 @@ def _name(tiling: Tiling, stretches: NDArray[np.int64]) -> str:
 def _recoveries(tiling: Tiling) -> Iterator[Slice]:
     starts_us = tiling.starts_us
     for i in np.flatnonzero(np.isin(tiling.parts, RECOVERY)):
-        yield _slice(_RECOVERY, PagePart(int(tiling.parts[i])).label, int(starts_us[i]), int(tiling.ends_us[i]))
+        yield _slice(
+            _RECOVERY,
+            PagePart(int(tiling.parts[i])).label,
+            int(starts_us[i]),
+            int(tiling.ends_us[i]),
+        )
 
 
 def _copies(snapshots: Columns, most: int) -> Iterator[Slice]:
     at_us, iteration, copy_s = snapshots.at_us, snapshots.iteration, snapshots["copy_s"]
     sizes = np.nan_to_num(snapshots["size_bytes"])
     for i in evenly(len(snapshots), most):
-        copied = _ended(_COPY, f"snapshot {iteration[i]}", int(at_us[i]), float(copy_s[i]))
+        copied = _ended(
+            _COPY, f"snapshot {iteration[i]}", int(at_us[i]), float(copy_s[i])
+        )
         yield copied | {"args": {"bytes": float(sizes[i])}}
 
 
@@ -180,11 +247,22 @@ def _sent(replicated: Columns, most: int) -> Iterator[Slice]:
     ends_us = np.maximum(replicated.at_us - replicated.us("ago_s"), 0)
     starts_us = np.maximum(ends_us - replicated.us("span_s"), 0)
     windows = replicated["window_start"]
-    labels = {"bytes": "size_bytes", "peers": "num_peers", "seconds of sending": "seconds"}
+    labels = {
+        "bytes": "size_bytes",
+        "peers": "num_peers",
+        "seconds of sending": "seconds",
+    }
     columns = {label: np.nan_to_num(replicated[name]) for label, name in labels.items()}
     for i in evenly(len(replicated), most):
-        sent = _slice(_REPLICATION, f"window {windows[i]:.0f} to peers", int(starts_us[i]), int(ends_us[i]))
-        yield sent | {"args": {label: float(column[i]) for label, column in columns.items()}}
+        sent = _slice(
+            _REPLICATION,
+            f"window {windows[i]:.0f} to peers",
+            int(starts_us[i]),
+            int(ends_us[i]),
+        )
+        yield sent | {
+            "args": {label: float(column[i]) for label, column in columns.items()}
+        }
 
 
 def _logs(commits: Columns, most: int) -> Iterator[Slice]:
@@ -192,10 +270,24 @@ def _logs(commits: Columns, most: int) -> Iterator[Slice]:
     ends_us = commits.at_us
     starts_us = np.maximum(ends_us - commits.us("seconds"), 0)
     iterations = commits.iteration
-    columns = {"activations, bytes": "sent_activation_bytes", "gradients, bytes": "sent_gradient_bytes"}
+    columns = {
+        "activations, bytes": "sent_activation_bytes",
+        "gradients, bytes": "sent_gradient_bytes",
+    }
     sizes = {name: np.nan_to_num(commits[column]) for name, column in columns.items()}
     for i in evenly(len(commits), most):
         args = {name: float(size[i]) for name, size in sizes.items()}
-        yield {"ph": "C", "tid": _LOG, "ts": int(ends_us[i]), "name": "boundary log", "args": args}
+        yield {
+            "ph": "C",
+            "tid": _LOG,
+            "ts": int(ends_us[i]),
+            "name": "boundary log",
+            "args": args,
+        }
         if any(args.values()):
-            yield _slice(_LOG, f"log of iteration {iterations[i]}", int(starts_us[i]), int(ends_us[i])) | {"args": args}
+            yield _slice(
+                _LOG,
+                f"log of iteration {iterations[i]}",
+                int(starts_us[i]),
+                int(ends_us[i]),
+            ) | {"args": args}

@@ -1,6 +1,8 @@
-"""A stretch of one rank's time that holds events, cut by what they tell: recoveries, restarts, evaluations.
+"""A stretch of one rank's time that holds events, cut by what they tell: recoveries,
+restarts, evaluations.
 
-Pure. An event is written when what it tells of is over, so each of them closes stretches that began before it:
+Pure. An event is written when what it tells of is over, so each of them closes
+stretches that began before it:
 
     `last commit     `death       `found      `all together             `Rejoined
     |     lost       | detection  |  rebuild  | fetch | waiting, replay | other | iteration
@@ -38,7 +40,8 @@ _UNMEASURED = -1
 
 
 class Walk:
-    """Stretches, each from where the one before ended; one that would end before it begins is left out.
+    """Stretches, each from where the one before ended; one that would end before it
+    begins is left out.
 
     Recoveries fall into the iteration that comes next.
     """
@@ -51,18 +54,27 @@ class Walk:
     def to(self, end_us: int, part: PagePart, iteration: int = _UNMEASURED) -> None:
         if end_us > self.now_us:
             self.now_us = end_us
-            self.stretches.append((end_us, part, self._next if part in RECOVERY else iteration))
+            self.stretches.append(
+                (end_us, part, self._next if part in RECOVERY else iteration)
+            )
 
 
-def walk_gap(walk: Walk, found: Sequence[Noted], *, is_first: bool, finished: int | None = None) -> PagePart:
-    """Cut the time between two iterations; return what the rest of it, after the last event, belongs to.
+def walk_gap(
+    walk: Walk, found: Sequence[Noted], *, is_first: bool, finished: int | None = None
+) -> PagePart:
+    """Cut the time between two iterations; return what the rest of it, after the last
+    event, belongs to.
 
-    `finished`: the iteration that was cut off and that the recovery then committed, so that it was not lost.
+    `finished`: the iteration that was cut off and that the recovery then committed, so
+    that it was not lost.
     """
     rest = PagePart.STARTUP if is_first else None
     found = list(found)
     while found:
-        rejoined = next((i for i, noted in enumerate(found) if isinstance(noted.event, Rejoined)), None)
+        rejoined = next(
+            (i for i, noted in enumerate(found) if isinstance(noted.event, Rejoined)),
+            None,
+        )
         if rejoined is None:
             rest = _plain(walk, found, rest)
             break
@@ -72,20 +84,34 @@ def walk_gap(walk: Walk, found: Sequence[Noted], *, is_first: bool, finished: in
 
 
 def walk_iteration(
-    walk: Walk, found: Sequence[Noted], iteration: int, end_us: int, stall_us: int, *, given_up: bool
+    walk: Walk,
+    found: Sequence[Noted],
+    iteration: int,
+    end_us: int,
+    stall_us: int,
+    *,
+    given_up: bool,
 ) -> None:
-    """Cut an iteration in which state was rebuilt without the loss of a process; hooks counted that as a stall."""
+    """Cut an iteration in which state was rebuilt without the loss of a process; hooks
+    counted that as a stall.
+    """
     for noted in found:
         event = noted.event
         if isinstance(event, StageRecovered):
             again = event.iteration < iteration
             walk.to(
-                noted.at_us - us(event.seconds), PagePart.LOST if again or given_up else PagePart.COMPUTE, iteration
+                noted.at_us - us(event.seconds),
+                PagePart.LOST if again or given_up else PagePart.COMPUTE,
+                iteration,
             )
             before_us = walk.now_us
             walk.to(noted.at_us, PagePart.REPLAY)
             stall_us -= walk.now_us - before_us
-    walk.to(end_us - max(stall_us, 0), PagePart.LOST if given_up else PagePart.COMPUTE, iteration)
+    walk.to(
+        end_us - max(stall_us, 0),
+        PagePart.LOST if given_up else PagePart.COMPUTE,
+        iteration,
+    )
     walk.to(end_us, PagePart.LOST if given_up else PagePart.STALL, iteration)
 
 
@@ -94,13 +120,22 @@ def us(seconds: float) -> int:
     return round(seconds * 1e6) if math.isfinite(seconds) and seconds > 0 else 0
 
 
-def _plain(walk: Walk, found: Sequence[Noted], rest: PagePart | None) -> PagePart | None:
-    """Cut what is no recovery of a supervised job: a start, a restart by torchrun, a load from disk, an evaluation."""
+def _plain(
+    walk: Walk, found: Sequence[Noted], rest: PagePart | None
+) -> PagePart | None:
+    """Cut what is no recovery of a supervised job: a start, a restart by torchrun, a
+    load from disk, an evaluation.
+    """
     for noted in found:
         at_us, event = noted.at_us, noted.event
         if isinstance(event, WorkerStarted):
             is_first = rest is PagePart.STARTUP and event.incarnation == 0
-            walk.to(at_us, rest if rest is PagePart.STARTUP or rest is PagePart.LOST else PagePart.REBUILD)
+            walk.to(
+                at_us,
+                rest
+                if rest is PagePart.STARTUP or rest is PagePart.LOST
+                else PagePart.REBUILD,
+            )
             rest = PagePart.STARTUP if is_first else PagePart.REBUILD
         elif isinstance(event, ModelBuilt):
             walk.to(at_us, rest or PagePart.OTHER)
@@ -109,24 +144,35 @@ def _plain(walk: Walk, found: Sequence[Noted], rest: PagePart | None) -> PagePar
             rest = PagePart.REBUILD
         elif isinstance(event, StateResumed | StageRecovered):
             walk.to(at_us - us(event.seconds), rest or PagePart.LOST)
-            walk.to(at_us, PagePart.FETCH if isinstance(event, StateResumed) else PagePart.REPLAY)
+            walk.to(
+                at_us,
+                PagePart.FETCH if isinstance(event, StateResumed) else PagePart.REPLAY,
+            )
             rest = PagePart.STARTUP if rest is PagePart.STARTUP else PagePart.OTHER
         elif isinstance(event, Evaluated):
-            walk.to(at_us, PagePart.STARTUP if rest is PagePart.STARTUP else PagePart.EVALUATION)
+            walk.to(
+                at_us,
+                PagePart.STARTUP if rest is PagePart.STARTUP else PagePart.EVALUATION,
+            )
         else:
             walk.to(at_us, PagePart.OTHER)
     return rest
 
 
-def _recovery(walk: Walk, found: Sequence[Noted], rest: PagePart | None, finished: int | None) -> None:
-    """Cut what ends with `Rejoined`, the last of `found`, by its durations; the latest are the surest."""
+def _recovery(
+    walk: Walk, found: Sequence[Noted], rest: PagePart | None, finished: int | None
+) -> None:
+    """Cut what ends with `Rejoined`, the last of `found`, by its durations; the latest
+    are the surest.
+    """
     at_us, rejoined = found[-1].at_us, found[-1].event
     assert isinstance(rejoined, Rejoined)
     replay_us = at_us - us(rejoined.replay_s)
     fetch_us = replay_us - us(rejoined.fetch_s)
     rebuild_us = fetch_us - us(rejoined.rebuild_s)
     detect_us = rebuild_us - us(rejoined.detect_s)
-    # a fault that hit an earlier recovery, or a restart by torchrun, has events of its own before this one's begin
+    # a fault that hit an earlier recovery, or a restart by torchrun, has events of its
+    # own before this one's begin
     earlier = [noted for noted in found[:-1] if noted.at_us < detect_us]
     rest = _plain(walk, earlier, rest or PagePart.LOST) if earlier else rest
     if rest is None and finished is not None and finished == rejoined.iteration:
@@ -135,9 +181,21 @@ def _recovery(walk: Walk, found: Sequence[Noted], rest: PagePart | None, finishe
     walk.to(rebuild_us, PagePart.DETECTION)
     walk.to(fetch_us, PagePart.REBUILD)
     walk.to(replay_us, PagePart.FETCH)
-    done = [noted for noted in found[:-1] if isinstance(noted.event, StateResumed | StageRecovered)]
+    done = [
+        noted
+        for noted in found[:-1]
+        if isinstance(noted.event, StateResumed | StageRecovered)
+    ]
     for noted in done:
         assert isinstance(noted.event, StateResumed | StageRecovered)
         walk.to(noted.at_us - us(noted.event.seconds), PagePart.WAITING)
-        walk.to(noted.at_us, PagePart.FETCH if isinstance(noted.event, StateResumed) else PagePart.REPLAY)
-    walk.to(at_us, PagePart.REPLAY if rejoined.executed_iters and not done else PagePart.WAITING)
+        walk.to(
+            noted.at_us,
+            PagePart.FETCH
+            if isinstance(noted.event, StateResumed)
+            else PagePart.REPLAY,
+        )
+    walk.to(
+        at_us,
+        PagePart.REPLAY if rejoined.executed_iters and not done else PagePart.WAITING,
+    )

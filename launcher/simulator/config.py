@@ -1,4 +1,5 @@
-"""From a composed configuration to what a simulation needs: a job on a cluster, a policy, faults. Knows no torch.
+"""From a composed configuration to what a simulation needs: a job on a cluster, a
+policy, faults. Knows no torch.
 
 Beside `launcher.config` the place that sees OmegaConf, for conf/simulate.yaml.
 """
@@ -23,7 +24,13 @@ from launcher.config import (
 )
 from launcher.faults.config import FAULT_CONFIGS, FaultConfig
 from launcher.parameters import operator_parameters, padded_vocab_size
-from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, require, require_all_at_least, require_choice
+from moe_ckpt.config import (
+    CKPT_CONFIGS,
+    CkptConfig,
+    require,
+    require_all_at_least,
+    require_choice,
+)
 from moe_ckpt.faults.schedule import SCOPES, Kill, poisson_kills
 from moe_ckpt.sim.costs import GRADIENT_BYTES, TimingConfig, estimate
 from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, ClusterConfig
@@ -38,7 +45,9 @@ _BYTE_VOCABULARY = 256
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentConfig:
-    """Overrides by name: every case with every policy in every variant. See conf/experiment/."""
+    """Overrides by name: every case with every policy in every variant. See
+    conf/experiment/.
+    """
 
     name: str
     cases: dict[str, list[str]]
@@ -62,12 +71,27 @@ class GeneralConfig:
     page: str | None
 
     def __post_init__(self) -> None:
-        require(0 < self.duration_s < np.inf, "duration_s", self.duration_s, "more than 0 seconds")
+        require(
+            0 < self.duration_s < np.inf,
+            "duration_s",
+            self.duration_s,
+            "more than 0 seconds",
+        )
         mtbf_s = self.mtbf_s
-        require(mtbf_s is None or 0 < mtbf_s < np.inf, "mtbf_s", mtbf_s, "more than 0 seconds, or null")
+        require(
+            mtbf_s is None or 0 < mtbf_s < np.inf,
+            "mtbf_s",
+            mtbf_s,
+            "more than 0 seconds, or null",
+        )
         require_choice("scope", self.scope, SCOPES)
         require_all_at_least("", self, seed=0, runs=1)
-        require(0 <= self.popularity_skew < 1, "popularity_skew", self.popularity_skew, "at least 0 and less than 1")
+        require(
+            0 <= self.popularity_skew < 1,
+            "popularity_skew",
+            self.popularity_skew,
+            "at least 0 and less than 1",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,18 +106,27 @@ class Simulation:
     composed_yaml: str
 
     def kills(self, run: int) -> tuple[Kill, ...]:
-        """Return what is lost in run number `run`, by its seed. Raises ConfigError for ranks that the job lacks."""
+        """Return what is lost in run number `run`, by its seed. Raises ConfigError for
+        ranks that the job lacks.
+        """
         general, world_size = self.general, self.setup.job.layout.world_size
         if general.mtbf_s is None:
             return self.fault.kills(world_size)
-        count = 2 * int(general.duration_s / general.mtbf_s) + 100  # more than a run can meet
+        # more than a run can meet
+        count = 2 * int(general.duration_s / general.mtbf_s) + 100
         return poisson_kills(
-            mtbf_s=general.mtbf_s, count=count, seed=general.seed + run, world_size=world_size, scope=general.scope
+            mtbf_s=general.mtbf_s,
+            count=count,
+            seed=general.seed + run,
+            world_size=world_size,
+            scope=general.scope,
         )
 
 
 def compose_request(arguments: Sequence[str]) -> tuple[GeneralConfig, ExperimentConfig]:
-    """Return what is asked for, without the job, which an experiment's cases may have to complete."""
+    """Return what is asked for, without the job, which an experiment's cases may have
+    to complete.
+    """
     return compose_as("simulate", arguments, GROUPS, _to_request, _ALL_KINDS)
 
 
@@ -103,23 +136,33 @@ def compose_machine(arguments: Sequence[str]) -> tuple[ClusterConfig, TimingConf
 
 
 def compose_simulation(arguments: Sequence[str]) -> Simulation:
-    """Return the simulation that command-line overrides describe. Raises ConfigError, naming the setting."""
+    """Return the simulation that command-line overrides describe. Raises ConfigError,
+    naming the setting.
+    """
     return compose_as("simulate", arguments, GROUPS, _to_simulation, _ALL_KINDS)
 
 
 def compose_yaml(arguments: Sequence[str]) -> str:
-    """Return all settings of the simulator as YAML. Raises ConfigError, naming the setting."""
+    """Return all settings of the simulator as YAML. Raises ConfigError, naming the
+    setting.
+    """
     return compose_as("simulate", arguments, GROUPS, OmegaConf.to_yaml, _ALL_KINDS)
 
 
-def shape_of(model: ModelConfig, *, sequence_length: int, skewness: float = 0.0, seed: int = 0) -> ModelShape:
-    """Return the operators of a model; a vocabulary that follows from data is taken to be that of bytes.
+def shape_of(
+    model: ModelConfig, *, sequence_length: int, skewness: float = 0.0, seed: int = 0
+) -> ModelShape:
+    """Return the operators of a model; a vocabulary that follows from data is taken to
+    be that of bytes.
 
-    Each expert gets an even share of a layer's tokens, or one as uneven as `skewness` asks for.
+    Each expert gets an even share of a layer's tokens, or one as uneven as `skewness`
+    asks for.
     """
     wanted = _BYTE_VOCABULARY if model.vocab_size == AUTO else int(model.vocab_size)
     layout = ParallelLayout(pp=1, dp=1, ep=1, tp=1)
-    counted = list(operator_parameters(model, padded_vocab_size(wanted, layout), sequence_length))
+    counted = list(
+        operator_parameters(model, padded_vocab_size(wanted, layout), sequence_length)
+    )
     return ModelShape(
         operators=tuple(operator for operator, _ in counted),
         parameters=np.array([count for _, count in counted], np.int64),
@@ -134,21 +177,35 @@ def _to_request(config: DictConfig) -> tuple[GeneralConfig, ExperimentConfig]:
     scalars = [field.name for field in fields(GeneralConfig)]
     require_complete(config, sorted([*_KINDS, *scalars]))
     general = OmegaConf.create({"general": {name: config[name] for name in scalars}})
-    return section_of(general, "general", GeneralConfig), section_of(config, "experiment", ExperimentConfig)
+    return section_of(general, "general", GeneralConfig), section_of(
+        config, "experiment", ExperimentConfig
+    )
 
 
 def _to_machine(config: DictConfig) -> tuple[ClusterConfig, TimingConfig]:
-    return section_of(config, "cluster", ClusterConfig), section_of(config, "timing", TimingConfig)
+    return section_of(config, "cluster", ClusterConfig), section_of(
+        config, "timing", TimingConfig
+    )
 
 
 def _to_simulation(config: DictConfig) -> Simulation:
     composed_yaml = OmegaConf.to_yaml(config)
     general, _ = _to_request(config)
-    cluster, model = section_of(config, "cluster", ClusterConfig), section_of(config, "model", ModelConfig)
-    batch, formats = section_of(config, "batch", BatchConfig), section_of(config, "formats", FormatsConfig)
+    cluster, model = (
+        section_of(config, "cluster", ClusterConfig),
+        section_of(config, "model", ModelConfig),
+    )
+    batch, formats = (
+        section_of(config, "batch", BatchConfig),
+        section_of(config, "formats", FormatsConfig),
+    )
     length, skewness = batch.sequence_length, general.popularity_skew
-    shape = shape_of(model, sequence_length=length, skewness=skewness, seed=general.seed)
-    layout = fit_cluster(section_of(config, "parallel", ParallelConfig), cluster, shape, formats, batch)
+    shape = shape_of(
+        model, sequence_length=length, skewness=skewness, seed=general.seed
+    )
+    layout = fit_cluster(
+        section_of(config, "parallel", ParallelConfig), cluster, shape, formats, batch
+    )
     job = Job(shape, layout, batch, formats)
     setup = Setup(
         job=job,
@@ -157,14 +214,23 @@ def _to_simulation(config: DictConfig) -> Simulation:
         mtbf_s=general.mtbf_s,
         switches=section_of(config, "switches", Switches),
     )
-    fault = section_of(config, "fault", FAULT_CONFIGS[choice_of(config, "fault.kind", FAULT_CONFIGS)])
+    fault = section_of(
+        config, "fault", FAULT_CONFIGS[choice_of(config, "fault.kind", FAULT_CONFIGS)]
+    )
     wanted = "none, at, poisson or trace: a simulation has no state to overwrite"
     require(fault.kind != "state_loss", "fault.kind", fault.kind, wanted)
     if general.mtbf_s is not None:
-        require(fault.kind == "none", "fault.kind", fault.kind, f"none where mtbf_s={general.mtbf_s:g} says what fails")
+        require(
+            fault.kind == "none",
+            "fault.kind",
+            fault.kind,
+            f"none where mtbf_s={general.mtbf_s:g} says what fails",
+        )
     return Simulation(
         setup=setup,
-        policy=section_of(config, "ckpt", CKPT_CONFIGS[choice_of(config, "ckpt.policy", CKPT_CONFIGS)]),
+        policy=section_of(
+            config, "ckpt", CKPT_CONFIGS[choice_of(config, "ckpt.policy", CKPT_CONFIGS)]
+        ),
         model=model,
         fault=fault,
         general=general,
@@ -173,25 +239,41 @@ def _to_simulation(config: DictConfig) -> Simulation:
 
 
 def fit_cluster(
-    parallel: ParallelConfig, cluster: ClusterConfig, shape: ModelShape, formats: FormatsConfig, batch: BatchConfig
+    parallel: ParallelConfig,
+    cluster: ClusterConfig,
+    shape: ModelShape,
+    formats: FormatsConfig,
+    batch: BatchConfig,
 ) -> ParallelLayout:
-    """Return the degrees for a cluster; `auto`: ep within a node, the fewest stages that fit into the GPUs' memory.
+    """Return the degrees for a cluster; `auto`: ep within a node, the fewest stages
+    that fit into the GPUs' memory.
 
-    Of these the fewest that divide the batch. Raises ConfigError, with the numbers, where it does not work out.
+    Of these the fewest that divide the batch. Raises ConfigError, with the numbers,
+    where it does not work out.
     """
     world_size, per_node = cluster.num_gpus, cluster.gpus_per_node
     wanted = f"auto or cluster.gpus_per_node={per_node}"
-    require(parallel.ranks_per_node in (AUTO, per_node), "parallel.ranks_per_node", parallel.ranks_per_node, wanted)
+    require(
+        parallel.ranks_per_node in (AUTO, per_node),
+        "parallel.ranks_per_node",
+        parallel.ranks_per_node,
+        wanted,
+    )
     tp = 1 if parallel.tp == AUTO else int(parallel.tp)
     wanted = f"a divisor of {world_size} GPUs, cluster.nodes * cluster.gpus_per_node"
     require(world_size % tp == 0, "parallel.tp", tp, wanted)
     if parallel.pp != AUTO:
         pp = int(parallel.pp)
-        require(world_size % (pp * tp) == 0, "parallel.pp * parallel.tp", pp * tp, wanted)
+        require(
+            world_size % (pp * tp) == 0, "parallel.pp * parallel.tp", pp * tp, wanted
+        )
         chosen = _layout(parallel, pp, world_size // (pp * tp), tp, cluster, shape)
     else:
         stages = [pp for pp in _divisors(world_size // tp) if pp <= shape.num_layers]
-        layouts = [_layout(parallel, pp, world_size // (pp * tp), tp, cluster, shape) for pp in stages]
+        layouts = [
+            _layout(parallel, pp, world_size // (pp * tp), tp, cluster, shape)
+            for pp in stages
+        ]
         # few stages: a pipeline's bubbles grow with their number
         chosen = _smallest_fitting(layouts, cluster, shape, formats, batch)
     degrees = f"{chosen.dp} = {world_size} GPUs / (pp={chosen.pp} * tp={tp})"
@@ -207,31 +289,58 @@ def _smallest_fitting(
     batch: BatchConfig,
 ) -> ParallelLayout:
     have = GPU_MEMORY_SHARE * cluster.gpu_memory_bytes
-    fitting = [layout for layout in layouts if _gpu_bytes(layout, shape, formats) <= have]
-    least = min(_gpu_bytes(layout, shape, formats) for layout in layouts) / GPU_MEMORY_SHARE
+    fitting = [
+        layout for layout in layouts if _gpu_bytes(layout, shape, formats) <= have
+    ]
+    least = (
+        min(_gpu_bytes(layout, shape, formats) for layout in layouts) / GPU_MEMORY_SHARE
+    )
     wanted = f"at least {least:.3g}, or more of cluster.nodes={cluster.nodes}"
     require(bool(fitting), "cluster.gpu_memory_bytes", cluster.gpu_memory_bytes, wanted)
-    divides = (layout for layout in fitting if batch.global_batch_size % (batch.micro_batch_size * layout.dp) == 0)
+    divides = (
+        layout
+        for layout in fitting
+        if batch.global_batch_size % (batch.micro_batch_size * layout.dp) == 0
+    )
     # if none divides the batch, `Job` raises the error that names the numbers
     return next(divides, fitting[0])
 
 
 def _layout(
-    parallel: ParallelConfig, pp: int, dp: int, tp: int, cluster: ClusterConfig, shape: ModelShape
+    parallel: ParallelConfig,
+    pp: int,
+    dp: int,
+    tp: int,
+    cluster: ClusterConfig,
+    shape: ModelShape,
 ) -> ParallelLayout:
     if parallel.ep != AUTO:
         return ParallelLayout(pp=pp, dp=dp, ep=int(parallel.ep), tp=tp)
     most = max(1, cluster.gpus_per_node // tp)
-    degrees = [ep for ep in _divisors(dp) if ep <= most and shape.num_experts and shape.num_experts % ep == 0]
+    degrees = [
+        ep
+        for ep in _divisors(dp)
+        if ep <= most and shape.num_experts and shape.num_experts % ep == 0
+    ]
     return ParallelLayout(pp=pp, dp=dp, ep=max(degrees, default=1), tp=tp)
 
 
-def _gpu_bytes(layout: ParallelLayout, shape: ModelShape, formats: FormatsConfig) -> float:
-    """Return what a GPU needs for weights, gradients and its part of the state, with even stages."""
+def _gpu_bytes(
+    layout: ParallelLayout, shape: ModelShape, formats: FormatsConfig
+) -> float:
+    """Return what a GPU needs for weights, gradients and its part of the state, with
+    even stages.
+    """
     is_expert = np.array([operator.expert is not None for operator in shape.operators])
-    experts, others = float(shape.parameters[is_expert].sum()), float(shape.parameters[~is_expert].sum())
+    experts, others = (
+        float(shape.parameters[is_expert].sum()),
+        float(shape.parameters[~is_expert].sum()),
+    )
     held = (experts / layout.ep + others) / (layout.pp * layout.tp)
-    return held * (formats.compute_bytes + GRADIENT_BYTES) + (experts + others) / layout.world_size * formats.full_bytes
+    return (
+        held * (formats.compute_bytes + GRADIENT_BYTES)
+        + (experts + others) / layout.world_size * formats.full_bytes
+    )
 
 
 def _divisors(number: int) -> list[int]:

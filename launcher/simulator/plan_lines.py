@@ -1,4 +1,6 @@
-"""A ranking of policies in words: its assumptions, the policies in groups, the command of the best. No torch."""
+"""A ranking of policies in words: its assumptions, the policies in groups, the command
+of the best. No torch.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ from launcher.simulator.runner import Result
 _ROW = "{:<58} {:>8} {:>9} {:>9} {:>14} {:>12}"
 _HEAD = ("policy", "ETTR", "+-", "overhead", "host GB a node", "lost tokens")
 _NOTHING = "-"
-_T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # Student's t, two-sided 5 %, by freedom
+# Student's t, two-sided 5 %, by freedom
+_T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
-def plan_lines(candidates: Sequence[Candidate], arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a ranking. `candidates` are sorted, the best first, impossible ones last.
+def plan_lines(
+    candidates: Sequence[Candidate], arguments: Sequence[str]
+) -> Iterator[str]:
+    """Yield the lines of a ranking. `candidates` are sorted, the best first, impossible
+    ones last.
 
     First come the best policy and those whose ETTR the runs do not tell from its ETTR.
     """
@@ -26,13 +32,23 @@ def plan_lines(candidates: Sequence[Candidate], arguments: Sequence[str]) -> Ite
     if possible:
         best = possible[0][1]
         yield from _assumptions(best)
-        ties = [pair for pair in possible if is_tied(best.prediction.ettrs, pair[1].prediction.ettrs)]
-        yield from _table("The best, and policies that these runs do not tell from it:", ties)
-        yield from _table("The others:", [pair for pair in possible if pair not in ties])
+        ties = [
+            pair
+            for pair in possible
+            if is_tied(best.prediction.ettrs, pair[1].prediction.ettrs)
+        ]
+        yield from _table(
+            "The best, and policies that these runs do not tell from it:", ties
+        )
+        yield from _table(
+            "The others:", [pair for pair in possible if pair not in ties]
+        )
     refused = [each for each in candidates if each.result is None]
     if refused:
         yield "\nNot possible here:\n"
-        yield from (f"{' '.join(each.overrides):<58} {each.refusal}" for each in refused)
+        yield from (
+            f"{' '.join(each.overrides):<58} {each.refusal}" for each in refused
+        )
     lossless = next((each for each, _ in possible if each.is_lossless), None)
     if lossless is not None:
         yield "\nThe best policy that loses no tokens, as a command for each node:\n"
@@ -40,21 +56,31 @@ def plan_lines(candidates: Sequence[Candidate], arguments: Sequence[str]) -> Ite
 
 
 def is_tied(best: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether two policies' ETTRs, run by run under the same faults, differ by chance.
+    """Return whether two policies' ETTRs, run by run under the same faults, differ by
+    chance.
 
-    By a paired t-test at 5 %: the mean difference is at most t times its standard error. One run tells any two apart.
+    By a paired t-test at 5 %: the mean difference is at most t times its standard
+    error. One run tells any two apart.
     """
     differences = [one - two for one, two in zip(best, other, strict=True)]
     if len(differences) == 1:
         return differences == [0.0]
     quantile = _T_QUANTILES[min(len(differences) - 1, len(_T_QUANTILES)) - 1]
-    return statistics.fmean(differences) <= quantile * statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences) <= quantile * statistics.stdev(
+        differences
+    ) / math.sqrt(len(differences))
 
 
 def host_memory(result: Result) -> str:
-    """Return the GB that a node needs; nothing where a policy keeps none, or its paper does not say how much."""
+    """Return the GB that a node needs; nothing where a policy keeps none, or its paper
+    does not say how much.
+    """
     saving = result.saving
-    return _NOTHING if saving.memory is None else f"{saving.host_bytes(result.simulation.setup) / 1e9:.4g}"
+    return (
+        _NOTHING
+        if saving.memory is None
+        else f"{saving.host_bytes(result.simulation.setup) / 1e9:.4g}"
+    )
 
 
 def _assumptions(result: Result) -> Iterator[str]:
@@ -63,12 +89,14 @@ def _assumptions(result: Result) -> Iterator[str]:
     cluster, costs = setup.cluster, setup.costs
     seeds = range(general.seed, general.seed + general.runs)
     yield (
-        f"{simulation.model.name} on {cluster.nodes} nodes of {cluster.gpus_per_node} GPUs ({cluster.name}), "
-        f"{setup.job.layout}: {costs.iteration_s:.3g} s an iteration without checkpoints."
+        f"{simulation.model.name} on {cluster.nodes} nodes of {cluster.gpus_per_node}"
+        f" GPUs ({cluster.name}), {setup.job.layout}: {costs.iteration_s:.3g} s an"
+        " iteration without checkpoints."
     )
     yield (
-        f"A {general.scope} is lost every {general.mtbf_s:g} s on average; mean of {len(seeds)} runs of "
-        f"{general.duration_s / 3600:.3g} h, with the same faults for all policies (seeds {seeds[0]} to {seeds[-1]})."
+        f"A {general.scope} is lost every {general.mtbf_s:g} s on average; mean of"
+        f" {len(seeds)} runs of {general.duration_s / 3600:.3g} h, with the same faults"
+        f" for all policies (seeds {seeds[0]} to {seeds[-1]})."
     )
 
 
@@ -79,11 +107,26 @@ def _table(title: str, rows: Sequence[tuple[Candidate, Result]]) -> Iterator[str
     yield _ROW.format(*_HEAD)
     for candidate, result in rows:
         prediction = result.prediction
-        times = (f"{prediction.ettr:.4f}", f"{prediction.spread:.4f}", f"{prediction.overhead:.2%}")
-        yield _ROW.format(" ".join(candidate.overrides), *times, host_memory(result), f"{prediction.plt:.2%}")
+        times = (
+            f"{prediction.ettr:.4f}",
+            f"{prediction.spread:.4f}",
+            f"{prediction.overhead:.2%}",
+        )
+        yield _ROW.format(
+            " ".join(candidate.overrides),
+            *times,
+            host_memory(result),
+            f"{prediction.plt:.2%}",
+        )
 
 
 def _wrapped(words: Sequence[str]) -> str:
-    """Return a command for a shell, in lines of about 100 characters. Words with a variable are left to the shell."""
+    """Return a command for a shell, in lines of about 100 characters. Words with a
+    variable are left to the shell.
+    """
     quoted = [f'"{word}"' if "$" in word else shlex.quote(word) for word in words]
-    return " \\\n        ".join(textwrap.wrap(" ".join(quoted), 100, break_long_words=False, break_on_hyphens=False))
+    return " \\\n        ".join(
+        textwrap.wrap(
+            " ".join(quoted), 100, break_long_words=False, break_on_hyphens=False
+        )
+    )

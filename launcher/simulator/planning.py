@@ -1,4 +1,6 @@
-"""Which policy, with which parameters, is best for a job on a cluster: all of them simulated, by ETTR. No torch."""
+"""Which policy, with which parameters, is best for a job on a cluster: all of them
+simulated, by ETTR. No torch.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from moe_ckpt.sim.saving import Setup
 
 WINDOWS = (1, 2, 4, 8, 16)
 SHARES = (16, 8, 4, 2)  # of the experts: one in so many
-_MAX_RESTARTS = 10  # of torchrun, for lost nodes; supervisors replace workers without it
+# of torchrun, for lost nodes; supervisors replace workers without it
+_MAX_RESTARTS = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A policy with its parameters; `refusal` says why it cannot be had, else there is a result."""
+    """A policy with its parameters; `refusal` says why it cannot be had, else there is
+    a result.
+    """
 
     overrides: tuple[str, ...]
     result: Result | None
@@ -29,31 +34,53 @@ class Candidate:
     @property
     def is_lossless(self) -> bool:
         """Whether it keeps all tokens."""
-        return self.result is not None and not self.result.simulation.policy.loses_tokens
+        return (
+            self.result is not None and not self.result.simulation.policy.loses_tokens
+        )
 
 
-def rank_policies(arguments: Sequence[str], report: Callable[[str], object]) -> list[Candidate]:
-    """Return all candidates, the best first, impossible ones last. Raises ConfigError without an MTBF.
+def rank_policies(
+    arguments: Sequence[str], report: Callable[[str], object]
+) -> list[Candidate]:
+    """Return all candidates, the best first, impossible ones last. Raises ConfigError
+    without an MTBF.
 
     `report` gets a line before each simulation, which can take seconds.
     """
     base = compose_simulation(arguments)
-    require(base.general.mtbf_s is not None, "mtbf_s", None, "a number of seconds where plan=true")
+    require(
+        base.general.mtbf_s is not None,
+        "mtbf_s",
+        None,
+        "a number of seconds where plan=true",
+    )
     tried, candidates = list[Candidate](), list(_candidates(base))
     for number, overrides in enumerate(candidates, 1):
         report(f"{number} of {len(candidates)}: {' '.join(overrides)}")
         tried.append(_try(arguments, overrides))
-    return sorted(tried, key=lambda candidate: -candidate.result.prediction.ettr if candidate.result else 1.0)
+    return sorted(
+        tried,
+        key=lambda candidate: (
+            -candidate.result.prediction.ettr if candidate.result else 1.0
+        ),
+    )
 
 
 def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
-    """Return the words of the command that trains so, on each node. $HOST, $JOB and $MIRROR are the user's."""
+    """Return the words of the command that trains so, on each node. $HOST, $JOB and
+    $MIRROR are the user's.
+    """
     assert candidate.result is not None
     simulation = candidate.result.simulation
-    layout, cluster, batch = simulation.setup.job.layout, simulation.setup.cluster, simulation.setup.job.batch
+    layout, cluster, batch = (
+        simulation.setup.job.layout,
+        simulation.setup.cluster,
+        simulation.setup.job.batch,
+    )
     servers = simulation.policy.served
     several = [
-        f"--nnodes={cluster.nodes}:{cluster.nodes}",  # not fewer: a spare node takes the place of a lost one
+        # not fewer: a spare node takes the place of a lost one
+        f"--nnodes={cluster.nodes}:{cluster.nodes}",
         f"--max-restarts={_MAX_RESTARTS}",
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=$HOST:29500",
@@ -64,11 +91,18 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
         *(several if cluster.nodes > 1 else [f"--max-restarts={_MAX_RESTARTS}"]),
         f"--nproc-per-node={cluster.gpus_per_node}",
         "launcher/train.py",
-        *(["run.dir=$PWD/outputs/$JOB"] if cluster.nodes > 1 else []),  # on a file system that all nodes see
+        # on a file system that all nodes see
+        *(["run.dir=$PWD/outputs/$JOB"] if cluster.nodes > 1 else []),
         f"model={simulation.model.name}",
         *(argument for argument in arguments if argument.startswith("model.")),
-        *(f"parallel.{degree}={getattr(layout, degree)}" for degree in ("pp", "dp", "ep", "tp")),
-        *(f"train.{name}={getattr(batch, name)}" for name in batch.__dataclass_fields__),
+        *(
+            f"parallel.{degree}={getattr(layout, degree)}"
+            for degree in ("pp", "dp", "ep", "tp")
+        ),
+        *(
+            f"train.{name}={getattr(batch, name)}"
+            for name in batch.__dataclass_fields__
+        ),
         *(["train.distributed_optimizer=false"] if servers and servers.mirrors else []),
         *candidate.overrides,
     ]
@@ -76,10 +110,18 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
 
 def _try(arguments: Sequence[str], overrides: tuple[str, ...]) -> Candidate:
     groups = [re.split(r"[.=]", argument.lstrip("+"))[0] for argument in arguments]
-    # a candidate has all ckpt settings of its own: keys of the policy that was asked for may not exist in its section
-    own = [argument for argument, group in zip(arguments, groups, strict=True) if group != "ckpt"]
+    # a candidate has all ckpt settings of its own: keys of the policy that was asked
+    # for may not exist in its section
+    own = [
+        argument
+        for argument, group in zip(arguments, groups, strict=True)
+        if group != "ckpt"
+    ]
     try:
-        return Candidate(overrides=overrides, result=run_simulation(compose_simulation(latest([*own, *overrides]))))
+        return Candidate(
+            overrides=overrides,
+            result=run_simulation(compose_simulation(latest([*own, *overrides]))),
+        )
     except ConfigError as error:
         return Candidate(overrides=overrides, result=None, refusal=str(error))
 
@@ -91,26 +133,45 @@ def _candidates(base: Simulation) -> Iterator[tuple[str, ...]]:
     yield ("ckpt=none",)
     for asynchronous in ("false", "true"):
         every = _dense_interval(setup, mtbf_s, asynchronous=asynchronous == "true")
-        yield "ckpt=dense", f"ckpt.every_iters={every}", f"ckpt.async_save={asynchronous}"
+        yield (
+            "ckpt=dense",
+            f"ckpt.every_iters={every}",
+            f"ckpt.async_save={asynchronous}",
+        )
     yield ("ckpt=checkfreq",)
     copies = [replicas for replicas in (1, 2) if replicas < setup.cluster.nodes] or [0]
     for replicas in copies:
         yield "ckpt=gemini", f"ckpt.replicas={replicas}", f"ckpt.mtbf_s={mtbf_s:g}"
         yield "ckpt=flowcheck", f"ckpt.replicas={replicas}"
         if setup.job.layout.dp > 1:  # else no gradient crosses the network
-            yield "ckpt=flowcheck", f"ckpt.replicas={replicas}", "ckpt.capture=mirror", "ckpt.mirror_interface=$MIRROR"
+            yield (
+                "ckpt=flowcheck",
+                f"ckpt.replicas={replicas}",
+                "ckpt.capture=mirror",
+                "ckpt.mirror_interface=$MIRROR",
+            )
         for window in ("auto", *WINDOWS):
             yield "ckpt=moevement", f"ckpt.replicas={replicas}", f"ckpt.window={window}"
     num_experts = setup.job.shape.num_experts
-    for experts in ["auto", *sorted({max(1, num_experts // share) for share in SHARES})] if num_experts else ():
+    for experts in (
+        ["auto", *sorted({max(1, num_experts // share) for share in SHARES})]
+        if num_experts
+        else ()
+    ):
         yield "ckpt=moc", f"ckpt.k_snapshot={experts}"
         yield "ckpt=moetion", f"ckpt.experts={experts}"
 
 
 def _dense_interval(setup: Setup, mtbf_s: float, *, asynchronous: bool) -> int:
-    """Return the best iterations between whole checkpoints on disk; another may start only when one is there."""
+    """Return the best iterations between whole checkpoints on disk; another may start
+    only when one is there.
+    """
     cluster, costs, write_s = setup.cluster, setup.costs, setup.write_s
-    copied = setup.total_full_bytes / (1 if cluster.copies_share == "job" else setup.job.layout.world_size)
+    copied = setup.total_full_bytes / (
+        1 if cluster.copies_share == "job" else setup.job.layout.world_size
+    )
     stall_s = copied / cluster.whole_copy_bytes_per_s if asynchronous else write_s
-    best = best_interval(iteration_s=costs.iteration_s, checkpoint_s=stall_s, mtbf_s=mtbf_s)
+    best = best_interval(
+        iteration_s=costs.iteration_s, checkpoint_s=stall_s, mtbf_s=mtbf_s
+    )
     return max(best, int(write_s / costs.iteration_s) + 1) if asynchronous else best

@@ -1,7 +1,9 @@
-"""The page that holds the simulator to account: published cells, what is simulated of them, how far that is off.
+"""The page that holds the simulator to account: published cells, what is simulated of
+them, how far that is off.
 
-`python -m launcher.simulate page=docs/simulator.md` writes all of it. benchmarks/published.csv has the cells, of two
-published sources: MoEvement (arXiv:2412.15411) and FlowCheck (EuroSys 25). Must not: choose which cells to show.
+`python -m launcher.simulate page=docs/simulator.md` writes all of it.
+benchmarks/published.csv has the cells, of two published sources: MoEvement
+(arXiv:2412.15411) and FlowCheck (EuroSys 25). Must not: choose which cells to show.
 """
 
 from __future__ import annotations
@@ -25,10 +27,15 @@ CELLS = CONF_DIR.parent / "benchmarks" / "published.csv"
 CLUSTERS = ("a100_azure", "h100_ib", "h200", "local")
 NEAR = 0.02
 EXACT = "table7_exact"
-"""The experiment that takes Table 7's formats with the bytes that bit-exact snapshots need."""
+"""The experiment that takes Table 7's formats with the bytes that bit-exact snapshots
+need.
+"""
 _WITH_EXACT = ("Table 7", "MoEvement", "ettr")
 
-OWN_RUNS = ("<!-- own runs: written by benchmarks/predicted.py -->", "<!-- end of own runs -->")
+OWN_RUNS = (
+    "<!-- own runs: written by benchmarks/predicted.py -->",
+    "<!-- end of own runs -->",
+)
 _STREAMS_OF_A_SERVER, _SERVER_USD_AN_HOUR, _NODE_USD_AN_HOUR = 2, 1.37, 30.0
 
 
@@ -62,7 +69,10 @@ class Compared:
 def read_cells(path: Path = CELLS) -> list[Cell]:
     """Return the published cells."""
     with path.open(newline="") as file:
-        return [Cell(**{**line, "value": float(line["value"])}) for line in csv.DictReader(file)]
+        return [
+            Cell(**{**line, "value": float(line["value"])})
+            for line in csv.DictReader(file)
+        ]
 
 
 def compare_cells(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Compared]:
@@ -80,7 +90,8 @@ def write_page(
     say: Callable[[str], None] = print,
     server_cases: Collection[str] = tuple(CASES),
 ) -> None:
-    """Simulate all rows that there are cells of, and write the page. `arguments` go to each simulation.
+    """Simulate all rows that there are cells of, and write the page. `arguments` go to
+    each simulation.
 
     The page's part about own runs stays.
     """
@@ -90,7 +101,10 @@ def write_page(
         say(f"simulating {experiment}")
         of_it = [cell for cell in cells if cell.experiment == experiment]
         others = {cell.metric.partition(":")[2] for cell in of_it} - {""}
-        names = {"cases": {cell.case for cell in of_it}, "policies": {cell.policy for cell in of_it} | others}
+        names = {
+            "cases": {cell.case for cell in of_it},
+            "policies": {cell.policy for cell in of_it} | others,
+        }
         rows = list(run_experiment([f"experiment={experiment}", *arguments], **names))
         runs = rows[0].result.simulation.general.runs
         compared += compare_cells(of_it, rows)
@@ -103,13 +117,16 @@ def write_page(
         "constants": _constants(),
     }
     page = Template(
-        files("launcher.simulator").joinpath("published_page.md.jinja").read_text(), keep_trailing_newline=True
+        files("launcher.simulator").joinpath("published_page.md.jinja").read_text(),
+        keep_trailing_newline=True,
     )
     text = page.render(
         arguments=" ".join(arguments),
         runs=runs,
         job=" ".join(JOB),
-        own=OWN_RUNS[0] + own.partition(OWN_RUNS[0])[2].partition(OWN_RUNS[1])[0] + OWN_RUNS[1],
+        own=OWN_RUNS[0]
+        + own.partition(OWN_RUNS[0])[2].partition(OWN_RUNS[1])[0]
+        + OWN_RUNS[1],
         **{name: "\n".join(lines) for name, lines in tables.items()},
     )
     path.write_text(text)
@@ -119,7 +136,10 @@ def _predicted(cell: Cell, results: Mapping[tuple[str, str, str], Result]) -> fl
     result = results[cell.case, cell.policy, cell.variant]
     metric, _, other = cell.metric.partition(":")
     if other:
-        over = result.prediction.ettr / results[cell.case, other, cell.variant].prediction.ettr
+        over = (
+            result.prediction.ettr
+            / results[cell.case, other, cell.variant].prediction.ettr
+        )
         return over if metric == "ettr_over" else 100 * (over - 1)
     return METRICS[metric](result)
 
@@ -127,65 +147,120 @@ def _predicted(cell: Cell, results: Mapping[tuple[str, str, str], Result]) -> fl
 def _summary(compared: Sequence[Compared]) -> list[str]:
     """Return a table of how near the ETTR cells are, by policy."""
     rows = []
-    found = [one for one in compared if (one.cell.metric, one.cell.trust) == ("ettr", "include")]
+    found = [
+        one
+        for one in compared
+        if (one.cell.metric, one.cell.trust) == ("ettr", "include")
+    ]
     counted = [one for one in found if one.cell.source in ("Table 3", "Table 7")]
     for policy in ("MoEvement", "Gemini", "CheckFreq", "MoC"):
         deviations = [one.deviation for one in counted if one.cell.policy == policy]
         if deviations:
             near = sum(abs(deviation) <= NEAR for deviation in deviations)
-            ends = (f"{statistics.fmean(deviations):+.3f}", f"{max(deviations, key=abs):+.3f}")
+            ends = (
+                f"{statistics.fmean(deviations):+.3f}",
+                f"{max(deviations, key=abs):+.3f}",
+            )
             rows.append([policy, str(len(deviations)), str(near), *ends])
-    return table_lines(["policy", "cells", f"within {NEAR}", "mean deviation", "largest"], rows)
+    return table_lines(
+        ["policy", "cells", f"within {NEAR}", "mean deviation", "largest"], rows
+    )
 
 
 def _tables(compared: Sequence[Compared]) -> Iterator[str]:
-    head = ("row", "policy", "variant", "what", "published", "predicted", "deviation", "note")
+    head = (
+        "row",
+        "policy",
+        "variant",
+        "what",
+        "published",
+        "predicted",
+        "deviation",
+        "note",
+    )
     for source in dict.fromkeys(one.cell.source for one in compared):
         yield f"## {source[0].upper()}{source[1:]}\n"
-        yield from table_lines(head, [_row(one) for one in compared if one.cell.source == source])
+        yield from table_lines(
+            head, [_row(one) for one in compared if one.cell.source == source]
+        )
         yield ""
 
 
 def _row(one: Compared) -> list[str]:
     cell = one.cell
-    notes = "; ".join(text for text in ("" if cell.trust == "include" else cell.trust, cell.note) if text)
+    notes = "; ".join(
+        text
+        for text in ("" if cell.trust == "include" else cell.trust, cell.note)
+        if text
+    )
     relative = f" ({one.deviation / cell.value:+.0%})" if cell.value else ""
-    numbers = (f"{cell.value:g}", f"{one.predicted:.4g}", f"{one.deviation:+.3g}{relative}")
+    numbers = (
+        f"{cell.value:g}",
+        f"{one.predicted:.4g}",
+        f"{one.deviation:+.3g}{relative}",
+    )
     return [cell.case, cell.policy, cell.variant, cell.metric, *numbers, notes]
 
 
 def _exact(compared: Sequence[Compared], arguments: Sequence[str]) -> list[str]:
     """Return a table of MoEvement's ETTR in Table 7, with both counts of bytes."""
-    both = [one for one in compared if (one.cell.source, one.cell.policy, one.cell.metric) == _WITH_EXACT]
+    both = [
+        one
+        for one in compared
+        if (one.cell.source, one.cell.policy, one.cell.metric) == _WITH_EXACT
+    ]
     cases = {one.cell.case for one in both}
-    results = run_experiment([f"experiment={EXACT}", *arguments], cases=cases) if cases else ()
+    results = (
+        run_experiment([f"experiment={EXACT}", *arguments], cases=cases)
+        if cases
+        else ()
+    )
     exact = {(row.case, row.variant): row.result.prediction.ettr for row in results}
     rows = []
     for one in both:
         cell, predicted = one.cell, exact[one.cell.case, one.cell.variant]
-        rows.append([cell.case, cell.variant, f"{cell.value:g}", f"{one.predicted:.4f}", f"{predicted:.4f}"])
-    return table_lines(["formats", "MTBF", "published", "the paper's bytes", "exact bytes"], rows)
+        rows.append(
+            [
+                cell.case,
+                cell.variant,
+                f"{cell.value:g}",
+                f"{one.predicted:.4f}",
+                f"{predicted:.4f}",
+            ]
+        )
+    return table_lines(
+        ["formats", "MTBF", "published", "the paper's bytes", "exact bytes"], rows
+    )
 
 
 def _constants() -> list[str]:
     columns = [asdict(compose_machine([f"cluster={name}"])[0]) for name in CLUSTERS]
     rows = (
-        [f"`{key}`", *(value if isinstance(value, str) else f"{value:g}" for value in values)]
-        for key, *values in zip(columns[0], *(column.values() for column in columns), strict=True)
+        [
+            f"`{key}`",
+            *(value if isinstance(value, str) else f"{value:g}" for value in values),
+        ]
+        for key, *values in zip(
+            columns[0], *(column.values() for column in columns), strict=True
+        )
         if key != "name"
     )
     return table_lines(["key", *CLUSTERS], rows)
 
 
 def _server_share(result: Result) -> float:
-    """Return the share of an iteration in which servers make a state: FlowCheck's deadline is 1."""
+    """Return the share of an iteration in which servers make a state: FlowCheck's
+    deadline is 1.
+    """
     return result.saving.served_s / result.simulation.setup.costs.iteration_s
 
 
 def _server_usd_a_day(result: Result) -> float:
-    """Return the price of a day of servers, one for each two mirrored streams, and of the time that faults take.
+    """Return the price of a day of servers, one for each two mirrored streams, and of
+    the time that faults take.
 
-    FlowCheck, section 8.5, has the prices, and section 7 the two network cards of a server.
+    FlowCheck, section 8.5, has the prices, and section 7 the two network cards of a
+    server.
     """
     policy, setup = result.simulation.policy.served, result.simulation.setup
     assert policy is not None
@@ -199,14 +274,22 @@ def _memory_gb(result: Result, part: str) -> float:
     """Return host memory of the whole job, without copies for peers."""
     memory, setup = result.saving.memory, result.simulation.setup
     assert memory is not None
-    num_bytes = getattr(memory, part) - (memory.copies_bytes if part == "total_bytes" else 0)
-    return num_bytes / 1e9 * (1 if result.saving.sizes_are_of_job else setup.job.layout.world_size)
+    num_bytes = getattr(memory, part) - (
+        memory.copies_bytes if part == "total_bytes" else 0
+    )
+    return (
+        num_bytes
+        / 1e9
+        * (1 if result.saving.sizes_are_of_job else setup.job.layout.world_size)
+    )
 
 
 METRICS: Mapping[str, Callable[[Result], float]] = {
     "ettr": lambda result: result.prediction.ettr,
     "recovery_total_s": lambda result: result.prediction.recovery_s,
-    "overhead_s_per_iter": lambda result: result.prediction.overhead * result.simulation.setup.costs.iteration_s,
+    "overhead_s_per_iter": lambda result: (
+        result.prediction.overhead * result.simulation.setup.costs.iteration_s
+    ),
     "interval_iters": lambda result: result.saving.settled.interval_iters,
     "server_share": _server_share,
     "server_usd_a_day": _server_usd_a_day,

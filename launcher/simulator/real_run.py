@@ -1,4 +1,6 @@
-"""A real run's measurements, from its folder, and the simulation of the same job under the same faults. No torch."""
+"""A real run's measurements, from its folder, and the simulation of the same job under
+the same faults. No torch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ from moe_ckpt.faults.schedule import KILL_PHASES, Kill
 from moe_ckpt.sim.costs import TimingConfig, estimate
 from moe_ckpt.sim.faults import LateKill
 from moe_ckpt.sim.hardware import ClusterConfig
-from moe_ckpt.sim.job import STEP_LOG_BYTES, STEP_LOG_BYTES_ON_CPU, BatchConfig, FormatsConfig, Job
+from moe_ckpt.sim.job import (
+    STEP_LOG_BYTES,
+    STEP_LOG_BYTES_ON_CPU,
+    BatchConfig,
+    FormatsConfig,
+    Job,
+)
 from moe_ckpt.sim.pace import EVEN, Pace
 from moe_ckpt.sim.saving import Setup
 from moe_ckpt.state_format import BYTES
@@ -50,10 +58,12 @@ _ENDED = {"between": "snapshot", "done": "snapshot"}  # the last point of an ite
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """A run's measurements, real or simulated. `iteration_s`: an iteration on average as it ran first, without stalls.
+    """A run's measurements, real or simulated. `iteration_s`: an iteration on average
+    as it ran first, without stalls.
 
-    `wall_s` is from the end of the first iteration, which is slow by itself, to that of the last one. `recovery_s` is
-    what a fault costs on average. Bytes are those of the rank with the most.
+    `wall_s` is from the end of the first iteration, which is slow by itself, to that of
+    the last one. `recovery_s` is what a fault costs on average. Bytes are those of the
+    rank with the most.
     """
 
     iterations: int
@@ -74,12 +84,14 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRecovery:
-    """The price of a fault: seconds from the last iteration before it to the next new one, without an iteration's own.
+    """The price of a fault: seconds from the last iteration before it to the next new
+    one, without an iteration's own.
 
-    `before` is that last iteration; the next one ended at `until_s`, on the run's clock. In that time all ranks ran
-    `again` iterations a second time, or some ranks `replayed` iterations, and loading from disk took `resumed_s`.
-    `rejoined` is the event of the rank that joined last, `after_s` before the end of the next new iteration; snapshots
-    stopped training for `stalled_s` of these.
+    `before` is that last iteration; the next one ended at `until_s`, on the run's
+    clock. In that time all ranks ran `again` iterations a second time, or some ranks
+    `replayed` iterations, and loading from disk took `resumed_s`. `rejoined` is the
+    event of the rank that joined last, `after_s` before the end of the next new
+    iteration; snapshots stopped training for `stalled_s` of these.
     """
 
     before: int
@@ -95,7 +107,8 @@ class MeasuredRecovery:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RealRun:
-    """A run folder: its settings, the faults since its first commit as they were carried out, its ranks' events.
+    """A run folder: its settings, the faults since its first commit as they were
+    carried out, its ranks' events.
 
     Stalls of iterations are those of snapshots (`stalled_by_snapshots`).
     """
@@ -107,34 +120,48 @@ class RealRun:
 
 
 def read_run(folder: Path, until: int | None = None) -> RealRun:
-    """Read a run's folder; faults after the first commit of iteration `until` are left out.
+    """Read a run's folder; faults after the first commit of iteration `until` are left
+    out.
 
     Raises ConfigError, naming the folder, for one that is not that of a run.
     """
     try:
         settings = read_settings(folder / "config.yaml")
         about = json.loads((folder / "run.json").read_text())
-        world_size, origin_unix_s = int(about["world_size"]), float(about["clock_origin_unix_s"])
+        world_size, origin_unix_s = (
+            int(about["world_size"]),
+            float(about["clock_origin_unix_s"]),
+        )
         paths = sorted((folder / "events").glob("rank*.jsonl"))
         ranks = [stalled_by_snapshots(list(read_events(path))) for path in paths]
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"real: {str(folder)!r} is not the folder of a run ({error!r})") from error
-    require(len(ranks) == world_size, "real", f"events of {len(ranks)} ranks", f"those of all {world_size}")
+        raise ConfigError(
+            f"real: {str(folder)!r} is not the folder of a run ({error!r})"
+        ) from error
+    require(
+        len(ranks) == world_size,
+        "real",
+        f"events of {len(ranks)} ranks",
+        f"those of all {world_size}",
+    )
     kills = kills_of(read_faults(folder), ranks, origin_unix_s, until)
     return RealRun(settings=settings, world_size=world_size, kills=kills, ranks=ranks)
 
 
 def stalled_by_snapshots(rank: Sequence[LoggedEvent]) -> list[LoggedEvent]:
-    """Return a rank's events with those stalls alone that snapshots cause, beyond the median of iterations without any.
+    """Return a rank's events with those stalls alone that snapshots cause, beyond the
+    median of iterations without any.
 
     Logs and votes take that median in every iteration: it is a part of the iteration.
     """
     caused = {event.iteration + 1 for event in events_of([rank], SnapshotTaken)}
     caused |= {event.iteration for event in events_of([rank], GradientsSent)}
     commits = events_of([rank], IterationCommitted)
-    usual_s = statistics.median([event.stall_s for event in commits if event.iteration not in caused] or [0.0])
+    usual_s = statistics.median(
+        [event.stall_s for event in commits if event.iteration not in caused] or [0.0]
+    )
 
     def stalled(event: Event) -> Event:
         if isinstance(event, IterationCommitted):
@@ -150,21 +177,37 @@ def kills_of(
     origin_unix_s: float,
     until: int | None = None,
 ) -> tuple[Kill, ...]:
-    """Return the faults of a run, as they were carried out, at points of a run that meets them one after another.
+    """Return the faults of a run, as they were carried out, at points of a run that
+    meets them one after another.
 
-    A fault in the generation of the one before, or before all ranks were together again, comes in the recovery from
-    that. Others come in the phase of their iteration, and as long after its begin, as they came in the run. Those
-    before the first commit are left out, and those after the first commit of iteration `until`.
+    A fault in the generation of the one before, or before all ranks were together
+    again, comes in the recovery from that. Others come in the phase of their iteration,
+    and as long after its begin, as they came in the run. Those before the first commit
+    are left out, and those after the first commit of iteration `until`.
     """
-    logged = [each for rank in ranks for each in rank if isinstance(each.event, IterationCommitted | Rejoined)]
-    joined_s = {each.event.generation: origin_unix_s + each.t_s for each in logged if isinstance(each.event, Rejoined)}
+    logged = [
+        each
+        for rank in ranks
+        for each in rank
+        if isinstance(each.event, IterationCommitted | Rejoined)
+    ]
+    joined_s = {
+        each.event.generation: origin_unix_s + each.t_s
+        for each in logged
+        if isinstance(each.event, Rejoined)
+    }
     begins_s = sorted(origin_unix_s + each.t_s for each in logged)
     kills: list[Kill] = []
     for before, fault in _measured(faults, ranks, origin_unix_s, until):
-        # a worker that has joined takes its first snapshot before it tells of an iteration
+        # a worker that has joined takes its first snapshot before it tells of an
+        # iteration
         is_recovering = fault.phase in _RECOVERING
-        is_alone = is_recovering and joined_s.get(fault.generation, math.inf) > fault.unix_s
-        if before and (is_alone or _are_together(before, fault, has_generations=bool(joined_s))):
+        is_alone = (
+            is_recovering and joined_s.get(fault.generation, math.inf) > fault.unix_s
+        )
+        if before and (
+            is_alone or _are_together(before, fault, has_generations=bool(joined_s))
+        ):
             kills.append(_kill_in_recovery(before, fault))
             continue
         number = None if before and is_recovering else max(1, fault.iteration or 1)
@@ -179,26 +222,38 @@ def _measured(
     origin_unix_s: float,
     until: int | None,
 ) -> Iterator[tuple[InjectedFault | None, InjectedFault]]:
-    """Yield the faults from the first commit to that of iteration `until`, each with the one before it.
+    """Yield the faults from the first commit to that of iteration `until`, each with
+    the one before it.
 
-    A fault that ended the generation of the last commit came after it, however soon. An ordered fault, which was told
-    long before it came, always counts, and comes when its point was reached.
+    A fault that ended the generation of the last commit came after it, however soon. An
+    ordered fault, which was told long before it came, always counts, and comes when its
+    point was reached.
     """
     commits_s = first_commits(ranks)
-    # a run is measured from the end of its first iteration, and a job without any begins anew after a fault
+    # a run is measured from the end of its first iteration, and a job without any
+    # begins anew after a fault
     first_s = origin_unix_s + min(commits_s.values(), default=0.0)
     last_s, ended = math.inf, None
     if until is not None:
-        last_s, ended = origin_unix_s + commits_s[until], _generation_at(commits_s[until], ranks)
+        last_s, ended = (
+            origin_unix_s + commits_s[until],
+            _generation_at(commits_s[until], ranks),
+        )
     in_order = sorted(faults, key=lambda fault: _came_s(fault, ranks, origin_unix_s))
     for before, fault in pairwise([None, *in_order]):
         assert fault is not None
-        if fault.ordered or (first_s <= fault.unix_s <= last_s and fault.generation != ended):
+        if fault.ordered or (
+            first_s <= fault.unix_s <= last_s and fault.generation != ended
+        ):
             yield before, fault
 
 
-def _came_s(fault: InjectedFault, ranks: Sequence[Sequence[LoggedEvent]], origin_unix_s: float) -> float:
-    """Return when a fault came, on the run's clock: if it was ordered, when its point was reached after that."""
+def _came_s(
+    fault: InjectedFault, ranks: Sequence[Sequence[LoggedEvent]], origin_unix_s: float
+) -> float:
+    """Return when a fault came, on the run's clock: if it was ordered, when its point
+    was reached after that.
+    """
     told_s = fault.unix_s - origin_unix_s
     if not fault.ordered:
         return told_s
@@ -207,56 +262,103 @@ def _came_s(fault: InjectedFault, ranks: Sequence[Sequence[LoggedEvent]], origin
         return told_s
 
     def is_there(event: Event) -> bool:
-        """Return whether the point is reached with an event: ranks recover, or the iteration before has ended."""
+        """Return whether the point is reached with an event: ranks recover, or the
+        iteration before has ended.
+        """
         if is_recovering:
-            return isinstance(event, GenerationEnded) or (isinstance(event, WorkerStarted) and event.incarnation > 0)
-        return isinstance(event, IterationCommitted) and event.iteration + 1 == fault.iteration
+            return isinstance(event, GenerationEnded) or (
+                isinstance(event, WorkerStarted) and event.incarnation > 0
+            )
+        return (
+            isinstance(event, IterationCommitted)
+            and event.iteration + 1 == fault.iteration
+        )
 
     later = (each for rank in ranks for each in rank if each.t_s >= told_s)
     return min((each.t_s for each in later if is_there(each.event)), default=math.inf)
 
 
 def _generation_at(t_s: float, ranks: Sequence[Sequence[LoggedEvent]]) -> int | None:
-    """Return the generation at a time on the run's clock; None for a job that restarts, and so has none."""
-    logged = [each for rank in ranks for each in rank if isinstance(each.event, GenerationEnded | Rejoined)]
-    joined = [each.event.generation for each in logged if isinstance(each.event, Rejoined) and each.t_s <= t_s]
+    """Return the generation at a time on the run's clock; None for a job that restarts,
+    and so has none.
+    """
+    logged = [
+        each
+        for rank in ranks
+        for each in rank
+        if isinstance(each.event, GenerationEnded | Rejoined)
+    ]
+    joined = [
+        each.event.generation
+        for each in logged
+        if isinstance(each.event, Rejoined) and each.t_s <= t_s
+    ]
     return max(joined, default=1) if logged else None
 
 
-def _are_together(before: InjectedFault, fault: InjectedFault, *, has_generations: bool) -> bool:
-    """Return whether a fault came before the end of the generation that the one before it had ended."""
+def _are_together(
+    before: InjectedFault, fault: InjectedFault, *, has_generations: bool
+) -> bool:
+    """Return whether a fault came before the end of the generation that the one before
+    it had ended.
+    """
     if before.ordered or fault.ordered:
         return False
-    return fault.unix_s == before.unix_s or (has_generations and fault.generation == before.generation)
+    return fault.unix_s == before.unix_s or (
+        has_generations and fault.generation == before.generation
+    )
 
 
 def _kill_in_recovery(before: InjectedFault, fault: InjectedFault) -> Kill:
-    point = {"rank": fault.rank, "signal": fault.signal, "scope": fault.scope, "phase": "recovery"}
+    point = {
+        "rank": fault.rank,
+        "signal": fault.signal,
+        "scope": fault.scope,
+        "phase": "recovery",
+    }
     if before.ordered or fault.ordered:  # their times are those at which they were told
         return Kill(**point)
     return LateKill(**point, late_s=fault.unix_s - before.unix_s)
 
 
-def _kill_in(iteration: int | None, fault: InjectedFault, begun_unix_s: float | None) -> Kill:
-    """Return a fault in an iteration, which began at that time if it is known; None: in the next iteration."""
+def _kill_in(
+    iteration: int | None, fault: InjectedFault, begun_unix_s: float | None
+) -> Kill:
+    """Return a fault in an iteration, which began at that time if it is known; None: in
+    the next iteration.
+    """
     phase = _ENDED.get(fault.phase, fault.phase)
     phase = phase if phase in KILL_PHASES and phase not in _RECOVERING else "forward"
-    point = {"rank": fault.rank, "signal": fault.signal, "scope": fault.scope, "iteration": iteration, "phase": phase}
-    # an ordered fault came as its phase began, and what an iteration ends with comes after its commit
+    point = {
+        "rank": fault.rank,
+        "signal": fault.signal,
+        "scope": fault.scope,
+        "iteration": iteration,
+        "phase": phase,
+    }
+    # an ordered fault came as its phase began, and what an iteration ends with comes
+    # after its commit
     if fault.ordered or phase == "snapshot" or begun_unix_s is None:
         return Kill(**point)
     return LateKill(**point, late_s=fault.unix_s - begun_unix_s)
 
 
-def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None, pace: Pace = EVEN) -> Setup:
-    """Return the run's job on a cluster with as many nodes as it had, and iterations of so many seconds on average."""
+def setup_of(
+    run: RealRun, cluster: ClusterConfig, iteration_s: float | None, pace: Pace = EVEN
+) -> Setup:
+    """Return the run's job on a cluster with as many nodes as it had, and iterations of
+    so many seconds on average.
+    """
     settings, train = run.settings, run.settings.train
     wanted = settings.parallel.ranks_per_node
-    ranks_per_node = 1 if wanted == AUTO else int(wanted)  # on one machine each rank counts as a node
+    # on one machine each rank counts as a node
+    ranks_per_node = 1 if wanted == AUTO else int(wanted)
     nodes = run.world_size // ranks_per_node
     cluster = replace(cluster, nodes=nodes, gpus_per_node=ranks_per_node)
     stored = settings.precision.state_format
-    is_on_cpu = any(event.device == "cpu" for event in events_of(run.ranks, WorkerStarted))
+    is_on_cpu = any(
+        event.device == "cpu" for event in events_of(run.ranks, WorkerStarted)
+    )
     batch = BatchConfig(
         micro_batch_size=train.micro_batch_size,
         global_batch_size=train.global_batch_size,
@@ -264,7 +366,9 @@ def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None, pa
     )
     job = Job(
         shape_of(settings.model, sequence_length=train.sequence_length),
-        fit_layout(settings.parallel, run.world_size, num_experts=settings.model.num_experts),
+        fit_layout(
+            settings.parallel, run.world_size, num_experts=settings.model.num_experts
+        ),
         batch,
         FormatsConfig(
             compute_bytes=float(stored.compute_bytes),
@@ -280,12 +384,18 @@ def setup_of(run: RealRun, cluster: ClusterConfig, iteration_s: float | None, pa
 def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:
     """Return what a run took. Raises ConfigError for one that committed nothing."""
     first = ranks[0]
-    commits = [(logged.t_s, logged.event) for logged in first if isinstance(logged.event, IterationCommitted)]
+    commits = [
+        (logged.t_s, logged.event)
+        for logged in first
+        if isinstance(logged.event, IterationCommitted)
+    ]
     iteration_s = mean_seconds(first)
     iterations = max(event.iteration for _, event in commits)
     commits_s = first_commits(ranks)
     recoveries = [recovered.cost_s for recovered in recoveries_of(ranks, iteration_s)]
-    snapshots = [event for event in events_of(ranks, SnapshotTaken) if event.iteration > 0]
+    snapshots = [
+        event for event in events_of(ranks, SnapshotTaken) if event.iteration > 0
+    ]
     return RunFacts(
         iterations=iterations,
         iteration_s=iteration_s,
@@ -296,45 +406,88 @@ def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:
         trained_again=len(commits) - iterations,
         interval=_interval(ranks[:1]),
         snapshot_bytes=max((event.size_bytes for event in snapshots), default=0),
-        host_bytes=max((event.allocated_bytes for event in events_of(ranks, HostMemoryUsed)), default=0),
+        host_bytes=max(
+            (event.allocated_bytes for event in events_of(ranks, HostMemoryUsed)),
+            default=0,
+        ),
     )
 
 
 def events_of(ranks: Iterable[Sequence[LoggedEvent]], kind: type[T]) -> list[T]:
     """Return the events of a kind, rank by rank."""
-    return [logged.event for rank in ranks for logged in rank if isinstance(logged.event, kind)]
+    return [
+        logged.event
+        for rank in ranks
+        for logged in rank
+        if isinstance(logged.event, kind)
+    ]
 
 
-def recoveries_of(ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float) -> list[MeasuredRecovery]:
-    """Return what each fault cost, in order; faults with no new iteration between them count as one."""
-    logged = sorted((each for rank in ranks for each in rank), key=lambda each: each.t_s)
-    born_s = [each.t_s for each in logged if isinstance(each.event, WorkerStarted) and each.event.incarnation > 0]
+def recoveries_of(
+    ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float
+) -> list[MeasuredRecovery]:
+    """Return what each fault cost, in order; faults with no new iteration between them
+    count as one.
+    """
+    logged = sorted(
+        (each for rank in ranks for each in rank), key=lambda each: each.t_s
+    )
+    born_s = [
+        each.t_s
+        for each in logged
+        if isinstance(each.event, WorkerStarted) and each.event.incarnation > 0
+    ]
     commits_s = sorted(first_commits(ranks).items())
     found = []
     for (before, since_s), (_, until_s) in pairwise(commits_s):
         if any(since_s < each_s <= until_s for each_s in born_s):
             between = [each for each in logged if since_s < each.t_s <= until_s]
-            # ranks that were ready step as they join: the first may have done so before others have written of theirs
-            generations = {each.event.generation for each in between if isinstance(each.event, Rejoined)}
+            # ranks that were ready step as they join: the first may have done so before
+            # others have written of theirs
+            generations = {
+                each.event.generation
+                for each in between
+                if isinstance(each.event, Rejoined)
+            }
             between += [
                 each
                 for each in logged
-                if each.t_s > until_s and isinstance(each.event, Rejoined) and each.event.generation in generations
+                if each.t_s > until_s
+                and isinstance(each.event, Rejoined)
+                and each.event.generation in generations
             ]
-            found.append(_recovered(before, until_s, until_s - since_s - iteration_s, between, len(ranks)))
+            found.append(
+                _recovered(
+                    before,
+                    until_s,
+                    until_s - since_s - iteration_s,
+                    between,
+                    len(ranks),
+                )
+            )
     return found
 
 
 def _recovered(
-    before: int, until_s: float, cost_s: float, logged: Sequence[LoggedEvent], num_ranks: int
+    before: int,
+    until_s: float,
+    cost_s: float,
+    logged: Sequence[LoggedEvent],
+    num_ranks: int,
 ) -> MeasuredRecovery:
     again = Counter(
         each.global_rank
         for each in logged
         if isinstance(each.event, IterationCommitted) and each.event.iteration <= before
     )
-    rejoined = [(each.event, each.t_s) for each in logged if isinstance(each.event, Rejoined)]
-    last, rejoined_s = max(rejoined, key=lambda pair: pair[0].detect_s + pair[0].rebuild_s, default=(None, until_s))
+    rejoined = [
+        (each.event, each.t_s) for each in logged if isinstance(each.event, Rejoined)
+    ]
+    last, rejoined_s = max(
+        rejoined,
+        key=lambda pair: pair[0].detect_s + pair[0].rebuild_s,
+        default=(None, until_s),
+    )
     resumed = [each.event for each in logged if isinstance(each.event, StateResumed)]
     stalled_s = [0.0] * num_ranks
     for each in logged:
@@ -356,22 +509,31 @@ def _recovered(
 
 def first_commits(ranks: Sequence[Sequence[LoggedEvent]]) -> dict[int, float]:
     """Return the time of the first commit of each iteration, by any rank."""
-    commits = [(e.t_s, e.event.iteration) for rank in ranks for e in rank if isinstance(e.event, IterationCommitted)]
+    commits = [
+        (e.t_s, e.event.iteration)
+        for rank in ranks
+        for e in rank
+        if isinstance(e.event, IterationCommitted)
+    ]
     return {iteration: t_s for t_s, iteration in sorted(commits, reverse=True)}
 
 
 def mean_seconds(rank: Sequence[LoggedEvent]) -> float:
-    """Return the seconds of an iteration on average as a rank ran it first, without stalls.
+    """Return the seconds of an iteration on average as a rank ran it first, without
+    stalls.
 
     Raises ConfigError for a rank that committed nothing.
     """
     seconds = [*first_seconds(rank).values()]
     require(bool(seconds), "real", "no iteration", "the folder of a run that trained")
-    return statistics.fmean(seconds[1:] or seconds)  # the first iteration is slow by itself
+    # the first iteration is slow by itself
+    return statistics.fmean(seconds[1:] or seconds)
 
 
 def first_seconds(rank: Sequence[LoggedEvent]) -> dict[int, float]:
-    """Return the seconds of each iteration as a rank ran it first, without stalls, in order."""
+    """Return the seconds of each iteration as a rank ran it first, without stalls, in
+    order.
+    """
     seconds: dict[int, float] = {}
     for event in events_of([rank], IterationCommitted):
         seconds.setdefault(event.iteration, event.seconds - event.stall_s)
@@ -379,7 +541,11 @@ def first_seconds(rank: Sequence[LoggedEvent]) -> dict[int, float]:
 
 
 def _interval(ranks: Sequence[Sequence[LoggedEvent]]) -> float:
-    """Return the iterations between windows or snapshots, the median where that changed; 0 where none was chosen."""
-    windows = [event.num_slots + event.pause_iters for event in events_of(ranks, WindowChosen)]
+    """Return the iterations between windows or snapshots, the median where that
+    changed; 0 where none was chosen.
+    """
+    windows = [
+        event.num_slots + event.pause_iters for event in events_of(ranks, WindowChosen)
+    ]
     intervals = [event.every_iters for event in events_of(ranks, IntervalChosen)]
     return statistics.median(windows or intervals or [0])

@@ -18,18 +18,38 @@ _LINES_AN_ITERATION = 2  # of a rank: the iteration, and a snapshot
 
 
 def write_run(folder: Path, result: Result) -> None:
-    """Write the first simulated run into a new folder. Raises ConfigError, naming `out`, where that cannot be."""
+    """Write the first simulated run into a new folder. Raises ConfigError, naming
+    `out`, where that cannot be.
+    """
     world_size = result.simulation.setup.job.layout.world_size
-    trained = sum(stretch.iterations for stretch in result.first.timeline if isinstance(stretch, Trained))
+    trained = sum(
+        stretch.iterations
+        for stretch in result.first.timeline
+        if isinstance(stretch, Trained)
+    )
     num_lines = _LINES_AN_ITERATION * trained * world_size
-    wanted = f"a run of at most {MOST_LINES} events: a shorter duration_s, or fewer ranks"
-    require(num_lines <= MOST_LINES, "out", f"about {num_lines} of {world_size} ranks", wanted)
+    wanted = (
+        f"a run of at most {MOST_LINES} events: a shorter duration_s, or fewer ranks"
+    )
+    require(
+        num_lines <= MOST_LINES,
+        "out",
+        f"about {num_lines} of {world_size} ranks",
+        wanted,
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        require(not any(folder.iterdir()), "out", str(folder), "a folder that is new or empty")
+        require(
+            not any(folder.iterdir()),
+            "out",
+            str(folder),
+            "a folder that is new or empty",
+        )
         _write(folder, result, world_size)
     except OSError as error:
-        raise ConfigError(f"out: got {str(folder)!r}, wanted a folder that can be written ({error})") from error
+        raise ConfigError(
+            f"out: got {str(folder)!r}, wanted a folder that can be written ({error})"
+        ) from error
 
 
 def _write(folder: Path, result: Result, world_size: int) -> None:
@@ -44,7 +64,10 @@ def _write(folder: Path, result: Result, world_size: int) -> None:
     }
     (folder / "run.json").write_text(json.dumps(described, indent=1) + "\n")
     for rank in range(world_size):
-        write_events(folder / "events" / f"rank{rank:04d}.jsonl", rank_events(setup, result.saving, outcome, rank))
+        write_events(
+            folder / "events" / f"rank{rank:04d}.jsonl",
+            rank_events(setup, result.saving, outcome, rank),
+        )
     summary = {
         "iteration": outcome.iterations,
         "loss": None,

@@ -1,4 +1,5 @@
-"""Checkpoint servers beside sparse windows: the part of docs/simulator.md that says which is better where.
+"""Checkpoint servers beside sparse windows: the part of docs/simulator.md that says
+which is better where.
 
 Must not: choose rows by their result.
 """
@@ -12,7 +13,14 @@ from launcher.simulator.config import compose_simulation
 from launcher.simulator.runner import Result, latest, run_simulation
 from moe_ckpt.errors import ConfigError
 
-JOB = ("model=deepseek_moe", "cluster=h200", "cluster.nodes=14", "cluster.spares=99", "parallel.pp=14", "parallel.ep=4")
+JOB = (
+    "model=deepseek_moe",
+    "cluster=h200",
+    "cluster.nodes=14",
+    "cluster.spares=99",
+    "parallel.pp=14",
+    "parallel.ep=4",
+)
 _MIRROR = ("ckpt.capture=mirror", "ckpt.mirror_interface=e0")
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "sparse windows": ("ckpt=moevement", "ckpt.mtbf_s=$mtbf_s"),
@@ -28,26 +36,48 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "1 GB/s, EP = DP": (*_SLOW, "parallel.ep=8"),
     "1 GB/s, 1e-9 of frames lost": (*_SLOW, "ckpt.capture_loss=1e-9"),
     "1 GB/s, a quarter of the processors": (*_SLOW, "cluster.server_bytes_per_s=2e9"),
-    "25 GB/s, PP=1 DP=112": ("parallel.pp=1", "parallel.ep=8", "batch.global_batch_size=448"),
+    "25 GB/s, PP=1 DP=112": (
+        "parallel.pp=1",
+        "parallel.ep=8",
+        "batch.global_batch_size=448",
+    ),
 }
 MTBFS_S = (600, 7200)
 
 
-def server_lines(arguments: Sequence[str], cases: Collection[str] = tuple(CASES)) -> list[str]:
-    """Return a table of ETTRs, a row for each case and MTBF. `arguments` go to each simulation."""
+def server_lines(
+    arguments: Sequence[str], cases: Collection[str] = tuple(CASES)
+) -> list[str]:
+    """Return a table of ETTRs, a row for each case and MTBF. `arguments` go to each
+    simulation.
+    """
     rows = (
-        [case, str(mtbf_s), *(_cell(case, policy, mtbf_s, arguments) for policy in POLICIES)]
+        [
+            case,
+            str(mtbf_s),
+            *(_cell(case, policy, mtbf_s, arguments) for policy in POLICIES),
+        ]
         for case in cases
         for mtbf_s in MTBFS_S
     )
     return table_lines(["copies to host memory", "MTBF, s", *POLICIES], rows)
 
 
-def simulate_case(case: str, policy: str, mtbf_s: float, arguments: Sequence[str] = ()) -> Result:
-    """Return the result of a policy in a case. Raises ConfigError where it is impossible."""
+def simulate_case(
+    case: str, policy: str, mtbf_s: float, arguments: Sequence[str] = ()
+) -> Result:
+    """Return the result of a policy in a case. Raises ConfigError where it is
+    impossible.
+    """
     mirrors = set(_MIRROR) <= set(POLICIES[policy])
-    changes = [each for each in CASES[case] if mirrors or not each.startswith("ckpt.capture_loss=")]
-    overrides = latest([*JOB, f"mtbf_s={mtbf_s:g}", *POLICIES[policy], *changes, *arguments])
+    changes = [
+        each
+        for each in CASES[case]
+        if mirrors or not each.startswith("ckpt.capture_loss=")
+    ]
+    overrides = latest(
+        [*JOB, f"mtbf_s={mtbf_s:g}", *POLICIES[policy], *changes, *arguments]
+    )
     return run_simulation(compose_simulation(overrides))
 
 

@@ -1,8 +1,8 @@
 """Checkpoint directories on a file system that all ranks share.
 
-Owns: names, the commit marker, the list of checkpoints, and removing old ones. A directory counts only once it has its
-marker, which is written last and lists every file with its size and checksum. Must not: know the contents of the files,
-or communicate.
+Owns: names, the commit marker, the list of checkpoints, and removing old ones. A
+directory counts only once it has its marker, which is written last and lists every file
+with its size and checksum. Must not: know the contents of the files, or communicate.
 
     iter_0000050/            a checkpoint, committed
         COMMITTED.json       identity, iteration, and per file: bytes and CRC-32
@@ -28,7 +28,8 @@ from moe_ckpt.types import CheckpointRef, FileRecord, RunIdentity
 
 MARKER = "COMMITTED.json"
 _NAME = re.compile(r"iter_(\d{7,})(\.before)?")
-_OF_SAVES = (".distcp", ".json", ".metadata", ".pt")  # ends of the names in Megatron's format
+# ends of the names in Megatron's format
+_OF_SAVES = (".distcp", ".json", ".metadata", ".pt")
 _CHUNK_BYTES = 1 << 20
 
 
@@ -49,7 +50,9 @@ _MANIFESTS = ExactDecoder(Manifest)
 
 
 class CheckpointFolder:
-    """The checkpoints of one run. Only the rank that writes markers calls the methods that change files."""
+    """The checkpoints of one run. Only the rank that writes markers calls the methods
+    that change files.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -58,9 +61,11 @@ class CheckpointFolder:
         return self.root / f"iter_{iteration:07d}"
 
     def prepare(self, iteration: int) -> Path:
-        """Return an empty directory for a checkpoint; files of a torn save there are removed.
+        """Return an empty directory for a checkpoint; files of a torn save there are
+        removed.
 
-        A committed checkpoint of the same iteration stays usable beside it, until the new one is committed.
+        A committed checkpoint of the same iteration stays usable beside it, until the
+        new one is committed.
         """
         directory = self.directory(iteration)
         if is_committed(directory):
@@ -79,10 +84,11 @@ class CheckpointFolder:
         return [ref for ref in self._all() if not is_committed(Path(ref.directory))]
 
     def keep_newest(self, count: int, *, up_to: int) -> None:
-        """Remove all committed checkpoints up to iteration `up_to` but the newest `count`, and files of failed saves.
+        """Remove all committed checkpoints up to iteration `up_to` but the newest
+        `count`, and files of failed saves.
 
-        Of an iteration that came again the last one stays. Later checkpoints stay: they could not be used, and their
-        owner may want to look into them.
+        Of an iteration that came again the last one stays. Later checkpoints stay: they
+        could not be used, and their owner may want to look into them.
         """
         for ref in self.committed():
             if ref.iteration <= up_to:
@@ -95,8 +101,16 @@ class CheckpointFolder:
         if not self.root.is_dir():
             return []
         # foreign files and folders are left alone: the folder is its user's, too
-        named = ((_NAME.fullmatch(entry.name), entry) for entry in self.root.iterdir() if entry.is_dir())
-        found = [CheckpointRef(iteration=int(name[1]), directory=str(entry)) for name, entry in named if name]
+        named = (
+            (_NAME.fullmatch(entry.name), entry)
+            for entry in self.root.iterdir()
+            if entry.is_dir()
+        )
+        found = [
+            CheckpointRef(iteration=int(name[1]), directory=str(entry))
+            for name, entry in named
+            if name
+        ]
         return sorted(found, key=lambda ref: (-ref.iteration, ref.directory))
 
 
@@ -110,7 +124,9 @@ def is_committed(directory: Path) -> bool:
 
 
 def remove_checkpoint(directory: Path) -> None:
-    """Remove a checkpoint: the marker first, so that a half-removed one is torn and not damaged."""
+    """Remove a checkpoint: the marker first, so that a half-removed one is torn and not
+    damaged.
+    """
     (directory / MARKER).unlink(missing_ok=True)
     shutil.rmtree(directory)
 
@@ -123,13 +139,17 @@ def _remove_if_there(directory: Path) -> None:
 def file_names(directory: Path) -> list[str]:
     """Return the paths, inside the directory, of all files but the marker, sorted."""
     files = (path for path in directory.rglob("*") if path.is_file())
-    return sorted(str(path.relative_to(directory)) for path in files if path.name != MARKER)
+    return sorted(
+        str(path.relative_to(directory)) for path in files if path.name != MARKER
+    )
 
 
 def seal_files(directory: Path, names: Iterable[str]) -> list[FileRecord]:
-    """Sync the named files, which must not change any more, read them back and return their sizes and checksums.
+    """Sync the named files, which must not change any more, read them back and return
+    their sizes and checksums.
 
-    Any thread of the process that wrote them may call this, and should: on a network only that machine can sync them.
+    Any thread of the process that wrote them may call this, and should: on a network
+    only that machine can sync them.
     """
     records = []
     for name in names:
@@ -139,7 +159,9 @@ def seal_files(directory: Path, names: Iterable[str]) -> list[FileRecord]:
 
 
 def commit(directory: Path, manifest: Manifest) -> None:
-    """Make a checkpoint whose files are sealed visible: their names, too, are on the disk before the marker appears."""
+    """Make a checkpoint whose files are sealed visible: their names, too, are on the
+    disk before the marker appears.
+    """
     marker = directory / MARKER
     temporary = marker.with_suffix(".tmp")
     write_private(temporary, json.dumps(asdict(manifest), indent=1))
@@ -159,9 +181,13 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         return _MANIFESTS.decode((directory / MARKER).read_bytes())
     except OSError as error:
-        raise CheckpointLoadError(f"{directory}: no readable {MARKER} ({error.strerror})") from error
+        raise CheckpointLoadError(
+            f"{directory}: no readable {MARKER} ({error.strerror})"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointLoadError(f"{directory}/{MARKER}: not a commit marker ({error!r})") from error
+        raise CheckpointLoadError(
+            f"{directory}/{MARKER}: not a commit marker ({error!r})"
+        ) from error
 
 
 def verify_files(directory: Path, expected: Iterable[FileRecord]) -> None:
@@ -173,11 +199,14 @@ def verify_files(directory: Path, expected: Iterable[FileRecord]) -> None:
         try:
             found = _describe(directory, record.name)
         except OSError as error:
-            raise CheckpointLoadError(f"{directory}/{record.name}: {error.strerror}") from error
+            raise CheckpointLoadError(
+                f"{directory}/{record.name}: {error.strerror}"
+            ) from error
         if found != record:
             raise CheckpointLoadError(
-                f"{directory}/{record.name}: got {found.size_bytes} bytes with CRC-32 {found.crc32:08x}, "
-                f"wanted {record.size_bytes} bytes with {record.crc32:08x}"
+                f"{directory}/{record.name}: got {found.size_bytes} bytes with CRC-32"
+                f" {found.crc32:08x}, wanted {record.size_bytes} bytes with"
+                f" {record.crc32:08x}"
             )
 
 
@@ -194,10 +223,16 @@ def require_listed(directory: Path, manifest: Manifest) -> None:
         CheckpointLoadError: The marker is that of another save, or a part of one.
     """
     listed = {record.name for record in manifest.files}
-    missing = [name for name in file_names(directory) if name not in listed and name.endswith(_OF_SAVES)]
+    missing = [
+        name
+        for name in file_names(directory)
+        if name not in listed and name.endswith(_OF_SAVES)
+    ]
     if missing:
         got = f"got no checksum of {', '.join(missing)}"
-        raise CheckpointLoadError(f"{directory}/{MARKER}: {got}, wanted one of each file of the save")
+        raise CheckpointLoadError(
+            f"{directory}/{MARKER}: {got}, wanted one of each file of the save"
+        )
 
 
 def _describe(directory: Path, name: str) -> FileRecord:

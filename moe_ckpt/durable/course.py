@@ -1,9 +1,11 @@
-"""The course of a run: the settings that decide its states, and where in the data the run began.
+"""The course of a run: the settings that decide its states, and where in the data the
+run began.
 
-Owns: course.json in the run folder and in each whole checkpoint, and the comparison with the
-settings of a later start. A window on a local disk is replayed under the settings of the run
-that saved it; so a run keeps its course, and another course is another run, which may begin
-from a checkpoint of the first. Every method is collective. Must not: know what a setting means.
+Owns: course.json in the run folder and in each whole checkpoint, and the comparison
+with the settings of a later start. A window on a local disk is replayed under the
+settings of the run that saved it; so a run keeps its course, and another course is
+another run, which may begin from a checkpoint of the first. Every method is collective.
+Must not: know what a setting means.
 """
 
 from __future__ import annotations
@@ -48,26 +50,37 @@ class Course:
     """The settings that decide the states of a run, and the run's place in its data."""
 
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """The values of settings by name, with `auto` resolved, and the content identities of inputs."""
+    """The values of settings by name, with `auto` resolved, and the content identities
+    of inputs.
+    """
 
     settings_of_replays: Mapping[str, Setting] = field(default_factory=dict)
-    """Settings that decide the states of replays only: a whole checkpoint goes on with others."""
+    """Settings that decide the states of replays only: a whole checkpoint goes on with
+    others.
+    """
 
     samples_an_iteration: int = 0
-    """The samples that an iteration consumes; 0: the loop finds its samples by itself."""
+    """The samples that an iteration consumes; 0: the loop finds its samples by itself.
+    """
 
     began_after: int = 0
-    """The iteration of another run's checkpoint that this run began from; 0: the run began with a new model."""
+    """The iteration of another run's checkpoint that this run began from; 0: the run
+    began with a new model.
+    """
 
     began_samples: int = 0
     """The samples that had been consumed by then."""
 
     def consumed(self, done: int) -> int:
         """Return the samples that have been consumed after `done` iterations."""
-        return self.began_samples + (done - self.began_after) * self.samples_an_iteration
+        return (
+            self.began_samples + (done - self.began_after) * self.samples_an_iteration
+        )
 
     def changes_since(self, first: Course) -> list[Change]:
-        """Return the settings that differ from those of an earlier course, but for those of replays."""
+        """Return the settings that differ from those of an earlier course, but for
+        those of replays.
+        """
         return _changes(first.settings, self.settings)
 
     def changes_of_replays_since(self, first: Course) -> list[Change]:
@@ -94,7 +107,8 @@ _COURSES = ExactDecoder(Course)
 
 
 def read_course(folder: Path) -> Course | None:
-    """Return the course in a run folder or a checkpoint; None: the folder has none, as of an older version.
+    """Return the course in a run folder or a checkpoint; None: the folder has none, as
+    of an older version.
 
     Raises:
         CheckpointLoadError: The file is damaged, or cannot be read.
@@ -105,7 +119,10 @@ def read_course(folder: Path) -> Course | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        wanted = "the settings with which the run began; without the file no setting is compared"
+        wanted = (
+            "the settings with which the run began; without the file no setting is"
+            " compared"
+        )
         raise CheckpointLoadError(f"{path}: got {error}, wanted {wanted}") from error
 
 
@@ -119,7 +136,8 @@ def write_course(folder: Path, course: Course) -> None:
     with open(temporary, "wb", opener=open_private) as file:
         file.write(msgspec.json.format(msgspec.json.encode(course)))
         file.flush()
-        os.fsync(file.fileno())  # a machine that dies must not leave an empty file under the name
+        # a machine that dies must not leave an empty file under the name
+        os.fsync(file.fileno())
     temporary.replace(folder / FILE)
 
 
@@ -127,7 +145,8 @@ class RunCourse:
     """The course of this run, against what the run folder and checkpoints say.
 
     Attributes:
-        course: The course as this process knows it: that of the run folder, once training has begun.
+        course: The course as this process knows it: that of the run folder, once
+            training has begun.
     """
 
     def __init__(
@@ -139,13 +158,16 @@ class RunCourse:
         settings_of_replays: Mapping[str, object] | None = None,
         samples_an_iteration: int = 0,
     ) -> None:
-        """Begin with the place in the data that the run folder names, as a replacement needs it. Not collective.
+        """Begin with the place in the data that the run folder names, as a replacement
+        needs it. Not collective.
 
         Args:
             folder: The run folder.
-            settings: The settings of this start; values that are no plain ones count as text.
+            settings: The settings of this start; values that are no plain ones count as
+                text.
             ranks: All ranks of the job.
-            settings_of_replays: The settings of this start that a whole checkpoint does not depend on.
+            settings_of_replays: The settings of this start that a whole checkpoint does
+                not depend on.
             samples_an_iteration: The samples that an iteration consumes.
 
         Raises:
@@ -169,7 +191,8 @@ class RunCourse:
         """Require the course with which this run has saved its states.
 
         Args:
-            for_replays: Whether iterations will be replayed, and not only a whole state loaded.
+            for_replays: Whether iterations will be replayed, and not only a whole state
+                loaded.
 
         Returns:
             The settings of replays that have changed since, each as a text.
@@ -177,8 +200,11 @@ class RunCourse:
         Raises:
             ConfigError: Settings have changed since; on all ranks.
         """
-        # rank 0's settings, of which the file is made: optimizers of other stages may have others
-        kept = broadcast_result(self._ranks, lambda: self._compare(for_replays=for_replays), ConfigError)
+        # rank 0's settings, of which the file is made: optimizers of other stages may
+        # have others
+        kept = broadcast_result(
+            self._ranks, lambda: self._compare(for_replays=for_replays), ConfigError
+        )
         if kept is None:
             return ()
         first, changed = kept
@@ -190,7 +216,14 @@ class RunCourse:
 
         def compare() -> Sequence[Change]:
             first = read_course(checkpoint)
-            return [*self.course.changes_since(first), *self.course.changes_of_replays_since(first)] if first else []
+            return (
+                [
+                    *self.course.changes_since(first),
+                    *self.course.changes_of_replays_since(first),
+                ]
+                if first
+                else []
+            )
 
         return broadcast_result(self._ranks, compare, CheckpointLoadError)
 
@@ -199,19 +232,36 @@ class RunCourse:
         if first is None:
             return None
         of_replays = self.course.changes_of_replays_since(first)
-        if changes := [*self.course.changes_since(first), *(of_replays if for_replays else ())]:
+        if changes := [
+            *self.course.changes_since(first),
+            *(of_replays if for_replays else ()),
+        ]:
             way_out = (
-                "to go on with another setting, begin another run from a checkpoint of this one: "
-                "another run.dir, and train.resume=CHECKPOINT or the loop's own option"
+                "to go on with another setting, begin another run from a checkpoint of"
+                " this one: another run.dir, and train.resume=CHECKPOINT or the loop's"
+                " own option"
             )
-            lines = ["settings differ from those with which this run has saved its states:"]
-            raise ConfigError("\n  ".join([*lines, *(change.as_error() for change in changes), way_out]))
+            lines = [
+                "settings differ from those with which this run has saved its states:"
+            ]
+            raise ConfigError(
+                "\n  ".join(
+                    [*lines, *(change.as_error() for change in changes), way_out]
+                )
+            )
         return first, [str(change) for change in of_replays]
 
     def begin_from(self, checkpoint: Path, iteration: int) -> None:
         """This run begins from a checkpoint of another run."""
-        first = broadcast_result(self._ranks, lambda: read_course(checkpoint), CheckpointLoadError) or self.course
-        self.course = replace(self.course, began_after=iteration, began_samples=first.consumed(iteration))
+        first = (
+            broadcast_result(
+                self._ranks, lambda: read_course(checkpoint), CheckpointLoadError
+            )
+            or self.course
+        )
+        self.course = replace(
+            self.course, began_after=iteration, began_samples=first.consumed(iteration)
+        )
 
     def write(self) -> None:
         """Write the course into the run folder: training begins.
@@ -225,11 +275,16 @@ class RunCourse:
         try:
             write_course(self._folder, self.course)
         except OSError as error:
-            raise ConfigError(f"run.dir: {FILE} could not be written to {str(self._folder)!r} ({error})") from error
+            raise ConfigError(
+                f"run.dir: {FILE} could not be written to {str(self._folder)!r}"
+                f" ({error})"
+            ) from error
 
 
 def _plain(settings: Mapping[str, object]) -> dict[str, Setting]:
-    """Return settings as JSON holds them: NumPy's numbers as Python's, anything else as text."""
+    """Return settings as JSON holds them: NumPy's numbers as Python's, anything else as
+    text.
+    """
     return {name: _plain_value(value) for name, value in settings.items()}
 
 
@@ -239,8 +294,14 @@ def _plain_value(value: object) -> Setting:
     if value is None or isinstance(value, bool | int | str):
         return value
     # JSON has neither infinity nor NaN
-    return float(value) if isinstance(value, float) and math.isfinite(value) else str(value)
+    return (
+        float(value)
+        if isinstance(value, float) and math.isfinite(value)
+        else str(value)
+    )
 
 
 def _continued(mine: Course, first: Course) -> Course:
-    return replace(mine, began_after=first.began_after, began_samples=first.began_samples)
+    return replace(
+        mine, began_after=first.began_after, began_samples=first.began_samples
+    )

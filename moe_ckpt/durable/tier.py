@@ -1,8 +1,9 @@
 """The durable tier: whole checkpoints on the file system that all ranks share.
 
-Owns: one save from empty directory to commit marker, removing old ones, and loading a checkpoint that is verified.
-Every method is collective. Must not: decide when to save or which one to load (`engine.fallback` does), or know the
-format inside a directory (`ports.DurableState` does).
+Owns: one save from empty directory to commit marker, removing old ones, and loading a
+checkpoint that is verified. Every method is collective. Must not: decide when to save
+or which one to load (`engine.fallback` does), or know the format inside a directory
+(`ports.DurableState` does).
 
     save      prepare directory -> start writing, with checksums ->(async: training continues)-> marker -> remove old
     resume    marker fits this run? -> checksums -> load
@@ -31,7 +32,14 @@ from moe_ckpt.durable.checkpoint_folder import (
 )
 from moe_ckpt.durable.course import RunCourse, write_course
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, EventLog, StateResharded, StateResumed
+from moe_ckpt.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    CheckpointSkipped,
+    EventLog,
+    StateResharded,
+    StateResumed,
+)
 from moe_ckpt.ports import DurableState
 from moe_ckpt.types import CheckpointRef, FileRecord, RunIdentity
 
@@ -49,7 +57,8 @@ class _SaveInFlight:
 class DurableTier:
     """Saves and loads through `state`, in `folder`, on behalf of the run `identity`.
 
-    A checkpoint also holds the `course`, which names the settings that differ where it is loaded.
+    A checkpoint also holds the `course`, which names the settings that differ where it
+    is loaded.
     """
 
     def __init__(
@@ -73,30 +82,46 @@ class DurableTier:
         self._in_flight: _SaveInFlight | None = None
 
     def save(self, iteration: int) -> None:
-        """Start saving the state after `iteration` steps; a synchronous state is committed on return.
+        """Start saving the state after `iteration` steps; a synchronous state is
+        committed on return.
 
-        No older save may be in flight. While any rank still writes an abandoned save, this one fails. Raises
-        CheckpointSaveError on all ranks; the event log then has it.
+        No older save may be in flight. While any rank still writes an abandoned save,
+        this one fails. Raises CheckpointSaveError on all ranks; the event log then has
+        it.
         """
         assert self._in_flight is None, self._in_flight
         started_s = time.monotonic()
         directory = self._folder.directory(iteration)
         with _reporting(self._events, iteration):
-            # training may come by the same iteration again, and an abandoned save may still write into its directory
+            # training may come by the same iteration again, and an abandoned save may
+            # still write into its directory
             gather_results(self._ranks, self._require_idle, CheckpointSaveError)
-            broadcast_result(self._ranks, lambda: self._folder.prepare(iteration), CheckpointSaveError)
+            broadcast_result(
+                self._ranks,
+                lambda: self._folder.prepare(iteration),
+                CheckpointSaveError,
+            )
             self._state.start_save(directory, iteration)
         stall_s = time.monotonic() - started_s
-        self._in_flight = _SaveInFlight(iteration=iteration, directory=directory, started_s=started_s, stall_s=stall_s)
+        self._in_flight = _SaveInFlight(
+            iteration=iteration,
+            directory=directory,
+            started_s=started_s,
+            stall_s=stall_s,
+        )
         self.poll(wait=False)
 
     def abandon(self) -> None:
-        """Give up a save that was cut off: it never gets a marker. Not collective; does not wait."""
+        """Give up a save that was cut off: it never gets a marker. Not collective; does
+        not wait.
+        """
         self._in_flight = None
         self._state.abandon_save()
 
     def poll(self, *, wait: bool) -> None:
-        """Commit the save in flight if all ranks have written it; with `wait`, block until they have."""
+        """Commit the save in flight if all ranks have written it; with `wait`, block
+        until they have.
+        """
         flight = self._in_flight
         if flight is None:
             return
@@ -108,7 +133,8 @@ class DurableTier:
                     return
                 self._in_flight = None
                 manifest = self._commit(flight, files)
-            # over in any case: a save that stayed in flight would be asked for again at every step
+            # over in any case: a save that stayed in flight would be asked for again at
+            # every step
             except CheckpointSaveError:
                 self._in_flight = None
                 raise
@@ -124,56 +150,95 @@ class DurableTier:
         )
 
     def committed(self) -> Sequence[CheckpointRef]:
-        """Return the committed checkpoints in the folder, usable or not, the newest first; report torn ones."""
-        # rank 0 looks for all: ranks of a network file system may see different lists, and choose different sources
-        for ref in broadcast_result(self._ranks, self._folder.torn, CheckpointLoadError):
+        """Return the committed checkpoints in the folder, usable or not, the newest
+        first; report torn ones.
+        """
+        # rank 0 looks for all: ranks of a network file system may see different lists,
+        # and choose different sources
+        for ref in broadcast_result(
+            self._ranks, self._folder.torn, CheckpointLoadError
+        ):
             reason = f"no {MARKER}: the save was not finished"
             self._events.append(CheckpointSkipped(source=ref.directory, reason=reason))
             if self._ranks.rank == 0:
                 _log.warning("skipped %s: %s", ref.directory, reason)
-        return broadcast_result(self._ranks, self._folder.committed, CheckpointLoadError)
+        return broadcast_result(
+            self._ranks, self._folder.committed, CheckpointLoadError
+        )
 
     def resume(self, ref: CheckpointRef) -> None:
-        """Load a committed checkpoint of this run. Raises CheckpointLoadError on all ranks if it cannot be used."""
+        """Load a committed checkpoint of this run. Raises CheckpointLoadError on all
+        ranks if it cannot be used.
+        """
         self._resume(ref, run_id=self._identity.run_id)
 
     def resume_from(self, path: Path) -> int:
-        """Load one checkpoint directory, of any run with the same model, and return its iteration.
+        """Load one checkpoint directory, of any run with the same model, and return its
+        iteration.
 
         Raises CheckpointLoadError on all ranks if it cannot be used.
         """
         started_s = time.monotonic()
-        iteration = broadcast_result(self._ranks, lambda: read_manifest(path), CheckpointLoadError).iteration
-        self._resume(CheckpointRef(iteration=iteration, directory=str(path)), run_id=None)
+        iteration = broadcast_result(
+            self._ranks, lambda: read_manifest(path), CheckpointLoadError
+        ).iteration
+        self._resume(
+            CheckpointRef(iteration=iteration, directory=str(path)), run_id=None
+        )
         if self._course:
             self._course.begin_from(path, iteration)
         seconds = time.monotonic() - started_s
-        self._events.append(StateResumed(iteration=iteration, source=str(path), seconds=seconds, passed_over=[]))
+        self._events.append(
+            StateResumed(
+                iteration=iteration, source=str(path), seconds=seconds, passed_over=[]
+            )
+        )
         return iteration
 
     def _require_idle(self) -> None:
-        """Raise CheckpointSaveError while an abandoned save could still write into the directory of another one."""
+        """Raise CheckpointSaveError while an abandoned save could still write into the
+        directory of another one.
+        """
         if self._state.is_writing():
-            raise CheckpointSaveError(f"rank {self._ranks.rank} still writes a checkpoint that was abandoned")
+            raise CheckpointSaveError(
+                f"rank {self._ranks.rank} still writes a checkpoint that was abandoned"
+            )
 
     def _commit(self, flight: _SaveInFlight, mine: Sequence[FileRecord]) -> Manifest:
         of_each = gather_results(self._ranks, lambda: mine, CheckpointSaveError)
         files = [file for files in of_each for file in files]
-        return broadcast_result(self._ranks, lambda: self._commit_alone(flight, files), CheckpointSaveError)
+        return broadcast_result(
+            self._ranks, lambda: self._commit_alone(flight, files), CheckpointSaveError
+        )
 
-    def _commit_alone(self, flight: _SaveInFlight, sealed: Sequence[FileRecord]) -> Manifest:
-        """Commit a checkpoint whose large files are sealed: the small ones are read on the rank that wrote them."""
+    def _commit_alone(
+        self, flight: _SaveInFlight, sealed: Sequence[FileRecord]
+    ) -> Manifest:
+        """Commit a checkpoint whose large files are sealed: the small ones are read on
+        the rank that wrote them.
+        """
         if self._course:
             try:
                 write_course(flight.directory, self._course.course)
             except OSError as error:
                 raise CheckpointSaveError(str(error)) from error
-        present, named = set(file_names(flight.directory)), {file.name for file in sealed}
-        # a rank whose folder is on a file system of its own wrote where rank 0 cannot see it
+        present, named = (
+            set(file_names(flight.directory)),
+            {file.name for file in sealed},
+        )
+        # a rank whose folder is on a file system of its own wrote where rank 0 cannot
+        # see it
         if gone := sorted(named - present):
-            raise CheckpointSaveError(f"{flight.directory}: {', '.join(gone)}: written, and not there")
-        files = sorted((*sealed, *seal_files(flight.directory, present - named)), key=lambda file: file.name)
-        manifest = Manifest(iteration=flight.iteration, identity=self._identity, files=tuple(files))
+            raise CheckpointSaveError(
+                f"{flight.directory}: {', '.join(gone)}: written, and not there"
+            )
+        files = sorted(
+            (*sealed, *seal_files(flight.directory, present - named)),
+            key=lambda file: file.name,
+        )
+        manifest = Manifest(
+            iteration=flight.iteration, identity=self._identity, files=tuple(files)
+        )
         commit(flight.directory, manifest)
         try:
             # not before the commit: until then an old checkpoint may be the only one
@@ -184,41 +249,69 @@ class DurableTier:
 
     def _resume(self, ref: CheckpointRef, *, run_id: str | None) -> None:
         directory = Path(ref.directory)
-        manifest = broadcast_result(self._ranks, lambda: read_manifest(directory), CheckpointLoadError)
+        manifest = broadcast_result(
+            self._ranks, lambda: read_manifest(directory), CheckpointLoadError
+        )
         # without a collective: all ranks compare the same manifest
         self._require_fit(directory, manifest, run_id)
         if manifest.iteration != ref.iteration:
-            got = f"got the marker of iteration {manifest.iteration}, wanted that of {ref.iteration}"
+            got = (
+                f"got the marker of iteration {manifest.iteration}, wanted that of"
+                f" {ref.iteration}"
+            )
             raise CheckpointLoadError(f"{directory}: {got}")
-        broadcast_result(self._ranks, lambda: require_listed(directory, manifest), CheckpointLoadError)
+        broadcast_result(
+            self._ranks,
+            lambda: require_listed(directory, manifest),
+            CheckpointLoadError,
+        )
         # each file is hashed by one rank: together they read the checkpoint once
         mine = manifest.files[self._ranks.rank :: self._ranks.size]
-        gather_results(self._ranks, lambda: verify_files(directory, mine), CheckpointLoadError)
+        gather_results(
+            self._ranks, lambda: verify_files(directory, mine), CheckpointLoadError
+        )
         saved_at = manifest.identity.layout
         is_resharded = saved_at != self._identity.layout
         iteration = self._state.load(directory, saved_at if is_resharded else None)
         # the state's own count: a marker may lie beside the files of another save
         if iteration != ref.iteration:
-            raise CheckpointLoadError(f"{directory}: got the state after iteration {iteration}, wanted {ref.iteration}")
+            raise CheckpointLoadError(
+                f"{directory}: got the state after iteration {iteration}, wanted"
+                f" {ref.iteration}"
+            )
         if is_resharded:
             ours = self._identity.layout
-            self._events.append(StateResharded(iteration=iteration, saved_at=str(saved_at), loaded_at=str(ours)))
+            self._events.append(
+                StateResharded(
+                    iteration=iteration, saved_at=str(saved_at), loaded_at=str(ours)
+                )
+            )
             if self._ranks.rank == 0:
                 _log.warning(
-                    "%s: saved at %s, goes on at %s: the same state, but generators are seeded anew, and sums run in "
-                    "another order, so not bit for bit as the run that saved it",
+                    "%s: saved at %s, goes on at %s: the same state, but generators are"
+                    " seeded anew, and sums run in another order, so not bit for bit as"
+                    " the run that saved it",
                     *(directory, saved_at, ours),
                 )
 
-    def _require_fit(self, directory: Path, manifest: Manifest, run_id: str | None) -> None:
-        """Raise CheckpointLoadError for a checkpoint of another run or model; not for one of another layout."""
+    def _require_fit(
+        self, directory: Path, manifest: Manifest, run_id: str | None
+    ) -> None:
+        """Raise CheckpointLoadError for a checkpoint of another run or model; not for
+        one of another layout.
+        """
         theirs, mine = manifest.identity, self._identity
         if run_id is not None and theirs.run_id != run_id:
-            raise CheckpointLoadError(f"{directory}: saved by run {theirs.run_id}, wanted run {run_id}")
+            raise CheckpointLoadError(
+                f"{directory}: saved by run {theirs.run_id}, wanted run {run_id}"
+            )
         if theirs.model != mine.model:
             changes = self._course.changes_since(directory) if self._course else ()
             named = "".join(f"\n    {change.as_error()}" for change in changes)
-            raise CheckpointLoadError(f"{directory}: saved by model {theirs.model}, wanted model {mine.model}{named}")
+            raise CheckpointLoadError(
+                f"{directory}: saved by model {theirs.model}, wanted model"
+                f" {mine.model}{named}"
+            )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""The backend that moves bytes between ranks, and the GPU of a rank: `runtime.backend`, `runtime.share_gpus`."""
+"""The backend that moves bytes between ranks, and the GPU of a rank: `runtime.backend`,
+`runtime.share_gpus`.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +31,47 @@ def backend_kind(wanted: str, *, on_gpu: bool, share_gpus: bool = False) -> str:
         `nccl`, `gloo` or `staged`.
 
     Raises:
-        ConfigError: The backend cannot carry all of a training's tensors there, or needs
-            no permission to share GPUs.
+        ConfigError: The backend cannot carry all of a training's tensors there, or
+            needs no permission to share GPUs.
     """
     kind = (NCCL if on_gpu else GLOO) if wanted == AUTO else wanted
-    others = (NCCL, STAGED) if on_gpu else (GLOO, STAGED)  # gloo neither sends nor scatters tensors of a GPU
+    # gloo neither sends nor scatters tensors of a GPU
+    others = (NCCL, STAGED) if on_gpu else (GLOO, STAGED)
     place = "on a GPU" if on_gpu else "without a GPU"
-    require(kind in others, "runtime.backend", kind, f"{AUTO}, {others[0]} or {others[1]} {place}")
-    wanted_share = f"false with runtime.backend={kind}: it is NCCL that refuses to share a GPU"
-    require(kind == NCCL or not share_gpus, "runtime.share_gpus", share_gpus, wanted_share)
+    require(
+        kind in others,
+        "runtime.backend",
+        kind,
+        f"{AUTO}, {others[0]} or {others[1]} {place}",
+    )
+    wanted_share = (
+        f"false with runtime.backend={kind}: it is NCCL that refuses to share a GPU"
+    )
+    require(
+        kind == NCCL or not share_gpus, "runtime.share_gpus", share_gpus, wanted_share
+    )
     return kind
 
 
-def gpu_index(local_rank: int, num_gpus: int, kind: str, *, share_gpus: bool = False) -> int:
+def gpu_index(
+    local_rank: int, num_gpus: int, kind: str, *, share_gpus: bool = False
+) -> int:
     """Return the GPU of a rank; ranks that may share GPUs take them in turn.
 
     Raises:
         ConfigError: There is no GPU for the rank, and it may share none.
     """
     wanted = (
-        f"staged for {local_rank + 1} or more ranks on {num_gpus} GPUs, or runtime.share_gpus=true for a test: NCCL "
-        "refuses to share one, and each process needs to see all GPUs of its node"
+        f"staged for {local_rank + 1} or more ranks on {num_gpus} GPUs, or"
+        " runtime.share_gpus=true for a test: NCCL refuses to share one, and each"
+        " process needs to see all GPUs of its node"
     )
-    require(kind == STAGED or share_gpus or local_rank < num_gpus, "runtime.backend", kind, wanted)
+    require(
+        kind == STAGED or share_gpus or local_rank < num_gpus,
+        "runtime.backend",
+        kind,
+        wanted,
+    )
     return local_rank % num_gpus
 
 
@@ -61,28 +81,47 @@ def use_gpu(launch: Launch, wanted: str, *, share_gpus: bool = False) -> None:
     Args:
         launch: The rank's place in the job.
         wanted: `runtime.backend`.
-        share_gpus: `runtime.share_gpus`: set NCCL's environment so that ranks share a GPU.
+        share_gpus: `runtime.share_gpus`: set NCCL's environment so that ranks share a
+            GPU.
 
     Raises:
         ConfigError: `runtime.backend` or `runtime.share_gpus` does not fit the devices.
     """
-    kind, num_gpus = backend_kind(wanted, on_gpu=True, share_gpus=share_gpus), torch.cuda.device_count()
-    torch.cuda.set_device(torch.device("cuda", gpu_index(launch.local_rank, num_gpus, kind, share_gpus=share_gpus)))
+    kind, num_gpus = (
+        backend_kind(wanted, on_gpu=True, share_gpus=share_gpus),
+        torch.cuda.device_count(),
+    )
+    torch.cuda.set_device(
+        torch.device(
+            "cuda", gpu_index(launch.local_rank, num_gpus, kind, share_gpus=share_gpus)
+        )
+    )
     if not share_gpus:
         return
     is_one_node = launch.local_world_size == launch.world_size
-    require(is_one_node, "runtime.share_gpus", share_gpus, "false on several nodes: ranks meet on the loopback")
-    os.environ.update(environment_of_shared_gpus(f"{socket.gethostname()}-{launch.local_rank}"))
+    require(
+        is_one_node,
+        "runtime.share_gpus",
+        share_gpus,
+        "false on several nodes: ranks meet on the loopback",
+    )
+    os.environ.update(
+        environment_of_shared_gpus(f"{socket.gethostname()}-{launch.local_rank}")
+    )
     if launch.local_rank == 0:
-        said = f"{launch.world_size} ranks on {num_gpus} GPUs, through NCCL's sockets: slow, for tests alone"
+        said = (
+            f"{launch.world_size} ranks on {num_gpus} GPUs, through NCCL's sockets:"
+            " slow, for tests alone"
+        )
         print(f"runtime.share_gpus: {said}", file=sys.stderr, flush=True)
 
 
 def environment_of_shared_gpus(host_id: str) -> dict[str, str]:
     """Return NCCL's settings for ranks that share a GPU.
 
-    NCCL refuses two ranks of one host on one GPU, so that each rank is a host of its own
-    here, and ranks meet on the loopback (NCCL 2.27 to 2.29, `init.cc` and `utils.cc`).
+    NCCL refuses two ranks of one host on one GPU, so that each rank is a host of its
+    own here, and ranks meet on the loopback (NCCL 2.27 to 2.29, `init.cc` and
+    `utils.cc`).
 
     Args:
         host_id: A name for each rank, different from all others of the job.
@@ -92,16 +131,23 @@ def environment_of_shared_gpus(host_id: str) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_NET": "Socket",
         "NCCL_IB_DISABLE": "1",
-        "NCCL_MNNVL_ENABLE": "0",  # else several hosts are asked for a common NVLink fabric
+        # else several hosts are asked for a common NVLink fabric
+        "NCCL_MNNVL_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
-        "NCCL_CUMEM_HOST_ENABLE": "0",  # needs NUMA nodes, which virtual machines may not show
-        "NCCL_PROTO": "Simple",  # each step of LL waits for a turn of the other ranks' kernels
-        "NCCL_MAX_CTAS": "2",  # ranks take turns anyway; each channel costs buffers and sockets
+        # needs NUMA nodes, which virtual machines may not show
+        "NCCL_CUMEM_HOST_ENABLE": "0",
+        # each step of LL waits for a turn of the other ranks' kernels
+        "NCCL_PROTO": "Simple",
+        # ranks take turns anyway; each channel costs buffers and sockets
+        "NCCL_MAX_CTAS": "2",
     }
 
 
-def open_backend(*, on_gpu: bool, kind: str = AUTO, share_gpus: bool = False) -> Backend:
-    """Return the backend that moves bytes between ranks; call once the device is chosen.
+def open_backend(
+    *, on_gpu: bool, kind: str = AUTO, share_gpus: bool = False
+) -> Backend:
+    """Return the backend that moves bytes between ranks; call once the device is
+    chosen.
 
     Raises:
         ConfigError: The backend does not fit the devices.
@@ -111,8 +157,14 @@ def open_backend(*, on_gpu: bool, kind: str = AUTO, share_gpus: bool = False) ->
         case "nccl":
             return NcclBackend()
         case "staged":
-            return staged_backend(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+            return staged_backend(
+                torch.device("cuda", torch.cuda.current_device())
+                if on_gpu
+                else torch.device("cpu")
+            )
         case "gloo":
             return GlooBackend()
         case unknown:
-            raise AssertionError(f"{unknown} is in BACKENDS, and no backend here serves it")
+            raise AssertionError(
+                f"{unknown} is in BACKENDS, and no backend here serves it"
+            )

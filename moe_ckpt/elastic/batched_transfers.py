@@ -1,4 +1,5 @@
-"""Batched transfers between pipeline stages through groups whose type is not exactly torch's `ProcessGroup`.
+"""Batched transfers between pipeline stages through groups whose type is not exactly
+torch's `ProcessGroup`.
 
 Must not: begin a batch whose inner group batches nothing; gloo does not.
 """
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 
 def batch_transfers_of(handles: type[Any]) -> None:
-    """Let `torch.distributed.batch_isend_irecv` batch the transfers of groups of this type, too."""
+    """Let `torch.distributed.batch_isend_irecv` batch the transfers of groups of this
+    type, too.
+    """
     if not isinstance(dist.batch_isend_irecv, BatchedTransfers):
         dist.batch_isend_irecv = BatchedTransfers(dist.batch_isend_irecv, handles)
 
@@ -20,10 +23,13 @@ def batch_transfers_of(handles: type[Any]) -> None:
 class BatchedTransfers:
     """`torch.distributed.batch_isend_irecv` that also batches the transfers of handles.
 
-    Releases before 2.14 begin them one after another unless the group's type is exactly `ProcessGroup`.
+    Releases before 2.14 begin them one after another unless the group's type is exactly
+    `ProcessGroup`.
     """
 
-    def __init__(self, plain: Callable[[list[dist.P2POp]], list[dist.Work]], handles: type[Any]) -> None:
+    def __init__(
+        self, plain: Callable[[list[dist.P2POp]], list[dist.Work]], handles: type[Any]
+    ) -> None:
         self._plain = plain
         self._handles = handles
 
@@ -33,7 +39,9 @@ class BatchedTransfers:
             return self._plain(p2p_op_list)
         device = p2p_op_list[0].tensor.device
         if not group._get_backend(device).supports_coalescing:
-            return [work for operation in p2p_op_list if (work := _begin(operation, group))]
+            return [
+                work for operation in p2p_op_list if (work := _begin(operation, group))
+            ]
         group._start_coalescing(device)
         try:
             for operation in p2p_op_list:
@@ -46,4 +54,6 @@ class BatchedTransfers:
 
 def _begin(transfer: dist.P2POp, group: dist.ProcessGroup) -> dist.Work | None:
     peer = "group_dst" if transfer.op is dist.isend else "group_src"
-    return transfer.op(transfer.tensor, group=group, tag=transfer.tag, **{peer: transfer.group_peer})
+    return transfer.op(
+        transfer.tensor, group=group, tag=transfer.tag, **{peer: transfer.group_peer}
+    )

@@ -46,7 +46,8 @@ class WaitResult:
     def set(self, error: BaseException | None) -> None:
         """Record that the operation ended by itself."""
         if self._claim.acquire(blocking=False):
-            self._error = error  # before the release: the waiting thread reads it at once
+            # before the release: the waiting thread reads it at once
+            self._error = error
             self._done.release()
 
     def abandon(self) -> None:
@@ -70,9 +71,13 @@ class Helper:
     """A thread that makes blocking calls, one after another, for one other thread."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], object], WaitResult] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], object], WaitResult] | None] = (
+            SimpleQueue()
+        )
         # daemon: a call that gloo never completes does not keep the process from ending
-        self._thread = threading.Thread(target=self._run, name="comm-helper", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="comm-helper", daemon=True
+        )
         self._thread.start()
 
     def start(self, call: Callable[[], object], outcome: WaitResult) -> None:
@@ -92,7 +97,8 @@ class Helper:
             call, outcome = job
             try:
                 call()
-            except BaseException as error:  # the top of a thread: the error is raised where the outcome is awaited
+            except BaseException as error:
+                # the top of a thread: the error is raised where the outcome is awaited
                 outcome.set(error)
             else:
                 outcome.set(None)
@@ -130,18 +136,20 @@ class HostWaits:
                     return
             else:
                 return
-            # not the end of the generation, though it is sooner: gloo's thread may still
-            # write results of an operation whose bytes have all arrived
+            # not the end of the generation, though it is sooner: gloo's thread may
+            # still write results of an operation whose bytes have all arrived
             if abandoned.is_set():
                 raise PeersLostError(_ABANDONED)
 
-    def wait_with_helper(self, call: Callable[[], object], keep: Callable[[Helper], object]) -> None:
+    def wait_with_helper(
+        self, call: Callable[[], object], keep: Callable[[Helper], object]
+    ) -> None:
         """Let this thread's helper call, and wait for the helper.
 
         Args:
             call: Blocks until the operation has ended.
-            keep: Receives the helper if the wait is abandoned: the helper stays inside the
-                call until the operation's own timeout.
+            keep: Receives the helper if the wait is abandoned: the helper stays inside
+                the call until the operation's own timeout.
 
         Raises:
             PeersLostError: The wait was abandoned; the operation may not have ended.

@@ -1,4 +1,6 @@
-"""The means of one rank to survive the loss of ranks: its status page, shared memory, replica daemon and peers."""
+"""The means of one rank to survive the loss of ranks: its status page, shared memory,
+replica daemon and peers.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ from moe_ckpt.snapshot.blobs import held_path
 class ElasticContext:
     """One worker's means.
 
-    `daemon` is None if peers keep no copies; `address_of` returns the address of a rank's daemon.
+    `daemon` is None if peers keep no copies; `address_of` returns the address of a
+    rank's daemon.
 
-    `copy_s` limits a copy of a window, and its fetch. `peers` consecutive ranks train one stage, if copies must stay
-    among these. `at_end` runs an action, in another thread, at each end of a generation. `serves_itself`: this rank's
-    own daemon also holds its state, unless servers on `hosts` are in use, with which ranks agree before `use_peers`.
+    `copy_s` limits a copy of a window, and its fetch. `peers` consecutive ranks train
+    one stage, if copies must stay among these. `at_end` runs an action, in another
+    thread, at each end of a generation. `serves_itself`: this rank's own daemon also
+    holds its state, unless servers on `hosts` are in use, with which ranks agree before
+    `use_peers`.
     """
 
     member: Member
@@ -41,27 +46,40 @@ class ElasticContext:
     hosts: ServerHosts | None = None
 
     def use_peers(self) -> None:
-        """Let the daemon copy to the holders' daemons, at their present addresses. Raises CheckpointSaveError."""
+        """Let the daemon copy to the holders' daemons, at their present addresses.
+        Raises CheckpointSaveError.
+        """
         if self.daemon:
             self.page.wait_for_copies(True)
             try:
                 self.daemon.use_peers([self.address(holder) for holder in self.holders])
             finally:
-                self.page.wait_for_copies(False)  # else no supervisor would notice a later hang
+                # else no supervisor would notice a later hang
+                self.page.wait_for_copies(False)
 
     @property
     def uses_hosts(self) -> bool:
-        """Whether servers on machines that train nothing hold the states, and no rank does."""
+        """Whether servers on machines that train nothing hold the states, and no rank
+        does.
+        """
         return self.hosts is not None and self.hosts.is_in_use
 
     @property
     def own_states(self) -> Path:
-        """The folder on this machine with states of this rank that servers have made, in a recovery."""
-        return self.memory / "from_hosts" if self.uses_hosts else held_path(self.memory, self.member.global_rank)
+        """The folder on this machine with states of this rank that servers have made,
+        in a recovery.
+        """
+        return (
+            self.memory / "from_hosts"
+            if self.uses_hosts
+            else held_path(self.memory, self.member.global_rank)
+        )
 
     @property
     def servers_on_hosts(self) -> tuple[int, ...]:
-        """All servers on hosts that are in use, by their numbers among holders: those of ranks come first."""
+        """All servers on hosts that are in use, by their numbers among holders: those
+        of ranks come first.
+        """
         numbers = self.hosts.numbers if self.hosts else ()
         return tuple(self.member.world_size + number for number in numbers)
 
@@ -69,8 +87,14 @@ class ElasticContext:
         """Return the servers on hosts that hold each rank's state, for the log."""
         assert self.hosts is not None
         hosts, ranks = self.hosts, range(self.member.world_size)
-        held = {number: [rank for rank in ranks if number in hosts.holders(rank)] for number in hosts.numbers}
-        rows = [f"  {hosts.address(number)}: ranks {', '.join(map(str, owners))}" for number, owners in held.items()]
+        held = {
+            number: [rank for rank in ranks if number in hosts.holders(rank)]
+            for number in hosts.numbers
+        }
+        rows = [
+            f"  {hosts.address(number)}: ranks {', '.join(map(str, owners))}"
+            for number, owners in held.items()
+        ]
         return ["checkpoint servers, and the ranks whose states they hold:", *rows]
 
     def address(self, holder: int) -> Address:

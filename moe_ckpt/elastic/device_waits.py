@@ -1,8 +1,10 @@
-"""Whether the device waits for other ranks: the host cannot tell while it blocks in an event or in `.item()`.
+"""Whether the device waits for other ranks: the host cannot tell while it blocks in an
+event or in `.item()`.
 
-Owns: the points behind operations that the device has not reached yet, the thread that polls them, and the number of
-operations that a host may be ahead of its device. A rank whose oldest point is late waits for other ranks; a wedged
-rank has begun no operation, so it has no such point. Must not: touch a device from the heartbeat's thread: a driver
+Owns: the points behind operations that the device has not reached yet, the thread that
+polls them, and the number of operations that a host may be ahead of its device. A rank
+whose oldest point is late waits for other ranks; a wedged rank has begun no operation,
+so it has no such point. Must not: touch a device from the heartbeat's thread: a driver
 that blocks there would look like a dead process.
 """
 
@@ -17,8 +19,10 @@ from moe_ckpt.elastic.backends import Mark
 
 LATE_S = 1.0
 MOST_AHEAD = 32
-"""Operations that a host may be ahead. A queue of a device that is full blocks its host inside a call of CUDA, in which
-no cut reaches it, and keeps the interpreter's other threads from running."""
+"""Operations that a host may be ahead. A queue of a device that is full blocks its host
+inside a call of CUDA, in which no cut reaches it, and keeps the interpreter's other
+threads from running.
+"""
 
 _LOOK_EVERY_S = 0.1
 _LOOK_AGAIN_S = 0.0001
@@ -27,8 +31,9 @@ _LOOK_AGAIN_S = 0.0001
 class DeviceWaits:
     """Calls `on_wait` when the device begins to wait for other ranks, and when it ends.
 
-    A device that has not reached a point within `limit_s` seconds hangs itself: it does not wait any more. That, or a
-    `failure` while a point is open, is told once a generation.
+    A device that has not reached a point within `limit_s` seconds hangs itself: it does
+    not wait any more. That, or a `failure` while a point is open, is told once a
+    generation.
     """
 
     def __init__(
@@ -50,12 +55,17 @@ class DeviceWaits:
         self._waits = False
 
     def begin(self, on_failure: Callable[[str], object]) -> None:
-        """A generation begins: call `on_failure` once with the reason why the device will not reach a point of it."""
+        """A generation begins: call `on_failure` once with the reason why the device
+        will not reach a point of it.
+        """
         with self._lock:
             self._on_failure = on_failure
 
-    def add(self, mark: Mark | None, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Watch a point until the device has reached it; None is no point. Any thread may call.
+    def add(
+        self, mark: Mark | None, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Watch a point until the device has reached it; None is no point. Any thread
+        may call.
 
         Waits while the host is too far ahead, unless `is_over` returns True.
         """
@@ -63,7 +73,8 @@ class DeviceWaits:
             return
         marks = self._marks
         marks.append((time.monotonic(), mark))  # without the lock: one step, at the end
-        if self._thread is None:  # at the first point: gloo has none, and needs no thread
+        # at the first point: gloo has none, and needs no thread
+        if self._thread is None:
             self._start()
         # an operation asks nothing of its device unless the host is too far ahead: the
         # thread drops points, too
@@ -83,7 +94,9 @@ class DeviceWaits:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                look = threading.Thread(target=self._look, name="device-waits", daemon=True)
+                look = threading.Thread(
+                    target=self._look, name="device-waits", daemon=True
+                )
                 self._thread = look
                 look.start()
 
@@ -105,7 +118,10 @@ class DeviceWaits:
         if not self._marks:
             return None
         if time.monotonic() - self._marks[0][0] >= self._limit_s:
-            return f"an operation was not done in runtime.operation_s={self._limit_s:g} seconds"
+            return (
+                f"an operation was not done in runtime.operation_s={self._limit_s:g}"
+                " seconds"
+            )
         return self._failure()
 
     def _drop_reached(self) -> None:

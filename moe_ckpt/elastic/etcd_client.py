@@ -1,11 +1,14 @@
-"""An etcd cluster, asked over the HTTP gateway (/v3/) that each member has beside gRPC: transactions, and watches.
+"""An etcd cluster, asked over the HTTP gateway (/v3/) that each member has beside gRPC:
+transactions, and watches.
 
-The standard library suffices. A client over gRPC has threads, which a supervisor that forks must not have; etcd3gw asks
-one member only and watches in a thread; python-etcd knows the API that etcd 3.6 no longer has. Every request may be
-sent again: a member that is lost may have carried it out before, and the end of a generation may shut down a connection
-that was opened while its groups formed (`elastic.backends`).
+The standard library suffices. A client over gRPC has threads, which a supervisor that
+forks must not have; etcd3gw asks one member only and watches in a thread; python-etcd
+knows the API that etcd 3.6 no longer has. Every request may be sent again: a member
+that is lost may have carried it out before, and the end of a generation may shut down a
+connection that was opened while its groups formed (`elastic.backends`).
 
-All keys of a job have one lease. Any request renews it from time to time, so the keys outlive the job by `_LEASE_S`.
+All keys of a job have one lease. Any request renews it from time to time, so the keys
+outlive the job by `_LEASE_S`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ _PATIENCE_S = 60.0  # with all members together
 _AGAIN_S = 0.1
 _LEASE_S = 7200
 _RENEW_S = 600.0
-_TRY_AGAIN = (408, 429)  # cancelled, too many requests; and all from 500 on: no leader, say
+# cancelled, too many requests; and all from 500 on: no leader, say
+_TRY_AGAIN = (408, 429)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a transaction, with the entries that it has read, in order, and the number of keys deleted.
+    """The result of a transaction, with the entries that it has read, in order, and the
+    number of keys deleted.
 
     `revision` is that of the cluster.
     """
@@ -54,10 +59,12 @@ class Answer:
 
 
 class EtcdClient:
-    """Requests of one process; each goes to the member that answered last, or to the next one that answers.
+    """Requests of one process; each goes to the member that answered last, or to the
+    next one that answers.
 
-    `members` are pairs of host and port. `lease_key` holds the job's lease. Any thread may call any method; all raise
-    DistNetworkError if no member answers in time, or a request is refused.
+    `members` are pairs of host and port. `lease_key` holds the job's lease. Any thread
+    may call any method; all raise DistNetworkError if no member answers in time, or a
+    request is refused.
     """
 
     def __init__(self, members: Sequence[tuple[str, int]], lease_key: str) -> None:
@@ -72,21 +79,37 @@ class EtcdClient:
         return ",".join(sorted(f"{host}:{port}" for host, port in self._members))
 
     def transact(
-        self, conditions: Sequence[Operation], then: Sequence[Operation], otherwise: Sequence[Operation] = ()
+        self,
+        conditions: Sequence[Operation],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
     ) -> Answer:
-        """Carry out the operations `then` if all conditions hold, else `otherwise`, as one change."""
+        """Carry out the operations `then` if all conditions hold, else `otherwise`, as
+        one change.
+        """
         if self._lease and time.monotonic() > self._renewed_s + _RENEW_S:
             # before the request: other threads need not renew the same lease meanwhile
             self._renewed_s = time.monotonic()
             self._ask("/v3/lease/keepalive", {"ID": self._lease})
-        request = {"compare": list(conditions), "success": list(then), "failure": list(otherwise)}
+        request = {
+            "compare": list(conditions),
+            "success": list(then),
+            "failure": list(otherwise),
+        }
         answer = self._ask("/v3/kv/txn", request)
         parts = answer.get("responses", [])
         return Answer(
             succeeded=answer.get("succeeded", False),
             revision=int(answer["header"]["revision"]),
-            entries=[_entry(part["response_range"]) for part in parts if "response_range" in part],
-            num_deleted=sum(int(part.get("response_delete_range", {}).get("deleted", 0)) for part in parts),
+            entries=[
+                _entry(part["response_range"])
+                for part in parts
+                if "response_range" in part
+            ],
+            num_deleted=sum(
+                int(part.get("response_delete_range", {}).get("deleted", 0))
+                for part in parts
+            ),
         )
 
     def close(self) -> None:
@@ -100,10 +123,14 @@ class EtcdClient:
         return _put(key, value, self._lease)
 
     def watch(self, key: str, revision: int, timeout_s: float) -> None:
-        """Block until a key is written or deleted at a revision or a later one; or not so long: `timeout_s` at most."""
+        """Block until a key is written or deleted at a revision or a later one; or not
+        so long: `timeout_s` at most.
+        """
         # a connection of its own: other threads ask while this one blocks
         connection = http.client.HTTPConnection(*self._members[0], timeout=timeout_s)
-        request = {"create_request": {"key": _text(key), "start_revision": str(revision)}}
+        request = {
+            "create_request": {"key": _text(key), "start_revision": str(revision)}
+        }
         try:
             connection.request("POST", "/v3/watch", json.dumps(request))
             answer = connection.getresponse()
@@ -125,9 +152,14 @@ class EtcdClient:
         if found is None:
             granted = self._ask("/v3/lease/grant", {"TTL": str(_LEASE_S)})["ID"]
             keep = _put(self._lease_key, granted.encode(), granted)
-            answer = self.transact([is_missing(self._lease_key)], [keep], [read(self._lease_key)])
-            # another process may have been first: its lease counts, and the one granted here expires unused
-            found = Entry(granted.encode(), 0) if answer.succeeded else answer.entries[0]
+            answer = self.transact(
+                [is_missing(self._lease_key)], [keep], [read(self._lease_key)]
+            )
+            # another process may have been first: its lease counts, and the one granted
+            # here expires unused
+            found = (
+                Entry(granted.encode(), 0) if answer.succeeded else answer.entries[0]
+            )
         assert found is not None, "a key of the job was deleted"
         return found.value.decode()
 
@@ -142,9 +174,16 @@ class EtcdClient:
                     self._disconnect()
                     self._members.rotate(-1)
                     if time.monotonic() > until_s:
-                        wanted = f"got no answer in {_PATIENCE_S:g} seconds ({error!r}), wanted one"
-                        raise dist.DistNetworkError(f"etcd at {self}: {wanted}") from error
-                time.sleep(_AGAIN_S)  # a member that is gone refuses at once, and the next one may be starting
+                        wanted = (
+                            f"got no answer in {_PATIENCE_S:g} seconds ({error!r}),"
+                            " wanted one"
+                        )
+                        raise dist.DistNetworkError(
+                            f"etcd at {self}: {wanted}"
+                        ) from error
+                # a member that is gone refuses at once, and the next one may be
+                # starting
+                time.sleep(_AGAIN_S)
 
     def _disconnect(self) -> None:
         if self._connection:
@@ -152,17 +191,24 @@ class EtcdClient:
         self._connection = None
 
     def _exchange(self, path: str, body: str) -> dict[str, Any]:
-        """Return a member's answer. Raises HTTPException for one that another member would not give."""
+        """Return a member's answer. Raises HTTPException for one that another member
+        would not give.
+        """
         if self._connection is None:
-            self._connection = http.client.HTTPConnection(*self._members[0], timeout=_ANSWER_S)
+            self._connection = http.client.HTTPConnection(
+                *self._members[0], timeout=_ANSWER_S
+            )
         self._connection.request("POST", path, body)
         answer = self._connection.getresponse()
-        # whatever the status: http.client sends no request over a connection with an unread answer
+        # whatever the status: http.client sends no request over a connection with an
+        # unread answer
         text = answer.read().decode()
         if answer.status in _TRY_AGAIN or answer.status >= 500:
             raise http.client.HTTPException(text)
         if answer.status != 200:
-            raise dist.DistNetworkError(f"etcd at {self}: got status {answer.status} ({text}), wanted 200")
+            raise dist.DistNetworkError(
+                f"etcd at {self}: got status {answer.status} ({text}), wanted 200"
+            )
         return json.loads(text)
 
 
@@ -187,12 +233,20 @@ def is_value(key: str, value: bytes) -> Operation:
 
 
 def is_at(key: str, revision: int) -> Operation:
-    """Return the condition that a key was last written at this revision; 0: that it does not exist."""
+    """Return the condition that a key was last written at this revision; 0: that it
+    does not exist.
+    """
     return {"key": _text(key), "target": "MOD", "mod_revision": str(revision)}
 
 
 def _put(key: str, value: bytes, lease: str) -> Operation:
-    return {"request_put": {"key": _text(key), "value": b64encode(value).decode(), "lease": lease}}
+    return {
+        "request_put": {
+            "key": _text(key),
+            "value": b64encode(value).decode(),
+            "lease": lease,
+        }
+    }
 
 
 def _entry(found: dict[str, Any]) -> Entry | None:

@@ -1,6 +1,8 @@
-"""A store for torch on an etcd cluster: it outlives every node of a job, also the one that hosts torchrun's rendezvous.
+"""A store for torch on an etcd cluster: it outlives every node of a job, also the one
+that hosts torchrun's rendezvous.
 
-Keys, values and errors are those of torch's TCPStore, as `elastic.generations` and its neighbours use it.
+Keys, values and errors are those of torch's TCPStore, as `elastic.generations` and its
+neighbours use it.
 """
 
 from __future__ import annotations
@@ -12,17 +14,29 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from moe_ckpt.elastic.etcd_client import Entry, EtcdClient, delete, is_at, is_missing, is_value, read
+from moe_ckpt.elastic.etcd_client import (
+    Entry,
+    EtcdClient,
+    delete,
+    is_at,
+    is_missing,
+    is_value,
+    read,
+)
 
 _MOST_OPERATIONS = 100  # of one transaction; etcd's own limit is 128
-_LOOK_AGAIN_S = 10.0  # a wait asks anew so often: a member may be gone without a word, and the lease is to be renewed
+# a wait asks anew so often: a member may be gone without a word, and the lease is to be
+# renewed
+_LOOK_AGAIN_S = 10.0
 
 
 class EtcdStore(dist.Store):
-    """The keys below `prefix`. `timeout_s` bounds each wait that has no timeout of its own.
+    """The keys below `prefix`. `timeout_s` bounds each wait that has no timeout of its
+    own.
 
-    Any thread may call any method, also while others wait. A wait raises DistStoreError when its time is over; an etcd
-    that does not answer raises DistNetworkError. A value that is written is not empty, and has one writer at a time.
+    Any thread may call any method, also while others wait. A wait raises DistStoreError
+    when its time is over; an etcd that does not answer raises DistNetworkError. A value
+    that is written is not empty, and has one writer at a time.
     """
 
     def __init__(self, client: EtcdClient, prefix: str, timeout_s: float) -> None:
@@ -38,17 +52,26 @@ class EtcdStore(dist.Store):
         return self._wait([key], self._timeout)[0].value
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number, which begins with 0, and return the sum. A request that is sent again adds once.
+        """Add to a number, which begins with 0, and return the sum. A request that is
+        sent again adds once.
 
-        A second key tells whether it was carried out: its connection may have ended before the answer came.
+        A second key tells whether it was carried out: its connection may have ended
+        before the answer came.
         """
         number, done = self._prefix + key, f"{self._prefix}{key}/{uuid.uuid4().hex}"
         before = self._read([key])[0][0] if value == 0 else None
-        while value:  # the first attempt takes the number for missing; if it fails, its answer has the number
+        # the first attempt takes the number for missing; if it fails, its answer has
+        # the number
+        while value:
             total = str(_number(before) + value).encode()
             writes = [self._client.put(number, total), self._client.put(done, total)]
-            conditions = [is_at(number, before.revision if before else 0), is_missing(done)]
-            answer = self._client.transact(conditions, writes, [read(number), read(done)])
+            conditions = [
+                is_at(number, before.revision if before else 0),
+                is_missing(done),
+            ]
+            answer = self._client.transact(
+                conditions, writes, [read(number), read(done)]
+            )
             if answer.succeeded:
                 return int(total)
             before, earlier = answer.entries
@@ -56,14 +79,24 @@ class EtcdStore(dist.Store):
                 return _number(earlier)
         return _number(before)
 
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set a key if it has the value `expected_value`, or does not exist and `expected_value` is empty.
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Set a key if it has the value `expected_value`, or does not exist and
+        `expected_value` is empty.
 
-        Returns the value that it has then; `expected_value` if it does not exist, as torch's store does.
+        Returns the value that it has then; `expected_value` if it does not exist, as
+        torch's store does.
         """
-        name, old, new = self._prefix + key, _bytes(expected_value), _bytes(desired_value)
+        name, old, new = (
+            self._prefix + key,
+            _bytes(expected_value),
+            _bytes(desired_value),
+        )
         condition = is_value(name, old) if old else is_missing(name)
-        answer = self._client.transact([condition], [self._client.put(name, new)], [read(name)])
+        answer = self._client.transact(
+            [condition], [self._client.put(name, new)], [read(name)]
+        )
         if answer.succeeded:
             return new
         [entry] = answer.entries
@@ -83,19 +116,35 @@ class EtcdStore(dist.Store):
         until_s = time.monotonic() + timeout.total_seconds()
         while True:
             entries, revision = self._read(keys)
-            missing = [key for key, entry in zip(keys, entries, strict=True) if entry is None]
+            missing = [
+                key for key, entry in zip(keys, entries, strict=True) if entry is None
+            ]
             if not missing:
                 return [entry for entry in entries if entry]
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                raise dist.DistStoreError(f"wait: got no {missing[0]!r} in {timeout.total_seconds():g} seconds")
-            # from the revision that was read: a key that is written before the watch begins ends it at once
-            self._client.watch(self._prefix + missing[0], revision + 1, min(left_s, _LOOK_AGAIN_S))
+                raise dist.DistStoreError(
+                    f"wait: got no {missing[0]!r} in {timeout.total_seconds():g}"
+                    " seconds"
+                )
+            # from the revision that was read: a key that is written before the watch
+            # begins ends it at once
+            self._client.watch(
+                self._prefix + missing[0], revision + 1, min(left_s, _LOOK_AGAIN_S)
+            )
 
     def _read(self, keys: Sequence[str]) -> tuple[list[Entry | None], int]:
-        """Return the entries of these keys, and a revision up to which none of the missing ones exists."""
-        parts = [keys[first : first + _MOST_OPERATIONS] for first in range(0, len(keys), _MOST_OPERATIONS)]
-        answers = [self._client.transact([], [read(self._prefix + key) for key in part]) for part in parts]
+        """Return the entries of these keys, and a revision up to which none of the
+        missing ones exists.
+        """
+        parts = [
+            keys[first : first + _MOST_OPERATIONS]
+            for first in range(0, len(keys), _MOST_OPERATIONS)
+        ]
+        answers = [
+            self._client.transact([], [read(self._prefix + key) for key in part])
+            for part in parts
+        ]
         entries = [entry for answer in answers for entry in answer.entries]
         return entries, min((answer.revision for answer in answers), default=0)
 

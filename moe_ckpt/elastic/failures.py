@@ -1,11 +1,14 @@
-"""The classes of an exception in training: a fault of the hardware, which a replacement repairs, or the program's.
+"""The classes of an exception in training: a fault of the hardware, which a replacement
+repairs, or the program's.
 
-A signal or a hang is always repaired. Most hardware faults arrive as exceptions, though: CUDA and NCCL errors, ECC,
-file systems that time out. `is_fault` separates them from errors of the program by type and message. An exception that
-a replacement repeats in the same iteration at the same place is the program's after all: see `Failure.repeats`.
+A signal or a hang is always repaired. Most hardware faults arrive as exceptions,
+though: CUDA and NCCL errors, ECC, file systems that time out. `is_fault` separates them
+from errors of the program by type and message. An exception that a replacement repeats
+in the same iteration at the same place is the program's after all: see
+`Failure.repeats`.
 
-Owns: the patterns, and the file in which a worker leaves its last exception for its supervisor. Must not: decide what
-happens to a worker (`elastic.supervisor` does).
+Owns: the patterns, and the file in which a worker leaves its last exception for its
+supervisor. Must not: decide what happens to a worker (`elastic.supervisor` does).
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from moe_ckpt.errors import causes_of
 from moe_ckpt.reserved_file import CONTENT_BYTES, ReservedFile
 
 WORKER_FAULT = 77
-"""Exit status of a worker that failed by a fault of the hardware, with a failure file."""
+"""Exit status of a worker that failed by a fault of the hardware, with a failure file.
+"""
 
 FAULTS = (
-    r"(^|\.)AcceleratorError: ",  # torch 2.8 and later; older releases raise RuntimeError
+    # torch 2.8 and later; older releases raise RuntimeError
+    r"(^|\.)AcceleratorError: ",
     r"CUDA error",
     r"CUDA driver error",
     r"CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)",
@@ -33,19 +38,27 @@ FAULTS = (
     r"NCCL error",
     r"uncorrectable ECC|double.bit ECC",
     r"Xid \d+",
-    r"\[Errno (5|107|110|116|121)\]",  # EIO, ENOTCONN, ETIMEDOUT, ESTALE, EREMOTEIO: network file systems
+    # EIO, ENOTCONN, ETIMEDOUT, ESTALE, EREMOTEIO: network file systems
+    r"\[Errno (5|107|110|116|121)\]",
 )
 """Patterns of `type: message` of an exception after which a worker is replaced."""
 
 # errors of the program that come with the same words
-_ERRORS = (r"device-side assert", r"invalid argument", r"out of memory|OutOfMemoryError", r"invalid device ordinal")
+_ERRORS = (
+    r"device-side assert",
+    r"invalid argument",
+    r"out of memory|OutOfMemoryError",
+    r"invalid device ordinal",
+)
 _MESSAGE_CHARS = 300
 _MOST_CAUSES = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An exception that ended a worker: its text, the place where it was raised, the iteration, and the traceback."""
+    """An exception that ended a worker: its text, the place where it was raised, the
+    iteration, and the traceback.
+    """
 
     error: str
     place: str
@@ -54,17 +67,29 @@ class Failure:
 
     def repeats(self, earlier: Failure | None) -> bool:
         """Whether an earlier worker failed in the same iteration at the same place."""
-        return earlier is not None and (self.iteration, self.place) == (earlier.iteration, earlier.place)
+        return earlier is not None and (self.iteration, self.place) == (
+            earlier.iteration,
+            earlier.place,
+        )
 
 
-def is_fault(error: BaseException, *, replace_on: Sequence[str] = (), end_on: Sequence[str] = ()) -> bool:
+def is_fault(
+    error: BaseException, *, replace_on: Sequence[str] = (), end_on: Sequence[str] = ()
+) -> bool:
     """Return whether an exception, or one that caused it, is a fault of the hardware.
 
-    `end_on` and then `replace_on` come before the patterns of this module; all are searched in `type: message`.
+    `end_on` and then `replace_on` come before the patterns of this module; all are
+    searched in `type: message`.
     """
     chain = [_text(cause) for cause in islice(causes_of(error), _MOST_CAUSES)]
-    # errors before faults: a device-side assert is also a `CUDA error`, and each replacement would repeat it
-    for patterns, answer in ((end_on, False), (replace_on, True), (_ERRORS, False), (FAULTS, True)):
+    # errors before faults: a device-side assert is also a `CUDA error`, and each
+    # replacement would repeat it
+    for patterns, answer in (
+        (end_on, False),
+        (replace_on, True),
+        (_ERRORS, False),
+        (FAULTS, True),
+    ):
         if any(re.search(pattern, text) for pattern in patterns for text in chain):
             return answer
     return False
@@ -101,7 +126,8 @@ def write_failure(path: Path, failure: Failure) -> None:
 
     Args:
         path: The file.
-        failure: The failure; of a long traceback the end is kept, with the newest frames.
+        failure: The failure; of a long traceback the end is kept, with the newest
+            frames.
 
     Raises:
         OSError: The file was not reserved, and the memory has no room.
@@ -120,7 +146,8 @@ def take_failure(path: Path) -> Failure | None:
     content = file.read()
     if not content:
         return None
-    # the next worker that ends with this status would seem to have failed in the same way
+    # the next worker that ends with this status would seem to have failed in the same
+    # way
     file.write(b"")
     return Failure(**json.loads(content))
 
@@ -135,4 +162,6 @@ def text_of(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__module__}.{type(error).__qualname__}: {error}".removeprefix("builtins.")
+    return f"{type(error).__module__}.{type(error).__qualname__}: {error}".removeprefix(
+        "builtins."
+    )

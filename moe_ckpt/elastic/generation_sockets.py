@@ -1,4 +1,6 @@
-"""The sockets of a generation: to shut them down ends what waits in them, in this process and at their other ends."""
+"""The sockets of a generation: to shut them down ends what waits in them, in this
+process and at their other ends.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,20 @@ _STARTING = threading.Lock()
 """Held while a loop starts: no other may start then."""
 
 _WATCHED = re.compile(r"^tfd: +([0-9]+) .* ino:([0-9a-f]+) ", re.MULTILINE)
-"""A line about an epoll instance in /proc: the descriptor of a file that it watches, and the file's inode."""
+"""A line about an epoll instance in /proc: the descriptor of a file that it watches,
+and the file's inode.
+"""
 
 
 class GenerationSockets:
-    """The sockets that this process opened between `begin` and `formed`: open no others meanwhile."""
+    """The sockets that this process opened between `begin` and `formed`: open no others
+    meanwhile.
+    """
 
     def __init__(self) -> None:
         self._before: frozenset[str] = frozenset()
-        self._own: frozenset[str] | None = frozenset()  # None while they are being opened
+        # None while they are being opened
+        self._own: frozenset[str] | None = frozenset()
 
     def begin(self) -> None:
         self._before = frozenset(_open_sockets())
@@ -41,9 +48,15 @@ class GenerationSockets:
         self._own = frozenset(_open_sockets()) - self._before
 
     def shut_down(self) -> None:
-        """Shut the sockets down, those that listen as well: an accept in them then fails."""
+        """Shut the sockets down, those that listen as well: an accept in them then
+        fails.
+        """
         for inode, fd in _open_sockets().items():
-            if inode in self._own if self._own is not None else inode not in self._before:
+            if (
+                inode in self._own
+                if self._own is not None
+                else inode not in self._before
+            ):
                 _shut_down(fd, inode, listening=True)
 
 
@@ -60,7 +73,8 @@ class _Loop:
 
 
 class LoopSockets:
-    """The sockets that loops of gloo watch: those that there are, as gloo opens them when operations need them.
+    """The sockets that loops of gloo watch: those that there are, as gloo opens them
+    when operations need them.
 
     For any thread.
     """
@@ -74,7 +88,9 @@ class LoopSockets:
             before = set(_open_polls())
             started = start()
             new = set(_open_polls()) - before
-            self._loops += [_Loop(fd=fd, listening=frozenset(_watched(fd))) for fd in new]
+            self._loops += [
+                _Loop(fd=fd, listening=frozenset(_watched(fd))) for fd in new
+            ]
         return started
 
     def shut_down(self) -> None:
@@ -94,7 +110,9 @@ class LoopSockets:
 
 
 def _open_sockets() -> dict[str, int]:
-    """Return the sockets of this process, by inode: a file descriptor's number is soon reused."""
+    """Return the sockets of this process, by inode: a file descriptor's number is soon
+    reused.
+    """
     return {target: fd for fd, target in own_files() if target.startswith("socket:")}
 
 
@@ -104,27 +122,39 @@ def _open_polls() -> list[int]:
 
 
 def _watched(poll_fd: int) -> dict[str, int]:
-    """Return the sockets that an epoll instance watches, by inode; none if the instance is closed."""
+    """Return the sockets that an epoll instance watches, by inode; none if the instance
+    is closed.
+    """
     found: dict[str, int] = {}
     with contextlib.suppress(OSError):
-        for fd, inode in _WATCHED.findall(Path(f"/proc/self/fdinfo/{poll_fd}").read_text()):
+        for fd, inode in _WATCHED.findall(
+            Path(f"/proc/self/fdinfo/{poll_fd}").read_text()
+        ):
             name = f"socket:[{int(inode, 16)}]"
             with contextlib.suppress(OSError):  # closed meanwhile
-                if os.readlink(f"/proc/self/fd/{fd}") == name:  # else a pipe, which wakes the loop
+                # else a pipe, which wakes the loop
+                if os.readlink(f"/proc/self/fd/{fd}") == name:
                     found[name] = int(fd)
     return found
 
 
 def _shut_down(fd: int, name: str, *, listening: bool) -> None:
-    with contextlib.suppress(OSError), duplicate_socket(fd) as duplicate:  # OSError: closed meanwhile
-        # on a duplicate: no other thread can close it between the check and the shutdown
-        is_same = name == f"socket:[{os.fstat(duplicate.fileno()).st_ino}]"  # or the number is another's meanwhile
-        if is_same and (listening or not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)):
+    # OSError: closed meanwhile
+    with contextlib.suppress(OSError), duplicate_socket(fd) as duplicate:
+        # on a duplicate: no other thread can close it between the check and the
+        # shutdown or the number is another's meanwhile
+        is_same = name == f"socket:[{os.fstat(duplicate.fileno()).st_ino}]"
+        if is_same and (
+            listening
+            or not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        ):
             duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _unread_bytes(fd: int) -> int:
     try:
-        return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+        return int.from_bytes(
+            fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder
+        )
     except OSError:  # a listening socket, or closed meanwhile
         return 0

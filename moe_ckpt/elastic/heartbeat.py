@@ -1,4 +1,6 @@
-"""A worker's heartbeat: a thread that writes signs of life to the status page, and touches nothing else."""
+"""A worker's heartbeat: a thread that writes signs of life to the status page, and
+touches nothing else.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ BEAT_EVERY_S = 0.05
 
 def start_heartbeat(page: StatusPage) -> None:
     """Write signs of life for as long as the process lives."""
-    threading.Thread(target=_beat, args=(page, threading.Event()), name="heartbeat", daemon=True).start()
+    threading.Thread(
+        target=_beat, args=(page, threading.Event()), name="heartbeat", daemon=True
+    ).start()
 
 
 def _beat(page: StatusPage, never: threading.Event) -> None:

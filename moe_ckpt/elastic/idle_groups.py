@@ -1,7 +1,8 @@
-"""The vote by which the members of an idle process group go on with the group in the next generation.
+"""The vote by which the members of an idle process group go on with the group in the
+next generation.
 
-Owns: the vote, in a part of the store that belongs to one group in one generation. Must not: know
-when a group is idle (`elastic.process_groups` does).
+Owns: the vote, in a part of the store that belongs to one group in one generation. Must
+not: know when a group is idle (`elastic.process_groups` does).
 
     position   the generation that formed the group, and the number of operations begun since
     kept       decided once: yes by the member whose vote makes the positions unanimous, no by a
@@ -24,8 +25,8 @@ def agree_to_keep(store: PollingStore, size: int, position: str | None) -> bool:
     Args:
         store: The part for this group in this generation.
         size: The number of members.
-        position: Of this member's idle group; None if this member has none, which ends the
-            vote without waiting.
+        position: Of this member's idle group; None if this member has none, which ends
+            the vote without waiting.
 
     Returns:
         The same on all members.

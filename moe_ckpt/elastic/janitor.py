@@ -1,10 +1,12 @@
-"""The janitor of a node's folder in shared memory: a process that removes the folder once the agent has ended.
+"""The janitor of a node's folder in shared memory: a process that removes the folder
+once the agent has ended.
 
     ROOT/janitor                      locked by the janitor as long as it lives
     ROOT/process-janitor-PID-TICKS    the janitor, and when it was started
     ROOT/process-rankNNNN-PID-TICKS   a rank's supervisor
 
-Owns: these files, and SIGCONT for supervisors that a signal has stopped. Must not: know what the folder holds.
+Owns: these files, and SIGCONT for supervisors that a signal has stopped. Must not: know
+what the folder holds.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def janitor_of(root: Path) -> int | None:
 
 
 def note_process(root: Path, name: str, pid: int) -> None:
-    """Note that a process is the janitor, or a rank's supervisor, in place of an earlier one.
+    """Note that a process is the janitor, or a rank's supervisor, in place of an
+    earlier one.
 
     Args:
         root: The node's folder.
@@ -65,24 +68,29 @@ def note_process(root: Path, name: str, pid: int) -> None:
 def _processes(root: Path, name: str) -> list[int]:
     """Return the pids of processes of this name, a pattern, that are alive."""
     found = (path.name.rsplit("-", 2)[1:] for path in root.glob(f"process-{name}-*"))
-    return [int(pid) for pid, started in found if is_alive(int(pid), started=int(started))]
+    return [
+        int(pid) for pid, started in found if is_alive(int(pid), started=int(started))
+    ]
 
 
 def _fork_janitor(root: Path, users: int, agent_pid: int, patience_s: float) -> None:
     # before the forks: later the number may belong to another process
     agent = os.pidfd_open(agent_pid)
-    with signals_held():  # by the janitor for good: a scheduler sends signals to all processes of a job
+    # by the janitor for good: a scheduler sends signals to all processes of a job
+    with signals_held():
         child = os.fork()
         if child == 0:
             os.setsid()  # torchrun's signals to its children's groups are not for it
             try:
-                # twice: the janitor is then no child of a supervisor, which ends the processes that its workers leave
+                # twice: the janitor is then no child of a supervisor, which ends the
+                # processes that its workers leave
                 janitor = os.fork()
                 if janitor == 0:
                     os.close(users)  # inherited: the janitor would wait for itself
                     _wait_and_remove(root, agent_pid, agent, patience_s)
-                # here, for which the supervisor waits: a note by the janitor itself could come while the supervisor
-                # removes the folder, which would then stay
+                # here, for which the supervisor waits: a note by the janitor itself
+                # could come while the supervisor removes the folder, which would then
+                # stay
                 note_process(root, JANITOR, janitor)
             finally:
                 os._exit(0)
@@ -94,21 +102,27 @@ def _wait_and_remove(root: Path, agent_pid: int, agent: int, patience_s: float) 
     """Be the janitor of a folder until its agent, also given by its pidfd, has ended."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):  # a reader of the job's output must not wait for this process
+        # a reader of the job's output must not wait for this process
+        for standard in (0, 1, 2):
             os.dup2(null, standard)
         os.chdir("/")
         users = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         _watch_supervisors(root, agent_pid, agent, patience_s)
         supervisors = _opened(_processes(root, _SUPERVISORS))
         shutil.rmtree(root, ignore_errors=True)
-        _await_unlocked(users, supervisors)  # daemons may outlive the agent for a while, and make their folders again
+        # daemons may outlive the agent for a while, and make their folders again
+        _await_unlocked(users, supervisors)
         shutil.rmtree(root, ignore_errors=True)
     finally:
         os._exit(0)
 
 
-def _watch_supervisors(root: Path, agent_pid: int, agent: int, patience_s: float) -> None:
-    """Return when the agent has ended; until then let supervisors go on that are stopped, but if the agent is, too."""
+def _watch_supervisors(
+    root: Path, agent_pid: int, agent: int, patience_s: float
+) -> None:
+    """Return when the agent has ended; until then let supervisors go on that are
+    stopped, but if the agent is, too.
+    """
     poll = select.poll()
     poll.register(agent, select.POLLIN)
     stopped = StoppedProcesses(patience_s)
@@ -123,7 +137,8 @@ def _await_unlocked(users: int, supervisors: list[int]) -> None:
     Supervisors that have not ended with the agent after _END_S are killed.
 
     Args:
-        users: A descriptor of the folder, which each process that uses the folder has locked.
+        users: A descriptor of the folder, which each process that uses the folder has
+            locked.
         supervisors: The pidfds of the supervisors that use the folder.
     """
     until_s = time.monotonic() + _END_S

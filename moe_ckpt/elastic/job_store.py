@@ -1,6 +1,7 @@
 """The store of a job: an etcd cluster's, torchrun's, or one that global rank 0 starts.
 
-The first outlives every node of the job, torchrun's the restarts of all processes, and the last those of workers.
+The first outlives every node of the job, torchrun's the restarts of all processes, and
+the last those of workers.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ _HOSTED = "MOE_CKPT_HOSTED_STORE"
 _ETCD = "MOE_CKPT_ETCD"
 _ANY_JOB = ("", "none")  # torchrun's name of a job without --rdzv-id
 _CONNECT_S = 60.0
-_OPERATION_S = 300.0  # torch's own default; ranks that import or build for long are waited for
+# torch's own default; ranks that import or build for long are waited for
+_OPERATION_S = 300.0
 _SAY_S = 10.0
 
 STORE_FILE = "store"
-"""The file in a run folder that names the store, for checkpoint servers outside of the job."""
+"""The file in a run folder that names the store, for checkpoint servers outside of the
+job.
+"""
 
 
 def write_store_address(run: Path) -> None:
@@ -49,25 +53,34 @@ def write_store_address(run: Path) -> None:
 
 
 def use_etcd(members: str) -> None:
-    """Use a store on an etcd cluster, whose members are `HOST:PORT,...`, in this process and those that it forks.
+    """Use a store on an etcd cluster, whose members are `HOST:PORT,...`, in this
+    process and those that it forks.
 
-    Raises ConfigError for a cluster that does not answer, and for a job without a name of its own, which would find
-    keys of another one.
+    Raises ConfigError for a cluster that does not answer, and for a job without a name
+    of its own, which would find keys of another one.
     """
-    wanted = "a name that no other start of a job has: it names the keys of this one in etcd (runtime.etcd)"
+    wanted = (
+        "a name that no other start of a job has: it names the keys of this one in etcd"
+        " (runtime.etcd)"
+    )
     require(job_name() not in _ANY_JOB, "torchrun --rdzv-id", job_name(), wanted)
     os.environ[_ETCD] = members
     try:
         open_store("lease").check(["any"])
     except RuntimeError as error:
         del os.environ[_ETCD]
-        raise ConfigError(f"runtime.etcd: got {members!r}, wanted a cluster that answers ({error})") from error
+        raise ConfigError(
+            f"runtime.etcd: got {members!r}, wanted a cluster that answers ({error})"
+        ) from error
 
 
-def use_hosted_store(launch: Launch, host: Callable[[Callable[[], NoReturn]], object]) -> None:
+def use_hosted_store(
+    launch: Launch, host: Callable[[Callable[[], NoReturn]], object]
+) -> None:
     """Use a store of this job's own, at the address that torchrun has chosen for one.
 
-    On global rank 0, `host` must start a process that ends with this one and does nothing but run the store.
+    On global rank 0, `host` must start a process that ends with this one and does
+    nothing but run the store.
     """
     os.environ[_HOSTED] = "True"
     if launch.global_rank == 0:
@@ -81,7 +94,8 @@ def hosts_store(global_rank: int) -> bool:
 
 def _keep_store() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # torchrun signals all processes of a node; last saves need the store
+        # torchrun signals all processes of a node; last saves need the store
+        signal.signal(number, signal.SIG_IGN)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
     while store:
@@ -90,12 +104,16 @@ def _keep_store() -> NoReturn:
 
 
 def agent_store(part: str, *, own_connection: bool = False) -> dist.Store | None:
-    """Return a part of the job's store; None if torchrun keeps none over restarts of its workers, and no other is used.
+    """Return a part of the job's store; None if torchrun keeps none over restarts of
+    its workers, and no other is used.
 
-    All parts share one connection, which serves one thread at a time, unless `own_connection` is set.
+    All parts share one connection, which serves one thread at a time, unless
+    `own_connection` is set.
     """
     if _ETCD in os.environ:
-        return EtcdStore(_etcd_client(os.getpid()), f"{_keys_of_job()}/{part}/", _OPERATION_S)
+        return EtcdStore(
+            _etcd_client(os.getpid()), f"{_keys_of_job()}/{part}/", _OPERATION_S
+        )
     if not has_agent_store() and _HOSTED not in os.environ:
         return None
     return part_of(_connect() if own_connection else _shared_client(os.getpid()), part)
@@ -108,7 +126,9 @@ def part_of(store: dist.Store, part: str) -> dist.Store:
 
 @functools.cache
 def _etcd_client(pid: int) -> EtcdClient:  # noqa: ARG001 - a forked process is not to use its parent's
-    return EtcdClient(parse_endpoints("runtime.etcd", os.environ[_ETCD]), f"{_keys_of_job()}/lease")
+    return EtcdClient(
+        parse_endpoints("runtime.etcd", os.environ[_ETCD]), f"{_keys_of_job()}/lease"
+    )
 
 
 def _keys_of_job() -> str:
@@ -117,7 +137,9 @@ def _keys_of_job() -> str:
 
 @functools.cache
 def _shared_client(pid: int) -> dist.Store:  # noqa: ARG001 - a forked process is not to use its parent's
-    """Return this process's client: every new one costs the store a look-up of its name, which can take seconds."""
+    """Return this process's client: every new one costs the store a look-up of its
+    name, which can take seconds.
+    """
     return _connect()
 
 
@@ -127,7 +149,9 @@ def _connect() -> dist.Store:
 
 def connect(host: str, port: int) -> dist.Store:
     """Return a new connection to a job's store, also from outside of the job."""
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    store = dist.TCPStore(
+        host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S)
+    )
     store.set_timeout(timedelta(seconds=_OPERATION_S))
     return store
 
@@ -135,31 +159,46 @@ def connect(host: str, port: int) -> dist.Store:
 def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
     """Return a part of the job's store, which all its incarnations share.
 
-    Raises ConfigError if torchrun keeps no store for its workers, and no other is used, or torchrun's does not answer.
+    Raises ConfigError if torchrun keeps no store for its workers, and no other is used,
+    or torchrun's does not answer.
     """
     try:
         store = agent_store(part, own_connection=own_connection)
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ConfigError(f"torchrun's store at {where}: got no answer ({error}), wanted one") from error
+        raise ConfigError(
+            f"torchrun's store at {where}: got no answer ({error}), wanted one"
+        ) from error
     if store is None:
-        raise ConfigError("runtime.guard: got a launcher that keeps no store for its workers, wanted torchrun")
+        raise ConfigError(
+            "runtime.guard: got a launcher that keeps no store for its workers, wanted"
+            " torchrun"
+        )
     return store
 
 
 def say_once(message: str) -> None:
-    """Print an error that every rank meets, on the first rank only; the others return once it has.
+    """Print an error that every rank meets, on the first rank only; the others return
+    once it has.
 
-    They wait because torchrun ends all ranks as soon as one has ended, the first in the middle of this. If the store
-    does not answer, or the first rank does not print, every rank prints the error: it may be just that.
+    They wait because torchrun ends all ranks as soon as one has ended, the first in the
+    middle of this. If the store does not answer, or the first rank does not print,
+    every rank prints the error: it may be just that.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # with the attempt: the store outlives a restart by torchrun, after which the same error is to be printed again
-    key = hashlib.sha256(f"{attempt} {message}".encode(errors="backslashreplace")).hexdigest()
+    # with the attempt: the store outlives a restart by torchrun, after which the same
+    # error is to be printed again
+    key = hashlib.sha256(
+        f"{attempt} {message}".encode(errors="backslashreplace")
+    ).hexdigest()
     printed = f"{key}/printed"
 
     def is_first(store: dist.Store | None) -> bool:
-        return store.add(f"{key}/ranks", 1) == 1 if store else os.environ.get("RANK", "0") == "0"
+        return (
+            store.add(f"{key}/ranks", 1) == 1
+            if store
+            else os.environ.get("RANK", "0") == "0"
+        )
 
     def wait_until_printed(store: dist.Store | None) -> bool:
         if store:
@@ -175,11 +214,14 @@ def say_once(message: str) -> None:
 
 
 def _ask_store(question: Callable[[dist.Store | None], T]) -> T | None:
-    """Return the answer of the job's store, if it has one; None if it does not answer within `_SAY_S` seconds."""
+    """Return the answer of the job's store, if it has one; None if it does not answer
+    within `_SAY_S` seconds.
+    """
     answers: list[T] = []
 
     def ask() -> None:
-        with contextlib.suppress(RuntimeError):  # what torch raises for a store that is gone
+        # what torch raises for a store that is gone
+        with contextlib.suppress(RuntimeError):
             answers.append(question(agent_store("said")))
 
     asking = Thread(target=ask, name="say_once", daemon=True)

@@ -1,7 +1,9 @@
-"""Which workers of a run live, and where: RUN/live/rankNNNN.json, written by each worker at its start.
+"""Which workers of a run live, and where: RUN/live/rankNNNN.json, written by each
+worker at its start.
 
-A file describes its worker as of that start. Whether the worker still lives, only processes of the same PID namespace
-on the same machine can tell; another process with the same pid has another start time.
+A file describes its worker as of that start. Whether the worker still lives, only
+processes of the same PID namespace on the same machine can tell; another process with
+the same pid has another start time.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class LiveWorker:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process can tell if the worker lives: it is not on another machine or in another container."""
+        """Whether this process can tell if the worker lives: it is not on another
+        machine or in another container.
+        """
         return (self.boot, self.pid_namespace) == (boot_id(), pid_namespace())
 
     @property
@@ -73,15 +77,25 @@ class LiveWorker:
     @property
     def is_alive(self) -> bool:
         """Whether it is here, lives, and has its page."""
-        return self.is_here and is_alive(self.pid, started=self.start_ticks) and self._page_path.is_file()
+        return (
+            self.is_here
+            and is_alive(self.pid, started=self.start_ticks)
+            and self._page_path.is_file()
+        )
 
     @property
     def is_supervised(self) -> bool:
-        """Whether its supervisor is here and lives: then a dead worker is about to be replaced."""
-        return self.is_here and is_alive(self.supervisor_pid, started=self.supervisor_start_ticks)
+        """Whether its supervisor is here and lives: then a dead worker is about to be
+        replaced.
+        """
+        return self.is_here and is_alive(
+            self.supervisor_pid, started=self.supervisor_start_ticks
+        )
 
     def open_page(self) -> StatusPage:
-        """Return its page; raises FileNotFoundError where there is none, as a page that is made anew says nothing."""
+        """Return its page; raises FileNotFoundError where there is none, as a page that
+        is made anew says nothing.
+        """
         self._page_path.stat()
         return StatusPage(self._page_path)
 
@@ -90,7 +104,15 @@ class LiveWorker:
         return Path(self.memory) / "page"
 
 
-def write_live(run: Path, *, global_rank: int, node: int, supervisor_pid: int, memory: Path, incarnation: int) -> None:
+def write_live(
+    run: Path,
+    *,
+    global_rank: int,
+    node: int,
+    supervisor_pid: int,
+    memory: Path,
+    incarnation: int,
+) -> None:
     """Say that the calling process is a rank's worker."""
     worker = LiveWorker(
         global_rank=global_rank,
@@ -133,7 +155,9 @@ def read_live(run: Path) -> list[LiveWorker]:
 
 
 def is_running(workers: Collection[LiveWorker]) -> bool:
-    """Return whether any of these workers is here and lives, or is about to be replaced."""
+    """Return whether any of these workers is here and lives, or is about to be
+    replaced.
+    """
     return any(worker.is_alive or worker.is_supervised for worker in workers)
 
 

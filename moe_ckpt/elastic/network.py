@@ -26,10 +26,12 @@ def own_host(launch: Launch, interface: str | None) -> str:
 
     Args:
         launch: This process's place in the job.
-        interface: The interface; None: the one that leads to the rendezvous, or the loopback without other nodes.
+        interface: The interface; None: the one that leads to the rendezvous, or the
+            loopback without other nodes.
 
     Raises:
-        ConfigError: An interface without an address, naming those that have one, or a rendezvous without a way to it.
+        ConfigError: An interface without an address, naming those that have one, or a
+            rendezvous without a way to it.
     """
     setting = "ckpt.network_interface"
     if interface is not None:
@@ -40,14 +42,17 @@ def own_host(launch: Launch, interface: str | None) -> str:
 
 
 def address_on(interface: str, setting: str) -> str:
-    """Return this node's address on an interface. Raises ConfigError with the setting and the present interfaces."""
+    """Return this node's address on an interface. Raises ConfigError with the setting
+    and the present interfaces.
+    """
     addresses = interface_addresses()
     require(interface in addresses, setting, interface, _one_of(addresses))
     return addresses[interface]
 
 
 def route_to(host: str, port: int, setting: str) -> str:
-    """Return this node's address, IPv4 or IPv6, on the interface that leads to another host.
+    """Return this node's address, IPv4 or IPv6, on the interface that leads to another
+    host.
 
     Args:
         host: The name or address of the other host.
@@ -61,18 +66,24 @@ def route_to(host: str, port: int, setting: str) -> str:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         return _first_route(found)
     except OSError as error:
-        wanted = f"{_one_of(interface_addresses())}, as no way leads to {host} ({error})"
+        wanted = (
+            f"{_one_of(interface_addresses())}, as no way leads to {host} ({error})"
+        )
         raise ConfigError(f"{setting}: got no interface, wanted {wanted}") from error
 
 
 def interface_addresses() -> dict[str, str]:
-    """Return an address of each interface of this machine that has one: IPv4 if there is one, else IPv6."""
+    """Return an address of each interface of this machine that has one: IPv4 if there
+    is one, else IPv6.
+    """
     found: dict[str, str] = {}
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:_LONGEST_NAME])
             with contextlib.suppress(OSError):  # it has none
-                found[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+                found[name] = socket.inet_ntoa(
+                    fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
+                )
     # the call above knows IPv4 only
     return ipv6_addresses(_IPV6.read_text() if _IPV6.exists() else "") | found
 
@@ -87,12 +98,16 @@ def ipv6_addresses(table: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for digits, _, _, scope, _, name in map(str.split, table.splitlines()):
         if int(scope, 16) != _LINK_LOCAL:
-            found.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+            found.setdefault(
+                name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+            )
     return found
 
 
 def _first_route(found: Sequence[tuple[Any, ...]]) -> str:
-    """Return this node's address for the first address that a way leads to. Raises OSError where none does."""
+    """Return this node's address for the first address that a way leads to. Raises
+    OSError where none does.
+    """
     errors: list[OSError] = []
     for family, kind, _, _, address in found:
         try:

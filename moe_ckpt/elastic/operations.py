@@ -1,14 +1,43 @@
-"""The operations of a process group by the names that `torch.distributed` calls, and which tensors they write."""
+"""The operations of a process group by the names that `torch.distributed` calls, and
+which tensors they write.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 OPERATIONS = (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv"),
-    *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "recv_anysource"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
-    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *(
+        "allreduce",
+        "allreduce_coalesced",
+        "reduce",
+        "broadcast",
+        "barrier",
+        "gather",
+        "scatter",
+        "send",
+        "recv",
+    ),
+    *(
+        "allgather",
+        "_allgather_base",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "recv_anysource",
+    ),
+    *(
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "reduce_scatter_tensor_coalesced",
+        "alltoall",
+        "alltoall_base",
+    ),
+    *(
+        "all_gather_single",
+        "all_gather_single_coalesced",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+    ),
     "all_to_all_single",  # these names are newer than those above
 )
 """All of them write their first argument, but those of WITHOUT_RESULT."""
@@ -37,6 +66,8 @@ SURVIVE_TIMEOUTS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendAbilities:
-    """The answer of a group to torch's question for its backend: transfers are batched if it supports that."""
+    """The answer of a group to torch's question for its backend: transfers are batched
+    if it supports that.
+    """
 
     supports_coalescing: bool

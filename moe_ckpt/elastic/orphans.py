@@ -1,7 +1,9 @@
-"""The processes that a worker leaves behind: a supervisor adopts them, and ends them before the next worker starts.
+"""The processes that a worker leaves behind: a supervisor adopts them, and ends them
+before the next worker starts.
 
-Owns: descendants of this process that another process has started: loader processes, writers of checkpoints and their
-resource trackers, also in sessions of their own. Must not: end a process that this one has started itself.
+Owns: descendants of this process that another process has started: loader processes,
+writers of checkpoints and their resource trackers, also in sessions of their own. Must
+not: end a process that this one has started itself.
 """
 
 from __future__ import annotations
@@ -18,19 +20,26 @@ from moe_ckpt.linux import children_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 2.0
-"""The time between SIGTERM and SIGKILL. Resource trackers of multiprocessing ignore the first, and unlink semaphores
-and shared memory once the processes that use these have ended."""
+"""The time between SIGTERM and SIGKILL. Resource trackers of multiprocessing ignore the
+first, and unlink semaphores and shared memory once the processes that use these have
+ended.
+"""
 
 
 def adopt_orphans() -> None:
-    """Let the kernel make this process the parent of each descendant that loses its own."""
+    """Let the kernel make this process the parent of each descendant that loses its
+    own.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_ended(but: Collection[int]) -> set[int]:
-    """Collect the exit statuses of children that have ended, up to one of `but`; return their pids."""
+    """Collect the exit statuses of children that have ended, up to one of `but`; return
+    their pids.
+    """
     reaped: set[int] = set()
-    look = os.WEXITED | os.WNOHANG | os.WNOWAIT  # the status of a child in `but` is left for its own caller
+    # the status of a child in `but` is left for its own caller
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):  # there is none
         while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid not in but:
             os.waitpid(ended.si_pid, 0)
@@ -41,8 +50,9 @@ def reap_ended(but: Collection[int]) -> set[int]:
 def end_orphans(own: Collection[int]) -> None:
     """End all descendants of this process but its `own` children, and those of these.
 
-    Call when the worker has ended: its children are this process's then, and the children of each follow once that has
-    ended. A process that the kernel cannot end within another GRACE_S is left to end as soon as it can.
+    Call when the worker has ended: its children are this process's then, and the
+    children of each follow once that has ended. A process that the kernel cannot end
+    within another GRACE_S is left to end as soon as it can.
     """
     gently_until_s = time.monotonic() + GRACE_S
     until_s = gently_until_s + GRACE_S
@@ -52,7 +62,8 @@ def end_orphans(own: Collection[int]) -> None:
             return
         is_gentle = now_s < gently_until_s
         for pid in orphans:
-            os.kill(pid, signal.SIGTERM if is_gentle else signal.SIGKILL)  # one that has ended takes it, too
+            # one that has ended takes it, too
+            os.kill(pid, signal.SIGTERM if is_gentle else signal.SIGKILL)
         with watching(orphans) as ended:
             for pid in ended((gently_until_s if is_gentle else until_s) - now_s):
                 os.waitpid(pid, 0)
@@ -60,7 +71,8 @@ def end_orphans(own: Collection[int]) -> None:
 
 @contextlib.contextmanager
 def watching(pids: Collection[int]) -> Iterator[Callable[[float], list[int]]]:
-    """Give a function that waits up to some seconds until any of these children has ended, and returns those that have.
+    """Give a function that waits up to some seconds until any of these children has
+    ended, and returns those that have.
 
     Their exit statuses are still to be collected.
     """

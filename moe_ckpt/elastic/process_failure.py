@@ -1,4 +1,6 @@
-"""The death of a worker, as its supervisor recorded it, and the classes of faults that end a generation."""
+"""The death of a worker, as its supervisor recorded it, and the classes of faults that
+end a generation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class FaultClass(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Death:
-    """The cause of the end of a generation: a rank's process ended in a phase of an iteration.
+    """The cause of the end of a generation: a rank's process ended in a phase of an
+    iteration.
 
     `signal` names the signal that ended it; empty if an exception did.
     """
@@ -42,4 +45,7 @@ class Death:
     def __str__(self) -> str:
         where = f" of iteration {self.iteration}" if self.iteration else ""
         found = f"found {1e3 * self.detect_s:.0f} ms after its last sign of life"
-        return f"rank {self.global_rank} (pid {self.pid}) {self.why} in {self.phase}{where}, {found}"
+        return (
+            f"rank {self.global_rank} (pid {self.pid}) {self.why} in"
+            f" {self.phase}{where}, {found}"
+        )

@@ -1,8 +1,10 @@
-"""Process groups that outlive a fault: handles that stay, around inner groups that are replaced.
+"""Process groups that outlive a fault: handles that stay, around inner groups that are
+replaced.
 
-Megatron keeps dozens of references to process groups, so it gets handles; only the inner groups are replaced. Owns: the
-handles of this process, forming their inner groups, and ending every operation when a generation ends. Must not: decide
-when that is (`elastic.generations` does).
+Megatron keeps dozens of references to process groups, so it gets handles; only the
+inner groups are replaced. Owns: the handles of this process, forming their inner
+groups, and ending every operation when a generation ends. Must not: decide when that is
+(`elastic.generations` does).
 
     alone      while a process builds its model: every collective has this rank's contribution only
     formed     gloo or NCCL inside
@@ -34,7 +36,12 @@ from moe_ckpt.elastic.batched_transfers import batch_transfers_of
 from moe_ckpt.elastic.cancellable_wait import Helper, HostWaits, WaitResult
 from moe_ckpt.elastic.device_waits import DeviceWaits
 from moe_ckpt.elastic.idle_groups import agree_to_keep
-from moe_ckpt.elastic.operations import OPERATIONS, SURVIVE_TIMEOUTS, TRANSFERS, BackendAbilities
+from moe_ckpt.elastic.operations import (
+    OPERATIONS,
+    SURVIVE_TIMEOUTS,
+    TRANSFERS,
+    BackendAbilities,
+)
 from moe_ckpt.elastic.rendezvous_store import PollingStore
 from moe_ckpt.elastic.solo_group import FinishedWork, SoloGroup
 from moe_ckpt.elastic.staged_group import StagedWork
@@ -53,7 +60,9 @@ _UNREPORTED = contextlib.nullcontext()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTimeouts:
-    """Seconds: to form all groups, for one operation, and for a device to be quiet after its groups were aborted."""
+    """Seconds: to form all groups, for one operation, and for a device to be quiet
+    after its groups were aborted.
+    """
 
     form_s: float
     operation_s: float
@@ -64,9 +73,9 @@ class Guards:
     """The summands by which the ranks of an inner group confirm what they did before.
 
     A guard is a sum, to which a rank adds its summand once its device has finished what
-    the guard is for. An operation that an abort has cut off completes with what was in its
-    buffers: nothing, some of the summands, or the sum of an earlier guard. So summands are
-    positive, and each guard of each generation has another one.
+    the guard is for. An operation that an abort has cut off completes with what was in
+    its buffers: nothing, some of the summands, or the sum of an earlier guard. So
+    summands are positive, and each guard of each generation has another one.
     """
 
     def __init__(self, members: str, generation: int) -> None:
@@ -81,12 +90,15 @@ class Guards:
         """
         self._num_begun += 1
         place = f"{self._place}/{self._num_begun}"
-        return _LEAST_SUMMAND + xxhash.xxh3_64_intdigest(place.encode()) % _LEAST_SUMMAND
+        return (
+            _LEAST_SUMMAND + xxhash.xxh3_64_intdigest(place.encode()) % _LEAST_SUMMAND
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """Operations that an inner group collects, to begin them together; `arguments` holds their tensors.
+    """Operations that an inner group collects, to begin them together; `arguments`
+    holds their tensors.
 
     Until they have begun, `held` keeps a cut from aborting the group.
     """
@@ -105,7 +117,9 @@ class InnerGroup:
     """The group of gloo or NCCL."""
 
     launching: contextlib.AbstractContextManager[object]
-    """Held while a thread begins an operation: no abort frees the group then, and nobody takes it for idle."""
+    """Held while a thread begins an operation: no abort frees the group then, and
+    nobody takes it for idle.
+    """
 
     generation: int
     """The generation that has formed it."""
@@ -123,15 +137,17 @@ class InnerGroup:
     """Transfers between two ranks among these operations."""
 
     unfinished: set[_Operation] = field(default_factory=set)
-    """Operations that nobody has awaited to their end, with their tensors: after a cut an
-    operation may still write to their memory, which must not be another tensor's."""
+    """Operations that nobody has awaited to their end, with their tensors: after a cut
+    an operation may still write to their memory, which must not be another tensor's.
+    """
 
     is_broken: bool = False
     """Whether it was cut, or an operation has failed as it began."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no byte is under way in it, if its members have begun the same number of operations.
+        """Whether no byte is under way in it, if its members have begun the same number
+        of operations.
 
         A transfer has one of two ranks only, so numbers of transfers prove nothing.
         """
@@ -149,7 +165,14 @@ class ElasticGroup(dist.ProcessGroup):
     Handles with the same `members` share an inner group.
     """
 
-    def __init__(self, members: str, own: int, size: int, transport: Backend, groups: ElasticGroups) -> None:
+    def __init__(
+        self,
+        members: str,
+        own: int,
+        size: int,
+        transport: Backend,
+        groups: ElasticGroups,
+    ) -> None:
         super().__init__(own, size)  # pyright: ignore[reportCallIssue] - the stubs know another constructor
         self.members = members
         self.inner: InnerGroup | SoloGroup | None = SoloGroup(size)
@@ -166,22 +189,29 @@ class ElasticGroup(dist.ProcessGroup):
 
     @property
     def num_operations(self) -> int:
-        """The collective operations that the inner group has begun: gloo numbers its messages by them."""
+        """The collective operations that the inner group has begun: gloo numbers its
+        messages by them.
+        """
         inner = self.inner
         assert isinstance(inner, InnerGroup), "the group is not formed"
         return inner.group._get_sequence_number_for_group() - inner.num_transfers
 
     def confirm(self) -> bool:
-        """Return once the results of earlier operations are right on all ranks: see `ElasticGroups.confirm`."""
+        """Return once the results of earlier operations are right on all ranks: see
+        `ElasticGroups.confirm`.
+        """
         return self._groups.confirm(self)
 
-    # torch 2.14 batches transfers of any group; older releases ask for exactly `ProcessGroup`: see `register`.
+    # torch 2.14 batches transfers of any group; older releases ask for exactly
+    # `ProcessGroup`: see `register`.
 
     def _get_backend(self, device: torch.device) -> Any:
         inner = self.inner
         if not isinstance(inner, InnerGroup):
             return BackendAbilities(supports_coalescing=False)
-        return BackendAbilities(supports_coalescing=inner.group._get_backend(device).supports_coalescing)
+        return BackendAbilities(
+            supports_coalescing=inner.group._get_backend(device).supports_coalescing
+        )
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._groups.start_batch(self, device)
@@ -207,11 +237,12 @@ for _name in OPERATIONS:
 
 
 class ElasticGroups:
-    """All handles of this process. One thread forms and leaves; any thread may call `cut` and `abandon`.
+    """All handles of this process. One thread forms and leaves; any thread may call
+    `cut` and `abandon`.
 
-    `on_wait` is called when that thread, or autograd's in its backward pass, begins and ends to wait for other ranks,
-    `on_device_wait` when its device does.
-    With `shares`, groups of the same ranks share an inner group.
+    `on_wait` is called when that thread, or autograd's in its backward pass, begins and
+    ends to wait for other ranks, `on_device_wait` when its device does. With `shares`,
+    groups of the same ranks share an inner group.
     """
 
     def __init__(
@@ -230,13 +261,17 @@ class ElasticGroups:
         self._timeouts = timeouts
         self._reported = _ReportedWait(on_wait)
         self._device_waits = DeviceWaits(
-            on_device_wait or _nobody, lambda: self._transports[BACKEND].failure(), limit_s=timeouts.operation_s
+            on_device_wait or _nobody,
+            lambda: self._transports[BACKEND].failure(),
+            limit_s=timeouts.operation_s,
         )
         self._handles: list[ElasticGroup] = []
-        self._kept: dict[str, InnerGroup] = {}  # by members: idle groups of the last generation
+        # by members: idle groups of the last generation
+        self._kept: dict[str, InnerGroup] = {}
         self._waits = HostWaits()
         self._store_lock = threading.Lock()
-        self._over = threading.Event()  # one per generation: a late thread must not see that of the next one
+        # one per generation: a late thread must not see that of the next one
+        self._over = threading.Event()
         self._training_thread = 0
         self._generation = 0
 
@@ -244,7 +279,9 @@ class ElasticGroups:
     def inners(self) -> dict[str, InnerGroup]:
         """The inner groups of handles, by members."""
         inners = ((handle.members, handle.inner) for handle in self._handles)
-        return {members: inner for members, inner in inners if isinstance(inner, InnerGroup)}
+        return {
+            members: inner for members, inner in inners if isinstance(inner, InnerGroup)
+        }
 
     @property
     def insides(self) -> list[Any]:
@@ -259,7 +296,9 @@ class ElasticGroups:
     @property
     def num_kept(self) -> int:
         """The inner groups that this generation has from an earlier one."""
-        return sum(inner.generation < self._generation for inner in self.inners.values())
+        return sum(
+            inner.generation < self._generation for inner in self.inners.values()
+        )
 
     def register(self) -> None:
         """Register these groups with `torch.distributed` under the backends' names."""
@@ -274,18 +313,21 @@ class ElasticGroups:
         generation: int,
         on_failure: Callable[[str], object] | None = None,
     ) -> None:
-        """Form the inner groups of all handles, for a new generation, but for those that all members have kept.
+        """Form the inner groups of all handles, for a new generation, but for those
+        that all members have kept.
 
-        The ranks meet in the store of `client`. Threads of gloo read addresses there for as long as the generation
-        lasts. `on_failure` receives, in another thread, the reason why the device will not complete an operation.
-        Raises PeersLostError if forming takes too long, or is cut.
+        The ranks meet in the store of `client`. Threads of gloo read addresses there
+        for as long as the generation lasts. `on_failure` receives, in another thread,
+        the reason why the device will not complete an operation. Raises PeersLostError
+        if forming takes too long, or is cut.
         """
         over = self._over = threading.Event()
         self._generation = generation
         self._device_waits.begin(on_failure or _ignore)
         self._training_thread = threading.get_ident()
         made: dict[str, InnerGroup] = {}
-        # keys with the generation: a rank that is late must not meet the others through addresses of the last one
+        # keys with the generation: a rank that is late must not meet the others through
+        # addresses of the last one
         store = PollingStore(
             client,
             self._store_lock,
@@ -294,13 +336,16 @@ class ElasticGroups:
             self._timeouts.form_s,
             num_ranks=max((handle.size() for handle in self._handles), default=1),
         )
-        for transport in reversed(self._distinct):  # the host's first: sockets that NCCL opens later are not its own
+        # the host's first: sockets that NCCL opens later are not its own
+        for transport in reversed(self._distinct):
             self._form_all(transport, store, over, made)
         self._kept.clear()
         for handle in self._handles:
             if handle.members in made:
-                handle.inner = made[handle.members]  # other threads begin operations from here on
-        # once more: a cut that came while groups were formed did not know those that handles have from here on
+                # other threads begin operations from here on
+                handle.inner = made[handle.members]
+        # once more: a cut that came while groups were formed did not know those that
+        # handles have from here on
         if over.is_set():
             self.cut()
             raise PeersLostError("forming process groups: other ranks were lost")
@@ -319,12 +364,13 @@ class ElasticGroups:
             transport.cut(self._timeouts.abort_s, spared)
 
     def confirm(self, handle: ElasticGroup) -> bool:
-        """Return once the results that all ranks of a group have awaited are right, on all of them. Collective.
+        """Return once the results that all ranks of a group have awaited are right, on
+        all of them. Collective.
 
-        Also results of other groups with the same ranks, or with some of them. NCCL only
-        queues an operation: until it is confirmed it may still fail, and may have completed
-        with wrong data as a peer aborted its group. On gloo an operation that was cut off
-        fails by itself.
+        Also results of other groups with the same ranks, or with some of them. NCCL
+        only queues an operation: until it is confirmed it may still fail, and may have
+        completed with wrong data as a peer aborted its group. On gloo an operation that
+        was cut off fails by itself.
 
         Returns:
             Whether ranks have met: not on gloo, nor in a group that is not formed.
@@ -339,7 +385,9 @@ class ElasticGroups:
         # only now: the sum proves that each rank's device had finished before that rank
         # aborted anything. An abort follows the flag, and `run` looks at the flag
         summand = inner.guards.next()
-        total = torch.full((), summand, dtype=torch.int64, device=handle.transport.device)
+        total = torch.full(
+            (), summand, dtype=torch.int64, device=handle.transport.device
+        )
         dist.all_reduce(total, group=handle)
         self._sync(handle.transport, over)
         if total.item() != handle.size() * summand:
@@ -347,7 +395,9 @@ class ElasticGroups:
         return True
 
     def _sync(self, transport: Backend, over: threading.Event) -> None:
-        """Wait until the awaited operations are complete on the device, too. Raises PeersLostError."""
+        """Wait until the awaited operations are complete on the device, too. Raises
+        PeersLostError.
+        """
         with self._telling():
             transport.sync(over.is_set, self._timeouts.operation_s)
         if over.is_set():
@@ -358,29 +408,48 @@ class ElasticGroups:
         self._waits.abandon()
 
     def leave(self) -> None:
-        """Drop the inner groups, but for idle ones, once no further byte can arrive in a tensor."""
+        """Drop the inner groups, but for idle ones, once no further byte can arrive in
+        a tensor.
+        """
         for handle in self._handles:
             # an error between the calls of a batch has left it open
             self.drop_batch(handle)
-            # and one inside torch's `_coalescing_manager` its list: later collectives would only be noted in it
+            # and one inside torch's `_coalescing_manager` its list: later collectives
+            # would only be noted in it
             dist.distributed_c10d._world.pg_coalesce_state.pop(handle, None)
         self.cut()
         self._device_waits.clear()
         begun_s = time.monotonic()
-        dropped = [inner for members, inner in self.inners.items() if not self._keeps(members, inner)]
+        dropped = [
+            inner
+            for members, inner in self.inners.items()
+            if not self._keeps(members, inner)
+        ]
         for handle in self._handles:
-            if handle.size() > 1:  # a group of one needs no other rank, and is never formed anew
+            # a group of one needs no other rank, and is never formed anew
+            if handle.size() > 1:
                 handle.inner = None
         threading.Thread(target=_bury, args=(dropped,), daemon=True).start()
-        del dropped  # this frame is not to keep groups that the other thread has given up
+        # this frame is not to keep groups that the other thread has given up
+        del dropped
         for transport in self._distinct:
             self._wait_for_quiet(transport, begun_s)
-        gc.collect()  # groups in cycles keep their sockets open, and with them peers waiting
-        with contextlib.suppress(OSError, AttributeError):  # another C library than glibc, which keeps freed blocks
+        # groups in cycles keep their sockets open, and with them peers waiting
+        gc.collect()
+        # another C library than glibc, which keeps freed blocks
+        with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
 
-    def run(self, handle: ElasticGroup, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dist.Work:
-        """Begin an operation of a handle's inner group. Raises PeersLostError if ranks are lost."""
+    def run(
+        self,
+        handle: ElasticGroup,
+        name: str,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> dist.Work:
+        """Begin an operation of a handle's inner group. Raises PeersLostError if ranks
+        are lost.
+        """
         # in this order: an inner group is dropped after its generation is over
         over, inner = self._over, handle.inner
         if isinstance(inner, SoloGroup):
@@ -390,45 +459,70 @@ class ElasticGroups:
             _begin_without_waiting(*arguments, *options.values())
         # a launch may wait for the device, or for a peer to connect
         with self._telling(), inner.launching:
-            call = functools.partial(_call, handle, inner, over, name, name, arguments, options)
-            is_late = name in TRANSFERS and handle.transport.connects_late(handle.size())
+            call = functools.partial(
+                _call, handle, inner, over, name, name, arguments, options
+            )
+            is_late = name in TRANSFERS and handle.transport.connects_late(
+                handle.size()
+            )
             work = self._begin_with_helper(call) if is_late else call()
             inner.num_begun += 1
             inner.num_transfers += name in TRANSFERS
-            if handle.batch is not None:  # the batch's end returns the operation that is waited for
+            # the batch's end returns the operation that is waited for
+            if handle.batch is not None:
                 handle.batch.arguments.append(arguments)
                 return _FINISHED
             return self._begun(handle, inner, name, work, arguments, over)
 
     def start_batch(self, handle: ElasticGroup, device: torch.device) -> None:
-        """Let a handle's operations begin together, at `end_batch`. Raises PeersLostError if ranks are lost.
+        """Let a handle's operations begin together, at `end_batch`. Raises
+        PeersLostError if ranks are lost.
 
-        NCCL serializes transfers that are not batched: two neighbours that both send first would wait for ever.
+        NCCL serializes transfers that are not batched: two neighbours that both send
+        first would wait for ever.
         """
         over, inner = self._over, handle.inner
-        assert not isinstance(inner, SoloGroup), "no batches in a group that is not formed"
+        assert not isinstance(inner, SoloGroup), (
+            "no batches in a group that is not formed"
+        )
         inner = _usable(inner, over, _BATCH)
         with self._telling(), contextlib.ExitStack() as held:
             held.enter_context(inner.launching)
             _call(handle, inner, over, _BATCH, "_start_coalescing", (device,), {})
-            handle.batch = _Batch(inner=inner, device=device, arguments=[], held=held.pop_all())
+            handle.batch = _Batch(
+                inner=inner, device=device, arguments=[], held=held.pop_all()
+            )
 
     def end_batch(self, handle: ElasticGroup) -> dist.Work:
-        """Begin a handle's batch and return it as one operation. Raises PeersLostError if ranks are lost."""
+        """Begin a handle's batch and return it as one operation. Raises PeersLostError
+        if ranks are lost.
+        """
         over, batch = self._over, handle.batch
         assert batch is not None, "the batch was not started"
         try:
             with self._telling(), batch.inner.launching:
-                work = _call(handle, batch.inner, over, _BATCH, "_end_coalescing", (batch.device,), {})
+                work = _call(
+                    handle,
+                    batch.inner,
+                    over,
+                    _BATCH,
+                    "_end_coalescing",
+                    (batch.device,),
+                    {},
+                )
         except BaseException:
             self.drop_batch(handle)
             raise
         handle.batch = None
         batch.held.close()
-        return self._begun(handle, batch.inner, _BATCH, work, tuple(batch.arguments), over)
+        return self._begun(
+            handle, batch.inner, _BATCH, work, tuple(batch.arguments), over
+        )
 
     def drop_batch(self, handle: ElasticGroup) -> None:
-        """End a batch that failed: NCCL counts open batches per thread, and would begin no later operation."""
+        """End a batch that failed: NCCL counts open batches per thread, and would begin
+        no later operation.
+        """
         batch, handle.batch = handle.batch, None
         if batch is not None:
             with batch.held:
@@ -455,7 +549,8 @@ class ElasticGroups:
         if over.is_set():
             raise PeersLostError("other ranks were lost")
         if isinstance(operation.work, StagedWork):
-            operation.work.copy_back()  # last: an operation that was cut off leaves its tensors as they are
+            # last: an operation that was cut off leaves its tensors as they are
+            operation.work.copy_back()
 
     def _begun(
         self,
@@ -466,19 +561,26 @@ class ElasticGroups:
         arguments: tuple[Any, ...],
         over: threading.Event,
     ) -> dist.Work:
-        """Return what the caller waits for, of an operation that has begun. Raises PeersLostError."""
+        """Return what the caller waits for, of an operation that has begun. Raises
+        PeersLostError.
+        """
         if work is not None:
-            operation = _Operation(self, handle.transport, inner, name, work, arguments, over)
+            operation = _Operation(
+                self, handle.transport, inner, name, work, arguments, over
+            )
             inner.unfinished.add(operation)
             return operation
-        # NCCL since torch 2.8: a synchronous operation is in the order of the current stream
+        # NCCL since torch 2.8: a synchronous operation is in the order of the current
+        # stream
         if over.is_set():
             raise PeersLostError(f"{name}: other ranks were lost")
         self._device_waits.add(handle.transport.mark(), over.is_set)
         return _FINISHED
 
     def _begin_with_helper(self, begin: Callable[[], Any]) -> Any:
-        """Begin a transfer that may wait for its peer to connect, which a lost one never does."""
+        """Begin a transfer that may wait for its peer to connect, which a lost one
+        never does.
+        """
         begun: list[Any] = []
         self._waits.wait_with_helper(lambda: begun.append(begin()), _ignore)
         return begun.pop()
@@ -491,19 +593,27 @@ class ElasticGroups:
             self._waits.wait_with_helper(call, operation.keep)
 
     def _telling(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which training waits for other ranks: of its thread and autograd's, not of others.
+        """Return a context in which training waits for other ranks: of its thread and
+        autograd's, not of others.
 
-        Autograd runs the backward pass of a device in a thread of its own, for which the training thread waits.
+        Autograd runs the backward pass of a device in a thread of its own, for which
+        the training thread waits.
         """
-        if threading.get_ident() == self._training_thread or torch._C._current_graph_task_id() != _NO_BACKWARD:
+        if (
+            threading.get_ident() == self._training_thread
+            or torch._C._current_graph_task_id() != _NO_BACKWARD
+        ):
             return self._reported
         return _UNREPORTED
 
     def _keeps(self, members: str, inner: InnerGroup) -> bool:
-        """Keep an inner group for the next generation, if it is idle; return whether it is."""
+        """Keep an inner group for the next generation, if it is idle; return whether it
+        is.
+        """
         if not inner.can_outlast:
             return False
-        with inner.launching:  # whoever begins an operation later finds that its generation is over
+        # whoever begins an operation later finds that its generation is over
+        with inner.launching:
             is_idle = inner.is_idle
         if is_idle:
             self._kept[members] = inner
@@ -511,35 +621,65 @@ class ElasticGroups:
 
     @property
     def _distinct(self) -> tuple[Backend, ...]:
-        """The device's transport first: aborts of its groups precede the end of sockets under running kernels."""
+        """The device's transport first: aborts of its groups precede the end of sockets
+        under running kernels.
+        """
         return tuple(dict.fromkeys(self._transports.values()))
 
     def _wait_for_quiet(self, transport: Backend, begun_s: float) -> None:
         """Wait until no further byte can arrive."""
-        limit_s = self._timeouts.abort_s if transport.closing_s is None else transport.closing_s
-        while not transport.is_quiet():  # by looking: the kernel does not report when gloo has read its last byte
+        limit_s = (
+            self._timeouts.abort_s
+            if transport.closing_s is None
+            else transport.closing_s
+        )
+        # by looking: the kernel does not report when gloo has read its last byte
+        while not transport.is_quiet():
             if time.monotonic() - begun_s > limit_s:
-                if transport.closing_s is None:  # only another process gets the device back
-                    die(f"{transport.device} is not done runtime.abort_s={limit_s:g} seconds after an abort")
+                # only another process gets the device back
+                if transport.closing_s is None:
+                    die(
+                        f"{transport.device} is not done runtime.abort_s={limit_s:g}"
+                        " seconds after an abort"
+                    )
                 return
             time.sleep(0.001)
 
     def _form_all(
-        self, transport: Backend, store: PollingStore, over: threading.Event, made: dict[str, InnerGroup]
+        self,
+        transport: Backend,
+        store: PollingStore,
+        over: threading.Event,
+        made: dict[str, InnerGroup],
     ) -> None:
-        """Form the inner groups of one transport's handles, one for all of the same members. Raises PeersLostError."""
-        handles = (handle for handle in self._handles if handle.size() > 1 and handle.transport is transport)
-        # each group costs connections, threads and, with NCCL, seconds and device memory: Megatron's 12 groups in a job
-        # of 4 ranks have 3 memberships. All ranks begin the operations of handles that share one in the same order, as
-        # one thread begins them in the order of the schedule or of the graph
+        """Form the inner groups of one transport's handles, one for all of the same
+        members. Raises PeersLostError.
+        """
+        handles = (
+            handle
+            for handle in self._handles
+            if handle.size() > 1 and handle.transport is transport
+        )
+        # each group costs connections, threads and, with NCCL, seconds and device
+        # memory: Megatron's 12 groups in a job of 4 ranks have 3 memberships. All ranks
+        # begin the operations of handles that share one in the same order, as one
+        # thread begins them in the order of the schedule or of the graph
         shared = list({handle.members: handle for handle in handles}.values())
-        # a part keeps the order in which all ranks have created the groups: no two groups wait for each other
-        parts = [shared[index::_FORMING_THREADS] for index in range(min(_FORMING_THREADS, len(shared)))]
+        # a part keeps the order in which all ranks have created the groups: no two
+        # groups wait for each other
+        parts = [
+            shared[index::_FORMING_THREADS]
+            for index in range(min(_FORMING_THREADS, len(shared)))
+        ]
         transport.begin([inner.group for inner in self._kept.values()])
         outcomes: list[WaitResult] = []
         for part in parts:
             helper = Helper()
-            outcomes.append(self._waits.start(helper, functools.partial(self._form, part, store, over, made)))
+            outcomes.append(
+                self._waits.start(
+                    helper, functools.partial(self._form, part, store, over, made)
+                )
+            )
             helper.close()
         try:
             for outcome in outcomes:
@@ -553,16 +693,26 @@ class ElasticGroups:
             transport.formed()
 
     def _form(
-        self, handles: Sequence[ElasticGroup], store: PollingStore, over: threading.Event, made: dict[str, InnerGroup]
+        self,
+        handles: Sequence[ElasticGroup],
+        store: PollingStore,
+        over: threading.Event,
+        made: dict[str, InnerGroup],
     ) -> None:
         for handle in handles:
             if over.is_set():
                 raise PeersLostError("forming process groups: other ranks were lost")
             part = store.part(handle.members)
-            made[handle.members] = self._kept_inner(handle, part) or self._new_inner(handle, part)
+            made[handle.members] = self._kept_inner(handle, part) or self._new_inner(
+                handle, part
+            )
 
-    def _kept_inner(self, handle: ElasticGroup, store: PollingStore) -> InnerGroup | None:
-        """Return a handle's idle inner group, if all members go on with theirs; else drop it."""
+    def _kept_inner(
+        self, handle: ElasticGroup, store: PollingStore
+    ) -> InnerGroup | None:
+        """Return a handle's idle inner group, if all members go on with theirs; else
+        drop it.
+        """
         if not handle.transport.keeps_idle(handle.size()):
             return None
         kept = self._kept.get(handle.members)
@@ -584,18 +734,33 @@ class ElasticGroups:
         can_outlast = handle.transport.keeps_idle(handle.size())
         return InnerGroup(
             group=group,
-            launching=threading.RLock() if can_outlast else handle.transport.launching(group),
+            launching=threading.RLock()
+            if can_outlast
+            else handle.transport.launching(group),
             generation=self._generation,
             can_outlast=can_outlast,
             guards=Guards(handle.members, self._generation),
         )
 
-    def _create(self, backend: str, transport: Backend, options: Any, _: Any) -> ElasticGroup:
-        ranks = options.global_ranks_in_group or range(options.group_size)  # torch names no ranks for the world
-        # the same name on all members; backends stay apart: a thread that writes checkpoints communicates beside
-        # training, in an order of its own
-        members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16] if self._shares else options.group_id
-        handle = ElasticGroup(f"{backend}/{members}", options.group_rank, options.group_size, transport, self)
+    def _create(
+        self, backend: str, transport: Backend, options: Any, _: Any
+    ) -> ElasticGroup:
+        # torch names no ranks for the world
+        ranks = options.global_ranks_in_group or range(options.group_size)
+        # the same name on all members; backends stay apart: a thread that writes
+        # checkpoints communicates beside training, in an order of its own
+        members = (
+            hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+            if self._shares
+            else options.group_id
+        )
+        handle = ElasticGroup(
+            f"{backend}/{members}",
+            options.group_rank,
+            options.group_size,
+            transport,
+            self,
+        )
         self._handles.append(handle)
         return handle
 
@@ -634,7 +799,8 @@ class _Operation(dist.Work):
     ) -> None:
         super().__init__()
         self.transport = transport
-        self.unfinished = inner.unfinished  # not the group: a caller that keeps this object would keep its sockets
+        # not the group: a caller that keeps this object would keep its sockets
+        self.unfinished = inner.unfinished
         self.name = name
         self.work = work
         self.over = over
@@ -644,7 +810,9 @@ class _Operation(dist.Work):
 
     @property
     def host_work(self) -> Any:
-        """The part for which a late wait is allowed: this part writes to no tensor of a next generation."""
+        """The part for which a late wait is allowed: this part writes to no tensor of a
+        next generation.
+        """
         return self.work.host_work if isinstance(self.work, StagedWork) else self.work
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - operations have their own
@@ -671,7 +839,9 @@ class _Operation(dist.Work):
 
 
 def _usable(inner: InnerGroup | None, over: threading.Event, name: str) -> InnerGroup:
-    """Return an inner group of a generation that ends with `over`. Raises PeersLostError; `name` is for errors."""
+    """Return an inner group of a generation that ends with `over`. Raises
+    PeersLostError; `name` is for errors.
+    """
     if over.is_set() or inner is None:
         raise PeersLostError(f"{name}: other ranks were lost")
     return inner
@@ -686,7 +856,8 @@ def _call(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:
-    """Call a method of an inner group, whose generation ends with `over`; `name` is for errors.
+    """Call a method of an inner group, whose generation ends with `over`; `name` is for
+    errors.
 
     Raises PeersLostError if the generation is over or the call fails.
     """
@@ -702,7 +873,9 @@ def _call(
 
 
 def _begin_without_waiting(*values: Any) -> None:
-    """Let a barrier return at once: one that blocks inside a launch would keep a cut from aborting it."""
+    """Let a barrier return at once: one that blocks inside a launch would keep a cut
+    from aborting it.
+    """
     for value in values:
         if isinstance(value, dist.BarrierOptions):
             value.asyncOp = True
@@ -710,7 +883,8 @@ def _begin_without_waiting(*values: Any) -> None:
 
 def _bury(inners: list[InnerGroup]) -> None:
     """Keep the objects of unfinished operations until these have ended."""
-    # in this thread: the destructor of a group waits for its operations, and would stop training
+    # in this thread: the destructor of a group waits for its operations, and would stop
+    # training
     for inner in inners:
         for operation in tuple(inner.unfinished):
             operation.bury()

@@ -1,7 +1,9 @@
-"""A store for rendezvous with waits that can end: it polls over a connection that no other wait blocks.
+"""A store for rendezvous with waits that can end: it polls over a connection that no
+other wait blocks.
 
-torch's own client blocks in a wait, with its one connection, until a timeout; and every new connection costs the server
-a look-up of the client's name, which now and then takes seconds. So all threads of a process share one client here.
+torch's own client blocks in a wait, with its one connection, until a timeout; and every
+new connection costs the server a look-up of the client's name, which now and then takes
+seconds. So all threads of a process share one client here.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ from moe_ckpt.errors import PeersLostError
 T = TypeVar("T")
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
 _PAUSE_A_RANK_S = 1.5e-4
-"""Seconds between two requests of a wait, for each rank of the job: four threads of all ranks
-that wait take half of what torch's store answers, at 17 us a request."""
+"""Seconds between two requests of a wait, for each rank of the job: four threads of all
+ranks that wait take half of what torch's store answers, at 17 us a request.
+"""
 
 
 class PollingStore(dist.Store):
     """A part of the job's store, by one client under a lock.
 
-    Each request raises PeersLostError once the generation is over, and a wait does so after
-    its limit.
+    Each request raises PeersLostError once the generation is over, and a wait does so
+    after its limit.
     """
 
     def __init__(
@@ -61,55 +64,83 @@ class PollingStore(dist.Store):
 
     @property
     def direct(self) -> dist.Store:
-        """The same part by torch's own client, which waits without end, and without an error of Python's.
+        """The same part by torch's own client, which waits without end, and without an
+        error of Python's.
 
-        For gloo's threads: an error of Python's that is raised there a second time ends the process.
+        For gloo's threads: an error of Python's that is raised there a second time ends
+        the process.
         """
-        client = self._client.inside if isinstance(self._client, CheckedStore) else self._client
+        client = (
+            self._client.inside
+            if isinstance(self._client, CheckedStore)
+            else self._client
+        )
         return dist.PrefixStore(self._prefix, client)
 
     def part(self, name: str) -> PollingStore:
         """Return a part of this part."""
         prefix = f"{self._prefix}{name}/"
-        return PollingStore(self._client, self._lock, prefix, self._is_over, self._timeout_s, num_ranks=self._num_ranks)
+        return PollingStore(
+            self._client,
+            self._lock,
+            prefix,
+            self._is_over,
+            self._timeout_s,
+            num_ranks=self._num_ranks,
+        )
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda: self._client.set(self._prefix + key, value))
 
     def get(self, key: str) -> bytes:
-        self.wait([key])  # torch's `get` would wait for the key inside the client, under the lock
+        # torch's `get` would wait for the key inside the client, under the lock
+        self.wait([key])
         return self._ask(lambda: self._client.get(self._prefix + key))
 
     def add(self, key: str, value: int) -> int:
         return self._ask(lambda: self._client.add(self._prefix + key, value))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._ask(lambda: self._client.compare_set(self._prefix + key, expected_value, desired_value))
+        return self._ask(
+            lambda: self._client.compare_set(
+                self._prefix + key, expected_value, desired_value
+            )
+        )
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(lambda: self._client.check([self._prefix + key for key in keys]))
+        return self._ask(
+            lambda: self._client.check([self._prefix + key for key in keys])
+        )
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        wanted_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
+        wanted_s = (
+            self._timeout_s
+            if timeout is None
+            else min(timeout.total_seconds(), self._timeout_s)
+        )
         most_pause_s = max(_MOST_PAUSE_S, self._num_ranks * _PAUSE_A_RANK_S)
         begun_s = time.monotonic()
         while not self.check(keys):
             waited_s = time.monotonic() - begun_s
             if waited_s > wanted_s:
                 raise PeersLostError(f"rendezvous: got no {keys} in {wanted_s:g} s")
-            # a blocking wait could not be left; a quarter of the time so far, as all ranks ask one server
+            # a blocking wait could not be left; a quarter of the time so far, as all
+            # ranks ask one server
             time.sleep(min(max(_LEAST_PAUSE_S, waited_s / 4), most_pause_s))
 
     def _ask(self, request: Callable[[], T]) -> T:
         with self._lock:
-            # under the lock: the generation may end while this thread waits for another one's request
+            # under the lock: the generation may end while this thread waits for another
+            # one's request
             if self._is_over():
                 raise PeersLostError("rendezvous: other ranks were lost")
             return request()
 
 
 def meet(store: dist.Store, size: int) -> None:
-    """Return once so many ranks have come here. Raises PeersLostError, as `PollingStore` does."""
+    """Return once so many ranks have come here. Raises PeersLostError, as
+    `PollingStore` does.
+    """
     if store.add("here", 1) == size:
         store.set("all here", "")
     store.wait(["all here"])

@@ -1,14 +1,17 @@
-"""Checkpoint servers on machines that train nothing: those that a job uses, agreed by all ranks.
+"""Checkpoint servers on machines that train nothing: those that a job uses, agreed by
+all ranks.
 
-Owns: their numbers and addresses in the job's store. Must not: start servers, or know states. FlowCheck, section 4.
+Owns: their numbers and addresses in the job's store. Must not: start servers, or know
+states. FlowCheck, section 4.
 
     settings      the job's settings for servers, as JSON
     losses/N      how often server N was lost
     N/I           the address of the server that has number N after I losses
 
-A server that a rank cannot reach is lost for good, even if it comes back: its states may be those that the ranks have
-left since. It, or another one, may take its number with an empty memory. If none does in time, the other servers take
-over its ranks; without any server the training nodes' own processors do, until the job ends.
+A server that a rank cannot reach is lost for good, even if it comes back: its states
+may be those that the ranks have left since. It, or another one, may take its number
+with an empty memory. If none does in time, the other servers take over its ranks;
+without any server the training nodes' own processors do, until the job ends.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerRules:
-    """The number of servers, those that hold each rank's state, and the seconds for the first and for a successor."""
+    """The number of servers, those that hold each rank's state, and the seconds for the
+    first and for a successor.
+    """
 
     num_servers: int
     copies: int
@@ -70,10 +75,15 @@ class ServerNumbers:
         self.num_servers = num_servers
 
     def claim(self, address: Address) -> tuple[int, int] | None:
-        """Take the first free number for a server; return it with its losses so far, or None if all are taken."""
+        """Take the first free number for a server; return it with its losses so far, or
+        None if all are taken.
+        """
         for number in range(self.num_servers):
             losses = self.losses(number)
-            if self.store.compare_set(_key(number, losses), "", str(address)) == str(address).encode():
+            if (
+                self.store.compare_set(_key(number, losses), "", str(address))
+                == str(address).encode()
+            ):
                 return number, losses
         return None
 
@@ -91,16 +101,23 @@ class ServerNumbers:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def wait(self, number: int, timeout_s: float) -> str:
-        """Return the address of the present server, for which this waits up to `timeout_s`; empty if none comes."""
+        """Return the address of the present server, for which this waits up to
+        `timeout_s`; empty if none comes.
+        """
         try:
-            self.store.wait([_key(number, self.losses(number))], timedelta(seconds=max(timeout_s, 0.001)))
+            self.store.wait(
+                [_key(number, self.losses(number))],
+                timedelta(seconds=max(timeout_s, 0.001)),
+            )
         except dist.DistStoreError:
             return ""
         return self.address(number)
 
 
 class ServerHosts:
-    """One rank's view of the servers, for its training thread, which waits for servers inside `waits()`."""
+    """One rank's view of the servers, for its training thread, which waits for servers
+    inside `waits()`.
+    """
 
     def __init__(
         self,
@@ -118,7 +135,9 @@ class ServerHosts:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the job uses servers on hosts: before the first agreement and once all are lost it does not."""
+        """Whether the job uses servers on hosts: before the first agreement and once
+        all are lost it does not.
+        """
         return any(self._addresses)
 
     @property
@@ -136,53 +155,90 @@ class ServerHosts:
         return parse_address(self._addresses[number])
 
     def holders(self, global_rank: int) -> list[int]:
-        """Return the numbers of the servers that hold a rank's state: the next ones in use from its own on.
+        """Return the numbers of the servers that hold a rank's state: the next ones in
+        use from its own on.
 
-        3 servers, 2 for each rank: rank 4 has servers 1 and 2, or 2 and 0 once server 1 is lost.
+        3 servers, 2 for each rank: rank 4 has servers 1 and 2, or 2 and 0 once server 1
+        is lost.
         """
-        in_turn = [(global_rank + hop) % len(self._addresses) for hop in range(len(self._addresses))]
-        return [number for number in in_turn if self._addresses[number]][: self._rules.copies]
+        in_turn = [
+            (global_rank + hop) % len(self._addresses)
+            for hop in range(len(self._addresses))
+        ]
+        return [number for number in in_turn if self._addresses[number]][
+            : self._rules.copies
+        ]
 
     def agree(self, ranks: Ranks) -> bool:
-        """Agree on the servers to use from now on; return whether they are others than before. Collective.
+        """Agree on the servers to use from now on; return whether they are others than
+        before. Collective.
 
-        Raises ConfigError on all ranks if the job begins and its servers do not come in time.
+        Raises ConfigError on all ranks if the job begins and its servers do not come in
+        time.
         """
         reached = gather_results(ranks, self._look, ConfigError)
-        # rank 0 chooses for all: ranks that read the store at different moments would find different servers
-        found = broadcast_result(ranks, lambda: self._choose(reached), CheckpointLoadError)
+        # rank 0 chooses for all: ranks that read the store at different moments would
+        # find different servers
+        found = broadcast_result(
+            ranks, lambda: self._choose(reached), CheckpointLoadError
+        )
         before, self._addresses = self._addresses, found
         return found != before
 
     def _look(self) -> tuple[str, ...]:
-        """Return the addresses of all servers that this rank reaches, by number; empty for others."""
-        with self._waits():  # here and not around both: each collective operation ends the wait of its rank
-            if not self._store.check([_BEGUN]):  # later a missing server is replaced, or left
+        """Return the addresses of all servers that this rank reaches, by number; empty
+        for others.
+        """
+        # here and not around both: each collective operation ends the wait of its rank
+        with self._waits():
+            # later a missing server is replaced, or left
+            if not self._store.check([_BEGUN]):
                 until_s = time.monotonic() + self._rules.join_s
-                come = [self._numbers.wait(each, until_s - time.monotonic()) for each in range(self._rules.num_servers)]
+                come = [
+                    self._numbers.wait(each, until_s - time.monotonic())
+                    for each in range(self._rules.num_servers)
+                ]
                 if not all(come):
-                    got = f"{sum(map(bool, come))} servers in runtime.join_s={self._rules.join_s:g} seconds"
-                    wanted = f"{len(come)}: start `moe-ckpt server RUN_FOLDER` on that many machines"
+                    got = (
+                        f"{sum(map(bool, come))} servers in"
+                        f" runtime.join_s={self._rules.join_s:g} seconds"
+                    )
+                    wanted = (
+                        f"{len(come)}: start `moe-ckpt server RUN_FOLDER` on that many"
+                        " machines"
+                    )
                     raise ConfigError(f"ckpt.server_hosts: got {got}, wanted {wanted}")
             addresses = map(self._numbers.address, range(self._rules.num_servers))
-            return tuple(address if address and self._answers(address) else "" for address in addresses)
+            return tuple(
+                address if address and self._answers(address) else ""
+                for address in addresses
+            )
 
     def _answers(self, address: str) -> bool:
         try:
-            # with the ticket: another run's process may have got the port of a server that is gone
+            # with the ticket: another run's process may have got the port of a server
+            # that is gone
             open_connection(parse_address(address), self._ticket, _ANSWER_S).close()
         except (OSError, RefusedError) as error:
-            _log.warning("the checkpoint server at %s does not answer: %s", address, error)
+            _log.warning(
+                "the checkpoint server at %s does not answer: %s", address, error
+            )
             return False
         return True
 
     def _choose(self, reached: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-        """Return the addresses that all ranks have reached, and those of successors. On rank 0."""
+        """Return the addresses that all ranks have reached, and those of successors. On
+        rank 0.
+        """
         if self._store.check([_GONE]):
             return ()
         self._store.set(_BEGUN, "1")
-        # a server that one rank cannot reach is lost for all: each may have to hold the state of any rank
-        common = [of_all[0] if len(set(of_all)) == 1 else "" for of_all in zip(*reached, strict=True)]
+        # a server that one rank cannot reach is lost for all: each may have to hold the
+        # state of any rank
+        common = [
+            of_all[0] if len(set(of_all)) == 1 else ""
+            for of_all in zip(*reached, strict=True)
+        ]
         until_s = time.monotonic() + self._rules.wait_s
         with self._waits():
             for number, address in enumerate(common):
@@ -191,23 +247,34 @@ class ServerHosts:
         if not any(common):
             self._store.set(_GONE, "1")
             _log.warning(
-                "all checkpoint servers are gone: the training nodes serve themselves from now on, and begin with a "
-                "whole snapshot"
+                "all checkpoint servers are gone: the training nodes serve themselves"
+                " from now on, and begin with a whole snapshot"
             )
             return ()
         return tuple(common)
 
     def _replace(self, number: int, until_s: float) -> str:
-        """Leave a server for good, and return the address of its successor; empty if none comes in time."""
+        """Leave a server for good, and return the address of its successor; empty if
+        none comes in time.
+        """
         if lost := self._numbers.address(number):
-            self._numbers.lose(number)  # also if it comes back: its states may be those that ranks have left since
+            # also if it comes back: its states may be those that ranks have left since
+            self._numbers.lose(number)
             _log.warning("checkpoint server %d at %s is lost", number, lost)
         successor = self._numbers.wait(number, until_s - time.monotonic())
         if successor:
-            _log.warning("checkpoint server %d is now at %s, and begins with a whole snapshot", number, successor)
+            _log.warning(
+                "checkpoint server %d is now at %s, and begins with a whole snapshot",
+                number,
+                successor,
+            )
         elif lost:
             limit = f"ckpt.server_wait_s={self._rules.wait_s:g} seconds"
-            _log.warning("checkpoint server %d is gone: no other took its place within %s", number, limit)
+            _log.warning(
+                "checkpoint server %d is gone: no other took its place within %s",
+                number,
+                limit,
+            )
         return successor
 
 

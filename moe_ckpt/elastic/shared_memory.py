@@ -1,10 +1,13 @@
-"""The folder in shared memory in which the ranks of one node keep data that outlives their workers, and its janitor.
+"""The folder in shared memory in which the ranks of one node keep data that outlives
+their workers, and its janitor.
 
-Owns: the folder's name, which follows from the process that started the ranks (torchrun's agent), so that restarted
-supervisors find it again; and its end. The last supervisor of a node removes the folder once all have trained to the
-end, or torchrun starts none again. If the agent or a supervisor is killed, a separate process, the janitor, removes it
-once the agent has ended. A janitor ends with its PID namespace: what is left then is removed by the next process of
-the same user that opens a folder, as no process has it locked.
+Owns: the folder's name, which follows from the process that started the ranks
+(torchrun's agent), so that restarted supervisors find it again; and its end. The last
+supervisor of a node removes the folder once all have trained to the end, or torchrun
+starts none again. If the agent or a supervisor is killed, a separate process, the
+janitor, removes it once the agent has ended. A janitor ends with its PID namespace:
+what is left then is removed by the next process of the same user that opens a folder,
+as no process has it locked.
 
     ROOT                   locked, shared, by all processes that use it
     ROOT/numbers           the ranks' present numbers; locked to change them
@@ -12,7 +15,8 @@ the same user that opens a folder, as no process has it locked.
     ROOT/ended-rankNNNN-HOW               how a supervisor has ended
     ROOT/janitor, ROOT/process-...        the janitor's (`janitor.py`)
 
-Names have facts, and not contents: an empty file needs no memory, of which snapshots may have left none.
+Names have facts, and not contents: an empty file needs no memory, of which snapshots
+may have left none.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from moe_ckpt.linux import is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import FOLDER_MODE, is_private, locked, make_private
 from moe_ckpt.snapshot.blobs import held_path, own_path
 
-_NAME = re.compile(r"moe_ckpt-(\d+)-(\d+)-(\d+)")  # the agent's pid, when it was started, its PID namespace
+# the agent's pid, when it was started, its PID namespace
+_NAME = re.compile(r"moe_ckpt-(\d+)-(\d+)-(\d+)")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _PATIENCE_S = 5.0
 
@@ -51,12 +56,17 @@ class Ended(Enum):
 
 
 def open_memory_root(
-    base: Path, agent_pid: int, setting: str = "runtime.shared_memory", *, patience_s: float = _PATIENCE_S
+    base: Path,
+    agent_pid: int,
+    setting: str = "runtime.shared_memory",
+    *,
+    patience_s: float = _PATIENCE_S,
 ) -> Path:
-    """Return the folder of the node that `agent_pid` started, with a janitor; it is created if it is missing.
+    """Return the folder of the node that `agent_pid` started, with a janitor; it is
+    created if it is missing.
 
-    The folder stays while this process and its children live, even if the agent dies. Folders of agents that have ended
-    are removed. Call from a process with one thread.
+    The folder stays while this process and its children live, even if the agent dies.
+    Folders of agents that have ended are removed. Call from a process with one thread.
 
     Args:
         base: The folder in memory, in which this one is created.
@@ -68,7 +78,8 @@ def open_memory_root(
         The folder.
 
     Raises:
-        ConfigError: `base` cannot be written, or another user has put something there in place of the folder.
+        ConfigError: `base` cannot be written, or another user has put something there
+            in place of the folder.
     """
     _remove_left(base)
     root = base / f"moe_ckpt-{agent_pid}-{start_ticks(agent_pid)}-{pid_namespace()}"
@@ -79,7 +90,8 @@ def open_memory_root(
 
 
 def _enter(root: Path, setting: str) -> int | None:
-    """Return the descriptor that has a folder locked until the last process that inherits it has ended.
+    """Return the descriptor that has a folder locked until the last process that
+    inherits it has ended.
 
     None: another process has removed the folder meanwhile.
     """
@@ -87,7 +99,12 @@ def _enter(root: Path, setting: str) -> int | None:
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=FOLDER_MODE)
     except OSError as error:
-        require(False, setting, str(root.parent), f"a folder in memory that can be written ({error})")
+        require(
+            False,
+            setting,
+            str(root.parent),
+            f"a folder in memory that can be written ({error})",
+        )
     try:
         users = os.open(root, _FOLDER)
         is_own = is_private(os.fstat(users), os.geteuid())
@@ -95,8 +112,11 @@ def _enter(root: Path, setting: str) -> int | None:
         return None
     except OSError:  # a link, a file, or a folder that this user cannot read
         users, is_own = -1, False
-    # the name is no secret, and in a folder that all users share, as /dev/shm, any of them can take it
-    wanted = f"a folder in which no other user has made {root.name}, such as one of your own"
+    # the name is no secret, and in a folder that all users share, as /dev/shm, any of
+    # them can take it
+    wanted = (
+        f"a folder in which no other user has made {root.name}, such as one of your own"
+    )
     require(is_own, setting, str(root.parent), wanted)
     fcntl.flock(users, fcntl.LOCK_SH)
     if _is_at(root, users):
@@ -121,7 +141,9 @@ def rank_memory(root: Path, global_rank: int) -> Path:
 
 
 def begin_rank(root: Path, global_rank: int) -> Path:
-    """Return the folder of a rank whose supervisor the calling process is; the janitor watches it from now on."""
+    """Return the folder of a rank whose supervisor the calling process is; the janitor
+    watches it from now on.
+    """
     folder = rank_memory(root, global_rank)
     for how in Ended:
         _mark(root, global_rank, how).unlink(missing_ok=True)
@@ -130,7 +152,8 @@ def begin_rank(root: Path, global_rank: int) -> Path:
 
 
 def end_rank(root: Path, global_rank: int, ranks: range, how: Ended) -> None:
-    """Note how a rank's supervisor ends; remove the node's folder if no start of the job will use it.
+    """Note how a rank's supervisor ends; remove the node's folder if no start of the
+    job will use it.
 
     Call it when no process of the rank uses its memory.
 
@@ -143,7 +166,9 @@ def end_rank(root: Path, global_rank: int, ranks: range, how: Ended) -> None:
     # an OSError: the folder is gone, or is full; the janitor removes what is left
     with contextlib.suppress(OSError), locked(root / "numbers"):
         _mark(root, global_rank, how).touch()
-        ends = [[how for how in Ended if _mark(root, rank, how).exists()] for rank in ranks]
+        ends = [
+            [how for how in Ended if _mark(root, rank, how).exists()] for rank in ranks
+        ]
         is_over = [Ended.FOR_GOOD] in ends or [Ended.TO_GO_ON] not in ends
         if is_over and all(ends):
             shutil.rmtree(root, ignore_errors=True)
@@ -154,10 +179,12 @@ def _mark(root: Path, global_rank: int, how: Ended) -> Path:
 
 
 def take_over(root: Path, ranks: range) -> None:
-    """Keep the data of an earlier attempt's ranks on this node after torchrun has numbered the nodes anew.
+    """Keep the data of an earlier attempt's ranks on this node after torchrun has
+    numbered the nodes anew.
 
-    `ranks` are this node's now. Their blobs, in any rank's memory, become their own; their first rank holds the rest.
-    Every supervisor of the node calls it before it uses its rank's folder: the first call moves everything.
+    `ranks` are this node's now. Their blobs, in any rank's memory, become their own;
+    their first rank holds the rest. Every supervisor of the node calls it before it
+    uses its rank's folder: the first call moves everything.
     """
     with locked(root / "numbers") as numbers:
         if numbers.read_text() != str(ranks):
@@ -166,7 +193,9 @@ def take_over(root: Path, ranks: range) -> None:
 
 
 def _move(root: Path, ranks: range) -> None:
-    left = [folder for folder in sorted(root.glob("rank*")) if _number(folder) not in ranks]
+    left = [
+        folder for folder in sorted(root.glob("rank*")) if _number(folder) not in ranks
+    ]
     for folder in left:  # before any copy: an owner has at least as much
         _keep(own_path(folder), _number(folder), root, ranks)
     for folder in left:
@@ -187,20 +216,26 @@ def _number(folder: Path) -> int:
 
 
 def _remove_left(base: Path) -> None:
-    """Remove the folders of this user whose agents have ended, and which no process has locked."""
+    """Remove the folders of this user whose agents have ended, and which no process has
+    locked.
+    """
     for root in base.glob("moe_ckpt-*"):
         named = _NAME.fullmatch(root.name)
         if not named:
             continue
         is_of_here = int(named[3]) == pid_namespace()
         if is_of_here and is_alive(int(named[1]), started=int(named[2])):
-            continue  # between two starts by its agent, a folder is locked by its janitor only
-        with contextlib.suppress(OSError):  # in use, another user's, or another process removes it
+            # between two starts by its agent, a folder is locked by its janitor only
+            continue
+        # in use, another user's, or another process removes it
+        with contextlib.suppress(OSError):
             _remove_unlocked(root, is_of_here=is_of_here)
 
 
 def _remove_unlocked(root: Path, *, is_of_here: bool) -> None:
-    """Remove a folder of this user. Raises OSError if a process has it locked, or it is no folder of this user."""
+    """Remove a folder of this user. Raises OSError if a process has it locked, or it is
+    no folder of this user.
+    """
     users = os.open(root, _FOLDER)
     try:
         if not is_private(os.fstat(users), os.geteuid()):

@@ -1,6 +1,8 @@
-"""Whether the place of a rank (its node, and its GPU there) is sick: a replacement would die like its forerunners.
+"""Whether the place of a rank (its node, and its GPU there) is sick: a replacement
+would die like its forerunners.
 
-Owns: the two rules, by deaths and by a command of the user's, and the reasons that they give. Must not: end a job.
+Owns: the two rules, by deaths and by a command of the user's, and the reasons that they
+give. Must not: end a job.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from moe_ckpt.linux import signal_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SickPlaceRules:
-    """A place is sick if one rank dies `deaths` times within `within_s` seconds there (0: any number is allowed), or if
-    the command `health` (empty: there is none) fails or takes longer than `health_s` seconds."""
+    """A place is sick if one rank dies `deaths` times within `within_s` seconds there
+    (0: any number is allowed), or if the command `health` (empty: there is none) fails
+    or takes longer than `health_s` seconds.
+    """
 
     deaths: int = 0
     within_s: float = 0.0
@@ -27,32 +31,43 @@ class SickPlaceRules:
 
 
 def reason_of_deaths(rules: SickPlaceRules, deaths_s: Sequence[float]) -> str | None:
-    """Return the reason if these deaths, at times in ascending order of which the last is now, are too many."""
+    """Return the reason if these deaths, at times in ascending order of which the last
+    is now, are too many.
+    """
     if not rules.deaths or len(deaths_s) < rules.deaths:
         return None
     # of the last ones only: deaths that lie months apart say nothing about a place
     spent_s = deaths_s[-1] - deaths_s[-rules.deaths]
     if spent_s > rules.within_s:
         return None
-    limits = f"runtime.sick_deaths={rules.deaths}, runtime.sick_within_s={rules.within_s:g}"
+    limits = (
+        f"runtime.sick_deaths={rules.deaths}, runtime.sick_within_s={rules.within_s:g}"
+    )
     return f"{rules.deaths} deaths within {spent_s:.0f} seconds ({limits})"
 
 
 def reason_of_status(rules: SickPlaceRules, status: int | None) -> str | None:
-    """Return the reason if the health command ended with this status, as Popen gives it; None: it did not end."""
+    """Return the reason if the health command ended with this status, as Popen gives
+    it; None: it did not end.
+    """
     if status == 0:
         return None
     if status is None:
         how = f"did not end within runtime.health_s={rules.health_s:g} seconds"
     else:
-        how = f"died of {signal_name(-status)}" if status < 0 else f"ended with status {status}"
+        how = (
+            f"died of {signal_name(-status)}"
+            if status < 0
+            else f"ended with status {status}"
+        )
     return f"runtime.health={rules.health!r} {how}"
 
 
 def check_health(rules: SickPlaceRules) -> str | None:
     """Run the health command, if there is one; return the reason if the place is sick.
 
-    The command has this process's environment: RANK and LOCAL_RANK name the rank. Call from a process with one thread.
+    The command has this process's environment: RANK and LOCAL_RANK name the rank. Call
+    from a process with one thread.
     """
     if not rules.health:
         return None
@@ -61,7 +76,8 @@ def check_health(rules: SickPlaceRules) -> str | None:
         rules.health,
         shell=True,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # the processes that the shell starts end with it at the limit
+        # the processes that the shell starts end with it at the limit
+        start_new_session=True,
         preexec_fn=lambda: die_with_parent(signal.SIGKILL, parent=parent),
     )
     try:

@@ -1,4 +1,5 @@
-"""A process group of one rank: for groups of size one, and for a process that builds its model by itself.
+"""A process group of one rank: for groups of size one, and for a process that builds
+its model by itself.
 
 Must not: serve an exchange that needs other ranks' data; that fails.
 """
@@ -26,7 +27,8 @@ class FinishedWork(dist.Work):
 class SoloGroup:
     """The operations of a group of `size` ranks as this one has them alone.
 
-    Reductions and broadcasts leave tensors unchanged; gathers return this rank's part in place of each rank's.
+    Reductions and broadcasts leave tensors unchanged; gathers return this rank's part
+    in place of each rank's.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,11 +45,15 @@ class SoloGroup:
                 output.copy_(own)
         return FinishedWork()
 
-    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> FinishedWork:
+    def _allgather_base(
+        self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any
+    ) -> FinishedWork:
         output.view(self._size, -1).copy_(own.reshape(1, -1).expand(self._size, -1))
         return FinishedWork()
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FinishedWork:
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, *_: Any, **__: Any
+    ) -> FinishedWork:
         for output, own in zip(outputs, inputs, strict=True):
             self._allgather_base(output, own)
         return FinishedWork()
@@ -63,25 +69,36 @@ class SoloGroup:
 
     reduce_scatter = scatter
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FinishedWork:
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Any, inputs: Any, *_: Any, **__: Any
+    ) -> FinishedWork:
         return self._exchange(outputs, inputs)
 
     alltoall = reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def alltoall_base(self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> FinishedWork:
+    def alltoall_base(
+        self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any
+    ) -> FinishedWork:
         return self._exchange([output], [own])
 
     _reduce_scatter_base = reduce_scatter_single = all_to_all_single = alltoall_base
 
     def send(self, *_: Any, **__: Any) -> FinishedWork:
-        raise RuntimeError(f"process groups are not formed yet: got a message among {self._size} ranks")
+        raise RuntimeError(
+            f"process groups are not formed yet: got a message among {self._size} ranks"
+        )
 
     recv = recv_anysource = send
 
-    def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> FinishedWork:
+    def _exchange(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> FinishedWork:
         # this rank's part in place of the others' would silently give another model
         if self._size != 1:
-            raise RuntimeError(f"process groups are not formed yet: got an exchange among {self._size} ranks")
+            raise RuntimeError(
+                f"process groups are not formed yet: got an exchange among {self._size}"
+                " ranks"
+            )
         for output, own in zip(outputs, inputs, strict=True):
             output.copy_(own)
         return FinishedWork()

@@ -1,7 +1,8 @@
-"""The backend `staged`: gloo's connections and end, around groups that copy tensors through host memory.
+"""The backend `staged`: gloo's connections and end, around groups that copy tensors
+through host memory.
 
-Owns: how such groups are formed, for ranks that outlive each other and for ranks that do not. Must not: copy
-(`staged_group` does).
+Owns: how such groups are formed, for ranks that outlive each other and for ranks that
+do not. Must not: copy (`staged_group` does).
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ def staged_backend(device: torch.device) -> GlooBackend:
 
 
 def register_staged() -> None:
-    """Make `staged` a backend of `torch.distributed`, for a job whose ranks do not outlive each other."""
+    """Make `staged` a backend of `torch.distributed`, for a job whose ranks do not
+    outlive each other.
+    """
     if STAGED not in dist.Backend.backend_list:
         register_groups(STAGED, _create, ["cpu", "cuda"])
 
 
 def _create(options: Any, _: Any) -> StagedGroup:
-    gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-    return StagedGroup(group_of(gloo, options.store, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO))
+    gloo = dist.ProcessGroupGloo(
+        options.store, options.group_rank, options.group_size, options.timeout
+    )
+    return StagedGroup(
+        group_of(
+            gloo, options.store, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+        )
+    )

@@ -1,8 +1,10 @@
-"""The page that a worker shares with its supervisor: a file of 4 KiB in shared memory, written without system calls.
+"""The page that a worker shares with its supervisor: a file of 4 KiB in shared memory,
+written without system calls.
 
-Owns: the place of each number. The worker writes its phase; the supervisor reads it and detects a hang; a fault
-injector writes an order, which the worker executes on itself at the named point: a real signal, at an exact moment.
-Every number is eight aligned bytes, which are read and written whole.
+Owns: the place of each number. The worker writes its phase; the supervisor reads it and
+detects a hang; a fault injector writes an order, which the worker executes on itself at
+the named point: a real signal, at an exact moment. Every number is eight aligned bytes,
+which are read and written whole.
 """
 
 from __future__ import annotations
@@ -59,17 +61,23 @@ class _Waiting(IntEnum):
 def signal_this_process(number: int) -> None:
     """Send this process a signal, or raise the exception of a sick GPU (RAISE_NUMBER)."""
     if number == RAISE_NUMBER:
-        raise InjectedError("CUDA error: uncorrectable ECC error encountered (injected)")
+        raise InjectedError(
+            "CUDA error: uncorrectable ECC error encountered (injected)"
+        )
     os.kill(os.getpid(), number)
 
 
 class StatusPage:
-    """One worker's page. Times are `time.monotonic_ns()`, which all processes of a machine share.
+    """One worker's page. Times are `time.monotonic_ns()`, which all processes of a
+    machine share.
 
-    `execute` carries an order out, with the number of its signal. Raises ConfigError if there is no room for the page.
+    `execute` carries an order out, with the number of its signal. Raises ConfigError if
+    there is no room for the page.
     """
 
-    def __init__(self, path: Path, *, execute: Callable[[int], None] = signal_this_process) -> None:
+    def __init__(
+        self, path: Path, *, execute: Callable[[int], None] = signal_this_process
+    ) -> None:
         self._execute = execute
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -86,14 +94,20 @@ class StatusPage:
 
     @property
     def progress_s(self) -> float:
-        """The time at which the training thread last entered a phase, or began or ended to communicate."""
+        """The time at which the training thread last entered a phase, or began or ended
+        to communicate.
+        """
         return self._words[_Word.PROGRESS_NS] / 1e9
 
     @property
     def waiting(self) -> bool:
-        """Whether the training thread or its device waits for ranks, daemons or storage: no hang of its own."""
+        """Whether the training thread or its device waits for ranks, daemons or
+        storage: no hang of its own.
+        """
         words = self._words
-        return words[_Word.WAITING] != _Waiting.NO or bool(words[_Word.DEVICE_WAITS] or words[_Word.SAVING])
+        return words[_Word.WAITING] != _Waiting.NO or bool(
+            words[_Word.DEVICE_WAITS] or words[_Word.SAVING]
+        )
 
     @property
     def communicates(self) -> bool:
@@ -113,11 +127,15 @@ class StatusPage:
         return Phase(self._words[_Word.PHASE])
 
     def reset(self) -> None:
-        """Reset the page for a process about to start; an order for the dead one is void."""
+        """Reset the page for a process about to start; an order for the dead one is
+        void.
+        """
         for word in _Word:
             if word is not _Word.ORDERS_OBEYED:
                 self._words[word] = 0
-        self.beat()  # a time of 0 is a silence since the machine was started: the supervisor would kill at once
+        # a time of 0 is a silence since the machine was started: the supervisor would
+        # kill at once
+        self.beat()
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
 
     def beat(self) -> None:
@@ -130,7 +148,9 @@ class StatusPage:
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[None]:
-        """The training thread waits for other ranks inside the block, and afterwards for what it waited for before."""
+        """The training thread waits for other ranks inside the block, and afterwards
+        for what it waited for before.
+        """
         before = _Waiting(self._words[_Word.WAITING])
         self._wait(_Waiting.FOR_RANKS)
         try:
@@ -139,13 +159,18 @@ class StatusPage:
             self._wait(before)
 
     def wait_on_device(self, waiting: bool) -> None:
-        """The device begins or ends to wait for other ranks; the host may block for it anywhere."""
-        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()  # first: the host may compute for as long from here
+        """The device begins or ends to wait for other ranks; the host may block for it
+        anywhere.
+        """
+        # first: the host may compute for as long from here
+        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
         self._words[_Word.DEVICE_WAITS] = waiting
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """The training thread writes a checkpoint inside the block, however slow its storage is."""
+        """The training thread writes a checkpoint inside the block, however slow its
+        storage is.
+        """
         self._words[_Word.SAVING] = True
         try:
             yield
@@ -163,11 +188,15 @@ class StatusPage:
         self.enter(Phase.JOIN)
 
     def begin_at(self, iteration: int) -> None:
-        """All ranks go on from the state after `iteration`; an error before the next one counts for this iteration."""
+        """All ranks go on from the state after `iteration`; an error before the next
+        one counts for this iteration.
+        """
         self._words[_Word.ITERATION] = iteration
 
     def enter(self, phase: Phase, iteration: int | None = None) -> None:
-        """Begin a phase, of `iteration` or of the one before it; die here if an order says so."""
+        """Begin a phase, of `iteration` or of the one before it; die here if an order
+        says so.
+        """
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
         if iteration is not None:
             self._words[_Word.ITERATION] = iteration
@@ -176,11 +205,22 @@ class StatusPage:
             self._obey()
 
     def enter_in_iteration(self, phase: Phase) -> None:
-        """Begin a phase, unless a recovery is repeating it: all phases that a recovery repeats count as recovery."""
+        """Begin a phase, unless a recovery is repeating it: all phases that a recovery
+        repeats count as recovery.
+        """
         self.enter(Phase.RECOVERY if self.phase is Phase.RECOVERY else phase)
 
-    def order(self, number: signal.Signals, phase: Phase, *, iteration: int = ANY_ITERATION, skip: int = 0) -> None:
-        """Let the worker send itself a signal as it enters `phase` of `iteration`, for the (skip + 1)th time."""
+    def order(
+        self,
+        number: signal.Signals,
+        phase: Phase,
+        *,
+        iteration: int = ANY_ITERATION,
+        skip: int = 0,
+    ) -> None:
+        """Let the worker send itself a signal as it enters `phase` of `iteration`, for
+        the (skip + 1)th time.
+        """
         self._words[_Word.ORDER_ITERATION] = iteration
         self._words[_Word.ORDER_PHASE] = phase
         self._words[_Word.ORDER_SKIP] = skip
@@ -193,17 +233,23 @@ class StatusPage:
 
     @property
     def orders_obeyed(self) -> int:
-        """The number of executed orders, over all incarnations: it separates an executed order from a void one."""
+        """The number of executed orders, over all incarnations: it separates an
+        executed order from a void one.
+        """
         return self._words[_Word.ORDERS_OBEYED]
 
     def _wait(self, waiting: _Waiting) -> None:
-        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()  # first: at the end of a long wait the old time is a hang
+        # first: at the end of a long wait the old time is a hang
+        self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
         self._words[_Word.WAITING] = waiting
 
     def _obey(self) -> None:
         words = self._words
         wanted = words[_Word.ORDER_ITERATION]
-        if words[_Word.ORDER_PHASE] != words[_Word.PHASE] or wanted not in (ANY_ITERATION, words[_Word.ITERATION]):
+        if words[_Word.ORDER_PHASE] != words[_Word.PHASE] or wanted not in (
+            ANY_ITERATION,
+            words[_Word.ITERATION],
+        ):
             return
         if words[_Word.ORDER_SKIP] > 0:
             words[_Word.ORDER_SKIP] -= 1

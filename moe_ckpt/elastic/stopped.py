@@ -1,4 +1,5 @@
-"""Processes of a job that a signal has stopped (SIGSTOP), found by others of its processes.
+"""Processes of a job that a signal has stopped (SIGSTOP), found by others of its
+processes.
 
 A supervisor watches its daemon and the janitor of its node's memory, and the janitor
 watches the supervisors. Owns: how long such a process stays stopped. Must not: end it:
@@ -19,11 +20,13 @@ from moe_ckpt.linux import is_stopped
 class StoppedProcesses:
     """Lets processes go on that have been stopped for too long.
 
-    A whole job that is stopped, as by a batch system that suspends it, stays so: the time
-    in which the calling process does not look does not count.
+    A whole job that is stopped, as by a batch system that suspends it, stays so: the
+    time in which the calling process does not look does not count.
     """
 
-    def __init__(self, patience_s: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, patience_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
         """Begin without a stopped process.
 
         Args:
@@ -50,7 +53,11 @@ class StoppedProcesses:
         self._looked_s = now_s
         stopped = {pid for pid in pids if is_stopped(pid)}
         self._since_s = {pid: self._since_s.get(pid, now_s) for pid in stopped}
-        found = [pid for pid, since_s in self._since_s.items() if now_s - since_s >= self._patience_s]
+        found = [
+            pid
+            for pid, since_s in self._since_s.items()
+            if now_s - since_s >= self._patience_s
+        ]
         for pid in found:
             go_on(pid)
             del self._since_s[pid]

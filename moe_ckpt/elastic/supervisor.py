@@ -1,13 +1,16 @@
-"""The supervisor of one rank: the process that torchrun starts, which forks the worker and replaces it when it dies.
+"""The supervisor of one rank: the process that torchrun starts, which forks the worker
+and replaces it when it dies.
 
-Owns: the life of one worker after another and of all processes that a worker starts, and the distinction of a death, a
-hang and an error. It imports all slow modules and stays single-threaded and away from CUDA, so that a replacement is a
-fork of milliseconds. Must not: train, or touch a process group. A worker that dies of a signal, or fails by a fault of
-the hardware (`elastic.failures`), is replaced. A worker that fails with any other exit status ends the job, as
-torchrun's users expect.
+Owns: the life of one worker after another and of all processes that a worker starts,
+and the distinction of a death, a hang and an error. It imports all slow modules and
+stays single-threaded and away from CUDA, so that a replacement is a fork of
+milliseconds. Must not: train, or touch a process group. A worker that dies of a signal,
+or fails by a fault of the hardware (`elastic.failures`), is replaced. A worker that
+fails with any other exit status ends the job, as torchrun's users expect.
 
-A supervisor that is to stop ends its worker and its daemon, lets a process of its own bring their windows from shared
-memory to disk, and ends with REQUEUE: a scheduler that gives notice finds the job able to go on.
+A supervisor that is to stop ends its worker and its daemon, lets a process of its own
+bring their windows from shared memory to disk, and ends with REQUEUE: a scheduler that
+gives notice finds the job able to go on.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from typing import Any, NoReturn
 
 from moe_ckpt.agent import agent_pid, die_with_parent
 from moe_ckpt.elastic.failures import WORKER_FAULT, Failure
-from moe_ckpt.elastic.generations import DAEMON_DIED, FENCED, STARTED_AGAIN, STORE_LOST, SUPERVISOR, Generations
+from moe_ckpt.elastic.generations import (
+    DAEMON_DIED,
+    FENCED,
+    STARTED_AGAIN,
+    STORE_LOST,
+    SUPERVISOR,
+    Generations,
+)
 from moe_ckpt.elastic.orphans import adopt_orphans, end_orphans, reap_ended, watching
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_deaths
@@ -43,20 +53,27 @@ _log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.05
 _LOOK_FOR_NOTICE_S = 1.0
 _LOOKS_FOR_STOPPED = 4  # in the time for which a process may be stopped
-_END_S = 30.0  # the kernel frees all memory of a killed process in less, unless a driver or a disk does not answer
+# the kernel frees all memory of a killed process in less, unless a driver or a disk
+# does not answer
+_END_S = 30.0
 _FAILED = 1
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_GIVES_NOTICE = tuple(number for number in _STOPPING if number != signal.SIGINT)  # a user at a terminal, who waits
+# a user at a terminal, who waits
+_GIVES_NOTICE = tuple(number for number in _STOPPING if number != signal.SIGINT)
 
 REQUEUE = 99
-"""Exit status of a supervisor that was told to stop: the job can be started again. Grid Engine requeues on it."""
+"""Exit status of a supervisor that was told to stop: the job can be started again. Grid
+Engine requeues on it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorLimits:
-    """The seconds after which a worker counts as hung, and the most deaths in a row without progress.
+    """The seconds after which a worker counts as hung, and the most deaths in a row
+    without progress.
 
-    `stop_save_s`: the seconds for the last save. `sick`: the rules by which no replacement is started.
+    `stop_save_s`: the seconds for the last save. `sick`: the rules by which no
+    replacement is started.
     """
 
     heartbeat_s: float
@@ -70,12 +87,14 @@ class SupervisorLimits:
 class SupervisorHooks:
     """The work of a supervisor beside its worker.
 
-    `start_daemon` forks the process that keeps the rank's copies and returns its pid; it is called again when that
-    dies. `take_failure` returns the exception of a worker that ended with WORKER_FAULT, if it left one. `save_last`
-    runs in a process of its own after worker and daemon have ended, and returns that process's exit status. `notice`
-    is a file whose appearance asks the job to stop. `leave` lets the node leave the job, after the save, if its place
-    is sick. `free_memory` is called with the exit status when no process of the rank uses its memory any more.
-    `janitor` returns the pid of the janitor of that memory.
+    `start_daemon` forks the process that keeps the rank's copies and returns its pid;
+    it is called again when that dies. `take_failure` returns the exception of a worker
+    that ended with WORKER_FAULT, if it left one. `save_last` runs in a process of its
+    own after worker and daemon have ended, and returns that process's exit status.
+    `notice` is a file whose appearance asks the job to stop. `leave` lets the node
+    leave the job, after the save, if its place is sick. `free_memory` is called with
+    the exit status when no process of the rank uses its memory any more. `janitor`
+    returns the pid of the janitor of that memory.
     """
 
     start_daemon: Callable[[], int] | None = None
@@ -88,7 +107,9 @@ class SupervisorHooks:
 
 
 class Supervisor:
-    """Watches one rank. `worker(incarnation)` is called in each forked process and returns its exit status."""
+    """Watches one rank. `worker(incarnation)` is called in each forked process and
+    returns its exit status.
+    """
 
     def __init__(
         self,
@@ -123,17 +144,21 @@ class Supervisor:
         self._user_handler: Any = signal.SIG_DFL  # of SIGUSR1, for workers
 
     def run(self) -> int:
-        """Supervise until the job is done or has failed; return this process's exit status."""
+        """Supervise until the job is done or has failed; return this process's exit
+        status.
+        """
         try:
             status = self._supervise()
-        except StoreLostError as error:  # nothing can be agreed with other ranks any more
+        except StoreLostError as error:
+            # nothing can be agreed with other ranks any more
             _complain(f"error: rank {self._global_rank}: {error}")
             status = STORE_LOST
         except Exception:
             self._save_last()  # an error of this process loses no iteration, either
             self._free_memory(_FAILED)
             raise
-        if status not in (0, FENCED):  # the successor of a fenced worker may be writing the same folder
+        # the successor of a fenced worker may be writing the same folder
+        if status not in (0, FENCED):
             self._save_last()  # an error of the program loses no iteration, either
         # after the save: once the agent has ended, shared memory is about to be removed
         if self._is_sick and self._hooks.leave:
@@ -149,7 +174,8 @@ class Supervisor:
         signal.signal(signal.SIGCONT, functools.partial(self._say_stopped, os.getpid()))
         # after the handlers: if the agent has ended already, the signal comes at once
         die_with_parent(signal.SIGTERM, parent=agent_pid())
-        self._beside = set(children_of(os.getpid()))  # all others are the daemon, a worker, and what a worker leaves
+        # all others are the daemon, a worker, and what a worker leaves
+        self._beside = set(children_of(os.getpid()))
         adopt_orphans()
         self._succeed()
         if self._hooks.start_daemon:
@@ -159,20 +185,30 @@ class Supervisor:
             hung = self._watch()
             pid, status = os.waitpid(self._pid, 0)
             self._pid = 0  # from now on that number may belong to another process
-            end_orphans(self._own)  # a writer that is left would write beside its successor's
+            # a writer that is left would write beside its successor's
+            end_orphans(self._own)
             failure = self._failure(status)
             if os.WIFEXITED(status) and failure is None:
                 return os.WEXITSTATUS(status)
             name = signal_name(os.WTERMSIG(status)) if failure is None else ""
-            why = hung or (f"died of {name}" if failure is None else f"failed by {failure.error}")
+            why = hung or (
+                f"died of {name}" if failure is None else f"failed by {failure.error}"
+            )
             # another worker would wait for ranks that have ended
             if self._generations.has_finished(self._page.generation):
                 return self._status_after_training(why, is_killed=failure is None)
             if failure and self._is_repeated(failure):
                 return _FAILED
-            fault = FaultClass.EXCEPTION if failure else FaultClass.HANG if hung else FaultClass.SIGNAL
+            fault = (
+                FaultClass.EXCEPTION
+                if failure
+                else FaultClass.HANG
+                if hung
+                else FaultClass.SIGNAL
+            )
             death = self._death(pid, name, why, fault)
-            # before `_may_replace`: other ranks must not wait for a health command, which takes up to runtime.health_s
+            # before `_may_replace`: other ranks must not wait for a health command,
+            # which takes up to runtime.health_s
             if not self._end_generation(death):
                 return self._status_after_training(why, is_killed=failure is None)
             if not self._may_replace(death):
@@ -188,65 +224,93 @@ class Supervisor:
         """Return the exception of a worker that ended by a fault of the hardware."""
         # a script may end with that status by itself; it leaves no failure file
         is_fault = os.WIFEXITED(status) and os.WEXITSTATUS(status) == WORKER_FAULT
-        return self._hooks.take_failure() if is_fault and self._hooks.take_failure else None
+        return (
+            self._hooks.take_failure()
+            if is_fault and self._hooks.take_failure
+            else None
+        )
 
     def _is_repeated(self, failure: Failure) -> bool:
-        """Return whether the worker before failed in the same way; then the message has the traceback."""
+        """Return whether the worker before failed in the same way; then the message has
+        the traceback.
+        """
         earlier, self._last_failure = self._last_failure, failure
         if not failure.repeats(earlier):
             return False
         _complain(
-            f"error: rank {self._global_rank} failed again in iteration {failure.iteration} at the same place: this is "
-            f"an error of the program and not of the hardware\n{failure.traceback}"
+            f"error: rank {self._global_rank} failed again in iteration"
+            f" {failure.iteration} at the same place: this is an error of the program"
+            f" and not of the hardware\n{failure.traceback}"
         )
         return True
 
     def _status_after_training(self, why: str, *, is_killed: bool) -> int:
-        """Return the exit status for a worker's death after the end of training: success, unless it still worked."""
+        """Return the exit status for a worker's death after the end of training:
+        success, unless it still worked.
+        """
         if is_killed and self._page.phase is Phase.DONE:
             return 0
-        _complain(f"error: rank {self._global_rank} {why} after the last iteration, in the script's own work")
+        _complain(
+            f"error: rank {self._global_rank} {why} after the last iteration, in the"
+            " script's own work"
+        )
         return _FAILED
 
     def _succeed(self) -> None:
-        """If torchrun has restarted this rank, release workers that still wait for its earlier incarnation."""
+        """If torchrun has restarted this rank, release workers that still wait for its
+        earlier incarnation.
+        """
         self._incarnation = self._generations.incarnation(self._global_rank) + 1
         if self._incarnation > 0:
-            # first: an earlier worker that is cut off and not dead must not join the generation that begins now
+            # first: an earlier worker that is cut off and not dead must not join the
+            # generation that begins now
             self._generations.set_incarnation(self._global_rank, self._incarnation)
-            self._generations.begin_anew(f"{SUPERVISOR} of rank {self._global_rank} {STARTED_AGAIN}")
+            self._generations.begin_anew(
+                f"{SUPERVISOR} of rank {self._global_rank} {STARTED_AGAIN}"
+            )
 
     def _spawn(self) -> None:
-        # before the fork: a worker whose number is not in the store yet would end as one that has been replaced
+        # before the fork: a worker whose number is not in the store yet would end as
+        # one that has been replaced
         self._generations.set_incarnation(self._global_rank, self._incarnation)
         self._page.reset()
-        sys.stdout.flush()  # the child has a copy of the buffer, and would write the text once more
+        # the child has a copy of the buffer, and would write the text once more
+        sys.stdout.flush()
         sys.stderr.flush()
         supervisor_pid = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # a handler must find the pid of the new worker
+        # a handler must find the pid of the new worker
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         self._pid = os.fork()
         if self._pid == 0:
             for number in _STOPPING:
-                # while they are blocked: `_stop` would end the worker with a status, as an error of the program does
-                signal.signal(number, self._user_handler if number == signal.SIGUSR1 else signal.SIG_DFL)
+                # while they are blocked: `_stop` would end the worker with a status, as
+                # an error of the program does
+                signal.signal(
+                    number,
+                    self._user_handler if number == signal.SIGUSR1 else signal.SIG_DFL,
+                )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
         if self._pid == 0:
             die_with_parent(signal.SIGKILL, parent=supervisor_pid)
             run_and_exit(lambda: self._worker(self._incarnation))
 
     def _watch(self) -> str | None:
-        """Return when the worker is dead, or about to be: with the reason if this supervisor has killed it."""
+        """Return when the worker is dead, or about to be: with the reason if this
+        supervisor has killed it.
+        """
         with watching([self._pid]) as ended:
             while not ended(_WATCH_EVERY_S):
                 self._watched_s = time.monotonic()
                 self._replace_dead_daemon()
-                # a number that is free again may become that of a process that a worker leaves, which is to be ended
+                # a number that is free again may become that of a process that a worker
+                # leaves, which is to be ended
                 self._beside -= reap_ended({self._pid, self._daemon_pid})
                 self._heed_notice()
                 self._look_for_stopped()
                 hung = self._hang()
                 if hung:
-                    os.kill(self._pid, signal.SIGKILL)  # works on a stopped process, too
+                    # works on a stopped process, too
+                    os.kill(self._pid, signal.SIGKILL)
                     if not ended(_END_S):
                         self._give_up_unended(hung)
                     return hung
@@ -254,34 +318,56 @@ class Supervisor:
 
     def _give_up_unended(self, hung: str) -> NoReturn:
         """End without the worker's end: until then no successor can use its device."""
-        reason = f"it has not ended in {_END_S:g} seconds: a driver or a disk of {socket.gethostname()} does not answer"
+        reason = (
+            f"it has not ended in {_END_S:g} seconds: a driver or a disk of"
+            f" {socket.gethostname()} does not answer"
+        )
         _complain(f"error: rank {self._global_rank} {hung}, but {reason}")
         self._exit(_FAILED)
 
     def _replace_dead_daemon(self) -> None:
-        """Start another daemon if it has died; then all ranks meet again, and learn its address."""
+        """Start another daemon if it has died; then all ranks meet again, and learn its
+        address.
+        """
         if not self._daemon_pid or os.waitpid(self._daemon_pid, os.WNOHANG) == (0, 0):
             return
         assert self._hooks.start_daemon is not None
         self._daemon_pid = 0  # first: `_exit` kills the process with this number
         if not self._daemon_deaths.allows_another(self._page.iteration):
-            _complain(f"error: the daemon of rank {self._global_rank} died {self._daemon_deaths}, giving up")
+            _complain(
+                f"error: the daemon of rank {self._global_rank} died"
+                f" {self._daemon_deaths}, giving up"
+            )
             self._exit(_FAILED)
         self._daemon_pid = self._hooks.start_daemon()
         if self._page.generation:
-            self._generations.end(self._page.generation, f"{SUPERVISOR} of rank {self._global_rank}: {DAEMON_DIED}")
+            self._generations.end(
+                self._page.generation,
+                f"{SUPERVISOR} of rank {self._global_rank}: {DAEMON_DIED}",
+            )
 
     def _hang(self) -> str | None:
         now_s = time.monotonic()
         if self._heartbeat.exceeds_limit(self._page.heartbeat_s, now_s):
-            return f"hung: no heartbeat for runtime.heartbeat_s={self._limits.heartbeat_s:g} seconds, killed"
-        # a rank that hangs stops all others: only the one that waits for no rank is killed
-        if not self._page.waiting and self._progress.exceeds_limit(self._page.progress_s, now_s):
-            return f"hung: no progress for runtime.progress_s={self._limits.progress_s:g} seconds, killed"
+            return (
+                "hung: no heartbeat for"
+                f" runtime.heartbeat_s={self._limits.heartbeat_s:g} seconds, killed"
+            )
+        # a rank that hangs stops all others: only the one that waits for no rank is
+        # killed
+        if not self._page.waiting and self._progress.exceeds_limit(
+            self._page.progress_s, now_s
+        ):
+            return (
+                f"hung: no progress for runtime.progress_s={self._limits.progress_s:g}"
+                " seconds, killed"
+            )
         return None
 
     def _end_generation(self, death: Death) -> bool:
-        """End the generation of a dead worker; return False if all ranks have finished meanwhile."""
+        """End the generation of a dead worker; return False if all ranks have finished
+        meanwhile.
+        """
         generation = self._page.generation
         # first: ranks that join the next generation read the deaths of this one
         self._generations.record_death(generation or self._generations.current(), death)
@@ -291,22 +377,35 @@ class Supervisor:
         return True
 
     def _may_replace(self, death: Death) -> bool:
-        """Return whether the budget of deaths, and the health of this place, allow another worker."""
+        """Return whether the budget of deaths, and the health of this place, allow
+        another worker.
+        """
         if not self._worker_deaths.allows_another(death.iteration):
-            _complain(f"error: rank {self._global_rank} died {self._worker_deaths}, giving up; the last time: {death}")
+            _complain(
+                f"error: rank {self._global_rank} died {self._worker_deaths}, giving"
+                f" up; the last time: {death}"
+            )
             return False
         self._deaths_here_s.append(time.monotonic())
-        sick = reason_of_deaths(self._limits.sick, self._deaths_here_s) or check_health(self._limits.sick)
+        sick = reason_of_deaths(self._limits.sick, self._deaths_here_s) or check_health(
+            self._limits.sick
+        )
         self._is_sick = sick is not None
         if sick:
             place = f"{socket.gethostname()}, the place of rank {self._global_rank},"
-            _complain(f"error: {place} is sick, no worker is started there again: {sick}; the last time: {death}")
+            _complain(
+                f"error: {place} is sick, no worker is started there again: {sick}; the"
+                f" last time: {death}"
+            )
             if self._hooks.leave:
-                _complain("runtime.sick_place=leave: this node leaves the job to a spare one")
+                _complain(
+                    "runtime.sick_place=leave: this node leaves the job to a spare one"
+                )
         return sick is None
 
     def _death(self, pid: int, name: str, why: str, fault: FaultClass) -> Death:
-        # the page has monotonic times, which mean nothing on the machines of other ranks
+        # the page has monotonic times, which mean nothing on the machines of other
+        # ranks
         offset_s = time.time() - time.monotonic()
         return Death(
             fault=fault,
@@ -321,10 +420,17 @@ class Supervisor:
         )
 
     def _stop(self, number: int, _: object) -> None:
-        """A scheduler or torchrun ends the job, or torchrun has ended itself: end with it."""
-        if number in _GIVES_NOTICE and self._hooks.save_last and os.getppid() == agent_pid():
+        """A scheduler or torchrun ends the job, or torchrun has ended itself: end with
+        it.
+        """
+        if (
+            number in _GIVES_NOTICE
+            and self._hooks.save_last
+            and os.getppid() == agent_pid()
+        ):
             self._exit(REQUEUE)
-        self._pid = _end(self._pid)  # and no save: without the agent, shared memory is about to be removed
+        # and no save: without the agent, shared memory is about to be removed
+        self._pid = _end(self._pid)
         end_orphans(self._own)
         if os.getppid() == agent_pid():
             self._free_memory(128 + number)
@@ -337,7 +443,9 @@ class Supervisor:
             return
         self._looked_s = now_s
         if notice.exists():
-            _complain(f"rank {self._global_rank}: runtime.notice_file={notice} asks to stop")
+            _complain(
+                f"rank {self._global_rank}: runtime.notice_file={notice} asks to stop"
+            )
             self._exit(REQUEUE)
 
     def _look_for_stopped(self) -> None:
@@ -346,17 +454,29 @@ class Supervisor:
         if now_s < self._look_for_stopped_s:
             return
         self._look_for_stopped_s = now_s + self._limits.heartbeat_s / _LOOKS_FOR_STOPPED
-        names = {self._daemon_pid: "daemon", self._hooks.janitor(): "janitor of the node's memory"}
+        names = {
+            self._daemon_pid: "daemon",
+            self._hooks.janitor(): "janitor of the node's memory",
+        }
         for pid in self._stopped.look(pid for pid in names if pid):
-            _complain(f"rank {self._global_rank}: the {names[pid]} (process {pid}) was stopped, and goes on")
+            _complain(
+                f"rank {self._global_rank}: the {names[pid]} (process {pid}) was"
+                " stopped, and goes on"
+            )
 
     def _say_stopped(self, supervisor_pid: int, _number: int, _frame: object) -> None:
-        """Report that this process was stopped for so long that a worker would be killed."""
+        """Report that this process was stopped for so long that a worker would be
+        killed.
+        """
         stopped_s = time.monotonic() - self._watched_s
-        is_forked = os.getpid() != supervisor_pid  # the handler of a process that the supervisor has forked
+        # the handler of a process that the supervisor has forked
+        is_forked = os.getpid() != supervisor_pid
         if stopped_s >= self._limits.heartbeat_s and not is_forked:
             stopped = f"was stopped for {stopped_s:.0f} s, and goes on"
-            _complain(f"rank {self._global_rank}: the supervisor (process {supervisor_pid}) {stopped}")
+            _complain(
+                f"rank {self._global_rank}: the supervisor (process {supervisor_pid})"
+                f" {stopped}"
+            )
 
     def _exit(self, status: int) -> NoReturn:
         """End after the worker has: its successor may need its resources."""
@@ -369,7 +489,9 @@ class Supervisor:
         self._hooks.free_memory(status)
 
     def _save_last(self) -> None:
-        """End worker and daemon, and bring their windows to disk, for `stop_save_s` seconds at most."""
+        """End worker and daemon, and bring their windows to disk, for `stop_save_s`
+        seconds at most.
+        """
         for each in _STOPPING:
             signal.signal(each, signal.SIG_IGN)  # two saves would write the same files
         # before the save: two processes must not write one folder
@@ -381,15 +503,25 @@ class Supervisor:
         pid = start_beside(self._hooks.save_last)
         with watching([pid]) as ended:
             if not ended(self._limits.stop_save_s):
-                os.kill(pid, signal.SIGKILL)  # and no wait: a process that waits for a disk ends when the disk answers
+                # and no wait: a process that waits for a disk ends when the disk
+                # answers
+                os.kill(pid, signal.SIGKILL)
                 limit = f"runtime.stop_save_s={self._limits.stop_save_s:g} seconds"
-                _complain(f"rank {self._global_rank}: not saved within {limit}: the next start uses an older state")
+                _complain(
+                    f"rank {self._global_rank}: not saved within {limit}: the next"
+                    " start uses an older state"
+                )
 
 
 def _end(pid: int) -> int:
-    """Kill a child, if there is one, and wait up to _END_S for its end; return 0, the pid of no child."""
+    """Kill a child, if there is one, and wait up to _END_S for its end; return 0, the
+    pid of no child.
+    """
     if pid:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError), watching([pid]) as ended:
+        with (
+            contextlib.suppress(ProcessLookupError, ChildProcessError),
+            watching([pid]) as ended,
+        ):
             os.kill(pid, signal.SIGKILL)
             if ended(_END_S):
                 os.waitpid(pid, 0)
@@ -412,7 +544,10 @@ class _Budget:
         return self._deaths < self._max_deaths
 
     def __str__(self) -> str:
-        return f"{self._deaths} times in a row without progress (runtime.max_deaths={self._max_deaths})"
+        return (
+            f"{self._deaths} times in a row without progress"
+            f" (runtime.max_deaths={self._max_deaths})"
+        )
 
 
 def _complain(text: str) -> None:
@@ -420,7 +555,9 @@ def _complain(text: str) -> None:
 
 
 def run_and_exit(main: Callable[[], int]) -> None:
-    """Run the work of a forked process, and end the process: none of its parent's code may run in it."""
+    """Run the work of a forked process, and end the process: none of its parent's code
+    may run in it.
+    """
     status = _FAILED
     try:
         status = main()
@@ -436,7 +573,8 @@ def run_and_exit(main: Callable[[], int]) -> None:
 def start_beside(main: Callable[[], int]) -> int:
     """Start a process that lives at most as long as this supervisor; return its pid."""
     supervisor_pid = os.getpid()
-    with signals_held():  # a handler that forks within a fork would wait for locks that the outer one has
+    # a handler that forks within a fork would wait for locks that the outer one has
+    with signals_held():
         pid = os.fork()
     if pid == 0:
         die_with_parent(signal.SIGKILL, parent=supervisor_pid)

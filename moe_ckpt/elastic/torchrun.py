@@ -1,4 +1,6 @@
-"""The variables that torchrun gives a process. Imports no torch: a missing one is found before any slow import."""
+"""The variables that torchrun gives a process. Imports no torch: a missing one is found
+before any slow import.
+"""
 
 from __future__ import annotations
 
@@ -46,26 +48,33 @@ class Launch:
 
 
 def is_launched() -> bool:
-    """Return whether torchrun, or a launcher that sets the same variables, has started this process."""
+    """Return whether torchrun, or a launcher that sets the same variables, has started
+    this process.
+    """
     return all(name in os.environ for name in _LAUNCH_VARIABLES)
 
 
 def read_launch(script: str = "SCRIPT") -> Launch:
-    """Return this process's place in the job. Raises ConfigError, with the command to use, without torchrun."""
+    """Return this process's place in the job. Raises ConfigError, with the command to
+    use, without torchrun.
+    """
     missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"this process was not started by torchrun ({', '.join(missing)} not set); start it like this:\n"
-            f"  torchrun --nproc-per-node=4 {script}"
+            f"this process was not started by torchrun ({', '.join(missing)} not set);"
+            f" start it like this:\n  torchrun --nproc-per-node=4 {script}"
         )
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return Launch(
         global_rank=int(os.environ["RANK"]),
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+        local_world_size=int(
+            os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+        ),
         attempt=attempt,
-        is_last_attempt=attempt >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", str(attempt + 1))),
+        is_last_attempt=attempt
+        >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", str(attempt + 1))),
     )
 
 
@@ -75,15 +84,18 @@ def has_agent_store() -> bool:
 
 
 def job_name() -> str:
-    """Return torchrun's name of this job: `none` unless --rdzv-id names it; empty without torchrun."""
+    """Return torchrun's name of this job: `none` unless --rdzv-id names it; empty
+    without torchrun.
+    """
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def is_set_by_user(variable: str, torchruns: str) -> bool:
-    """Return whether a variable has the user's value, and not one that torchrun has given it.
+    """Return whether a variable has the user's value, and not one that torchrun has
+    given it.
 
-    torchrun adds variables to its own environment after its start, which the kernel does not show: /proc has the
-    environment that a process was started with.
+    torchrun adds variables to its own environment after its start, which the kernel
+    does not show: /proc has the environment that a process was started with.
 
     Args:
         variable: The name of the variable.
@@ -96,9 +108,11 @@ def is_set_by_user(variable: str, torchruns: str) -> bool:
 
 
 def write_error_file(message: str) -> None:
-    """Let torchrun's own report end with this error, where a hint about tracebacks would stand else.
+    """Let torchrun's own report end with this error, where a hint about tracebacks
+    would stand else.
 
-    torchrun prints a traceback of its own, and then this report, after any process that ends with an error.
+    torchrun prints a traceback of its own, and then this report, after any process that
+    ends with an error.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -1,7 +1,8 @@
-"""Builds one rank's in-memory checkpointing from its adapter: host memory, policy, tier, recoveries.
+"""Builds one rank's in-memory checkpointing from its adapter: host memory, policy,
+tier, recoveries.
 
-Owns: the order in which the parts are built, and their two lifetimes. Must not: import Megatron, or do anything but
-build.
+Owns: the order in which the parts are built, and their two lifetimes. Must not: import
+Megatron, or do anything but build.
 
     process      adapter, events -> RankParts (memory, account, counts, meter)      in the first generation
     generation   policy; RankParts -> store, tier, recoveries -> InMemoryCheckpointing
@@ -97,10 +98,13 @@ class InMemoryAssembly:
             config: The policy's settings.
             adapter: This rank's training.
             events: This rank's log of events.
-            elastic: This rank's means to survive the loss of ranks; None: such a loss ends the job.
-            folder: The folder of snapshots on the local disk, unless the configuration names another one.
+            elastic: This rank's means to survive the loss of ranks; None: such a loss
+                ends the job.
+            folder: The folder of snapshots on the local disk, unless the configuration
+                names another one.
             losses: Losses of state on purpose, in living processes.
-            on_divergence: One of `config.DIVERGENCES`, for a replay that differs from the state of a healthy rank.
+            on_divergence: One of `config.DIVERGENCES`, for a replay that differs from
+                the state of a healthy rank.
 
         Raises:
             ConfigError: A loss is of a stage or a rank that the job does not have.
@@ -110,7 +114,11 @@ class InMemoryAssembly:
         self._place = adapter.place
         self._events = events
         self._elastic = elastic
-        self._disk_folder = Path(config.disk_path) / self._place.identity.run_id if config.disk_path else folder
+        self._disk_folder = (
+            Path(config.disk_path) / self._place.identity.run_id
+            if config.disk_path
+            else folder
+        )
         self._on_divergence = on_divergence
         self._schedule = FaultSchedule(losses)
         self._schedule.check_fit(self._place.num_stages, self._place.identity.layout.dp)
@@ -119,31 +127,41 @@ class InMemoryAssembly:
         self._sizes: WindowSizes | None = None
 
     def build_generation(self) -> tuple[InMemoryPolicy, InMemoryCheckpointing]:
-        """Build the in-memory side of a new generation. The contents of host memory stay. Collective over all ranks.
+        """Build the in-memory side of a new generation. The contents of host memory
+        stay. Collective over all ranks.
 
         Returns:
-            The policy, alike on all ranks of a stage and without a history, and the rank's checkpointing.
+            The policy, alike on all ranks of a stage and without a history, and the
+            rank's checkpointing.
 
         Raises:
-            ConfigError: The settings do not fit the model or the machines; on all ranks.
+            ConfigError: The settings do not fit the model or the machines; on all
+                ranks.
         """
-        self._adapter.operators.meet()  # first: a replacement was alone as it built its model
+        # first: a replacement was alone as it built its model
+        self._adapter.operators.meet()
         num_copies = self._elastic.replicas if self._elastic else 0
         profiles = self._gather_profiles()
         self._require_time_for_copies(profiles.stages, num_copies)
         if profiles is not self._profiles:
             self._profiles, self._sizes = profiles, None
-        policy = _make_policy(self._config, profiles.stages, self._adapter, num_copies, self._sizes)
+        policy = _make_policy(
+            self._config, profiles.stages, self._adapter, num_copies, self._sizes
+        )
         if isinstance(policy, SparseWindows):
-            # for later generations: in a large job the windows of all stages take a second to compute
+            # for later generations: in a large job the windows of all stages take a
+            # second to compute
             self._sizes = policy.sizes
-        partial = policy if isinstance(policy, PartialExperts | PopularExperts) else None
+        partial = (
+            policy if isinstance(policy, PartialExperts | PopularExperts) else None
+        )
         if self._elastic:
             hosts = self._elastic.hosts
             # before `use_peers`, which then names the servers that all ranks can reach
             if hosts and hosts.agree(self._place.ranks):
                 self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
-            self._elastic.use_peers()  # a daemon that was replaced since has another address
+            # a daemon that was replaced since has another address
+            self._elastic.use_peers()
         if self._parts is None:
             self._parts = self._open_parts(policy, has_account=partial is not None)
         parts = self._parts
@@ -153,7 +171,13 @@ class InMemoryAssembly:
         checkpointing = InMemoryCheckpointing(
             parts,
             tier,
-            StateLosses(self._schedule, self._adapter.injector, self._place, tier.lose, self._events),
+            StateLosses(
+                self._schedule,
+                self._adapter.injector,
+                self._place,
+                tier.lose,
+                self._events,
+            ),
             stage_recovery=stage_recovery,
             job_recovery=self._job_recovery(parts, store, partial, stage_recovery),
             notes=[*policy.notes(), *self._adapter.notes, *self._placement()],
@@ -163,7 +187,8 @@ class InMemoryAssembly:
 
     def _open_parts(self, policy: InMemoryPolicy, *, has_account: bool) -> RankParts:
         """Open the parts that live as long as the process."""
-        # after the policy: its forecast divides the memory budget between logs and snapshots
+        # after the policy: its forecast divides the memory budget between logs and
+        # snapshots
         memory = RankMemory(
             self._config,
             self._place,
@@ -173,7 +198,9 @@ class InMemoryAssembly:
         )
         communicator, table = self._adapter.communicator, self._adapter.operators.table
         communicator.log, communicator.bubbles = memory.boundary, memory.bubbles
-        num_experts = sum(operator.kind is OperatorKind.EXPERT for operator in table.operators)
+        num_experts = sum(
+            operator.kind is OperatorKind.EXPERT for operator in table.operators
+        )
         return RankParts(
             adapter=self._adapter,
             memory=memory,
@@ -190,16 +217,22 @@ class InMemoryAssembly:
             require_shared_room(self._place.ranks, self._elastic.memory, needed_bytes)
 
     def _snapshots_limit_bytes(self, policy: InMemoryPolicy) -> int | None:
-        """Return the most bytes of snapshots: the budget without the logs and the copies that the policy forecasts."""
+        """Return the most bytes of snapshots: the budget without the logs and the
+        copies that the policy forecasts.
+        """
         if self._config.memory_budget_bytes is None:
             return None
         forecast = policy.own_forecast()
-        return self._config.memory_budget_bytes - (forecast.total_bytes - forecast.snapshots_bytes)
+        return self._config.memory_budget_bytes - (
+            forecast.total_bytes - forecast.snapshots_bytes
+        )
 
     def _server_states(self, parts: RankParts) -> ServerStates | None:
         if self._config.served is None:
             return None
-        assert self._elastic is not None, "checkpoint servers live beside supervised ranks"
+        assert self._elastic is not None, (
+            "checkpoint servers live beside supervised ranks"
+        )
         return ServerStates(parts, self._config.served.max_lag_iters, self._elastic)
 
     def _job_recovery(
@@ -215,9 +248,17 @@ class InMemoryAssembly:
             return PartialRecovery(parts, store, partial, self._elastic)
         assert stage_recovery is not None, "only units are loaded without a replay"
         servers_lead = self._config.served is not None
-        sources = WindowSources(parts, stage_recovery, self._elastic, servers_lead=servers_lead)
+        sources = WindowSources(
+            parts, stage_recovery, self._elastic, servers_lead=servers_lead
+        )
         recovers_locally = self._config.recovers_locally
-        return WindowRecovery(parts, sources, stage_recovery, self._elastic, recovers_locally=recovers_locally)
+        return WindowRecovery(
+            parts,
+            sources,
+            stage_recovery,
+            self._elastic,
+            recovers_locally=recovers_locally,
+        )
 
     def _placement(self) -> list[str]:
         if self._elastic is None:
@@ -233,11 +274,16 @@ class InMemoryAssembly:
         )
         return ["where copies of host memory are:", *lines]
 
-    def _require_time_for_copies(self, stages: Sequence[StageProfile], num_copies: int) -> None:
-        """Raise ConfigError on all ranks if the cap lets no full snapshot through within `runtime.copy_s`."""
+    def _require_time_for_copies(
+        self, stages: Sequence[StageProfile], num_copies: int
+    ) -> None:
+        """Raise ConfigError on all ranks if the cap lets no full snapshot through
+        within `runtime.copy_s`.
+        """
         if self._elastic is None:
             return
-        # by the largest of all stages: ranks that raised alone would leave the others waiting for them
+        # by the largest of all stages: ranks that raised alone would leave the others
+        # waiting for them
         caps, copy_s = self._config.max_bytes_per_s, self._elastic.copy_s
         most_bytes = max(stage.dense_bytes for stage in stages)
         for name, cap, nbytes in (
@@ -247,7 +293,8 @@ class InMemoryAssembly:
         ):
             if cap is not None:
                 wanted = (
-                    f"at least {nbytes / cap:.3g}: a full snapshot of {nbytes} bytes at ckpt.max_bytes_per_s.{name}"
+                    f"at least {nbytes / cap:.3g}: a full snapshot of {nbytes} bytes at"
+                    f" ckpt.max_bytes_per_s.{name}"
                 )
                 require(nbytes <= cap * copy_s, "runtime.copy_s", copy_s, wanted)
 
@@ -255,7 +302,9 @@ class InMemoryAssembly:
         """Return the profile of every stage. Collective over all ranks."""
         mine = StageProfile(
             table=self._adapter.operators.table,
-            boundary_log_bytes=self._adapter.boundary_log_bytes if self._config.boundary_log else 0,
+            boundary_log_bytes=self._adapter.boundary_log_bytes
+            if self._config.boundary_log
+            else 0,
             step_log_bytes=self._adapter.step_log_bytes,
         )
         return share_profiles(self._place, mine, self._profiles)

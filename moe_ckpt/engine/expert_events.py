@@ -1,7 +1,8 @@
 """Writes events on the popularity of a stage's experts and on their order in windows.
 
-Must not: count, or decide an order. The first rank of each stage writes for all of its ranks, which agree. In a long
-run only some windows are reported, or these events would outgrow those of iterations.
+Must not: count, or decide an order. The first rank of each stage writes for all of its
+ranks, which agree. In a long run only some windows are reported, or these events would
+outgrow those of iterations.
 """
 
 from __future__ import annotations
@@ -14,16 +15,27 @@ import numpy.typing as npt
 from moe_ckpt.events import EventLog, ExpertPopularity, ExpertsOrdered
 from moe_ckpt.types import OperatorKind, OperatorTable, SlotPlan
 
-_SPACING = 1000  # one window in a thousandth of the run so far: 6000 of a run of 100,000 iterations
+# one window in a thousandth of the run so far: 6000 of a run of 100,000 iterations
+_SPACING = 1000
 
 
 class ExpertEvents:
     """Events of one generation. `writes`: whether this rank writes them."""
 
     def __init__(self, table: OperatorTable, events: EventLog, *, writes: bool) -> None:
-        experts = [(op, i) for i, op in enumerate(table.operators) if op.kind is OperatorKind.EXPERT]
-        self._number = {position: number for number, (_, position) in enumerate(experts)}
-        self._layers = [str(replace(op, kind=OperatorKind.BLOCK, expert=None)) for op, _ in experts if op.expert == 0]
+        experts = [
+            (op, i)
+            for i, op in enumerate(table.operators)
+            if op.kind is OperatorKind.EXPERT
+        ]
+        self._number = {
+            position: number for number, (_, position) in enumerate(experts)
+        }
+        self._layers = [
+            str(replace(op, kind=OperatorKind.BLOCK, expert=None))
+            for op, _ in experts
+            if op.expert == 0
+        ]
         self._writes = writes and bool(experts)
         self._events = events
         self._counted_by_all = False
@@ -34,7 +46,8 @@ class ExpertEvents:
         self._is_written = False
 
     def measured(self, popularity: npt.NDArray[np.float64]) -> None:
-        """The policy has received this popularity, for a window that may begin now; counts begin anew.
+        """The policy has received this popularity, for a window that may begin now;
+        counts begin anew.
 
         Earlier counts are not reported: a replacement rank has not counted all of them.
         """
@@ -51,24 +64,45 @@ class ExpertEvents:
             return
         if plan.slot == 0:
             self._begin(plan.window_start)
-        taken = [self._number[position] for position in plan.full if position in self._number]
+        taken = [
+            self._number[position] for position in plan.full if position in self._number
+        ]
         self._slots[taken] = plan.slot
         # one slot takes all experts at once: there is no order to report
         if not (self._is_written and plan.is_last and plan.num_slots > 1):
             return
-        before, self._written_slots = self._written_slots, (plan.num_slots, self._slots.tolist())
+        before, self._written_slots = (
+            self._written_slots,
+            (plan.num_slots, self._slots.tolist()),
+        )
         if before != self._written_slots:
             slots = self._slots.reshape(len(self._layers), -1).tolist()
             self._events.append(
-                ExpertsOrdered(iteration=plan.window_start, num_slots=plan.num_slots, layers=self._layers, slots=slots)
+                ExpertsOrdered(
+                    iteration=plan.window_start,
+                    num_slots=plan.num_slots,
+                    layers=self._layers,
+                    slots=slots,
+                )
             )
 
     def _begin(self, iteration: int) -> None:
         popularity, self._popularity = self._popularity, None
-        self._is_written = popularity is not None and iteration * _SPACING >= self._written_iteration * (_SPACING + 1)
+        self._is_written = (
+            popularity is not None
+            and iteration * _SPACING >= self._written_iteration * (_SPACING + 1)
+        )
         if popularity is not None and self._is_written:
             self._written_iteration = iteration
-            # the shortest JSON: exact for a number of tokens, six digits of a sum of probabilities
-            short = [int(count) if count == int(count) else float(f"{count:.6g}") for count in popularity]
+            # the shortest JSON: exact for a number of tokens, six digits of a sum of
+            # probabilities
+            short = [
+                int(count) if count == int(count) else float(f"{count:.6g}")
+                for count in popularity
+            ]
             tokens = np.array(short, object).reshape(len(self._layers), -1).tolist()
-            self._events.append(ExpertPopularity(iteration=iteration, layers=self._layers, tokens=tokens))
+            self._events.append(
+                ExpertPopularity(
+                    iteration=iteration, layers=self._layers, tokens=tokens
+                )
+            )

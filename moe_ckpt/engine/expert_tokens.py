@@ -1,4 +1,5 @@
-"""The tokens of a stage's experts: counted for the policy, entered into the account, made up by higher capacity.
+"""The tokens of a stage's experts: counted for the policy, entered into the account,
+made up by higher capacity.
 
 Must not: decide an order of experts or a capacity.
 """
@@ -17,7 +18,8 @@ from moe_ckpt.types import ExpertCounts, Measured, ReadyGradients
 
 
 class ExpertTokens:
-    """The counts of one generation; without counts, boost and account it does nothing. Collective in the stage.
+    """The counts of one generation; without counts, boost and account it does nothing.
+    Collective in the stage.
 
     `events` reports their popularity and their order.
     """
@@ -33,7 +35,9 @@ class ExpertTokens:
         self._counted: ExpertCounts | None = None
         self._made_up: IntArray | None = None
         writes = parts.adapter.place.stage_ranks.rank == 0 and parts.counts is not None
-        self.events = ExpertEvents(parts.adapter.operators.table, parts.events, writes=writes)
+        self.events = ExpertEvents(
+            parts.adapter.operators.table, parts.events, writes=writes
+        )
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -47,7 +51,9 @@ class ExpertTokens:
         self._counted = self._counts.end() if self._counts else None
 
     def log_extra(self, gradients: ReadyGradients) -> None:
-        """Keep the extra tokens of the iteration until its step: one that is skipped trains no expert."""
+        """Keep the extra tokens of the iteration until its step: one that is skipped
+        trains no expert.
+        """
         if self._boost and self._boost.deficit.any():
             extra = self._boost.end_iteration()
             self._made_up = np.zeros_like(extra) if gradients.overflow else extra
@@ -57,15 +63,20 @@ class ExpertTokens:
         counted, self._counted = self._counted, None
         if counted is not None:
             popularity = self._meter.popularity
-            self._meter.popularity = accumulate(self._kind, popularity, counted.hard, counted.soft, decay=self._decay)
+            self._meter.popularity = accumulate(
+                self._kind, popularity, counted.hard, counted.soft, decay=self._decay
+            )
 
     def make_up(self, iteration: int) -> None:
-        """Subtract the extra tokens of all ranks of the stage in this iteration from the experts' deficits."""
+        """Subtract the extra tokens of all ranks of the stage in this iteration from
+        the experts' deficits.
+        """
         extra, self._made_up = self._made_up, None
         if self._boost is None or self._account is None or extra is None:
             return
         total = torch.from_numpy(extra).to(self._place.device)
-        # over the stage: its ranks have equal deficits, and so give their experts equal capacity
+        # over the stage: its ranks have equal deficits, and so give their experts equal
+        # capacity
         self._place.stage_ranks.reduce(total, "sum")
         self._boost.make_up(total.cpu().numpy())
         self._account.deficit = self._boost.deficit.copy()
@@ -76,14 +87,19 @@ class ExpertTokens:
     def of_stage(self) -> np.ndarray:
         """Return the popularity over all ranks of the stage, float64 [experts]."""
         # a copy: the reduction would write the stage's sum into this rank's own counts
-        popularity = torch.from_numpy(self._meter.popularity.copy()).to(self._place.device)
-        # ranks that chose by counts of their own would take different experts into one snapshot
+        popularity = torch.from_numpy(self._meter.popularity.copy()).to(
+            self._place.device
+        )
+        # ranks that chose by counts of their own would take different experts into one
+        # snapshot
         if self._counts:
             self._place.stage_ranks.reduce(popularity, "sum")
         return popularity.cpu().numpy()
 
     def measured(self, measured: Measured) -> None:
-        """The policy has received these measurements: enter the tokens into the account, and count anew."""
+        """The policy has received these measurements: enter the tokens into the
+        account, and count anew.
+        """
         self.events.measured(measured.popularity)
         if self._account:
             self._account.count(measured.popularity)

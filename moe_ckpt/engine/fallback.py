@@ -1,7 +1,9 @@
-"""The level below host memory: states on local disks and whole checkpoints, the newest first.
+"""The level below host memory: states on local disks and whole checkpoints, the newest
+first.
 
-Owns: the order of the sources, the quarantine of sources that led to a bad loss, and the event and log line that name
-the source that was loaded and the reasons against newer ones. Every method is collective. Must not: read a source.
+Owns: the order of the sources, the quarantine of sources that led to a bad loss, and
+the event and log line that name the source that was loaded and the reasons against
+newer ones. Every method is collective. Must not: read a source.
 
     host memory ---> local disks and checkpoints, the newer first; at the same iteration the local disk first
 """
@@ -50,40 +52,58 @@ class UsableState:
 
 
 class Suspects:
-    """Finds a source that is intact but bad: soon after it was loaded, a loss is not finite.
+    """Finds a source that is intact but bad: soon after it was loaded, a loss is not
+    finite.
 
-    A loss more than `num_iters` iterations after the load does not count against the source; 0: no loss does.
+    A loss more than `num_iters` iterations after the load does not count against the
+    source; 0: no loss does.
     """
 
     def __init__(self, ranks: Ranks, num_iters: int) -> None:
         self._ranks = ranks
         self._num_iters = num_iters
         self._loaded: Source | None = None
-        self._suspected: dict[int, Source] = {}  # by the iteration of the loss: the first source that led to it
+        # by the iteration of the loss: the first source that led to it
+        self._suspected: dict[int, Source] = {}
 
     def loaded(self, source: Source) -> None:
         """All ranks continue from this source."""
         self._loaded = source
 
     def source_of(self, iteration: int, loss: float) -> Source | None:
-        """Return the source that an iteration's loss, the same on all ranks, counts against, or None.
+        """Return the source that an iteration's loss, the same on all ranks, counts
+        against, or None.
 
-        Collective unless the loss is finite: a rank that was cut off in a recovery may not know its source.
+        Collective unless the loss is finite: a rank that was cut off in a recovery may
+        not know its source.
         """
         if math.isfinite(loss):
             return None
-        known = filter(None, gather_results(self._ranks, lambda: self._loaded, CheckpointLoadError))
-        self._loaded = loaded = max(known, key=lambda source: source.iteration, default=None)
-        return loaded if loaded and iteration <= loaded.iteration + self._num_iters else None
+        known = filter(
+            None, gather_results(self._ranks, lambda: self._loaded, CheckpointLoadError)
+        )
+        self._loaded = loaded = max(
+            known, key=lambda source: source.iteration, default=None
+        )
+        return (
+            loaded
+            if loaded and iteration <= loaded.iteration + self._num_iters
+            else None
+        )
 
     def is_first_at(self, iteration: int, source: Source) -> bool:
-        """Return whether no source of another iteration has led to this bad loss; else training itself diverges.
+        """Return whether no source of another iteration has led to this bad loss; else
+        training itself diverges.
 
         Collective: a replacement rank does not know the earlier sources.
         """
-        for theirs in gather_results(self._ranks, lambda: self._suspected, CheckpointLoadError):
+        for theirs in gather_results(
+            self._ranks, lambda: self._suspected, CheckpointLoadError
+        ):
             self._suspected = theirs | self._suspected
-        return self._suspected.setdefault(iteration, source).iteration == source.iteration
+        return (
+            self._suspected.setdefault(iteration, source).iteration == source.iteration
+        )
 
     def clear(self) -> None:
         """No source that was loaded so far is responsible for later losses."""
@@ -94,10 +114,17 @@ class Fallback:
     """Finds states on disks and loads the best one.
 
     Attributes:
-        changed: The settings that differ from those with which the last loaded state was saved.
+        changed: The settings that differ from those with which the last loaded state
+            was saved.
     """
 
-    def __init__(self, durable: DurableTier, ranks: Ranks, events: EventLog, course: RunCourse | None = None) -> None:
+    def __init__(
+        self,
+        durable: DurableTier,
+        ranks: Ranks,
+        events: EventLog,
+        course: RunCourse | None = None,
+    ) -> None:
         self._ranks = ranks
         self._course = course
         self._durable = durable
@@ -109,84 +136,133 @@ class Fallback:
         """Put a source into quarantine: it is not loaded again."""
         self._quarantined |= {source}
 
-    def look(self, job_recovery: JobRecovery | None, tainted: range = range(0)) -> UsableState:
+    def look(
+        self, job_recovery: JobRecovery | None, tainted: range = range(0)
+    ) -> UsableState:
         """Return the usable states, without those of `tainted` iterations.
 
         Without `job_recovery` there are no local disks.
         """
         # a replacement does not know the sources that other ranks quarantine already
-        quarantined = gather_results(self._ranks, lambda: self._quarantined, CheckpointLoadError)
+        quarantined = gather_results(
+            self._ranks, lambda: self._quarantined, CheckpointLoadError
+        )
         self._quarantined = frozenset().union(*quarantined)
-        sources = [Source(place=ref.directory, iteration=ref.iteration) for ref in self._durable.committed()]
+        sources = [
+            Source(place=ref.directory, iteration=ref.iteration)
+            for ref in self._durable.committed()
+        ]
         passed_over: list[str] = []
         if job_recovery is not None:
             disks = job_recovery.look_at_disks()
             if disks.newest is not None:
                 sources.append(Source(place=LOCAL_DISK, iteration=disks.newest))
-            # snapshots that the ranks together cannot use are an error, and not a silent new start
+            # snapshots that the ranks together cannot use are an error, and not a
+            # silent new start
             elif any(disks.of_each) and not disks.new_ranks:
                 passed_over.append(_nothing_common(disks))
-            # unless a disk has the mark that it never held a state: then no state was ever on all disks
+            # unless a disk has the mark that it never held a state: then no state was
+            # ever on all disks
             elif any(disks.of_each) and self._ranks.rank == 0:
                 ranks = ", ".join(map(str, disks.new_ranks))
-                _log.warning("%s; no state was ever on all disks: rank %s never saved", _nothing_common(disks), ranks)
-        best_first = sorted(sources, key=lambda source: (source.iteration, source.place == LOCAL_DISK), reverse=True)
-        bad = self._quarantined | {source for source in best_first if source.iteration in tainted}
+                _log.warning(
+                    "%s; no state was ever on all disks: rank %s never saved",
+                    _nothing_common(disks),
+                    ranks,
+                )
+        best_first = sorted(
+            sources,
+            key=lambda source: (source.iteration, source.place == LOCAL_DISK),
+            reverse=True,
+        )
+        bad = self._quarantined | {
+            source for source in best_first if source.iteration in tainted
+        }
         return UsableState(
             sources=[source for source in best_first if source not in bad],
-            passed_over=passed_over + [f"{source}: in quarantine" for source in best_first if source in bad],
+            passed_over=passed_over
+            + [f"{source}: in quarantine" for source in best_first if source in bad],
         )
 
     def load(
-        self, found: UsableState, job_recovery: JobRecovery | None, passed_over: Sequence[str] = ()
+        self,
+        found: UsableState,
+        job_recovery: JobRecovery | None,
+        passed_over: Sequence[str] = (),
     ) -> Source | None:
         """Load the best usable state and return its source; None if there is none.
 
         `passed_over`: reasons so far, for the log.
 
-        Afterwards host memory holds only what came from local disks, and peers have not received it yet. Raises
-        CheckpointLoadError on all ranks, with the reason for each source, if sources exist and none can be loaded, and
-        ConfigError if this run has saved them with other settings.
+        Afterwards host memory holds only what came from local disks, and peers have not
+        received it yet. Raises CheckpointLoadError on all ranks, with the reason for
+        each source, if sources exist and none can be loaded, and ConfigError if this
+        run has saved them with other settings.
         """
         reasons = [*passed_over, *found.passed_over]
         for source in found.sources:
             started_s = time.monotonic()
             if self._course:
-                self.changed = self._course.require_kept(for_replays=source.place == LOCAL_DISK)
+                self.changed = self._course.require_kept(
+                    for_replays=source.place == LOCAL_DISK
+                )
             try:
                 self._load(source, job_recovery)
             except CheckpointLoadError as error:
-                self._events.append(CheckpointSkipped(source=source.place, reason=str(error)))
-                reasons.append(str(error) if str(error).startswith(source.place) else f"{source}: {error}")
+                self._events.append(
+                    CheckpointSkipped(source=source.place, reason=str(error))
+                )
+                reasons.append(
+                    str(error)
+                    if str(error).startswith(source.place)
+                    else f"{source}: {error}"
+                )
                 continue
             seconds = time.monotonic() - started_s
             self._events.append(
-                StateResumed(iteration=source.iteration, source=source.place, seconds=seconds, passed_over=reasons)
+                StateResumed(
+                    iteration=source.iteration,
+                    source=source.place,
+                    seconds=seconds,
+                    passed_over=reasons,
+                )
             )
             if reasons and self._ranks.rank == 0:
-                _log.warning("all ranks go on from %s; passed over: %s", source, "; ".join(reasons))
+                _log.warning(
+                    "all ranks go on from %s; passed over: %s",
+                    source,
+                    "; ".join(reasons),
+                )
             return source
         if len(reasons) > len(passed_over):  # else there was no source at all
             tried = "\n  ".join(reasons)
             raise CheckpointLoadError(
-                f"no usable checkpoint or snapshot on disk (for a new start take another run.dir), tried:\n  {tried}"
+                "no usable checkpoint or snapshot on disk (for a new start take"
+                f" another run.dir), tried:\n  {tried}"
             )
         return None
 
     def _load(self, source: Source, job_recovery: JobRecovery | None) -> None:
         if source.place != LOCAL_DISK:
-            self._durable.resume(CheckpointRef(iteration=source.iteration, directory=source.place))
+            self._durable.resume(
+                CheckpointRef(iteration=source.iteration, directory=source.place)
+            )
             if job_recovery is not None:
-                # only then: while the checkpoint is read, memory stays a source for the next recovery
+                # only then: while the checkpoint is read, memory stays a source for the
+                # next recovery
                 job_recovery.drop_memory()
             return
         assert job_recovery is not None
         iteration = job_recovery.load_from_disk()
         if iteration != source.iteration:
-            raise CheckpointLoadError(f"got the state after iteration {iteration}, wanted {source.iteration}")
+            raise CheckpointLoadError(
+                f"got the state after iteration {iteration}, wanted {source.iteration}"
+            )
 
 
 def _nothing_common(disks: OnDisks) -> str:
-    found = ", ".join(f"rank {rank}: {newest}" for rank, newest in enumerate(disks.of_each))
+    found = ", ".join(
+        f"rank {rank}: {newest}" for rank, newest in enumerate(disks.of_each)
+    )
     wanted = "whole ones, of this run and layout, that lead all ranks to one iteration"
     return f"{LOCAL_DISK}: got snapshots up to iteration ({found}), wanted {wanted}"

@@ -1,7 +1,8 @@
-"""The in-memory side of a session: one rank's tier, recoveries and injected losses in one generation.
+"""The in-memory side of a session: one rank's tier, recoveries and injected losses in
+one generation.
 
-Owns: the recovery of state that living processes have lost. Must not: bring ranks of different states together
-(`JobRecovery` does), or know the policy.
+Owns: the recovery of state that living processes have lost. Must not: bring ranks of
+different states together (`JobRecovery` does), or know the policy.
 """
 
 from __future__ import annotations
@@ -56,10 +57,12 @@ class InMemoryCheckpointing:
         self._stage_recovery = stage_recovery
 
     def recover_lost_state(self, target_iteration: int, *, undo: bool) -> bool:
-        """Recover the state that living processes have lost since the last call. Collective over all ranks.
+        """Recover the state that living processes have lost since the last call.
+        Collective over all ranks.
 
         Args:
-            target_iteration: All ranks are at the state after this iteration once any lost state is recovered.
+            target_iteration: All ranks are at the state after this iteration once any
+                lost state is recovered.
             undo: A later iteration has begun and is abandoned.
 
         Returns:
@@ -73,9 +76,11 @@ class InMemoryCheckpointing:
             return False
         if undo:
             self.tier.stop_observing()
-        self.tier.settle()  # the copier reads the tensors that the recovery is about to overwrite
+        # the copier reads the tensors that the recovery is about to overwrite
+        self.tier.settle()
         assert self._stage_recovery is not None, lost
         self._stage_recovery.recover(lost, target_iteration, undo=undo)
-        # the loss tears the snapshot in flight: without its slot the window is complete on no rank
+        # the loss tears the snapshot in flight: without its slot the window is complete
+        # on no rank
         self.tier.retake(target_iteration)
         return True

@@ -1,15 +1,17 @@
-"""The in-memory tier: snapshots of a part of the state or all of it, and the logs that make parts sufficient.
+"""The in-memory tier: snapshots of a part of the state or all of it, and the logs that
+make parts sufficient.
 
-Owns: the work at each hook of the loop, the same on every rank, so that windows line up over the whole job. Must not:
-decide which operators a snapshot takes (the policy does), or recover (`engine.stage_recovery` does, from these
-snapshots and logs). MoEvement, sections 3.2 to 3.5.
+Owns: the work at each hook of the loop, the same on every rank, so that windows line up
+over the whole job. Must not: decide which operators a snapshot takes (the policy does),
+or recover (`engine.stage_recovery` does, from these snapshots and logs). MoEvement,
+sections 3.2 to 3.5.
 
     started(t)           log the start of t; logs and counts of t begin
     ready(t)             the copy of snapshot t-1 is complete: the step may change the state; facts of t are logged
     committed(t), take   snapshot t starts; a window is kept once all ranks, and their peers, have all of it
 
-If ranks do not recover locally, only the start of the iteration after a snapshot is logged, and a window may take until
-the next one to reach peers.
+If ranks do not recover locally, only the start of the iteration after a snapshot is
+logged, and a window may take until the next one to reach peers.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _log = logging.getLogger(__name__)
 class InMemoryTier:
     """Carries out the policy's slot plans. All hooks are collective over all ranks.
 
-    `recovers_locally`: ranks that survive a fault keep their state, so every iteration is logged.
+    `recovers_locally`: ranks that survive a fault keep their state, so every iteration
+    is logged.
     """
 
     def __init__(
@@ -56,11 +59,14 @@ class InMemoryTier:
         self._events = parts.events
         self._meter = parts.meter
         self._experts = ExpertTokens(config, parts)
-        self._agreement = WindowAgreement(config, parts, store, self.logs, self._experts)
+        self._agreement = WindowAgreement(
+            config, parts, store, self.logs, self._experts
+        )
         self._dense_bytes = parts.dense_bytes
         self._newest: SlotPlan | None = None
         self._pauses = False
-        parts.memory.engine.apply_cap()  # which the end of the generation before this one has lifted
+        # which the end of the generation before this one has lifted
+        parts.memory.engine.apply_cap()
 
     def started(self, iteration: int) -> None:
         """Before the first forward of `iteration`."""
@@ -69,13 +75,18 @@ class InMemoryTier:
             self.logs.begin(iteration)
         self._experts.begin()
         if self._memory.bubbles:
-            self._memory.bubbles.take_seconds()  # those of evaluations are none of an iteration
-        copies_nothing = self._memory.snapshots.in_flight() is None and not self._agreement.disk.is_under_way
+            # those of evaluations are none of an iteration
+            self._memory.bubbles.take_seconds()
+        copies_nothing = (
+            self._memory.snapshots.in_flight() is None
+            and not self._agreement.disk.is_under_way
+        )
         self._meter.iteration_started(is_quiet=copies_nothing)
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
         """All gradients are complete, and no parameter has changed yet."""
-        self._meter.gradients_complete()  # first: the rest of this hook is not the iteration's own work
+        # first: the rest of this hook is not the iteration's own work
+        self._meter.gradients_complete()
         self.stop_observing()
         if self._memory.bubbles:
             self._meter.bubbles_s.append(self._memory.bubbles.take_seconds())
@@ -86,20 +97,25 @@ class InMemoryTier:
             self.logs.add(iteration, gradients)
         try:
             with self._meter.waiting():
-                self._memory.engine.release()  # the copier reads parameters in place, and the step changes them
+                # the copier reads parameters in place, and the step changes them
+                self._memory.engine.release()
         except CheckpointSaveError as error:
             self._report(error)
-        # where the next window follows at once, this one has to reach peers now; whole snapshots and pauses leave time
+        # where the next window follows at once, this one has to reach peers now; whole
+        # snapshots and pauses leave time
         waits = self.recovers_locally and not self._pauses
         self._collect(wait=self._agreement.awaits and waits)
-        self._experts.count()  # before the agreement, which sums the popularity over the stage
+        # before the agreement, which sums the popularity over the stage
+        self._experts.count()
         if self._agreement.awaits:
             self._confirm(wait=waits)
         if self._servers:
             with self._meter.stalling():
                 self._servers.ready(iteration, gradients)
         if not self._agreement.disk.is_writing:
-            self.finish_persisting()  # does not wait; a write that is not registered keeps iterations from being quiet
+            # does not wait; a write that is not registered keeps iterations from being
+            # quiet
+            self.finish_persisting()
         self._meter.resumed()
 
     def committed(self, iteration: int) -> None:
@@ -110,14 +126,18 @@ class InMemoryTier:
             self.logs.note_start(iteration + 1)
 
     def take(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
-        """Start the snapshot of a plan. `to_disk`: the window that begins with it also goes to disk."""
+        """Start the snapshot of a plan. `to_disk`: the window that begins with it also
+        goes to disk.
+        """
         if self._servers:
             if self._servers.goes_on:
                 self._hand_over(self._servers, plan)
                 return
             self._servers.reset()
         if self._agreement.awaits:
-            self._confirm(wait=True)  # else the window in flight, which is about to be dropped, was taken for nothing
+            # else the window in flight, which is about to be dropped, was taken for
+            # nothing
+            self._confirm(wait=True)
         self._collect(wait=True)  # the engine has room for one capture
         self._experts.events.took(plan)
         if plan.slot == 0:
@@ -132,26 +152,38 @@ class InMemoryTier:
             self._capture(plan)
 
     def entered(self, iteration: int, period_iters: int) -> None:
-        """A generation begins with the state after `iteration` steps; its next window may come in a period."""
+        """A generation begins with the state after `iteration` steps; its next window
+        may come in a period.
+        """
         oldest = self._memory.snapshots.oldest_needed_iteration()
-        if oldest is not None:  # windows of the last generation were this long: theirs may be the only one for a while
+        # windows of the last generation were this long: theirs may be the only one for
+        # a while
+        if oldest is not None:
             self.logs.window_takes(max(iteration - oldest, period_iters))
 
     def take_base(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
         """Take the first snapshot of a generation.
 
-        If a rank has no other window, wait until it is kept: a fault can come at any time. If all ranks have a whole
-        snapshot of this very state, to which they went back, none is taken, unless it is to go to disk.
+        If a rank has no other window, wait until it is kept: a fault can come at any
+        time. If all ranks have a whole snapshot of this very state, to which they went
+        back, none is taken, unless it is to go to disk.
 
-        Servers that continue from a snapshot that all ranks have restored need no further snapshot.
+        Servers that continue from a snapshot that all ranks have restored need no
+        further snapshot.
         """
         if self._servers and self._servers.adopt(plan.window_start):
             return
         windows = self._memory.snapshots.windows()
-        has_state = any(window.is_whole_state and window.start == plan.window_start for window in windows)
-        # the rank with the fewest decides for all: snapshots and their confirmation are collective
+        has_state = any(
+            window.is_whole_state and window.start == plan.window_start
+            for window in windows
+        )
+        # the rank with the fewest decides for all: snapshots and their confirmation are
+        # collective
         facts = {"num_kept": len(windows), "has_state": has_state}
-        all_have = reduce_extremes(self._place.ranks, self._place.device, largest={}, smallest=facts)
+        all_have = reduce_extremes(
+            self._place.ranks, self._place.device, largest={}, smallest=facts
+        )
         if all_have["has_state"] and not to_disk:
             self.logs.drop_old()
             return
@@ -161,9 +193,12 @@ class InMemoryTier:
             self._meter.drop_snapshot()  # no other has training wait for all of it
 
     def _hand_over(self, servers: ServerStates, plan: SlotPlan) -> None:
-        """Let servers compute the state that the plan names, from the gradients that led to it."""
+        """Let servers compute the state that the plan names, from the gradients that
+        led to it.
+        """
         self._collect(wait=True)  # the stream may begin with it
-        # servers have no generators and no schedule: a recovery takes these from the step log
+        # servers have no generators and no schedule: a recovery takes these from the
+        # step log
         self.logs.log_start(plan.window_start + 1)
         kept = [self._memory.snapshots.in_flight(), *self._memory.snapshots.windows()]
         whole = [snapshot for window in kept if window for snapshot in window.snapshots]
@@ -171,29 +206,39 @@ class InMemoryTier:
             servers.hand_over(self._store.wanted(plan)[0], whole[0] if whole else None)
 
     def stop_observing(self) -> None:
-        """The pass over the batch has ended: later transfers and tokens are neither logged nor counted."""
+        """The pass over the batch has ended: later transfers and tokens are neither
+        logged nor counted.
+        """
         self.logs.end_pass()
         self._experts.end_pass()
 
     def measure(self) -> Measured:
-        """Return the measurements for the start of a window, and count popularity anew from then on.
+        """Return the measurements for the start of a window, and count popularity anew
+        from then on.
 
-        If a window has just ended, the ranks agreed on these measurements in the same reduction as on its end.
+        If a window has just ended, the ranks agreed on these measurements in the same
+        reduction as on its end.
         """
         measured = self._agreement.measure()
         self._experts.measured(measured)
         return measured
 
     def lose(self) -> None:
-        """This rank's state is lost: a snapshot in progress is torn, and the boundary log dies with the process."""
-        # a copy still under way may take bytes from after the loss, with a checksum that matches them
+        """This rank's state is lost: a snapshot in progress is torn, and the boundary
+        log dies with the process.
+        """
+        # a copy still under way may take bytes from after the loss, with a checksum
+        # that matches them
         self._memory.engine.discard_torn()
-        # as these die with a process; snapshots and step log are in memory that outlives it
+        # as these die with a process; snapshots and step log are in memory that
+        # outlives it
         self.logs.lose_boundary()
         self._meter.drop_counts()
 
     def abort(self) -> None:
-        """Abandon the iteration: stop observing, finish copies, drop an incomplete window."""
+        """Abandon the iteration: stop observing, finish copies, drop an incomplete
+        window.
+        """
         self.stop_observing()
         # the fault would count as the price of the snapshot
         self._meter.drop_snapshot()
@@ -203,7 +248,8 @@ class InMemoryTier:
             self._servers.clear()
         # the copier still reads tensors that the recovery overwrites
         self.settle()
-        # after that: the last snapshot may complete a window that other ranks have confirmed before the fault
+        # after that: the last snapshot may complete a window that other ranks have
+        # confirmed before the fault
         self._memory.snapshots.keep_complete()
 
     def settle(self) -> None:
@@ -218,12 +264,15 @@ class InMemoryTier:
             copier.close()
 
     def retake(self, iteration: int) -> None:
-        """The state is again that after `iteration` steps: take the snapshots that the fault tore."""
+        """The state is again that after `iteration` steps: take the snapshots that the
+        fault tore.
+        """
         self._experts.events.interrupted()
         plan, window = self._newest, self._memory.snapshots.in_flight()
         if plan is None or window is None or plan.iteration != iteration:
             return
-        # a copy that had ended before the loss is whole, and has the same bits as the state that was rebuilt
+        # a copy that had ended before the loss is whole, and has the same bits as the
+        # state that was rebuilt
         if all(snapshot.header.slot != plan.slot for snapshot in window.snapshots):
             self._capture(plan)
 
@@ -241,7 +290,8 @@ class InMemoryTier:
         if not taken:
             return
         if self._memory.snapshots.in_flight() is None:
-            # another rank's copy has failed after this one was released, and all ranks have dropped the window
+            # another rank's copy has failed after this one was released, and all ranks
+            # have dropped the window
             self._memory.engine.drop(taken.snapshots)
             return
         self._memory.snapshots.add(*taken.snapshots)
@@ -273,5 +323,11 @@ class InMemoryTier:
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None
         self._agreement.has_failed = True
-        self._events.append(CheckpointFailed(iteration=self._newest.iteration, reason=str(error)))
-        _log.warning("snapshot not taken, training goes on (ckpt.strict=%s): %s", self._strict, error)
+        self._events.append(
+            CheckpointFailed(iteration=self._newest.iteration, reason=str(error))
+        )
+        _log.warning(
+            "snapshot not taken, training goes on (ckpt.strict=%s): %s",
+            self._strict,
+            error,
+        )

@@ -1,8 +1,9 @@
 """The agreement of all ranks on the inputs that each of them has read.
 
-A replacement, and a process on another node, reads its inputs anew: data, tokenizer, script.
-If an input has changed meanwhile, or was another one from the start, the replacement would
-train on other samples than the process that it replaces, without an error.
+A replacement, and a process on another node, reads its inputs anew: data, tokenizer,
+script. If an input has changed meanwhile, or was another one from the start, the
+replacement would train on other samples than the process that it replaces, without an
+error.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from moe_ckpt.collectives import Ranks, gather_results, reduce_extremes
 from moe_ckpt.errors import DataError
 
 Inputs = Mapping[str, str]
-"""Content identities (`moe_ckpt.content`) by the names of the settings that name the inputs."""
+"""Content identities (`moe_ckpt.content`) by the names of the settings that name the
+inputs.
+"""
 
 
 def require_equal(ranks: Ranks, mine: Inputs) -> None:
-    """Require that all ranks that have read an input have read the same content. Collective.
+    """Require that all ranks that have read an input have read the same content.
+    Collective.
 
     Args:
         ranks: All ranks of the job.
@@ -33,19 +37,28 @@ def require_equal(ranks: Ranks, mine: Inputs) -> None:
     # 53 bits, which the reduction carries exactly
     number = xxhash.xxh3_64_intdigest(json.dumps(mine, sort_keys=True).encode()) >> 11
     device = torch.device(torch.cuda.current_device())
-    # one small reduction, however many ranks there are: equal where the largest is the smallest
-    extremes = reduce_extremes(ranks, device, largest={"largest": number}, smallest={"smallest": number})
+    # one small reduction, however many ranks there are: equal where the largest is the
+    # smallest
+    extremes = reduce_extremes(
+        ranks, device, largest={"largest": number}, smallest={"smallest": number}
+    )
     if extremes["largest"] == extremes["smallest"]:
         return
     of_each = gather_results(ranks, lambda: mine, DataError)
     names = sorted({name for inputs in of_each for name in inputs})
     found_by_name = {name: _ranks_by_content(name, of_each) for name in names}
-    if differences := [_describe(name, found) for name, found in found_by_name.items() if len(found) > 1]:
+    if differences := [
+        _describe(name, found)
+        for name, found in found_by_name.items()
+        if len(found) > 1
+    ]:
         raise DataError("; ".join(differences))
 
 
 def _ranks_by_content(name: str, of_each: list[Inputs]) -> dict[str, list[int]]:
-    """Return the ranks that have read each content of an input; ranks of other stages may have read none."""
+    """Return the ranks that have read each content of an input; ranks of other stages
+    may have read none.
+    """
     found: dict[str, list[int]] = {}
     for rank, inputs in enumerate(of_each):
         if name in inputs:
@@ -54,5 +67,11 @@ def _ranks_by_content(name: str, of_each: list[Inputs]) -> dict[str, list[int]]:
 
 
 def _describe(name: str, found: Mapping[str, list[int]]) -> str:
-    parts = [f"{content} on ranks {', '.join(map(str, ranks))}" for content, ranks in found.items()]
-    return f"{name}: got {' and '.join(parts)}, wanted the same content on all ranks for as long as the job runs"
+    parts = [
+        f"{content} on ranks {', '.join(map(str, ranks))}"
+        for content, ranks in found.items()
+    ]
+    return (
+        f"{name}: got {' and '.join(parts)}, wanted the same content on all ranks for"
+        " as long as the job runs"
+    )

@@ -1,7 +1,8 @@
-"""The Protocols through which the engine uses the training framework; `moe_ckpt.megatron` implements them.
+"""The Protocols through which the engine uses the training framework;
+`moe_ckpt.megatron` implements them.
 
-Also two values that hold them: a rank's place in the job, and the adapter, which is all of its training. No behaviour
-is defined here.
+Also two values that hold them: a rank's place in the job, and the adapter, which is all
+of its training. No behaviour is defined here.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from moe_ckpt.types import ExpertCounts, OperatorTable, ReadyGradients, RunIdent
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagePlace:
-    """The place of this rank: its run and shard, all ranks, the ranks of its stage, and its neighbours in the pipeline.
+    """The place of this rank: its run and shard, all ranks, the ranks of its stage, and
+    its neighbours in the pipeline.
 
-    `host_ranks` are all ranks again, for tensors in host memory; `ranks` communicate on `device`.
-    `previous_rank` and `next_rank` are global ranks of the same replica, None at the ends of the pipeline.
+    `host_ranks` are all ranks again, for tensors in host memory; `ranks` communicate on
+    `device`. `previous_rank` and `next_rank` are global ranks of the same replica, None
+    at the ends of the pipeline.
     """
 
     identity: RunIdentity
@@ -59,18 +62,23 @@ class Operators(Protocol):
     table: OperatorTable
 
     def meet(self) -> None:
-        """Gather the table of a new generation, in which ranks of the stage may have been replaced.
+        """Gather the table of a new generation, in which ranks of the stage may have
+        been replaced.
 
         Collective in the stage.
         """
         ...
 
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
-        """Return this rank's pieces of these operators: whole state (`full`) or compute weights. Tensors are live."""
+        """Return this rank's pieces of these operators: whole state (`full`) or compute
+        weights. Tensors are live.
+        """
         ...
 
     def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
-        """Return the buffers of these operators, which change in the forward pass already."""
+        """Return the buffers of these operators, which change in the forward pass
+        already.
+        """
         ...
 
     def log_step(self, iteration: int, gradients: ReadyGradients) -> None:
@@ -78,19 +86,24 @@ class Operators(Protocol):
         ...
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
-        """Return the gradients of these operators' step of `iteration`, live until the next step; None if unknown."""
+        """Return the gradients of these operators' step of `iteration`, live until the
+        next step; None if unknown.
+        """
         ...
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
-        """Return the gradients of this rank's pieces, unscaled and not clipped, live until the step.
+        """Return the gradients of this rank's pieces, unscaled and not clipped, live
+        until the step.
 
-        Keys are those of the master weights; tensors are flat float32, in the order of `pieces`. Pieces that take no
-        step are left out.
+        Keys are those of the master weights; tensors are flat float32, in the order of
+        `pieces`. Pieces that take no step are left out.
         """
         ...
 
     def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
-        """Return Adam's step of `iteration` for each piece, by the same keys; empty if the step was skipped."""
+        """Return Adam's step of `iteration` for each piece, by the same keys; empty if
+        the step was skipped.
+        """
         ...
 
     def adam_steps(self) -> tuple[float, ...]:
@@ -104,7 +117,9 @@ class Operators(Protocol):
         compute: Collection[str],
         adam_steps: Sequence[float],
     ) -> None:
-        """Write pieces back, on all ranks of the stage together, and gather the weights."""
+        """Write pieces back, on all ranks of the stage together, and gather the
+        weights.
+        """
         ...
 
     def digests(self) -> Mapping[str, str]:
@@ -112,15 +127,21 @@ class Operators(Protocol):
         ...
 
     def freeze(self, frozen: Collection[str]) -> None:
-        """Skip the weight gradients of these operators, and compute those of all others."""
+        """Skip the weight gradients of these operators, and compute those of all
+        others.
+        """
         ...
 
 
 class Mirror(Protocol):
-    """The reductions of this rank's gradients, which servers capture from a mirror port."""
+    """The reductions of this rank's gradients, which servers capture from a mirror
+    port.
+    """
 
     places: Mapping[PartKey, BucketPlace]
-    """By master weight: the place of a gradient that is captured; all others are tapped."""
+    """By master weight: the place of a gradient that is captured; all others are
+    tapped.
+    """
 
     def mark(self) -> None:
         """Let servers find the groups' streams: following reductions can be captured.
@@ -130,7 +151,9 @@ class Mirror(Protocol):
         ...
 
     def sums(self) -> tuple[MirroredSums, ...]:
-        """Return the reductions since the last call, or since the mark: those of one iteration."""
+        """Return the reductions since the last call, or since the mark: those of one
+        iteration.
+        """
         ...
 
 
@@ -144,7 +167,9 @@ class Stage(Protocol):
         """
         ...
 
-    def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
+    def restore_start(
+        self, start: Mapping[str, torch.Tensor], *, undo: int | None = None
+    ) -> None:
         """Restore the state that an iteration started from.
 
         To undo iteration `undo`, also restore its remembered buffers.
@@ -166,16 +191,21 @@ class Stage(Protocol):
     ) -> None:
         """Run an iteration again, from the state before it.
 
-        Calls `before_update` before parameters change; until then `restore_start` can undo the iteration.
+        Calls `before_update` before parameters change; until then `restore_start` can
+        undo the iteration.
         """
         ...
 
     def require_same_samples(self) -> None:
-        """Raise DataError if a replay since the last call has read other samples than its iteration had read."""
+        """Raise DataError if a replay since the last call has read other samples than
+        its iteration had read.
+        """
         ...
 
     def abandon_pass(self) -> None:
-        """A pass over a batch was cut off: drop everything that it left behind outside the state."""
+        """A pass over a batch was cut off: drop everything that it left behind outside
+        the state.
+        """
         ...
 
     def update(self, gradients: ReadyGradients) -> None:
@@ -200,7 +230,9 @@ class Counts(Protocol):
 
 
 class Boost(Protocol):
-    """Raises the capacity of experts that have lost tokens. Arrays are int64 [MoE layers of the stage, experts]."""
+    """Raises the capacity of experts that have lost tokens. Arrays are int64 [MoE
+    layers of the stage, experts].
+    """
 
     @property
     def deficit(self) -> npt.NDArray[np.int64]:
@@ -216,7 +248,9 @@ class Boost(Protocol):
         ...
 
     def end_iteration(self) -> npt.NDArray[np.int64]:
-        """Return the extra tokens that this rank's experts have processed in the iteration."""
+        """Return the extra tokens that this rank's experts have processed in the
+        iteration.
+        """
         ...
 
     def make_up(self, extra: npt.NDArray[np.int64]) -> None:
@@ -241,18 +275,25 @@ class FaultInjector(Protocol):
 
 
 class Communicator(Protocol):
-    """Carries activations and gradients between stages. The engine sets both attributes as it opens host memory."""
+    """Carries activations and gradients between stages. The engine sets both attributes
+    as it opens host memory.
+    """
 
     log: BoundaryLog | None
-    """The log of all tensors that this rank sends to other stages; None: nothing is logged."""
+    """The log of all tensors that this rank sends to other stages; None: nothing is
+    logged.
+    """
 
     bubbles: PipelineBubbles | None
-    """The bubbles, to be opened while this rank waits for other stages; None: no copy waits for bubbles."""
+    """The bubbles, to be opened while this rank waits for other stages; None: no copy
+    waits for bubbles.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankAdapter:
-    """One rank's training, as the adapter of a training framework presents it to the engine.
+    """One rank's training, as the adapter of a training framework presents it to the
+    engine.
 
     Lifetime: that of the process. Only the operator table changes with a generation.
     """
@@ -273,7 +314,9 @@ class RankAdapter:
     """Loses the rank's state on purpose."""
 
     counts: Callable[[], Counts]
-    """Returns the counts of the router's tokens. Called once, when the operator table of the whole stage is known."""
+    """Returns the counts of the router's tokens. Called once, when the operator table
+    of the whole stage is known.
+    """
 
     tokens: TokenRate
     """Tokens of one iteration of the whole job."""
@@ -288,7 +331,9 @@ class RankAdapter:
     """Bytes that an iteration adds to this rank's step log."""
 
     tied_gradient_bytes: int
-    """Bytes of the tied embeddings' gradient in a record of the step log, which no other rank has; 0 without one."""
+    """Bytes of the tied embeddings' gradient in a record of the step log, which no
+    other rank has; 0 without one.
+    """
 
     boost: Boost | None = None
     """Makes up lost tokens by higher capacity; None: lost tokens are not made up."""

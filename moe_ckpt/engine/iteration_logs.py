@@ -1,7 +1,8 @@
-"""One rank's logs of iterations, from the oldest window in host memory on: starts, facts, tensors between stages.
+"""One rank's logs of iterations, from the oldest window in host memory on: starts,
+facts, tensors between stages.
 
-Owns: what is logged at each hook of the loop, and when it is dropped. Must not: decide when a window is complete.
-MoEvement, section 3.3.
+Owns: what is logged at each hook of the loop, and when it is dropped. Must not: decide
+when a window is complete. MoEvement, section 3.3.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from moe_ckpt.types import ReadyGradients, SlotPlan
 
 
 class IterationLogs:
-    """The logs of one generation. Unless ranks recover locally, only starts after snapshots are logged."""
+    """The logs of one generation. Unless ranks recover locally, only starts after
+    snapshots are logged.
+    """
 
     def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
         self._config = config
@@ -22,24 +25,36 @@ class IterationLogs:
         self._longest_iters = 0
 
     def begin(self, iteration: int) -> None:
-        """The iteration begins: log its start and what neighbours send; drop what no recovery needs."""
+        """The iteration begins: log its start and what neighbours send; drop what no
+        recovery needs.
+        """
         if self._noted != iteration:
             self.log_start(iteration)
-        # logs of this age are dropped even if no window is ever complete: no recovery needs older ones
-        kept = (window.snapshots[0].header.num_slots for window in self._memory.snapshots.windows())
+        # logs of this age are dropped even if no window is ever complete: no recovery
+        # needs older ones
+        kept = (
+            window.snapshots[0].header.num_slots
+            for window in self._memory.snapshots.windows()
+        )
         longest_iters = max([self._longest_iters, *kept])
-        most_iters = 2 * ((self._config.keep_windows + 1) * longest_iters + self._config.profile_iters)
+        most_iters = 2 * (
+            (self._config.keep_windows + 1) * longest_iters + self._config.profile_iters
+        )
         self._drop_up_to(iteration - most_iters)
         if self._memory.boundary:
             self._memory.boundary.begin(iteration)
 
     def note_start(self, iteration: int) -> None:
-        """Log the current state as the start of `iteration`, for this process and for the iteration's record."""
+        """Log the current state as the start of `iteration`, for this process and for
+        the iteration's record.
+        """
         self._memory.steps.log_start(iteration, self._stage.begin(iteration))
         self._noted = iteration
 
     def log_start(self, iteration: int) -> None:
-        """Log the current state as the start of `iteration`, also for later processes of this rank."""
+        """Log the current state as the start of `iteration`, also for later processes
+        of this rank.
+        """
         self.note_start(iteration)
         self._memory.steps.publish_start(iteration)
 
@@ -61,12 +76,14 @@ class IterationLogs:
         """A snapshot of the plan begins: its window needs logs from here on."""
         self.window_takes(plan.period_iters)
         following = plan.iteration + 1
-        # a core has this start itself; that of iteration 1 also serves a run that begins anew, without any core
+        # a core has this start itself; that of iteration 1 also serves a run that
+        # begins anew, without any core
         if plan.has_start and following != 1:
             return
         if self._noted != following:
             self.note_start(following)
-        if plan.num_slots == 1:  # otherwise the replay of the window leads to this start
+        # otherwise the replay of the window leads to this start
+        if plan.num_slots == 1:
             self._memory.steps.publish_start(following)
 
     def window_takes(self, iters: int) -> None:

@@ -1,4 +1,6 @@
-"""The Protocol between a session and the recovery of its policy: by windows, or by units of partial checkpoints."""
+"""The Protocol between a session and the recovery of its policy: by windows, or by
+units of partial checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from moe_ckpt.engine.survey import CopySurvey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveredState:
-    """The result of a recovery: the state after `iteration`; None: all ranks start where the run started.
+    """The result of a recovery: the state after `iteration`; None: all ranks start
+    where the run started.
 
-    `went_back`: at least one rank loaded a state; `lines` describe the recovery for the log.
+    `went_back`: at least one rank loaded a state; `lines` describe the recovery for the
+    log.
     """
 
     iteration: int | None
@@ -27,10 +31,11 @@ class RecoveredState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnDisks:
-    """Iterations on local disks: the newest that all disks lead to, and the newest on each disk.
+    """Iterations on local disks: the newest that all disks lead to, and the newest on
+    each disk.
 
-    `new_ranks`: ranks whose disk has held no state since all ranks started from nothing. With one of these, no state
-    was ever on all disks.
+    `new_ranks`: ranks whose disk has held no state since all ranks started from
+    nothing. With one of these, no state was ever on all disks.
     """
 
     newest: int | None
@@ -44,14 +49,18 @@ class JobRecovery(Protocol):
     copies: CopySurvey
 
     def run(self, state: StepState) -> RecoveredState:
-        """Bring all ranks to one state. Copies in the ranks' memory stay as they are until copying resumes.
+        """Bring all ranks to one state. Copies in the ranks' memory stay as they are
+        until copying resumes.
 
-        Raises NothingLeftError on all ranks if the remaining sources lead to no common state.
+        Raises NothingLeftError on all ranks if the remaining sources lead to no common
+        state.
         """
         ...
 
     def look_at_disks(self) -> OnDisks:
-        """Wait for writes in progress; then return the iterations that all ranks' local disks lead to, verified."""
+        """Wait for writes in progress; then return the iterations that all ranks' local
+        disks lead to, verified.
+        """
         ...
 
     def begin_on_disks(self) -> None:
@@ -59,12 +68,16 @@ class JobRecovery(Protocol):
         ...
 
     def load_from_disk(self) -> int:
-        """Bring all ranks to the newest state that their local disks lead to; return its iteration.
+        """Bring all ranks to the newest state that their local disks lead to; return
+        its iteration.
 
-        Peers receive nothing until copying resumes. Raises CheckpointLoadError on all ranks if no such state exists.
+        Peers receive nothing until copying resumes. Raises CheckpointLoadError on all
+        ranks if no such state exists.
         """
         ...
 
     def drop_memory(self) -> None:
-        """Empty the memory, as `copies.drop_all` does: all ranks continue from a state that it does not lead to."""
+        """Empty the memory, as `copies.drop_all` does: all ranks continue from a state
+        that it does not lead to.
+        """
         ...

@@ -1,8 +1,9 @@
-"""A rank's measurements while it trains: seconds of iterations, the cost of snapshots, rates, popularity.
+"""A rank's measurements while it trains: seconds of iterations, the cost of snapshots,
+rates, popularity.
 
-Must not: communicate, or decide anything. A snapshot costs time in three ways: training waits for copies, stands still
-while a snapshot begins, and iterations are slower while copies are made in the background. An iteration is quiet if
-nothing is copied in it.
+Must not: communicate, or decide anything. A snapshot costs time in three ways: training
+waits for copies, stands still while a snapshot begins, and iterations are slower while
+copies are made in the background. An iteration is quiet if nothing is copied in it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ _RECENT = 16
 class Measurements:
     """This rank's measurements so far, which a recovery does not change.
 
-    `popularity` is by expert of its stage; `copy_rates` are bytes a second; `bubbles_s` are the seconds of an iteration
-    in which this rank waited for other stages; `iters_since_quiet` is the age of the newest quiet iteration: the time
-    of iterations may have changed since; `added` are the seconds that snapshots add beside waits for copies. The first
-    iterations of a process, which are slower, do not count.
+    `popularity` is by expert of its stage; `copy_rates` are bytes a second; `bubbles_s`
+    are the seconds of an iteration in which this rank waited for other stages;
+    `iters_since_quiet` is the age of the newest quiet iteration: the time of iterations
+    may have changed since; `added` are the seconds that snapshots add beside waits for
+    copies. The first iterations of a process, which are slower, do not count.
     """
 
-    def __init__(self, num_experts: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, num_experts: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self.copy_rates: deque[float] = deque(maxlen=_RECENT)
         self.bubbles_s: deque[float] = deque(maxlen=RECENT_ITERS)
         self.popularity = np.zeros(num_experts)
@@ -64,7 +68,9 @@ class Measurements:
         self._since_s = self._now()
 
     def gradients_complete(self) -> None:
-        """The update of this iteration follows, once copies of the state before it are complete."""
+        """The update of this iteration follows, once copies of the state before it are
+        complete.
+        """
         self.paused()
         if self._num_iters >= WARM_UP_ITERS:
             self._overlaps.append(self._so_far_s)
@@ -102,7 +108,8 @@ class Measurements:
     def copied(self, size_bytes: int, seconds: float) -> None:
         """A snapshot has reached host memory."""
         self.added.copied(size_bytes)
-        # an empty snapshot has no rate: 0 bytes a second would count as that of the slowest rank
+        # an empty snapshot has no rate: 0 bytes a second would count as that of the
+        # slowest rank
         if size_bytes:
             self.copy_rates.append(size_bytes / max(seconds, 1e-9))
 
@@ -112,10 +119,16 @@ class Measurements:
             self._replayed_s.append(seconds / num_iters)
 
     def snapshot_began(self) -> None:
-        """Assign all waits, stalls and busy iterations until the next call to this snapshot, or window of snapshots."""
+        """Assign all waits, stalls and busy iterations until the next call to this
+        snapshot, or window of snapshots.
+        """
         if self._counts and self._quiet:
             quiet_s = statistics.fmean(self._quiet)
-            self._costs.append(self._stall_s + self._wait_s + sum(seconds - quiet_s for seconds in self._busy))
+            self._costs.append(
+                self._stall_s
+                + self._wait_s
+                + sum(seconds - quiet_s for seconds in self._busy)
+            )
         self.added.snapshot_began()
         self._counts = True
         self._stall_s = self._wait_s = 0.0
@@ -127,7 +140,9 @@ class Measurements:
         self.added.reset()
 
     def drop_counts(self) -> None:
-        """Drop the counts: the state is that of an earlier iteration, or of another run."""
+        """Drop the counts: the state is that of an earlier iteration, or of another
+        run.
+        """
         self.popularity = np.zeros_like(self.popularity)
 
     def iteration_s(self) -> float:
@@ -135,19 +150,30 @@ class Measurements:
         return statistics.median(self._recent) if self._recent else 0.0
 
     def overlap_s(self) -> float:
-        """Return the median seconds from the start of an iteration to its gradients; 0 before there is one."""
+        """Return the median seconds from the start of an iteration to its gradients; 0
+        before there is one.
+        """
         return statistics.median(self._overlaps) if self._overlaps else 0.0
 
     def bubble_bytes(self) -> float:
-        """Return the bytes that are copied in the bubbles of an iteration; 0 while that is unknown."""
+        """Return the bytes that are copied in the bubbles of an iteration; 0 while that
+        is unknown.
+        """
         if not self.bubbles_s or not self.copy_rates:
             return 0.0
         return statistics.median(self.bubbles_s) * statistics.median(self.copy_rates)
 
     def snapshot_cost_s(self) -> float | None:
-        """Return the mean seconds that a snapshot adds to training; None before enough have been measured."""
-        # a mean of differences: where snapshots cost little, the noise of iterations makes it negative
-        return max(0.0, statistics.fmean(self._costs)) if len(self._costs) >= ENOUGH_SNAPSHOTS else None
+        """Return the mean seconds that a snapshot adds to training; None before enough
+        have been measured.
+        """
+        # a mean of differences: where snapshots cost little, the noise of iterations
+        # makes it negative
+        return (
+            max(0.0, statistics.fmean(self._costs))
+            if len(self._costs) >= ENOUGH_SNAPSHOTS
+            else None
+        )
 
     def replayed_iteration_s(self) -> float | None:
         """Return the median of replayed iterations; None before there was one."""

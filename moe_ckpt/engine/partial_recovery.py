@@ -1,7 +1,9 @@
-"""All ranks go back to a partial checkpoint: from their own memory if it is intact, else from peers and local disks.
+"""All ranks go back to a partial checkpoint: from their own memory if it is intact,
+else from peers and local disks.
 
-Owns: the inventory of units of all ranks, loading the versions that the plan names, and the account of lost tokens.
-Must not: choose versions (`recovery.units` does). MoC, section 5.1; MoEtion, section 6.
+Owns: the inventory of units of all ranks, loading the versions that the plan names, and
+the account of lost tokens. Must not: choose versions (`recovery.units` does). MoC,
+section 5.1; MoEtion, section 6.
 
     inventories of memory -> plan, or of all places -> plan -> fetch, verify -> load -> account -> a new epoch begins
 """
@@ -29,7 +31,12 @@ from moe_ckpt.engine.token_account import LostShares, lost_shares
 from moe_ckpt.errors import CheckpointLoadError, NothingLeftError
 from moe_ckpt.events import CheckpointSkipped, TokensLost
 from moe_ckpt.policies.lost_tokens import IntArray
-from moe_ckpt.recovery.units import UnitInventory, UnitRecovery, newest_epoch, plan_units
+from moe_ckpt.recovery.units import (
+    UnitInventory,
+    UnitRecovery,
+    newest_epoch,
+    plan_units,
+)
 from moe_ckpt.replication.fetch import fetch_blobs
 from moe_ckpt.replication.publisher import read_units
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, held_paths
@@ -55,7 +62,8 @@ class PartialPolicy(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Stock:
-    """The units that one rank found: its own by place, and those of other ranks in its memory by owner.
+    """The units that one rank found: its own by place, and those of other ranks in its
+    memory by owner.
 
     Keys by unit.
     """
@@ -97,14 +105,23 @@ class PartialRecovery:
         if begins_anew:
             self._begin_anew(state, has_begun=target is not None)
             return RecoveredState(iteration=None)
-        state.lose()  # all ranks go back: a fault during the load must find no rank's state live
+        # all ranks go back: a fault during the load must find no rank's state live
+        state.lose()
         started_s = time.monotonic()
-        stocks = self._take_stock(_MEMORY)  # where all ranks live, no disk is flushed and no copy hashed
+        # where all ranks live, no disk is flushed and no copy hashed
+        stocks = self._take_stock(_MEMORY)
         if plan_units(_with_held(stocks)) is None:
             stocks = self._take_stock(_MEMORY, _DISK, held=True)
         with self._units(stocks) as (plan, units):
-            fetch_s, places = time.monotonic() - started_s, plan.sources[self._place.shard.global_rank]
-            fetched = [unit.header for name, unit in units.items() if places[name] not in (_MEMORY, _DISK)]
+            fetch_s, places = (
+                time.monotonic() - started_s,
+                plan.sources[self._place.shard.global_rank],
+            )
+            fetched = [
+                unit.header
+                for name, unit in units.items()
+                if places[name] not in (_MEMORY, _DISK)
+            ]
             fetched_bytes = sum(header.payload_bytes for header in fetched)
             shares = self._load(plan, units)
         self._begin_epoch(stocks)
@@ -112,7 +129,10 @@ class PartialRecovery:
         return RecoveredState(
             iteration=plan.version.iteration,
             went_back=True,
-            lines=[*plan.lines(), f"lost tokens so far: PLT {shares.plt:.4%}, MLT {shares.mlt:.4%}"],
+            lines=[
+                *plan.lines(),
+                f"lost tokens so far: PLT {shares.plt:.4%}, MLT {shares.mlt:.4%}",
+            ],
             fetch_s=fetch_s,
             fetched_bytes=fetched_bytes,
         )
@@ -125,7 +145,9 @@ class PartialRecovery:
             self._stage.restore_start(steps.start(1), undo=1)
             state.withdraw()
         if has_begun:
-            self.drop_memory()  # peers and disks may have units of this epoch, which later ones must not be taken for
+            # peers and disks may have units of this epoch, which later ones must not be
+            # taken for
+            self.drop_memory()
             return
         self._memory.clear()
         self._reset_tokens()
@@ -135,7 +157,9 @@ class PartialRecovery:
         self._count_anew()
 
     def _count_anew(self) -> None:
-        """The account is that of another state: drop counts of iterations that happen again; boost by its deficit."""
+        """The account is that of another state: drop counts of iterations that happen
+        again; boost by its deficit.
+        """
         self._meter.drop_counts()
         if self._boost:
             self._boost.recover(self._account.deficit)
@@ -144,12 +168,18 @@ class PartialRecovery:
         stocks = self._take_stock(_DISK)
         plan = plan_units([stock.inventory for stock in stocks])
         newest = tuple(
-            max((version.iteration for version in stock.inventory.versions(CORE)), default=None) for stock in stocks
+            max(
+                (version.iteration for version in stock.inventory.versions(CORE)),
+                default=None,
+            )
+            for stock in stocks
         )
         return OnDisks(newest=plan.version.iteration if plan else None, of_each=newest)
 
     def begin_on_disks(self) -> None:
-        """Units on disks belong to no window: a start without a common state is an error, whatever is there."""
+        """Units on disks belong to no window: a start without a common state is an
+        error, whatever is there.
+        """
 
     def load_from_disk(self) -> int:
         self.copies.drop_all()
@@ -160,29 +190,49 @@ class PartialRecovery:
         return plan.version.iteration
 
     def drop_memory(self) -> None:
-        stocks = self._take_stock(_MEMORY, _DISK, held=True)  # before they go: the next epoch's number is above theirs
+        # before they go: the next epoch's number is above theirs
+        stocks = self._take_stock(_MEMORY, _DISK, held=True)
         self.copies.drop_all()
-        self._reset_tokens()  # a checkpoint has no account, and a replacement's would differ from a surviving rank's
+        # a checkpoint has no account, and a replacement's would differ from a surviving
+        # rank's
+        self._reset_tokens()
         self._begin_epoch(stocks)
 
     def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
-        """Return every rank's intact units in these places; `held`: also those in peers' memory. Collective."""
+        """Return every rank's intact units in these places; `held`: also those in
+        peers' memory. Collective.
+        """
         owners = sorted(held_paths(self._elastic.memory)) if held else []
-        return gather_results(self._place.ranks, lambda: self._my_stock(places, owners), CheckpointLoadError)
+        return gather_results(
+            self._place.ranks,
+            lambda: self._my_stock(places, owners),
+            CheckpointLoadError,
+        )
 
     def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
         mine = self._place.shard.global_rank
-        # a death while a snapshot was published leaves some of its units: its core says how many there have to be
-        whole = {place: without_torn(self._found_in(place), _LEVELS[place]) for place in places}
-        found = {place: list(self._intact(units, mine)) for place, units in whole.items()}
+        # a death while a snapshot was published leaves some of its units: its core says
+        # how many there have to be
+        whole = {
+            place: without_torn(self._found_in(place), _LEVELS[place])
+            for place in places
+        }
+        found = {
+            place: list(self._intact(units, mine)) for place, units in whole.items()
+        }
         held = {owner: dict(self._held_for(owner)) for owner in owners}
         return _Stock(
             inventory=UnitInventory(
                 global_rank=mine,
-                places={place: _by_name(map(_id, units)) for place, units in found.items()},
+                places={
+                    place: _by_name(map(_id, units)) for place, units in found.items()
+                },
                 needed=_needed(unit for units in found.values() for unit in units),
             ),
-            held={owner: {_id(unit): key for key, unit in units.items()} for owner, units in held.items()},
+            held={
+                owner: {_id(unit): key for key, unit in units.items()}
+                for owner, units in held.items()
+            },
             needed={owner: _needed(units.values()) for owner, units in held.items()},
         )
 
@@ -192,7 +242,8 @@ class PartialRecovery:
         disk = self._memory.disk
         if disk is None:
             return []
-        disk.flush(self._elastic.copy_s)  # a write that is under way adds units, and drops others
+        # a write that is under way adds units, and drops others
+        disk.flush(self._elastic.copy_s)
         return list(read_units(BlobFolder(disk.path)).values())
 
     def _held_for(self, owner: int) -> Iterator[tuple[str, Snapshot]]:
@@ -204,22 +255,33 @@ class PartialRecovery:
     def _intact(self, units: Iterable[Snapshot], owner: int) -> Iterator[Snapshot]:
         for unit in units:
             try:
-                # of another rank its number is known here, no more: that rank compares the shard once it has the unit
-                shard = self._place.shard if owner == self._place.shard.global_rank else unit.header.shard
+                # of another rank its number is known here, no more: that rank compares
+                # the shard once it has the unit
+                shard = (
+                    self._place.shard
+                    if owner == self._place.shard.global_rank
+                    else unit.header.shard
+                )
                 if shard.global_rank == owner:
                     verify(unit, identity=self._place.identity, shard=shard)
                     yield unit
             except CheckpointLoadError as error:
-                # passed over, not raised: another place may have the same version intact
-                self._events.append(CheckpointSkipped(source=str(unit.header), reason=str(error)))
+                # passed over, not raised: another place may have the same version
+                # intact
+                self._events.append(
+                    CheckpointSkipped(source=str(unit.header), reason=str(error))
+                )
                 _log.warning("%s", error)
 
     @contextlib.contextmanager
-    def _units(self, stocks: Sequence[_Stock]) -> Iterator[tuple[UnitRecovery, Mapping[str, Snapshot]]]:
-        """Yield the plan and this rank's units of it by name; delete units that came from peers at the end. Collective.
+    def _units(
+        self, stocks: Sequence[_Stock]
+    ) -> Iterator[tuple[UnitRecovery, Mapping[str, Snapshot]]]:
+        """Yield the plan and this rank's units of it by name; delete units that came
+        from peers at the end. Collective.
 
-        If a peer cannot deliver a unit, all ranks plan again without that peer. Raises NothingLeftError on all ranks if
-        there is no plan.
+        If a peer cannot deliver a unit, all ranks plan again without that peer. Raises
+        NothingLeftError on all ranks if there is no plan.
         """
         folder = BlobFolder(self._elastic.memory / "fetched")
         inventories = _with_held(stocks)
@@ -235,71 +297,136 @@ class PartialRecovery:
                     return
                 # a place that failed one rank may still serve the others
                 inventories = [
-                    replace(each, places={place: units for place, units in each.places.items() if place != failed})
+                    replace(
+                        each,
+                        places={
+                            place: units
+                            for place, units in each.places.items()
+                            if place != failed
+                        },
+                    )
                     for each, failed in zip(inventories, found, strict=True)
                 ]
         finally:
             folder.clear()
 
-    def _fetch(self, plan: UnitRecovery, stocks: Sequence[_Stock], folder: BlobFolder) -> str | None:
-        """Copy this rank's units of the plan from peers into `folder`; return the first place that failed, or None."""
-        folder.clear()  # of a place that failed, and of a worker that died in its recovery: their units fail no other
+    def _fetch(
+        self, plan: UnitRecovery, stocks: Sequence[_Stock], folder: BlobFolder
+    ) -> str | None:
+        """Copy this rank's units of the plan from peers into `folder`; return the first
+        place that failed, or None.
+        """
+        # of a place that failed, and of a worker that died in its recovery: their units
+        # fail no other
+        folder.clear()
         mine = self._place.shard.global_rank
         sources = plan.sources[mine]
         for holder, stock in enumerate(stocks):
             place = _memory_of(holder)
-            wanted = [(name, plan.units[name]) for name, where in sources.items() if where == place]
+            wanted = [
+                (name, plan.units[name])
+                for name, where in sources.items()
+                if where == place
+            ]
             if not wanted:
                 continue
             keys = [stock.held[mine][each] for each in wanted]
             address, timeout_s = self._elastic.address_of(holder), self._elastic.copy_s
             try:
-                fetch_blobs(address, self._elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
-                # here, where another plan is still possible: `_load` overwrites the state
+                fetch_blobs(
+                    address,
+                    self._elastic.ticket,
+                    mine,
+                    folder,
+                    keys,
+                    timeout_s=timeout_s,
+                )
+                # here, where another plan is still possible: `_load` overwrites the
+                # state
                 for unit in read_units(folder).values():
                     verify(unit, identity=self._place.identity, shard=self._place.shard)
             except CheckpointLoadError as error:
-                _log.warning("rank %d cannot have its units in the %s: %s", mine, place, error)
+                _log.warning(
+                    "rank %d cannot have its units in the %s: %s", mine, place, error
+                )
                 return place
         return None
 
     def _get(self, plan: UnitRecovery, folder: BlobFolder) -> dict[str, Snapshot]:
         """Return this rank's units of the plan, all of them local and verified."""
         sources = plan.sources[self._place.shard.global_rank]
-        places = {place: self._found_in(place) for place in _LEVELS if place in sources.values()}
+        places = {
+            place: self._found_in(place)
+            for place in _LEVELS
+            if place in sources.values()
+        }
         fetched = list(read_units(folder).values())
         return {
-            name: next(unit for unit in places.get(where, fetched) if _id(unit) == (name, plan.units[name]))
+            name: next(
+                unit
+                for unit in places.get(where, fetched)
+                if _id(unit) == (name, plan.units[name])
+            )
             for name, where in sources.items()
         }
 
     def _load(self, plan: UnitRecovery, units: Mapping[str, Snapshot]) -> LostShares:
         """Load all units, and account for the tokens that are lost. Collective."""
-        parts = {part.key: unit.part(part) for unit in units.values() for part in unit.header.parts}
+        parts = {
+            part.key: unit.part(part)
+            for unit in units.values()
+            for part in unit.header.parts
+        }
         names = {str(operator) for operator in self._operators.table.operators}
         core = units[CORE].header
-        # step counts are the core's, for older experts too: they belong to an optimizer, not to an expert
+        # step counts are the core's, for older experts too: they belong to an
+        # optimizer, not to an expert
         self._operators.load(parts, names, set(), core.adam_steps)
         self._stage.restore_start(_facts(parts, START))
-        # a rank loads the experts of which it has a piece, and the account is of all experts of the stage
-        mine = {name: unit.header.unit.seen_tokens for name, unit in units.items() if unit.header.unit and name != CORE}
-        gathered = gather_results(self._place.ranks, lambda: (self._place.stage, mine), CheckpointLoadError)
-        of_stage = [of_rank for stage, of_rank in gathered if stage == self._place.stage]
-        seen = {name: tokens for of_rank in of_stage for name, tokens in of_rank.items()}
+        # a rank loads the experts of which it has a piece, and the account is of all
+        # experts of the stage
+        mine = {
+            name: unit.header.unit.seen_tokens
+            for name, unit in units.items()
+            if unit.header.unit and name != CORE
+        }
+        gathered = gather_results(
+            self._place.ranks, lambda: (self._place.stage, mine), CheckpointLoadError
+        )
+        of_stage = [
+            of_rank for stage, of_rank in gathered if stage == self._place.stage
+        ]
+        seen = {
+            name: tokens for of_rank in of_stage for name, tokens in of_rank.items()
+        }
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
         self._count_anew()
-        lost = gather_results(self._place.ranks, lambda: (self._place.stage, self._account.lost), CheckpointLoadError)
+        lost = gather_results(
+            self._place.ranks,
+            lambda: (self._place.stage, self._account.lost),
+            CheckpointLoadError,
+        )
         of_stages: dict[int, IntArray] = dict(lost)
-        shares = lost_shares([of_stages[stage] for stage in sorted(of_stages)], plan.version.iteration, self._rate)
+        shares = lost_shares(
+            [of_stages[stage] for stage in sorted(of_stages)],
+            plan.version.iteration,
+            self._rate,
+        )
         iteration = plan.version.iteration
-        # Dynamic-K follows the loss of all faults so far, which is known only now (MoC, section 5.3)
-        self._policy.went_back(_facts(parts, POLICY)["facts"].tolist(), plt=shares.plt, iteration=iteration)
+        # Dynamic-K follows the loss of all faults so far, which is known only now (MoC,
+        # section 5.3)
+        self._policy.went_back(
+            _facts(parts, POLICY)["facts"].tolist(), plt=shares.plt, iteration=iteration
+        )
         self._log_lost(iteration, loss.lost, shares)
         return shares
 
     def _begin_epoch(self, stocks: Sequence[_Stock]) -> None:
-        """Begin a new epoch: later snapshots belong to it, and no earlier snapshot does."""
-        # above the epochs of all units that any rank holds: one of an abandoned epoch could pass for a new one
+        """Begin a new epoch: later snapshots belong to it, and no earlier snapshot
+        does.
+        """
+        # above the epochs of all units that any rank holds: one of an abandoned epoch
+        # could pass for a new one
         self._store.epoch = newest_epoch(_with_held(stocks)) + 1
 
     def _log_lost(self, iteration: int, lost: IntArray, shares: LostShares) -> None:
@@ -324,9 +451,13 @@ def _with_held(stocks: Sequence[_Stock]) -> list[UnitInventory]:
         needed = dict(stock.inventory.needed)
         for holder in stocks:
             if owner in holder.held:
-                places[_memory_of(holder.inventory.global_rank)] = _by_name(holder.held[owner])
+                places[_memory_of(holder.inventory.global_rank)] = _by_name(
+                    holder.held[owner]
+                )
                 needed = {**holder.needed[owner], **needed}
-        inventories.append(UnitInventory(global_rank=owner, places=places, needed=needed))
+        inventories.append(
+            UnitInventory(global_rank=owner, places=places, needed=needed)
+        )
     return inventories
 
 
@@ -346,18 +477,31 @@ def _by_name(ids: Iterable[tuple[str, Version]]) -> dict[str, frozenset[Version]
 
 
 def _needed(units: Iterable[Snapshot]) -> dict[Version, frozenset[str]]:
-    return {unit.header.version: frozenset(unit.header.complete_with) for unit in units if unit.header.name == CORE}
+    return {
+        unit.header.version: frozenset(unit.header.complete_with)
+        for unit in units
+        if unit.header.name == CORE
+    }
 
 
 def _facts(parts: Mapping[PartKey, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """Return the tensors of one kind in a core."""
-    # copies: the state of a generator must be aligned, and a payload aligns a part of bytes to single bytes only
-    return {key.tensor: tensor.clone() for key, tensor in parts.items() if key.operator == kind}
+    # copies: the state of a generator must be aligned, and a payload aligns a part of
+    # bytes to single bytes only
+    return {
+        key.tensor: tensor.clone()
+        for key, tensor in parts.items()
+        if key.operator == kind
+    }
 
 
 def _nothing_common(inventories: Sequence[UnitInventory]) -> str:
     found = "; ".join(
-        f"rank {inventory.global_rank}: {', '.join(map(str, sorted(inventory.versions(CORE)))) or 'none'}"
+        f"rank {inventory.global_rank}:"
+        f" {', '.join(map(str, sorted(inventory.versions(CORE)))) or 'none'}"
         for inventory in inventories
     )
-    return f"partial checkpoints: got those of iterations ({found}), wanted one with all experts on all ranks"
+    return (
+        f"partial checkpoints: got those of iterations ({found}), wanted one with all"
+        " experts on all ranks"
+    )

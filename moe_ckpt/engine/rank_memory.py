@@ -1,7 +1,8 @@
-"""One rank's host memory: snapshots and logs, the copies into it, and the copies on the local disk and on peers.
+"""One rank's host memory: snapshots and logs, the copies into it, and the copies on the
+local disk and on peers.
 
-Owns: opening the memory, its total size, and clearing or refilling all of it together. Must not: decide which
-snapshots are taken or kept.
+Owns: opening the memory, its total size, and clearing or refilling all of it together.
+Must not: decide which snapshots are taken or kept.
 
     training thread --copiers, engine--> snapshots, steps, boundary --publisher--> replica daemon --> peers, local disk
 """
@@ -31,8 +32,9 @@ from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory
 class RankMemory:
     """The snapshots and logs of one rank in host memory, for the training thread.
 
-    Lifetime: that of the process; a new generation finds the contents of the last one. With `elastic`, snapshots and
-    step log outlive the process: the memory of a replacement opens with the contents that the dead worker left.
+    Lifetime: that of the process; a new generation finds the contents of the last one.
+    With `elastic`, snapshots and step log outlive the process: the memory of a
+    replacement opens with the contents that the dead worker left.
     """
 
     def __init__(
@@ -44,22 +46,27 @@ class RankMemory:
         *,
         snapshots_limit_bytes: int | None,
     ) -> None:
-        """Open the memory, and adopt the contents that an earlier process of this rank left.
+        """Open the memory, and adopt the contents that an earlier process of this rank
+        left.
 
         Args:
             config: The caps of copies, the kept windows, and the logs of the policy.
             place: The rank's position in the job.
-            elastic: The rank's means to survive the loss of ranks; None: the memory ends with the process.
+            elastic: The rank's means to survive the loss of ranks; None: the memory
+                ends with the process.
             disk_folder: The run's folder for snapshots on the local disk.
             snapshots_limit_bytes: The most bytes of snapshots; None: no limit.
         """
         private = PrivateMemory(pinned=torch.cuda.is_available())
         copier = HostCopier(Throttle(config.max_bytes_per_s.host))
-        # apart from snapshots, and without a cap: until it is copied, a tensor for the boundary log takes device memory
+        # apart from snapshots, and without a cap: until it is copied, a tensor for the
+        # boundary log takes device memory
         log_copier = HostCopier()
 
         self.publisher: Publisher | None = None
-        """Shared memory with snapshots and step log, copied to peers; None: no memory outlives the process."""
+        """Shared memory with snapshots and step log, copied to peers; None: no memory
+        outlives the process.
+        """
 
         self.disk: LocalDisk | None = None
         """The rank's folder on the local disk; None where `publisher` is."""
@@ -67,32 +74,45 @@ class RankMemory:
         if elastic:
             self.publisher = _open_publisher(elastic, copier)
             self.disk = _open_disk(config, place, elastic, disk_folder)
-        # private: the log ends with the process, whose stage then replays, and logs again what it sends
+        # private: the log ends with the process, whose stage then replays, and logs
+        # again what it sends
         log_buffers = HostBuffers(private)
         shared_or_private = self.publisher.folder if self.publisher else private
-        snapshot_buffers = HostBuffers(shared_or_private, limit_bytes=snapshots_limit_bytes)
+        snapshot_buffers = HostBuffers(
+            shared_or_private, limit_bytes=snapshots_limit_bytes
+        )
         keeps_log = config.boundary_log and place.num_stages > 1
 
         self.copiers = (copier, log_copier)
-        """Threads that copy from the device: for snapshots, under the cap `host`, and for the boundary log."""
+        """Threads that copy from the device: for snapshots, under the cap `host`, and
+        for the boundary log.
+        """
 
         self.buffers = (log_buffers, snapshot_buffers)
         """Pools of buffers: of the boundary log, and of snapshots."""
 
         self.bubbles = PipelineBubbles() if config.copies_in_bubbles else None
-        """Pipeline bubbles that copies of snapshots wait for; None: copies wait for no bubble."""
+        """Pipeline bubbles that copies of snapshots wait for; None: copies wait for no
+        bubble.
+        """
 
-        self.engine = SnapshotEngine(copier, snapshot_buffers, self.publisher, self.bubbles)
+        self.engine = SnapshotEngine(
+            copier, snapshot_buffers, self.publisher, self.bubbles
+        )
         """Takes one snapshot at a time, in the background."""
 
-        self.snapshots = SnapshotMemory(snapshot_buffers, config.keep_windows, self.publisher)
+        self.snapshots = SnapshotMemory(
+            snapshot_buffers, config.keep_windows, self.publisher
+        )
         """The kept windows, and the window in flight."""
 
         self.steps = StepLog(self.publisher)
         """The start and the facts of each logged iteration."""
 
         self.boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
-        """Tensors sent to neighbour stages, by iteration; None: the policy or a job of one stage keeps no such log."""
+        """Tensors sent to neighbour stages, by iteration; None: the policy or a job of
+        one stage keeps no such log.
+        """
 
         self.adopt_kept()
 
@@ -101,13 +121,20 @@ class RankMemory:
         return sum(pool.total_bytes for pool in self.buffers) + self.steps.size_bytes
 
     def oldest_start(self) -> int | None:
-        """Return the oldest iteration that a recovery from this memory may run again; None without snapshots."""
-        oldest, logged = self.snapshots.oldest_needed_iteration(), self.steps.oldest_start
+        """Return the oldest iteration that a recovery from this memory may run again;
+        None without snapshots.
+        """
+        oldest, logged = (
+            self.snapshots.oldest_needed_iteration(),
+            self.steps.oldest_start,
+        )
         first = None if oldest is None else oldest + 1
         return logged if first is None or logged is None else min(first, logged)
 
     def clear(self) -> None:
-        """Drop everything: training continues from a state that no snapshot here leads to."""
+        """Drop everything: training continues from a state that no snapshot here leads
+        to.
+        """
         if self.boundary:
             self.boundary.clear()
         self.drop_published()
@@ -120,7 +147,9 @@ class RankMemory:
             pool.free_unused()
 
     def adopt_kept(self) -> None:
-        """Register the blobs in the publisher's folder, which an earlier process left or a recovery fetched."""
+        """Register the blobs in the publisher's folder, which an earlier process left
+        or a recovery fetched.
+        """
         if self.publisher:
             kept = self.publisher.adopt()
             self.snapshots.adopt(kept.snapshots)
@@ -129,7 +158,8 @@ class RankMemory:
 
 def _open_publisher(elastic: ElasticContext, copier: HostCopier) -> Publisher:
     """Open the memory that outlives this process."""
-    elastic.at_end(copier.throttle.lift)  # else survivors would join late, after the rest of a copy,
+    # else survivors would join late, after the rest of a copy,
+    elastic.at_end(copier.throttle.lift)
     folder = BlobFolder(own_path(elastic.memory), pinned=torch.cuda.is_available())
     daemon = elastic.daemon or NoCopies()
     publisher = Publisher(folder, daemon, elastic.copy_s, elastic.page.wait_for_copies)
@@ -137,11 +167,16 @@ def _open_publisher(elastic: ElasticContext, copier: HostCopier) -> Publisher:
     return publisher
 
 
-def _open_disk(config: InMemoryConfig, place: StagePlace, elastic: ElasticContext, folder: Path) -> LocalDisk:
-    """Open this rank's folder on the local disk, where the rank's supervisor saves the memory at the end of the job."""
+def _open_disk(
+    config: InMemoryConfig, place: StagePlace, elastic: ElasticContext, folder: Path
+) -> LocalDisk:
+    """Open this rank's folder on the local disk, where the rank's supervisor saves the
+    memory at the end of the job.
+    """
     rank = place.shard.global_rank
     disk = LocalDisk(folder, rank, elastic.daemon, config.disk_budget_bytes)
-    if not config.loses_tokens:  # the last save knows windows only: units go on from those on disk
+    # the last save knows windows only: units go on from those on disk
+    if not config.loses_tokens:
         target = SaveTarget(
             path=str(disk.path),
             limit_bytes=disk.limit_bytes,

@@ -15,8 +15,8 @@ from moe_ckpt.events import EventLog
 class RankParts:
     """The training of one rank, its host memory, and its records of both.
 
-    Lifetime: that of the process. The first generation makes the parts; every generation builds a policy, a tier and
-    recoveries anew over the same parts.
+    Lifetime: that of the process. The first generation makes the parts; every
+    generation builds a policy, a tier and recoveries anew over the same parts.
     """
 
     adapter: RankAdapter
@@ -26,16 +26,22 @@ class RankParts:
     """The rank's snapshots and logs."""
 
     meter: Measurements
-    """Measured times and rates. Policies of later generations choose by them at once, without trial windows."""
+    """Measured times and rates. Policies of later generations choose by them at once,
+    without trial windows.
+    """
 
     events: EventLog
     """The rank's log of events."""
 
     counts: Counts | None
-    """Counts of the tokens that the router sends to each expert; None: the policy does not use popularity."""
+    """Counts of the tokens that the router sends to each expert; None: the policy does
+    not use popularity.
+    """
 
     account: TokenAccount | None
-    """Tokens that each expert has received and lost; None: recoveries of the policy lose no tokens."""
+    """Tokens that each expert has received and lost; None: recoveries of the policy
+    lose no tokens.
+    """
 
     @property
     def dense_bytes(self) -> int:

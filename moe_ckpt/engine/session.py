@@ -1,8 +1,9 @@
 """One run's checkpointing, as the training loop sees it: resume, hooks, finish.
 
-Owns: asking the policy after every iteration and executing its plan, in the durable tier and in the in-memory tier, and
-recovering lost state. A failed save is reported and training continues, unless the configuration is strict. Must not:
-decide which state is saved, or touch Megatron.
+Owns: asking the policy after every iteration and executing its plan, in the durable
+tier and in the in-memory tier, and recovering lost state. A failed save is reported and
+training continues, unless the configuration is strict. Must not: decide which state is
+saved, or touch Megatron.
 """
 
 from __future__ import annotations
@@ -17,13 +18,30 @@ from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.fallback import HOST_MEMORY, Fallback, Source, Suspects, UsableState
+from moe_ckpt.engine.fallback import (
+    HOST_MEMORY,
+    Fallback,
+    Source,
+    Suspects,
+    UsableState,
+)
 from moe_ckpt.engine.in_memory import InMemoryCheckpointing
 from moe_ckpt.engine.inputs import Inputs, require_equal
 from moe_ckpt.engine.job_recovery import JobRecovery, RecoveredState
 from moe_ckpt.engine.step_state import StepState
-from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, NothingLeftError, RolledBackError
-from moe_ckpt.events import EventLog, ExpertsChosen, IntervalChosen, LossNotFinite, WindowChosen
+from moe_ckpt.errors import (
+    CheckpointLoadError,
+    CheckpointSaveError,
+    NothingLeftError,
+    RolledBackError,
+)
+from moe_ckpt.events import (
+    EventLog,
+    ExpertsChosen,
+    IntervalChosen,
+    LossNotFinite,
+    WindowChosen,
+)
 from moe_ckpt.ports import Policy
 from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan
 
@@ -40,11 +58,12 @@ class LeftState(NamedTuple):
 class Session:
     """Implements `ports.TrainingHooks`. Every method is collective over all ranks.
 
-    Lifetime: that of the process. `enter` begins a generation: call it first, and again in every generation of an
-    elastic job.
+    Lifetime: that of the process. `enter` begins a generation: call it first, and again
+    in every generation of an elastic job.
 
     Attributes:
-        loaded_from: The source of the state that the last `resume` has loaded; None: that found none.
+        loaded_from: The source of the state that the last `resume` has loaded; None:
+            that found none.
     """
 
     def __init__(
@@ -60,24 +79,32 @@ class Session:
         elastic: ElasticContext | None = None,
         inputs: Inputs | None = None,
         course: RunCourse | None = None,
-        loaded: Callable[[int, Sequence[str]], object] = lambda _iteration, _changes: None,
+        loaded: Callable[[int, Sequence[str]], object] = lambda _iteration, _changes: (
+            None
+        ),
         left: frozenset[LeftState] = frozenset(),
     ) -> None:
         """Put the session together.
 
         Args:
-            build_generation: Returns policy and in-memory side of a new generation; None: no snapshots in host memory.
+            build_generation: Returns policy and in-memory side of a new generation;
+                None: no snapshots in host memory.
             durable: The tier of whole checkpoints.
             ranks: All ranks of the job.
             events: This rank's log of events.
             strict: A failed save ends training.
-            suspect_iters: Iterations after a load in which a loss that is not finite counts against the loaded source.
-            forget_evaluations: Drops the traces of evaluations from this rank's state, as recoveries repeat none.
-            elastic: This rank's means to survive the loss of ranks; None: such a loss ends the job.
-            inputs: The contents that this process has read; all ranks must have read the same. None: not compared.
+            suspect_iters: Iterations after a load in which a loss that is not finite
+                counts against the loaded source.
+            forget_evaluations: Drops the traces of evaluations from this rank's state,
+                as recoveries repeat none.
+            elastic: This rank's means to survive the loss of ranks; None: such a loss
+                ends the job.
+            inputs: The contents that this process has read; all ranks must have read
+                the same. None: not compared.
             course: The settings with which this run has saved its states.
-            loaded: Receives the iteration of each state that is loaded from a disk, before training goes on, and the
-                settings that differ from those of the run that saved it.
+            loaded: Receives the iteration of each state that is loaded from a disk,
+                before training goes on, and the settings that differ from those of the
+                run that saved it.
             left: What earlier processes of this rank have left.
         """
         self._build_generation = build_generation
@@ -97,14 +124,17 @@ class Session:
         self._in_memory: InMemoryCheckpointing | None = None
         self._state = StepState()
         self._begins = False
-        self._has_left_start: bool | None = None  # None: this process has begun at no start
+        # None: this process has begun at no start
+        self._has_left_start: bool | None = None
         self._has_base = False
         self._logged_window: tuple[int, int] | None = None
         self.loaded_from: str | None = None
 
     @property
     def in_memory(self) -> InMemoryCheckpointing | None:
-        """The in-memory side of this generation; None before the first `enter`, and for policies that have none."""
+        """The in-memory side of this generation; None before the first `enter`, and for
+        policies that have none.
+        """
         return self._in_memory
 
     @property
@@ -118,7 +148,9 @@ class Session:
 
     @property
     def oldest_start(self) -> int | None:
-        """The oldest iteration that a recovery from host memory may run again; None if there is no such recovery."""
+        """The oldest iteration that a recovery from host memory may run again; None if
+        there is no such recovery.
+        """
         return self._in_memory.parts.memory.oldest_start() if self._in_memory else None
 
     def enter(self) -> None:
@@ -131,23 +163,28 @@ class Session:
             require_equal(self._ranks, self._inputs)
         if self._in_memory:
             self._in_memory.tier.abort()
-            # a save of the generation before: a replacement has no part in it, so it can never be complete
+            # a save of the generation before: a replacement has no part in it, so it
+            # can never be complete
             self._durable.abandon()
-        # new on all ranks: a replacement's policy has no history, and plans have to be the same everywhere
+        # new on all ranks: a replacement's policy has no history, and plans have to be
+        # the same everywhere
         self._policy, self._in_memory = self._build_generation()
         self._has_base = False
 
     def recover(self) -> RecoveredState:
-        """Bring all ranks to one state, as a generation starts: from memory, or from the newest state on disk.
+        """Bring all ranks to one state, as a generation starts: from memory, or from
+        the newest state on disk.
 
         Returns:
-            The state of all ranks, with the iteration None if the run has never saved. The caller of a run that has
-            never saved starts from the beginning, or from a checkpoint (`resume`).
+            The state of all ranks, with the iteration None if the run has never saved.
+            The caller of a run that has never saved starts from the beginning, or from
+            a checkpoint (`resume`).
 
         Raises:
-            CheckpointLoadError: Neither memory nor disks lead to a common state; on all ranks.
-            ConfigError: Training is about to begin, and shared memory has less room than its snapshots will take; on
-                all ranks.
+            CheckpointLoadError: Neither memory nor disks lead to a common state; on all
+                ranks.
+            ConfigError: Training is about to begin, and shared memory has less room
+                than its snapshots will take; on all ranks.
         """
         assert self._in_memory is not None
         job_recovery = self._in_memory.job_recovery
@@ -159,16 +196,25 @@ class Session:
             source = self._go_back(error)
             recovered = RecoveredState(iteration=None)
             if source:
-                recovered = RecoveredState(iteration=source.iteration, lines=[f"all stages: load {source}"])
+                recovered = RecoveredState(
+                    iteration=source.iteration, lines=[f"all stages: load {source}"]
+                )
         else:
-            if recovered.went_back and recovered.iteration is not None:  # else the state that was live goes on
-                self._suspects.loaded(Source(place=HOST_MEMORY, iteration=recovered.iteration))
+            # else the state that was live goes on
+            if recovered.went_back and recovered.iteration is not None:
+                self._suspects.loaded(
+                    Source(place=HOST_MEMORY, iteration=recovered.iteration)
+                )
         if recovered.iteration is None:
-            # no state of memory goes on; `resume` names the source if there is one on disk
+            # no state of memory goes on; `resume` names the source if there is one on
+            # disk
             self._suspects.clear()
-            # only where training begins: later a full memory costs the protection, and not the job
+            # only where training begins: later a full memory costs the protection, and
+            # not the job
             self._in_memory.require_room()
-        else:  # first: a window of one slot needs it, and peers are about to drop earlier blobs
+        else:
+            # first: a window of one slot needs it, and peers are about to drop earlier
+            # blobs
             self._in_memory.tier.logs.log_start(recovered.iteration + 1)
         job_recovery.copies.resume_copying()
         self._begins = recovered.iteration is None
@@ -180,16 +226,23 @@ class Session:
         if self._begins:
             self._has_left_start = self._begins = False
         if self._elastic:
-            # an exception that comes back before the next iteration then counts as a repetition, and ends the job
+            # an exception that comes back before the next iteration then counts as a
+            # repetition, and ends the job
             self._elastic.page.begin_at(iteration)
 
     def resume(self, source: Path | None) -> int:
-        """Load the newest state of this run on disk, or the checkpoint at `source`; return its iteration.
+        """Load the newest state of this run on disk, or the checkpoint at `source`;
+        return its iteration.
 
-        Raises CheckpointLoadError on all ranks, also if this run has saved a state and none is there.
+        Raises CheckpointLoadError on all ranks, also if this run has saved a state and
+        none is there.
         """
         if source is not None:
-            changes = [str(each) for each in self._course.changes_since(source)] if self._course else []
+            changes = (
+                [str(each) for each in self._course.changes_since(source)]
+                if self._course
+                else []
+            )
             iteration = self._durable.resume_from(source)
             self._loaded(iteration, changes)
             self._suspects.loaded(Source(place=str(source), iteration=iteration))
@@ -200,21 +253,27 @@ class Session:
         if loaded is None:
             self._require_nothing_left()
         if loaded is None and self._job_recovery:
-            # marks each disk until its first save: snapshots on other disks are no error of a later start then
+            # marks each disk until its first save: snapshots on other disks are no
+            # error of a later start then
             self._job_recovery.begin_on_disks()
         if self._job_recovery:
             self._job_recovery.copies.resume_copying()
         return loaded.iteration if loaded else 0
 
     def _require_nothing_left(self) -> None:
-        """Raise CheckpointLoadError on all ranks if earlier processes of all ranks have left a state."""
-        everywhere = frozenset.intersection(*gather_results(self._ranks, lambda: self._left, CheckpointLoadError))
+        """Raise CheckpointLoadError on all ranks if earlier processes of all ranks have
+        left a state.
+        """
+        everywhere = frozenset.intersection(
+            *gather_results(self._ranks, lambda: self._left, CheckpointLoadError)
+        )
         if everywhere:
             newest = max(everywhere)
             wanted = "its checkpoints, or the local disks of all ranks, where they were"
             raise CheckpointLoadError(
-                f"this run has {newest.what} at iteration {newest.iteration}, and no state of it is on disk: wanted "
-                f"{wanted}; for a new start take another run.dir"
+                f"this run has {newest.what} at iteration {newest.iteration}, and no"
+                f" state of it is on disk: wanted {wanted}; for a new start take"
+                " another run.dir"
             )
 
     def has_snapshots_on_disk(self) -> bool:
@@ -222,7 +281,9 @@ class Session:
         job_recovery = self._job_recovery
         if job_recovery is None:
             return False
-        return any(newest is not None for newest in job_recovery.look_at_disks().of_each)
+        return any(
+            newest is not None for newest in job_recovery.look_at_disks().of_each
+        )
 
     def iteration_started(self, iteration: int) -> None:
         self._forget_evaluations()
@@ -240,13 +301,28 @@ class Session:
         if bad is None:
             return
         reason = f"loss {loss} in iteration {iteration}"
-        # states of these iterations descend from the bad one; states of later ones are older than the load, and good
+        # states of these iterations descend from the bad one; states of later ones are
+        # older than the load, and good
         since = range(bad.iteration + 1, iteration)
-        better = self._step_down(bad, since, reason) if self._suspects.is_first_at(iteration, bad) else None
-        action = "training goes on as it is: nothing else leads elsewhere" if better is None else f"back to {better}"
-        self._events.append(LossNotFinite(iteration=iteration, loss=str(loss), source=str(bad), action=action))
+        better = (
+            self._step_down(bad, since, reason)
+            if self._suspects.is_first_at(iteration, bad)
+            else None
+        )
+        action = (
+            "training goes on as it is: nothing else leads elsewhere"
+            if better is None
+            else f"back to {better}"
+        )
+        self._events.append(
+            LossNotFinite(
+                iteration=iteration, loss=str(loss), source=str(bad), action=action
+            )
+        )
         if self._ranks.rank == 0:
-            _log.warning("%s, soon after all ranks went on from %s: %s", reason, bad, action)
+            _log.warning(
+                "%s, soon after all ranks went on from %s: %s", reason, bad, action
+            )
         if better is not None:
             raise RolledBackError(better.iteration)
         self._suspects.clear()
@@ -261,7 +337,8 @@ class Session:
         # ranks that all go back after a fault need no vote: no live state counts then
         if self._elastic and self._in_memory.tier.recovers_locally:
             self._vote(self._in_memory, iteration, gradients)
-        self._has_left_start = True  # not after the step: a start that loads nothing would go on from it
+        # not after the step: a start that loads nothing would go on from it
+        self._has_left_start = True
         self._enter_phase(Phase.STEP)
         return True
 
@@ -270,7 +347,8 @@ class Session:
         self._enter_phase(Phase.STEP)
 
     def step_committed(self, iteration: int) -> None:
-        if self._in_memory:  # NCCL has only queued the gather of weights: it may still fail
+        # NCCL has only queued the gather of weights: it may still fail
+        if self._in_memory:
             self._in_memory.parts.adapter.place.stage_ranks.confirm()
         self._state.be_at(iteration)
         self._enter_phase(Phase.SNAPSHOT)
@@ -280,7 +358,8 @@ class Session:
             self._in_memory.recover_lost_state(iteration, undo=False)
         assert self._policy is not None
         plan = self._policy.plan(iteration, self._measure)
-        self._attempt(lambda: self._durable.poll(wait=plan.durable))  # one save at a time is in flight
+        # one save at a time is in flight
+        self._attempt(lambda: self._durable.poll(wait=plan.durable))
         if plan.durable:
             self._attempt(lambda: self._durable.save(iteration))
         if self._in_memory:
@@ -302,31 +381,41 @@ class Session:
             self._in_memory.tier.close()
 
     def _go_back(self, error: NothingLeftError) -> Source | None:
-        """Load the newest state on disk; return its iteration, or None if all ranks are to start once more.
+        """Load the newest state on disk; return its iteration, or None if all ranks are
+        to start once more.
 
-        They are if no state is on disk, and no rank has trained since its start, which may have loaded a checkpoint of
-        another run. Raises `error` on all ranks if there is no state.
+        They are if no state is on disk, and no rank has trained since its start, which
+        may have loaded a checkpoint of another run. Raises `error` on all ranks if
+        there is no state.
         """
         assert self._job_recovery is not None
         found = self._fallback.look(self._job_recovery)
-        self._state.lose()  # first: a fault during the load must not find a state that is loaded in part live
+        # first: a fault during the load must not find a state that is loaded in part
+        # live
+        self._state.lose()
         loaded = self._load_best(found, f"{HOST_MEMORY}: {error}")
         if loaded:
             return loaded
-        have_left = gather_results(self._ranks, lambda: self._has_left_start, CheckpointLoadError)
+        have_left = gather_results(
+            self._ranks, lambda: self._has_left_start, CheckpointLoadError
+        )
         if True in have_left or False not in have_left:
             raise error
         self._job_recovery.drop_memory()
         return None
 
     def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
-        """Load the next best state, not of the iterations `since` and never `bad` again; None if there is no other."""
+        """Load the next best state, not of the iterations `since` and never `bad`
+        again; None if there is no other.
+        """
         self._attempt(lambda: self._durable.poll(wait=True))
         self._fallback.quarantine(bad)
         found = self._fallback.look(self._job_recovery, tainted=since)
         if not found.sources:
             return None
-        self.enter()  # only here: without another source training goes on with its state, policy and memory
+        # only here: without another source training goes on with its state, policy and
+        # memory
+        self.enter()
         if self._job_recovery:
             self._job_recovery.copies.stop_copying(self._state)
         elif self._in_memory:
@@ -348,13 +437,22 @@ class Session:
                 self._in_memory.tier.logs.log_start(loaded.iteration + 1)
         return loaded
 
-    def _vote(self, in_memory: InMemoryCheckpointing, iteration: int, gradients: ReadyGradients) -> None:
-        """Return once every rank has complete gradients: then all surviving ranks can take the step."""
-        # peers hold this rank's start of the iteration before any rank steps: without it a lost memory cannot replay
+    def _vote(
+        self,
+        in_memory: InMemoryCheckpointing,
+        iteration: int,
+        gradients: ReadyGradients,
+    ) -> None:
+        """Return once every rank has complete gradients: then all surviving ranks can
+        take the step.
+        """
+        # peers hold this rank's start of the iteration before any rank steps: without
+        # it a lost memory cannot replay
         publisher = in_memory.parts.memory.publisher
         if publisher:
             publisher.has_copies_of_step(iteration)
-        # before the barrier: other ranks may leave it and step while a death cuts this rank off inside it
+        # before the barrier: other ranks may leave it and step while a death cuts this
+        # rank off inside it
         self._state.prepare(gradients)
         self._ranks.barrier()
 
@@ -366,26 +464,47 @@ class Session:
         assert self._policy is not None
         plan = self._policy.plan(iteration, self._measure)
         self._report(iteration, plan)
-        in_memory.tier.entered(iteration, plan.window.period_iters if plan.window else 0)
+        in_memory.tier.entered(
+            iteration, plan.window.period_iters if plan.window else 0
+        )
         if plan.sparse:
             in_memory.tier.take_base(plan.sparse, to_disk=plan.to_disk)
         self._has_base = True
 
-    def _take(self, in_memory: InMemoryCheckpointing, iteration: int, plan: SnapshotPlan) -> None:
+    def _take(
+        self, in_memory: InMemoryCheckpointing, iteration: int, plan: SnapshotPlan
+    ) -> None:
         self._report(iteration, plan)
         if plan.sparse:
             in_memory.tier.take(plan.sparse, to_disk=plan.to_disk)
 
     def _report(self, iteration: int, plan: SnapshotPlan) -> None:
         if plan.window:
-            self._events.append(WindowChosen(iteration=iteration, **asdict(plan.window)))
-            before, self._logged_window = self._logged_window, (plan.window.num_slots, plan.window.pause_iters)
-            if self._ranks.rank == 0 and plan.window.snapshot_share is not None and before != self._logged_window:
-                _log.info("iteration %d: ckpt.window=auto is %s", iteration, plan.window.describe())
+            self._events.append(
+                WindowChosen(iteration=iteration, **asdict(plan.window))
+            )
+            before, self._logged_window = (
+                self._logged_window,
+                (plan.window.num_slots, plan.window.pause_iters),
+            )
+            if (
+                self._ranks.rank == 0
+                and plan.window.snapshot_share is not None
+                and before != self._logged_window
+            ):
+                _log.info(
+                    "iteration %d: ckpt.window=auto is %s",
+                    iteration,
+                    plan.window.describe(),
+                )
         if plan.interval:
-            self._events.append(IntervalChosen(iteration=iteration, **asdict(plan.interval)))
+            self._events.append(
+                IntervalChosen(iteration=iteration, **asdict(plan.interval))
+            )
         if plan.experts:
-            self._events.append(ExpertsChosen(iteration=iteration, **asdict(plan.experts)))
+            self._events.append(
+                ExpertsChosen(iteration=iteration, **asdict(plan.experts))
+            )
 
     def _measure(self) -> Measured:
         assert self._in_memory is not None
@@ -398,4 +517,7 @@ class Session:
             if self._strict:
                 raise
             if self._ranks.rank == 0:
-                _log.warning("checkpoint not saved, training goes on (ckpt.strict=false): %s", error)
+                _log.warning(
+                    "checkpoint not saved, training goes on (ckpt.strict=false): %s",
+                    error,
+                )

@@ -1,7 +1,9 @@
-"""Seconds that snapshots add to training beside waits for copies, measured in pairs and fitted by number and bytes.
+"""Seconds that snapshots add to training beside waits for copies, measured in pairs and
+fitted by number and bytes.
 
-Iterations in which snapshots are copied are compared with iterations just before and after them without copies. So
-neither a slow start nor another job on the machine is counted as the price of snapshots.
+Iterations in which snapshots are copied are compared with iterations just before and
+after them without copies. So neither a slow start nor another job on the machine is
+counted as the price of snapshots.
 """
 
 from __future__ import annotations
@@ -46,22 +48,30 @@ class SnapshotCost:
         self._size_bytes += size_bytes
 
     def snapshot_began(self) -> None:
-        """Close the block if quiet iterations followed its last snapshot; else it continues."""
+        """Close the block if quiet iterations followed its last snapshot; else it
+        continues.
+        """
         if self._quiet_after:
             self._blocks.extend(self._open_block())
             self._begin(self._quiet_after)  # which are those before the next block, too
 
     def reset(self) -> None:
-        """Drop the block: it contains a fault, or a first snapshot for which training waits."""
+        """Drop the block: it contains a fault, or a first snapshot for which training
+        waits.
+        """
         self._begin([])
 
     @property
     def is_settled(self) -> bool:
-        """Whether there are enough blocks to separate the price of a snapshot from that of its bytes."""
+        """Whether there are enough blocks to separate the price of a snapshot from that
+        of its bytes.
+        """
         return len(self._known()) >= ENOUGH_WINDOWS
 
     def fit(self, dense_bytes: int) -> tuple[float, float] | None:
-        """Return the seconds that a snapshot of no bytes and one of `dense_bytes` add; None before the first block."""
+        """Return the seconds that a snapshot of no bytes and one of `dense_bytes` add;
+        None before the first block.
+        """
         blocks = self._known()
         if not blocks:
             return None
@@ -69,16 +79,27 @@ class SnapshotCost:
         return per_snapshot_s, per_snapshot_s + dense_bytes * per_byte_s
 
     def _known(self) -> list[BlockCost]:
-        """Return the blocks, with the open one if it has quiet iterations on both sides."""
+        """Return the blocks, with the open one if it has quiet iterations on both
+        sides.
+        """
         return [*self._blocks, *self._open_block()]
 
     def _open_block(self) -> list[BlockCost]:
         if not (self._num_snapshots and self._quiet_before and self._quiet_after):
             return []
-        # of both sides: a machine that gets faster meanwhile would make snapshots look free, a slower one dear
-        quiet_s = (statistics.fmean(self._quiet_before) + statistics.fmean(self._quiet_after)) / 2
+        # of both sides: a machine that gets faster meanwhile would make snapshots look
+        # free, a slower one dear
+        quiet_s = (
+            statistics.fmean(self._quiet_before) + statistics.fmean(self._quiet_after)
+        ) / 2
         added_s = self._stall_s + sum(seconds - quiet_s for seconds in self._busy)
-        return [BlockCost(num_snapshots=self._num_snapshots, size_bytes=self._size_bytes, seconds=added_s)]
+        return [
+            BlockCost(
+                num_snapshots=self._num_snapshots,
+                size_bytes=self._size_bytes,
+                seconds=added_s,
+            )
+        ]
 
     def _begin(self, quiet: list[float]) -> None:
         self._quiet_before = quiet
@@ -88,17 +109,22 @@ class SnapshotCost:
 
 
 def fit_costs(blocks: Sequence[BlockCost]) -> tuple[float, float]:
-    """Return seconds a snapshot and seconds a byte, neither negative, that explain the blocks best (least squares).
+    """Return seconds a snapshot and seconds a byte, neither negative, that explain the
+    blocks best (least squares).
 
     Blocks of one kind of window cannot separate the two: then bytes explain all.
     """
-    factors = np.array([(block.num_snapshots, block.size_bytes) for block in blocks], np.float64)
+    factors = np.array(
+        [(block.num_snapshots, block.size_bytes) for block in blocks], np.float64
+    )
     seconds = np.array([block.seconds for block in blocks])
-    scale = np.maximum(factors.max(axis=0), 1.0)  # bytes and counts differ by nine orders of magnitude
+    # bytes and counts differ by nine orders of magnitude
+    scale = np.maximum(factors.max(axis=0), 1.0)
     factors = factors / scale
     if np.linalg.matrix_rank(factors, tol=1e-3) == 2:
         both = np.linalg.lstsq(factors, seconds, rcond=None)[0]
-        # where snapshots cost little, noise makes one of them negative: then a single factor explains the blocks
+        # where snapshots cost little, noise makes one of them negative: then a single
+        # factor explains the blocks
         if both.min() >= 0:
             return float(both[0] / scale[0]), float(both[1] / scale[1])
     by_bytes, by_count = (_fit_one(factors[:, column], seconds) for column in (1, 0))
@@ -107,7 +133,9 @@ def fit_costs(blocks: Sequence[BlockCost]) -> tuple[float, float]:
     return by_count[0] / float(scale[0]), 0.0
 
 
-def _fit_one(factor: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tuple[float, float]:
+def _fit_one(
+    factor: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]
+) -> tuple[float, float]:
     """Return the factor's coefficient, at least 0, and the remaining sum of squares."""
     squares = float(factor @ factor)
     coefficient = max(0.0, float(factor @ seconds) / squares) if squares else 0.0

@@ -1,7 +1,9 @@
-"""The contents of a rank's snapshots, in memory and on disk: what a plan's units hold, and which versions stay.
+"""The contents of a rank's snapshots, in memory and on disk: what a plan's units hold,
+and which versions stay.
 
-Owns: headers and pieces of the snapshots that a plan asks for, and the list of snapshots on disk. Must not: decide
-which operators a snapshot takes, or when a window is kept.
+Owns: headers and pieces of the snapshots that a plan asks for, and the list of
+snapshots on disk. Must not: decide which operators a snapshot takes, or when a window
+is kept.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ from moe_ckpt.snapshot.windows import Window, group_windows
 from moe_ckpt.types import CORE, SLOT, SlotPlan, UnitPlan, Version
 
 START, ACCOUNT, POLICY = "start", "account", "policy"
-"""The parts of a core beside operators: the start of the next iteration, the token account, the policy's facts."""
+"""The parts of a core beside operators: the start of the next iteration, the token
+account, the policy's facts.
+"""
 
 
 class SnapshotStore:
-    """The snapshots of one rank and generation; calls are local. `epoch` is that of the run."""
+    """The snapshots of one rank and generation; calls are local. `epoch` is that of the
+    run.
+    """
 
     def __init__(self, parts: RankParts) -> None:
         self._place = parts.adapter.place
@@ -50,36 +56,64 @@ class SnapshotStore:
         table = self._operators.table
         self._names = [str(operator) for operator in table.operators]
         mine = table.full_bytes[parts.adapter.place.stage_ranks.rank]
-        self._owned = frozenset(position for position, nbytes in enumerate(mine.tolist()) if nbytes)
+        self._owned = frozenset(
+            position for position, nbytes in enumerate(mine.tolist()) if nbytes
+        )
         self._last_for_disk: int | None = None
         self.epoch = 0
 
     def begin(self, plan: SlotPlan) -> None:
         """A window begins; a window that is still in flight is dropped."""
-        self._snapshots.begin(self._version(plan.window_start), plan.num_slots * len(self._mine(plan.units)))
+        self._snapshots.begin(
+            self._version(plan.window_start),
+            plan.num_slots * len(self._mine(plan.units)),
+        )
 
     def wanted(self, plan: SlotPlan) -> list[SnapshotRequest]:
         """Return the requests for the current state."""
-        # with each unit, as experts go back to different iterations: the loss is a difference to these counts
+        # with each unit, as experts go back to different iterations: the loss is a
+        # difference to these counts
         seen = self._account.seen() if self._account else {}
-        return [self._request(plan, unit, seen.get(unit.name, 0)) for unit in self._mine(plan.units)]
+        return [
+            self._request(plan, unit, seen.get(unit.name, 0))
+            for unit in self._mine(plan.units)
+        ]
 
-    def confirm(self, on_all_disks: int | None, being_written: int | None = None, *, lacks_units: bool = False) -> None:
-        """The window in flight is complete on all ranks. `lacks_units`: older units of it are missing on any of them.
+    def confirm(
+        self,
+        on_all_disks: int | None,
+        being_written: int | None = None,
+        *,
+        lacks_units: bool = False,
+    ) -> None:
+        """The window in flight is complete on all ranks. `lacks_units`: older units of
+        it are missing on any of them.
 
-        All disks have the window that starts at `on_all_disks`; the one at `being_written` is on its way to this disk.
+        All disks have the window that starts at `on_all_disks`; the one at
+        `being_written` is on its way to this disk.
         """
-        # a sparse window on disk is whole by itself, but a checkpoint there shares units with later ones
+        # a sparse window on disk is whole by itself, but a checkpoint there shares
+        # units with later ones
         on_disk = (on_all_disks, self._last_for_disk) if self._account else ()
-        # the daemon reads a window for the disk from this memory, for longer than later windows take on a slow disk
+        # the daemon reads a window for the disk from this memory, for longer than later
+        # windows take on a slow disk
         starts = {window.start for window in self._snapshots.windows()}
-        iterations = [iteration for iteration in (*on_disk, *starts & {being_written}) if iteration is not None]
-        self._snapshots.confirm([self._version(iteration) for iteration in iterations], lacks_units=lacks_units)
+        iterations = [
+            iteration
+            for iteration in (*on_disk, *starts & {being_written})
+            if iteration is not None
+        ]
+        self._snapshots.confirm(
+            [self._version(iteration) for iteration in iterations],
+            lacks_units=lacks_units,
+        )
 
     def persist(self, window: Window, keep: int | None) -> Future[None] | None:
-        """Start copying a window to the local disk, if there is one: with its logs, or its units that go there.
+        """Start copying a window to the local disk, if there is one: with its logs, or
+        its units that go there.
 
-        Of older windows there that from `keep` stays, or that checkpoint of units and all units after it; None: all.
+        Of older windows there that from `keep` stays, or that checkpoint of units and
+        all units after it; None: all.
         """
         if self._publisher is None or self._disk is None:
             return None
@@ -87,24 +121,37 @@ class SnapshotStore:
             return self._publisher.persist(self._disk, window.snapshots, keep=keep)
         self._last_for_disk = window.start
         for_disk = [unit for unit in self._snapshots.snapshots() if _is_for_disk(unit)]
-        # with units of earlier snapshots, whose write may have failed; those that are there are not written again
+        # with units of earlier snapshots, whose write may have failed; those that are
+        # there are not written again
         units = compose(for_disk, window.version) or [
             unit for unit in for_disk if unit.header.version == window.version
         ]
         there = None
-        # the units on disk of that checkpoint, if memory tells which, and all that were written after it
+        # the units on disk of that checkpoint, if memory tells which, and all that were
+        # written after it
         if keep is not None and (kept := compose(for_disk, self._version(keep))):
-            there = [*kept, *(unit for unit in for_disk if self._version(keep) < unit.header.version)]
+            there = [
+                *kept,
+                *(
+                    unit
+                    for unit in for_disk
+                    if self._version(keep) < unit.header.version
+                ),
+            ]
         return self._publisher.persist_units(self._disk, units, also=there)
 
     def on_disk(self) -> frozenset[int]:
-        """Return the starts of the windows that are complete on this rank's disk; they are not verified."""
+        """Return the starts of the windows that are complete on this rank's disk; they
+        are not verified.
+        """
         if self._disk is None or self._account is not None:
             return frozenset()  # units on disk belong to the epoch before
         windows = group_windows(read_kept(BlobFolder(self._disk.path)).snapshots)
         return frozenset(window.start for window in windows if window.complete)
 
-    def _request(self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int) -> SnapshotRequest:
+    def _request(
+        self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int
+    ) -> SnapshotRequest:
         header = SnapshotHeader(
             identity=self._place.identity,
             shard=self._place.shard,
@@ -120,16 +167,26 @@ class SnapshotStore:
             checksum=0,
             unit=self._tag(plan, unit, seen_tokens) if self._account else None,
         )
-        # also of operators with compute weights only: a replay's forward pass reads and changes their buffers
+        # also of operators with compute weights only: a replay's forward pass reads and
+        # changes their buffers
         changing = self._operators.buffer_pieces((*unit.full, *unit.compute))
         if self._account and unit.name == CORE:
             changing = [*changing, *self._facts(plan, self._account)]
-        gradients = self._operators.gradients(unit.full, plan.iteration) if unit.by_gradient else None
-        # called on the copier's thread: training would stand still while hundreds of pieces are laid out
+        gradients = (
+            self._operators.gradients(unit.full, plan.iteration)
+            if unit.by_gradient
+            else None
+        )
+        # called on the copier's thread: training would stand still while hundreds of
+        # pieces are laid out
         return SnapshotRequest(header, lambda: self._pieces(unit), changing, gradients)
 
     def _tag(self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int) -> UnitTag:
-        taken, whole = (self._mine(plan.units), self._mine(plan.checkpoint)) if unit.name == CORE else ([], [])
+        taken, whole = (
+            (self._mine(plan.units), self._mine(plan.checkpoint))
+            if unit.name == CORE
+            else ([], [])
+        )
         return UnitTag(
             name=unit.name,
             epoch=self.epoch,
@@ -138,36 +195,58 @@ class SnapshotStore:
             seen_tokens=seen_tokens,
             complete_with=tuple(each.name for each in whole),
             # by these a recovery finds a snapshot that a death tore as it was published
-            taken_with=(len(taken), sum(each.on_peers for each in taken), sum(each.on_disk for each in taken)),
+            taken_with=(
+                len(taken),
+                sum(each.on_peers for each in taken),
+                sum(each.on_disk for each in taken),
+            ),
         )
 
     def _pieces(self, unit: UnitPlan) -> list[Piece]:
-        pieces = self._operators.pieces(frozenset(unit.trained), frozenset(unit.compute))
+        pieces = self._operators.pieces(
+            frozenset(unit.trained), frozenset(unit.compute)
+        )
         if not unit.weights and not unit.moments:
             return pieces
         names, weights = self._names, (MASTER, COMPUTE)
         left_out = {names[position]: MOMENTS for position in unit.weights}
         left_out |= {names[position]: weights for position in unit.moments}
-        return [piece for piece in pieces if scaled_role(piece[0].role) not in left_out.get(piece[0].operator, ())]
+        return [
+            piece
+            for piece in pieces
+            if scaled_role(piece[0].role) not in left_out.get(piece[0].operator, ())
+        ]
 
     def _facts(self, plan: SlotPlan, account: TokenAccount) -> list[Piece]:
         """Return the parts of the core beside operators."""
         facts = {
-            # part of the core: a partial checkpoint needs no step log that would have to reach the same places
+            # part of the core: a partial checkpoint needs no step log that would have
+            # to reach the same places
             START: self._stage.begin(plan.iteration + 1),
             ACCOUNT: account.as_tensors(),
-            # a replacement's policy has no history: Dynamic-K goes on from here, alike on all ranks
+            # a replacement's policy has no history: Dynamic-K goes on from here, alike
+            # on all ranks
             POLICY: {"facts": torch.tensor(plan.facts, dtype=torch.float64)},
         }
         return [
-            (PartKey(operator=kind, tensor=name, role=BUFFER), tensor, (0, tensor.numel()))
+            (
+                PartKey(operator=kind, tensor=name, role=BUFFER),
+                tensor,
+                (0, tensor.numel()),
+            )
             for kind, tensors in facts.items()
             for name, tensor in tensors.items()
         ]
 
     def _mine(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
-        """Return the units of which this rank has a piece. Every rank has a piece of the core, and takes every slot."""
-        return [unit for unit in units if unit.name in (CORE, SLOT) or not self._owned.isdisjoint(unit.trained)]
+        """Return the units of which this rank has a piece. Every rank has a piece of
+        the core, and takes every slot.
+        """
+        return [
+            unit
+            for unit in units
+            if unit.name in (CORE, SLOT) or not self._owned.isdisjoint(unit.trained)
+        ]
 
     def _version(self, iteration: int) -> Version:
         return Version(epoch=self.epoch, iteration=iteration)

@@ -1,8 +1,9 @@
 """The profiles of all stages, on every rank, as a generation starts.
 
-Owns: the exchange over the network. One rank of each stage describes it; stages that differ only in their first layer
-are described once. So the bytes that a rank receives grow with the kinds of stages (mostly three) and by 24 bytes a
-stage, and not with ranks x operators. Must not: decide anything.
+Owns: the exchange over the network. One rank of each stage describes it; stages that
+differ only in their first layer are described once. So the bytes that a rank receives
+grow with the kinds of stages (mostly three) and by 24 bytes a stage, and not with ranks
+x operators. Must not: decide anything.
 
     in each stage   logs: the most of any rank
     all ranks       24 bytes a stage: kind, length, first layer      a sum, to which one rank of the stage adds
@@ -36,7 +37,9 @@ class SharedProfiles:
     """The profile of each stage; stages of one kind share their bytes."""
 
 
-def share_profiles(place: StagePlace, mine: StageProfile, known: SharedProfiles | None = None) -> SharedProfiles:
+def share_profiles(
+    place: StagePlace, mine: StageProfile, known: SharedProfiles | None = None
+) -> SharedProfiles:
     """Exchange the profiles of all stages. Collective over all ranks.
 
     Args:
@@ -45,10 +48,14 @@ def share_profiles(place: StagePlace, mine: StageProfile, known: SharedProfiles 
         known: The profiles of an earlier generation.
 
     Returns:
-        The profile of every stage, with the log sizes of its rank that logs most; `known` itself
-        if the profiles have not changed.
+        The profile of every stage, with the log sizes of its rank that logs most;
+        `known` itself if the profiles have not changed.
     """
-    logs = torch.tensor([mine.boundary_log_bytes, mine.step_log_bytes], dtype=torch.int64, device=place.device)
+    logs = torch.tensor(
+        [mine.boundary_log_bytes, mine.step_log_bytes],
+        dtype=torch.int64,
+        device=place.device,
+    )
     place.stage_ranks.reduce(logs, "max")
     describes = place.stage_ranks.rank == 0
     origin = first_layer(mine.table.operators)
@@ -58,24 +65,36 @@ def share_profiles(place: StagePlace, mine: StageProfile, known: SharedProfiles 
         heads[place.stage] = torch.tensor([_kind(packed), len(packed), origin])
     stages = _summed(place, heads).tolist()
     lengths = {kind: length for kind, length, _ in stages}
-    starts = dict(zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False))
+    starts = dict(
+        zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False)
+    )
     content = torch.zeros(sum(lengths.values()), dtype=torch.uint8)
-    # the first stage of a kind alone: the sum of two equal descriptions describes nothing
-    if describes and _kind(packed) not in [kind for kind, _, _ in stages[: place.stage]]:
+    # the first stage of a kind alone: the sum of two equal descriptions describes
+    # nothing
+    if describes and _kind(packed) not in [
+        kind for kind, _, _ in stages[: place.stage]
+    ]:
         start = starts[_kind(packed)]
-        content[start : start + len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        content[start : start + len(packed)] = torch.frombuffer(
+            bytearray(packed), dtype=torch.uint8
+        )
     received = _summed(place, content).numpy().tobytes()
     description = np.array(stages, np.int64).tobytes() + received
     if known is not None and known.description == description:
         return known
     # once for each kind: while it is unpacked, a table of a large stage takes 25 MB
-    kinds = {kind: _unpack(received[start : start + lengths[kind]]) for kind, start in starts.items()}
+    kinds = {
+        kind: _unpack(received[start : start + lengths[kind]])
+        for kind, start in starts.items()
+    }
     profiles = [_moved(kinds[kind], layer) for kind, _, layer in stages]
     return SharedProfiles(description=description, stages=profiles)
 
 
 def _kind(packed: bytes) -> int:
-    """Return a hash of the description that fits into int64 and is not 0: ranks that describe no stage add 0."""
+    """Return a hash of the description that fits into int64 and is not 0: ranks that
+    describe no stage add 0.
+    """
     return (xxhash.xxh3_64_intdigest(packed) >> 1) or 1
 
 
@@ -86,7 +105,9 @@ def _summed(place: StagePlace, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(table: OperatorTable, origin: int, logs: list[int]) -> bytes:
-    """Return a table with its layers counted from `origin`. Columns are ranks, once for each kind of bytes."""
+    """Return a table with its layers counted from `origin`. Columns are ranks, once for
+    each kind of bytes.
+    """
     kinds = [table.full_bytes, table.compute_bytes]
     if table.moment_bytes is not None:
         kinds.append(table.moment_bytes)
@@ -110,4 +131,8 @@ def _unpack(packed: bytes) -> StageProfile:
         compute_bytes=kinds[1],
         moment_bytes=kinds[2] if num_kinds == 3 else None,
     )
-    return StageProfile(table=table, boundary_log_bytes=boundary_log_bytes, step_log_bytes=step_log_bytes)
+    return StageProfile(
+        table=table,
+        boundary_log_bytes=boundary_log_bytes,
+        step_log_bytes=step_log_bytes,
+    )

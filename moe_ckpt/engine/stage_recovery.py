@@ -1,7 +1,9 @@
-"""Rebuilds stages that lost their state, from the last sparse window and the neighbours' logs (MoEvement, 3.3, 3.4).
+"""Rebuilds stages that lost their state, from the last sparse window and the
+neighbours' logs (MoEvement, 3.3, 3.4).
 
-Owns: one recovery, from the common inventory to the proof that a replay left healthy ranks unchanged. Must not: decide
-which stages roll back (`recovery.plan` does) or in which steps (`recovery.convert` does).
+Owns: one recovery, from the common inventory to the proof that a replay left healthy
+ranks unchanged. Must not: decide which stages roll back (`recovery.plan` does) or in
+which steps (`recovery.convert` does).
 
     all ranks        inventory -> plan -> what it takes is intact                             -> outcome
     segment          load snapshot -> [receive logs of i -> replay i -> load ...] -> compare
@@ -37,11 +39,15 @@ WINDOW, END = DIVERGENCES
 CORRUPT, NOT_DETERMINISTIC = "corrupt memory", "training that is not deterministic"
 
 Progress = Callable[[ReplayedState | None], None]
-"""Called with each state from which a replay can go on if it is cut off, and with None before that state changes."""
+"""Called with each state from which a replay can go on if it is cut off, and with None
+before that state changes.
+"""
 
 
 class StageRecovery:
-    """Recovers lost stages, with all ranks of the job present. Collective over all ranks."""
+    """Recovers lost stages, with all ranks of the job present. Collective over all
+    ranks.
+    """
 
     def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
         self._place = parts.adapter.place
@@ -53,22 +59,32 @@ class StageRecovery:
         self._on_divergence = on_divergence
 
     def recover(self, lost: LostStages, target: int, *, undo: bool) -> None:
-        """Bring all ranks to the state after the target iteration, in processes that live but have lost state.
+        """Bring all ranks to the state after the target iteration, in processes that
+        live but have lost state.
 
-        `undo`: an iteration had begun and is abandoned; healthy ranks restore what it changed.
+        `undo`: an iteration had begun and is abandoned; healthy ranks restore what it
+        changed.
 
-        Raises CheckpointLoadError on all ranks if the remaining sources do not lead there, or, with
-        `on_divergence=end`, if a replay shows that a healthy rank's state differs from the result of its own steps.
+        Raises CheckpointLoadError on all ranks if the remaining sources do not lead
+        there, or, with `on_divergence=end`, if a replay shows that a healthy rank's
+        state differs from the result of its own steps.
         """
-        # before `carry_out` takes digests of healthy ranks: they are those of the target, which a replay must reach
+        # before `carry_out` takes digests of healthy ranks: they are those of the
+        # target, which a replay must reach
         if undo and not lost.mine:
-            self._stage.restore_start(self._memory.steps.start(target + 1), undo=target + 1)
+            self._stage.restore_start(
+                self._memory.steps.start(target + 1), undo=target + 1
+            )
         has_log = self._memory.boundary is not None
 
         def plan_from(inventories: Sequence[Inventory]) -> RecoveryPlan:
-            plan = plan_recovery(lost.stages, inventories, target_iteration=target, boundary_log=has_log)
+            plan = plan_recovery(
+                lost.stages, inventories, target_iteration=target, boundary_log=has_log
+            )
             if plan.target_iteration != target:
-                raise CheckpointLoadError(f"nothing leads to iteration {target}: {'; '.join(plan.lines())}")
+                raise CheckpointLoadError(
+                    f"nothing leads to iteration {target}: {'; '.join(plan.lines())}"
+                )
             return plan
 
         plan = self.intact_plan(target, plan_from)
@@ -77,15 +93,18 @@ class StageRecovery:
             _log.warning("%s", "; ".join(plan.lines()))
 
     def inventory(self, target: int | None) -> Inventory:
-        """Return this rank's own sources that lead to `target`, or to any iteration (None).
+        """Return this rank's own sources that lead to `target`, or to any iteration
+        (None).
 
-        Their contents have not been read: `is_intact` does that for those that a plan takes.
+        Their contents have not been read: `is_intact` does that for those that a plan
+        takes.
         """
         boundary = self._memory.boundary
         refs = [
             ref
             for window in self._memory.snapshots.windows()
-            if (ref := self._usable(window, by_headers=True)) is not None and (target is None or ref.end <= target)
+            if (ref := self._usable(window, by_headers=True)) is not None
+            and (target is None or ref.end <= target)
         ]
         last = 0 if target is None else target
         return Inventory(
@@ -97,7 +116,11 @@ class StageRecovery:
             logged_to=last,
         )
 
-    def intact_plan(self, target: int | None, plan_from: Callable[[Sequence[Inventory]], RecoveryPlan]) -> RecoveryPlan:
+    def intact_plan(
+        self,
+        target: int | None,
+        plan_from: Callable[[Sequence[Inventory]], RecoveryPlan],
+    ) -> RecoveryPlan:
         """Return a plan of which all ranks' own sources are intact. Collective.
 
         Args:
@@ -106,12 +129,21 @@ class StageRecovery:
         """
         ranks = self._place.ranks
         while True:
-            plan = plan_from(gather_results(ranks, lambda: self.inventory(target), CheckpointLoadError))
-            if all(gather_results(ranks, functools.partial(self.is_intact, plan), CheckpointLoadError)):
+            plan = plan_from(
+                gather_results(
+                    ranks, lambda: self.inventory(target), CheckpointLoadError
+                )
+            )
+            if all(
+                gather_results(
+                    ranks, functools.partial(self.is_intact, plan), CheckpointLoadError
+                )
+            ):
                 return plan
 
     def is_intact(self, plan: RecoveryPlan, *, has_fetched: bool = False) -> bool:
-        """Verify what this rank gives to a plan, and drop what is damaged: then take stock and plan again.
+        """Verify what this rank gives to a plan, and drop what is damaged: then take
+        stock and plan again.
 
         Args:
             plan: The plan.
@@ -123,36 +155,58 @@ class StageRecovery:
         stage, target = self._place.stage, plan.target_iteration
         mine = plan.rollback_of(stage)
         has_window = mine is None or has_fetched or self._has_intact(mine.window_start)
-        served = [each.starts_from for each in plan.rollbacks if stage in each.neighbours(plan.num_stages)]
+        served = [
+            each.starts_from
+            for each in plan.rollbacks
+            if stage in each.neighbours(plan.num_stages)
+        ]
         boundary = self._memory.boundary
-        lacks_log = boundary is not None and bool(served) and boundary.drop_damaged(1 + min(served), target)
+        lacks_log = (
+            boundary is not None
+            and bool(served)
+            and boundary.drop_damaged(1 + min(served), target)
+        )
         return has_window and not lacks_log
 
-    def carry_out(self, plan: RecoveryPlan, *, live: bool, progress: Progress = lambda _: None) -> int:
-        """Bring this rank to the plan's target; return the number of iterations that it executed.
+    def carry_out(
+        self, plan: RecoveryPlan, *, live: bool, progress: Progress = lambda _: None
+    ) -> int:
+        """Bring this rank to the plan's target; return the number of iterations that it
+        executed.
 
-        `live`: the rank's state is whole and at the target already. If its stage rolls back all the same, the replay
-        must reproduce that state. If it does not on one rank, all ranks replay once more and go on from there, or raise
+        `live`: the rank's state is whole and at the target already. If its stage rolls
+        back all the same, the replay must reproduce that state. If it does not on one
+        rank, all ranks replay once more and go on from there, or raise
         CheckpointLoadError, as `on_divergence` says.
         """
         target, mine = plan.target_iteration, plan.rollback_of(self._place.stage)
         before = self._operators.digests() if mine is not None and live else None
         self._execute(plan, mine, progress)
-        differing = gather_results(self._place.ranks, lambda: self._compare(target, before), CheckpointLoadError)
+        differing = gather_results(
+            self._place.ranks,
+            lambda: self._compare(target, before),
+            CheckpointLoadError,
+        )
         if any(differing):  # on any rank: neighbours have to send their logs again
             self._replay_again(plan, mine, differing, progress)
         return 0 if mine is None else target - mine.starts_from
 
-    def _execute(self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress) -> None:
-        """Roll this rank's stage back and replay it, or serve the stages that do. Collective over all ranks.
+    def _execute(
+        self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress
+    ) -> None:
+        """Roll this rank's stage back and replay it, or serve the stages that do.
+        Collective over all ranks.
 
         Raises DataError on all ranks if one of them has read other samples than before.
         """
         self._execute_alone(plan, mine, progress)
-        # only now: others wait for the outcome of a replay, and not for a rank that has raised an error inside it
+        # only now: others wait for the outcome of a replay, and not for a rank that has
+        # raised an error inside it
         gather_results(self._place.ranks, self._stage.require_same_samples, DataError)
 
-    def _execute_alone(self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress) -> None:
+    def _execute_alone(
+        self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress
+    ) -> None:
         started_s, target = time.monotonic(), plan.target_iteration
         if mine is None:
             self._serve(plan.rollbacks, target)
@@ -174,25 +228,40 @@ class StageRecovery:
         )
 
     def _replay_again(
-        self, plan: RecoveryPlan, mine: Rollback | None, differing: Sequence[list[str]], progress: Progress
+        self,
+        plan: RecoveryPlan,
+        mine: Rollback | None,
+        differing: Sequence[list[str]],
+        progress: Progress,
     ) -> None:
-        """Find out by a second replay which of two states is the odd one; all ranks go on from the last replay."""
+        """Find out by a second replay which of two states is the odd one; all ranks go
+        on from the last replay.
+        """
         verdict = f"{CORRUPT}, or {NOT_DETERMINISTIC}"
-        # a replay that went on from an earlier one cannot be repeated: its first iterations' logs may be gone
+        # a replay that went on from an earlier one cannot be repeated: its first
+        # iterations' logs may be gone
         if all(rollback.resumed_at is None for rollback in plan.rollbacks):
             first = self._operators.digests() if mine is not None else {}
             self._execute(plan, mine, progress)
             agrees = mine is None or self._operators.digests() == first
-            all_agree = all(gather_results(self._place.ranks, lambda: agrees, CheckpointLoadError))
-            # a kernel that is not deterministic makes no state wrong: each is a valid result of training
+            all_agree = all(
+                gather_results(self._place.ranks, lambda: agrees, CheckpointLoadError)
+            )
+            # a kernel that is not deterministic makes no state wrong: each is a valid
+            # result of training
             verdict = CORRUPT if all_agree else NOT_DETERMINISTIC
         own = differing[self._place.shard.global_rank]
         if own:
-            self._events.append(ReplayDiffered(iteration=plan.target_iteration, operators=own, verdict=verdict))
+            self._events.append(
+                ReplayDiffered(
+                    iteration=plan.target_iteration, operators=own, verdict=verdict
+                )
+            )
         if self._place.shard.global_rank == 0:
             ranks = [rank for rank, names in enumerate(differing) if names]
             _log.warning(
-                "replaying to iteration %d gave another state than ranks %s had: %s; all ranks go on from the replay",
+                "replaying to iteration %d gave another state than ranks %s had: %s;"
+                " all ranks go on from the replay",
                 plan.target_iteration,
                 ranks,
                 verdict,
@@ -202,90 +271,150 @@ class StageRecovery:
         """Check a window of this rank, and drop it if it is damaged."""
         place, steps_to = self._place, self._memory.steps.reaches(window.start + 1)
         try:
-            return verified_window(window.snapshots, place.identity, place.shard, steps_to, by_headers=by_headers)
+            return verified_window(
+                window.snapshots,
+                place.identity,
+                place.shard,
+                steps_to,
+                by_headers=by_headers,
+            )
         except CheckpointLoadError as error:
-            self._events.append(CheckpointSkipped(source=str(window), reason=str(error)))
+            self._events.append(
+                CheckpointSkipped(source=str(window), reason=str(error))
+            )
             _log.warning("%s cannot be used: %s", window, error)
             self._memory.snapshots.drop(window.start)
             return None
 
     def _has_intact(self, window_start: int) -> bool:
-        """Verify the window of this rank that starts there, and drop it if it is damaged."""
+        """Verify the window of this rank that starts there, and drop it if it is
+        damaged.
+        """
         window = self._window_at(window_start)
-        # None: dropped while another rank's fetch failed, after which all plan with the same inventories
+        # None: dropped while another rank's fetch failed, after which all plan with the
+        # same inventories
         return window is not None and self._usable(window, by_headers=False) is not None
 
     def _window_at(self, start: int) -> Window | None:
-        return next((window for window in self._memory.snapshots.windows() if window.start == start), None)
+        return next(
+            (
+                window
+                for window in self._memory.snapshots.windows()
+                if window.start == start
+            ),
+            None,
+        )
 
     def _roll_back(self, rollback: Rollback, target: int, progress: Progress) -> int:
-        """Load and replay, or go on with a replay; return the bytes received from neighbours."""
+        """Load and replay, or go on with a replay; return the bytes received from
+        neighbours.
+        """
         window = self._window_at(rollback.window_start)
         assert window is not None, rollback
         contents = [contents_of(snapshot) for snapshot in window.snapshots]
         cut = cut_of(contents)
 
         def reach(iteration: int) -> None:
-            progress(ReplayedState(states=rollback.states, cut=cut, iteration=iteration))
+            progress(
+                ReplayedState(states=rollback.states, cut=cut, iteration=iteration)
+            )
 
         if rollback.resumed_at is None:
-            progress(None)  # of an earlier replay, whose state the window is about to replace
+            # of an earlier replay, whose state the window is about to replace
+            progress(None)
         else:
             reach(rollback.resumed_at)
-            if self._memory.steps.has_start(rollback.resumed_at + 1):  # else the pass after that has not begun
+            # else the pass after that has not begun
+            if self._memory.steps.has_start(rollback.resumed_at + 1):
                 cut_off = rollback.resumed_at + 1
-                self._stage.restore_start(self._memory.steps.start(cut_off), undo=cut_off)
+                self._stage.restore_start(
+                    self._memory.steps.start(cut_off), undo=cut_off
+                )
         fetched_bytes = 0
         for step in plan_conversion(contents, target):
-            if step.run_iteration is not None and step.run_iteration <= rollback.starts_from:
+            if (
+                step.run_iteration is not None
+                and step.run_iteration <= rollback.starts_from
+            ):
                 continue  # the state that an earlier replay has left is past that
             if step.load_iteration is not None:
                 self._load(window.snapshots[step.load_iteration - window.start])
             if step.run_iteration is not None:
-                fetched_bytes += self._run_again(step, step.run_iteration, rollback, lambda: progress(None))
+                fetched_bytes += self._run_again(
+                    step, step.run_iteration, rollback, lambda: progress(None)
+                )
                 self._note_start(step.run_iteration + 1)
                 reach(step.run_iteration)
-        # at a target that is the window's end, the last load activates operators that the last replay had frozen
+        # at a target that is the window's end, the last load activates operators that
+        # the last replay had frozen
         self._operators.freeze(())
-        if self._memory.steps.has_start(target + 1):  # else an earlier replay has led there
+        # else an earlier replay has led there
+        if self._memory.steps.has_start(target + 1):
             self._stage.restore_start(self._memory.steps.start(target + 1))
         return fetched_bytes
 
     def _note_start(self, iteration: int) -> None:
-        """Note the start of an iteration, to which the replay of the one before has led."""
-        start = self._stage.begin(iteration)  # remembers buffers, too, which the next pass changes
+        """Note the start of an iteration, to which the replay of the one before has
+        led.
+        """
+        # remembers buffers, too, which the next pass changes
+        start = self._stage.begin(iteration)
         if not self._memory.steps.has_start(iteration):
             self._memory.steps.log_start(iteration, start)
 
     def _load(self, snapshot: Snapshot) -> None:
         header = snapshot.header
         parts = {part.key: snapshot.part(part) for part in header.parts}
-        self._operators.load(parts, set(header.full), set(header.compute), header.adam_steps)
+        self._operators.load(
+            parts, set(header.full), set(header.compute), header.adam_steps
+        )
 
     def _run_again(
-        self, step: ReplayStep, iteration: int, rollback: Rollback, before_update: Callable[[], None]
+        self,
+        step: ReplayStep,
+        iteration: int,
+        rollback: Rollback,
+        before_update: Callable[[], None],
     ) -> int:
         place, segment = self._place, rollback.stages
         steps, boundary = self._memory.steps, self._memory.boundary
         ends = LoggedEnds(
-            from_previous=self._receive(place.previous_rank) if place.stage == segment[0] else None,
-            from_next=self._receive(place.next_rank) if place.stage == segment[-1] else None,
+            from_previous=self._receive(place.previous_rank)
+            if place.stage == segment[0]
+            else None,
+            from_next=self._receive(place.next_rank)
+            if place.stage == segment[-1]
+            else None,
         )
         self._operators.freeze(step.frozen)
         if boundary:
-            boundary.begin(iteration)  # log again what this stage sent then: its neighbours may be the next to fail
-        # then a tied embedding's gradient is summed again over the stages, and not taken from the log
+            # log again what this stage sent then: its neighbours may be the next to
+            # fail
+            boundary.begin(iteration)
+        # then a tied embedding's gradient is summed again over the stages, and not
+        # taken from the log
         whole_model = segment == range(place.num_stages)
         record, start = steps.record(iteration), steps.start(iteration)
-        self._stage.replay(record, start, ends, whole_model=whole_model, before_update=before_update)
+        self._stage.replay(
+            record, start, ends, whole_model=whole_model, before_update=before_update
+        )
         if boundary:
             boundary.end()
-        return sum(tensor.nbytes for end in (ends.from_previous, ends.from_next) for tensor in end or ())
+        return sum(
+            tensor.nbytes
+            for end in (ends.from_previous, ends.from_next)
+            for tensor in end or ()
+        )
 
     def _serve(self, rollbacks: Sequence[Rollback], target: int) -> None:
-        """Send neighbours what this stage sent them in the iterations that they replay, a micro-batch at a time."""
-        first = 1 + min((rollback.starts_from for rollback in rollbacks), default=target)
-        # iterations outside, segments inside: a second segment does not wait until the first has replayed everything
+        """Send neighbours what this stage sent them in the iterations that they replay,
+        a micro-batch at a time.
+        """
+        first = 1 + min(
+            (rollback.starts_from for rollback in rollbacks), default=target
+        )
+        # iterations outside, segments inside: a second segment does not wait until the
+        # first has replayed everything
         for iteration in range(first, target + 1):
             for rollback in rollbacks:
                 if iteration <= rollback.starts_from:
@@ -298,19 +427,28 @@ class StageRecovery:
     def _send(self, rank: int | None, iteration: int, direction: Direction) -> None:
         assert rank is not None, iteration
         assert self._memory.boundary is not None
-        # from host to host: on a device all micro-batches would need room at once, beside a whole training, and the
-        # transfer would take turns with all others of the job's communicator
-        send_buffers(self._place.host_ranks, self._memory.boundary.sent(iteration, direction), rank)
+        # from host to host: on a device all micro-batches would need room at once,
+        # beside a whole training, and the transfer would take turns with all others of
+        # the job's communicator
+        send_buffers(
+            self._place.host_ranks,
+            self._memory.boundary.sent(iteration, direction),
+            rank,
+        )
 
     def _receive(self, rank: int | None) -> tuple[torch.Tensor, ...] | None:
-        """Return a neighbour's log of an iteration by micro-batch, on the host; None at an end of the pipeline."""
+        """Return a neighbour's log of an iteration by micro-batch, on the host; None at
+        an end of the pipeline.
+        """
         if rank is None:
             return None
-        pinned = self._place.device.type == "cuda"  # the replay copies each to the device
+        # the replay copies each to the device
+        pinned = self._place.device.type == "cuda"
         return receive_buffers(self._place.host_ranks, rank, pinned=pinned)
 
     def _compare(self, target: int, live: Mapping[str, str] | None) -> list[str]:
-        """Return the operators in which a healthy rank's state after its replay differs from its state before.
+        """Return the operators in which a healthy rank's state after its replay differs
+        from its state before.
 
         With `on_divergence=end`, raises CheckpointLoadError if there are any.
         """
@@ -322,7 +460,8 @@ class StageRecovery:
             return differing
         self._events.append(ReplayDiffered(iteration=target, operators=differing))
         raise CheckpointLoadError(
-            f"rank {self._place.shard.global_rank}: replaying to iteration {target} gave another state of "
-            f"{', '.join(differing)} than the rank had, which lost nothing: {CORRUPT}, or {NOT_DETERMINISTIC} "
-            "(runtime.on_divergence=window goes on)"
+            f"rank {self._place.shard.global_rank}: replaying to iteration {target}"
+            f" gave another state of {', '.join(differing)} than the rank had, which"
+            f" lost nothing: {CORRUPT}, or {NOT_DETERMINISTIC}"
+            " (runtime.on_divergence=window goes on)"
         )

@@ -1,7 +1,8 @@
 """Executes the scheduled losses of state in living processes (`fault=state_loss`).
 
-Owns: when this rank loses its state, and which stages have lost theirs since the last recovery. All ranks have the same
-schedule, so every rank knows of every loss; real deaths are detected elsewhere.
+Owns: when this rank loses its state, and which stages have lost theirs since the last
+recovery. All ranks have the same schedule, so every rank knows of every loss; real
+deaths are detected elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostStages:
-    """Stages whose state is lost, in whole or in part, and whether this rank's state is."""
+    """Stages whose state is lost, in whole or in part, and whether this rank's state
+    is.
+    """
 
     stages: frozenset[int]
     mine: bool
@@ -47,7 +50,9 @@ class StateLosses:
         """Prepare losses in the middle of this iteration's forward or backward pass."""
         for phase in ("forward", "backward"):
             if self._is_due_here(iteration, phase):
-                self._injector.arm(phase, lambda phase=phase: self._lose(iteration, phase))
+                self._injector.arm(
+                    phase, lambda phase=phase: self._lose(iteration, phase)
+                )
 
     def inject(self, iteration: int, phase: str) -> None:
         """Execute the losses that fall between passes."""
@@ -59,19 +64,28 @@ class StateLosses:
         pending, self._pending = self._pending, []
         if not pending:
             return None
-        return LostStages(stages=frozenset(loss.stage for loss in pending), mine=self._hits_me(pending))
+        return LostStages(
+            stages=frozenset(loss.stage for loss in pending),
+            mine=self._hits_me(pending),
+        )
 
     def _is_due_here(self, iteration: int, phase: str) -> bool:
-        """Note the losses that are due in any stage, and return whether this rank's state is among them."""
+        """Note the losses that are due in any stage, and return whether this rank's
+        state is among them.
+        """
         due = self._schedule.due(iteration, phase)
         self._pending += due
         return self._hits_me(due)
 
     def _hits_me(self, losses: Iterable[StateLoss]) -> bool:
         shard = self._place.shard
-        return any(loss.stage == shard.pp_rank and loss.dp_rank in (None, shard.dp_rank) for loss in losses)
+        return any(
+            loss.stage == shard.pp_rank and loss.dp_rank in (None, shard.dp_rank)
+            for loss in losses
+        )
 
     def _lose(self, iteration: int, phase: str) -> None:
-        self._drop()  # first: it sees from the running copy that a snapshot would be torn
+        # first: it sees from the running copy that a snapshot would be torn
+        self._drop()
         self._injector.wipe()
         self._events.append(StateLost(iteration=iteration, phase=phase))

@@ -1,4 +1,6 @@
-"""The progress of a rank's training state, between the hooks of a loop and a recovery. No behaviour of its own."""
+"""The progress of a rank's training state, between the hooks of a loop and a recovery.
+No behaviour of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from moe_ckpt.types import ReadyGradients
 
 
 class StepState:
-    """The progress of this rank's training state: written by the hooks of the loop, read when ranks are lost."""
+    """The progress of this rank's training state: written by the hooks of the loop,
+    read when ranks are lost.
+    """
 
     def __init__(self) -> None:
         self.reached: int | None = None
@@ -18,7 +22,13 @@ class StepState:
 
     def be_at(self, iteration: int) -> None:
         """The whole state is that after `iteration` steps."""
-        self.reached, self.whole, self.torn, self.gradients, self.replayed = iteration, True, False, None, None
+        self.reached, self.whole, self.torn, self.gradients, self.replayed = (
+            iteration,
+            True,
+            False,
+            None,
+            None,
+        )
 
     def prepare(self, gradients: ReadyGradients) -> None:
         """The gradients of the next iteration are complete."""
@@ -35,8 +45,16 @@ class StepState:
 
     def lose(self) -> None:
         """The state belongs to no iteration, nor to the start of a run."""
-        self.reached, self.whole, self.torn, self.gradients, self.replayed = None, False, True, None, None
+        self.reached, self.whole, self.torn, self.gradients, self.replayed = (
+            None,
+            False,
+            True,
+            None,
+            None,
+        )
 
     def replay_reached(self, replayed: ReplayedState | None) -> None:
-        """A recovery has replayed the lost state up to an iteration; None: it is in the middle of an update."""
+        """A recovery has replayed the lost state up to an iteration; None: it is in the
+        middle of an update.
+        """
         self.replayed = replayed

@@ -1,4 +1,5 @@
-"""The survey of each rank's memory and its peers' copies as a generation starts. Copies do not change until it ends.
+"""The survey of each rank's memory and its peers' copies as a generation starts. Copies
+do not change until it ends.
 
 Owns: one survey with all ranks. Must not: decide which copies a recovery uses.
 """
@@ -21,8 +22,14 @@ from moe_ckpt.snapshot.blobs import BlobFolder, held_paths
 from moe_ckpt.types import ReadyGradients
 
 _log = logging.getLogger(__name__)
-_Found = tuple[tuple[int, int | None, bool, bool], bool, dict[int, frozenset[str]], dict[int, ReadyGradients]]
-"""A rank's report: its standing, whether it has progress, the keys of copies in its memory by owner, and its gradients.
+_Found = tuple[
+    tuple[int, int | None, bool, bool],
+    bool,
+    dict[int, frozenset[str]],
+    dict[int, ReadyGradients],
+]
+"""A rank's report: its standing, whether it has progress, the keys of copies in its
+memory by owner, and its gradients.
 
 Without class names, which would be most of the bytes of a small report.
 """
@@ -39,7 +46,9 @@ class JobProgress:
     """Whether the memory or the state of any rank is beyond the start of the run."""
 
     gradients: Mapping[int, ReadyGradients]
-    """By iteration that any rank has logged: the facts of the step that all ranks share."""
+    """By iteration that any rank has logged: the facts of the step that all ranks
+    share.
+    """
 
 
 class CopySurvey:
@@ -52,10 +61,13 @@ class CopySurvey:
         self._held: Mapping[int, frozenset[str]] = {}
         self._has_dropped_all = False
         self.on_hosts: Mapping[int, frozenset[str]] = {}
-        """The keys of this rank's blobs on servers of other hosts, by the server's number among holders."""
+        """The keys of this rank's blobs on servers of other hosts, by the server's
+        number among holders.
+        """
 
     def stop_copying(self, state: StepState) -> JobProgress:
-        """Stop changes of copies in all ranks' memory, and list the copies of this rank's blobs. Collective.
+        """Stop changes of copies in all ranks' memory, and list the copies of this
+        rank's blobs. Collective.
 
         Args:
             state: The progress of this rank's training state.
@@ -67,12 +79,18 @@ class CopySurvey:
             CheckpointLoadError: The memory of a rank cannot be read; on all ranks.
         """
         if self._memory.publisher:
-            self._memory.publisher.stop_copying()  # first: a copy that a new blob would replace may be the last source
+            # first: a copy that a new blob would replace may be the last source
+            self._memory.publisher.stop_copying()
         self._flush()
         self.on_hosts = self._list_hosts()
-        found = gather_results(self._place.ranks, lambda: self._find(state), CheckpointLoadError)
+        found = gather_results(
+            self._place.ranks, lambda: self._find(state), CheckpointLoadError
+        )
         mine = self._place.shard.global_rank
-        in_ranks = {rank: held.get(mine, frozenset()) for rank, (_, _, held, _) in enumerate(found)}
+        in_ranks = {
+            rank: held.get(mine, frozenset())
+            for rank, (_, _, held, _) in enumerate(found)
+        }
         self._held = {**in_ranks, **self.on_hosts}
         standings = [
             Standing(stage=stage, reached=reached, prepared=prepared, whole=whole)
@@ -81,22 +99,32 @@ class CopySurvey:
         return JobProgress(
             target=plan_target(standings),
             has_left_start=any(has_progress for _, has_progress, _, _ in found),
-            gradients={iteration: facts for *_, gradients in found for iteration, facts in gradients.items()},
+            gradients={
+                iteration: facts
+                for *_, gradients in found
+                for iteration, facts in gradients.items()
+            },
         )
 
     def resume_copying(self) -> None:
         """Send this rank's blobs to peers again.
 
-        After `drop_all`, peers and servers drop what they hold: a survey would take abandoned states for the newest.
+        After `drop_all`, peers and servers drop what they hold: a survey would take
+        abandoned states for the newest.
         """
         publisher, dropped = self._memory.publisher, self._has_dropped_all
         self._has_dropped_all = False
         self._clear_other_hosts()
         if publisher:
-            # a rank without windows lets peers keep its blobs: they may be the last source
-            publisher.begin_copying(self.held_for_me(), drop_stale=dropped or bool(self._memory.snapshots.windows()))
+            # a rank without windows lets peers keep its blobs: they may be the last
+            # source
+            publisher.begin_copying(
+                self.held_for_me(),
+                drop_stale=dropped or bool(self._memory.snapshots.windows()),
+            )
         if dropped:
-            self._held = {}  # a load may bring the same blobs back before the next survey
+            # a load may bring the same blobs back before the next survey
+            self._held = {}
 
     def drop_all(self) -> None:
         """Empty the memory; peers keep their copies until `resume_copying`."""
@@ -114,28 +142,49 @@ class CopySurvey:
         return [self._held.get(holder, frozenset()) for holder in self._elastic.holders]
 
     def _list_hosts(self) -> dict[int, frozenset[str]]:
-        """Return this rank's keys on all servers of other hosts, also on those that do not hold its states any more."""
+        """Return this rank's keys on all servers of other hosts, also on those that do
+        not hold its states any more.
+        """
         found: dict[int, frozenset[str]] = {}
         elastic, mine = self._elastic, self._place.shard.global_rank
         for holder in elastic.servers_on_hosts:
             try:
-                keys = list_held(elastic.address(holder), elastic.ticket, mine, timeout_s=elastic.copy_s)
+                keys = list_held(
+                    elastic.address(holder),
+                    elastic.ticket,
+                    mine,
+                    timeout_s=elastic.copy_s,
+                )
                 found[holder] = frozenset(keys)
             except CheckpointLoadError as error:
                 _log.warning("a server has no states for this recovery: %s", error)
         return found
 
     def _clear_other_hosts(self) -> None:
-        """Let servers that are no holders of this rank drop its older states, which all ranks may leave later."""
+        """Let servers that are no holders of this rank drop its older states, which all
+        ranks may leave later.
+        """
         elastic, mine = self._elastic, self._place.shard.global_rank
-        for holder in [holder for holder, keys in self.on_hosts.items() if keys and holder not in elastic.holders]:
+        for holder in [
+            holder
+            for holder, keys in self.on_hosts.items()
+            if keys and holder not in elastic.holders
+        ]:
             try:
-                clear_held(elastic.address(holder), elastic.ticket, mine, timeout_s=elastic.copy_s)
-            except CheckpointLoadError as error:  # a server that cannot be reached is left for good at the next fault
+                clear_held(
+                    elastic.address(holder),
+                    elastic.ticket,
+                    mine,
+                    timeout_s=elastic.copy_s,
+                )
+            except CheckpointLoadError as error:
+                # a server that cannot be reached is left for good at the next fault
                 _log.warning("older states stay: %s", error)
 
     def _flush(self) -> None:
-        """Wait until servers have computed all states: a later one would miss the survey and never be dropped."""
+        """Wait until servers have computed all states: a later one would miss the
+        survey and never be dropped.
+        """
         daemon = self._elastic.daemon
         if daemon is None or not self._elastic.serves_itself:
             return
@@ -144,20 +193,37 @@ class CopySurvey:
             # a request without keys is done once all earlier ones are
             daemon.copy([]).result(self._elastic.copy_s)
         except (CheckpointSaveError, TimeoutError) as error:
-            _log.warning("servers may make further states during the survey: %s", error or "no answer in time")
+            _log.warning(
+                "servers may make further states during the survey: %s",
+                error or "no answer in time",
+            )
         finally:
             self._elastic.page.wait_for_copies(False)
 
     def _find(self, state: StepState) -> _Found:
         paths = held_paths(self._elastic.memory)
-        held = {owner: frozenset(BlobFolder(path).keys()) for owner, path in paths.items()}
-        windows, gradients = self._memory.snapshots.windows(), dict(self._memory.steps.gradients)
-        # a snapshot of iteration 0 is no progress: it is the base that each run takes before it trains
+        held = {
+            owner: frozenset(BlobFolder(path).keys()) for owner, path in paths.items()
+        }
+        windows, gradients = (
+            self._memory.snapshots.windows(),
+            dict(self._memory.steps.gradients),
+        )
+        # a snapshot of iteration 0 is no progress: it is the base that each run takes
+        # before it trains
         has_progress = (
             state.torn
             or bool(gradients)
             or any(window.start for window in windows)
-            or any(holds_records(keys) or newest_snapshot(keys) for keys in (*held.values(), *self.on_hosts.values()))
+            or any(
+                holds_records(keys) or newest_snapshot(keys)
+                for keys in (*held.values(), *self.on_hosts.values())
+            )
         )
-        standing = (self._place.stage, state.reached, state.gradients is not None, state.whole)
+        standing = (
+            self._place.stage,
+            state.reached,
+            state.gradients is not None,
+            state.whole,
+        )
         return standing, has_progress, held, gradients

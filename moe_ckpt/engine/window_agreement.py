@@ -1,6 +1,8 @@
-"""The end of a window on all ranks: complete everywhere and kept, or dropped; with it, the ranks' measurements.
+"""The end of a window on all ranks: complete everywhere and kept, or dropped; with it,
+the ranks' measurements.
 
-Owns: one reduction for both, and the writes to local disks that follow. Must not: copy a snapshot.
+Owns: one reduction for both, and the writes to local disks that follow. Must not: copy
+a snapshot.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class _Found(IntEnum):
 
 
 class WindowAgreement:
-    """The window in flight of one generation. `awaits`: it is to be confirmed; `has_failed`: a copy of it was not made.
+    """The window in flight of one generation. `awaits`: it is to be confirmed;
+    `has_failed`: a copy of it was not made.
 
     `confirm` and `measure` are collective over all ranks.
     """
@@ -49,7 +52,9 @@ class WindowAgreement:
     ) -> None:
         self.awaits = False
         self.has_failed = False
-        self.disk = DiskWindows(parts.memory.publisher, parts.events, strict=config.strict)
+        self.disk = DiskWindows(
+            parts.memory.publisher, parts.events, strict=config.strict
+        )
         self._config = config
         self._place = parts.adapter.place
         self._memory = parts.memory
@@ -63,10 +68,11 @@ class WindowAgreement:
         self._measured: Measured | None = None
 
     def confirm(self, *, wait: bool) -> None:
-        """Keep the window if every rank of the job has all of it: recovery needs windows that line up.
+        """Keep the window if every rank of the job has all of it: recovery needs
+        windows that line up.
 
-        Without `wait`, nothing happens while a rank still lacks a part of it. Raises CheckpointSaveError for a window
-        that a rank lacks, if ckpt.strict=true.
+        Without `wait`, nothing happens while a rank still lacks a part of it. Raises
+        CheckpointSaveError for a window that a rank lacks, if ckpt.strict=true.
         """
         found = self._agree(wait=wait)
         if found is _Found.NOT_YET:
@@ -74,12 +80,15 @@ class WindowAgreement:
         self.awaits = False
         if found is _Found.ALL:
             self._keep()
-            # in this order: until all ranks keep the new window, a recovery needs the older one and its logs
+            # in this order: until all ranks keep the new window, a recovery needs the
+            # older one and its logs
             self._logs.drop_old()
             self._events.append(
                 HostMemoryUsed(
                     **self._memory.snapshots.bytes_by_role(),
-                    boundary_log_bytes=self._memory.boundary.size_bytes if self._memory.boundary else 0,
+                    boundary_log_bytes=self._memory.boundary.size_bytes
+                    if self._memory.boundary
+                    else 0,
                     step_log_bytes=self._memory.steps.size_bytes,
                     allocated_bytes=self._memory.allocated_bytes(),
                     double_buffered_dense_bytes=2 * self._dense_bytes,
@@ -88,14 +97,18 @@ class WindowAgreement:
             return
         self._memory.snapshots.abandon()
         if self._config.strict:
-            raise CheckpointSaveError("ckpt.strict=true: a snapshot is not complete on every rank")
+            raise CheckpointSaveError(
+                "ckpt.strict=true: a snapshot is not complete on every rank"
+            )
 
     def drop_measured(self) -> None:
         """An iteration begins: measurements of an earlier one do not count."""
         self._measured = None
 
     def measure(self) -> Measured:
-        """Return the ranks' common measurements, those of the last reduction if no iteration has begun since."""
+        """Return the ranks' common measurements, those of the last reduction if no
+        iteration has begun since.
+        """
         if self._measured is None:
             self._agree(wait=False)
         # once: the account of tokens would count the same popularity twice
@@ -109,52 +122,88 @@ class WindowAgreement:
             self.disk.finish()
 
     def _keep(self) -> None:
-        """Keep the window in flight, and start its write to disk if it is selected; the last write has ended then."""
+        """Keep the window in flight, and start its write to disk if it is selected; the
+        last write has ended then.
+        """
         window = self._memory.snapshots.in_flight()
         publisher = self._memory.publisher
         sent = publisher.sent(window.snapshots) if publisher and window else None
         if publisher and window and sent:
             self._events.append(
-                WindowReplicated(window_start=window.start, num_peers=publisher.num_peers, **asdict(sent))
+                WindowReplicated(
+                    window_start=window.start,
+                    num_peers=publisher.num_peers,
+                    **asdict(sent),
+                )
             )
-        # agreed: ranks that have all units by themselves keep what the others need as well
+        # agreed: ranks that have all units by themselves keep what the others need as
+        # well
         lacks_units = self._measured is not None and self._measured.lacks_units
-        being_written = self.disk.start_of(Role.PERSIST) if self.disk.is_writing else None
+        being_written = (
+            self.disk.start_of(Role.PERSIST) if self.disk.is_writing else None
+        )
         self._store.confirm(self._on_all_disks, being_written, lacks_units=lacks_units)
-        if window and window.start == self.disk.start_of(Role.SNAPSHOT) and not lacks_units:
-            # the window that all disks have stays on each until all have a newer one: ranks go back to the same
-            keep = self._newest_on_disks() if self._on_all_disks is None else self._on_all_disks
+        if (
+            window
+            and window.start == self.disk.start_of(Role.SNAPSHOT)
+            and not lacks_units
+        ):
+            # the window that all disks have stays on each until all have a newer one:
+            # ranks go back to the same
+            keep = (
+                self._newest_on_disks()
+                if self._on_all_disks is None
+                else self._on_all_disks
+            )
             done = self._store.persist(window, keep)
             if done:
                 self.disk.set_out(done)
 
     def _newest_on_disks(self) -> int | None:
-        """Return the start of the newest window that is complete on all disks, or on this one if they have none alike.
+        """Return the start of the newest window that is complete on all disks, or on
+        this one if they have none alike.
 
-        Disks are asked, and no note of an earlier generation: a start may have dropped a damaged window from all disks.
+        Disks are asked, and no note of an earlier generation: a start may have dropped
+        a damaged window from all disks.
         """
-        of_each = gather_results(self._place.ranks, self._store.on_disk, CheckpointSaveError)
-        # where disks have no window in common, older ones lead nowhere, and would fill this disk
-        common = frozenset[int].intersection(*of_each) or of_each[self._place.ranks.rank]
+        of_each = gather_results(
+            self._place.ranks, self._store.on_disk, CheckpointSaveError
+        )
+        # where disks have no window in common, older ones lead nowhere, and would fill
+        # this disk
+        common = (
+            frozenset[int].intersection(*of_each) or of_each[self._place.ranks.rank]
+        )
         return max(common, default=None)
 
     def _agree(self, *, wait: bool) -> _Found:
-        """Measure, and return how much of the window in flight is complete, on all ranks alike."""
+        """Measure, and return how much of the window in flight is complete, on all
+        ranks alike.
+        """
         found = self._find(wait=wait)  # first: what is on disk may be more then
         agreed = self._reduce(found)
-        on_disk, newest_on_disk = (_if_known(agreed[name]) for name in ("on_disk", "newest_on_disk"))
-        if on_disk == newest_on_disk:  # else writes failed: the window before is on all disks still
+        on_disk, newest_on_disk = (
+            _if_known(agreed[name]) for name in ("on_disk", "newest_on_disk")
+        )
+        # else writes failed: the window before is on all disks still
+        if on_disk == newest_on_disk:
             self._on_all_disks = None if on_disk is None else int(on_disk)
         self._measured = self._measured_by_all(agreed)
         return _Found(int(agreed["found"]))
 
     def _reduce(self, found: _Found) -> dict[str, float]:
-        """Return the extremes over all ranks: measurements, starts of windows, and the progress that each `found`."""
+        """Return the extremes over all ranks: measurements, starts of windows, and the
+        progress that each `found`.
+        """
         meter, caps = self._meter, self._config.max_bytes_per_s
-        # no limit where nothing was measured, on a replacement, say: the slowest of the other ranks decides
-        host_bytes_per_s = statistics.median(meter.copy_rates) if meter.copy_rates else math.inf
+        # no limit where nothing was measured, on a replacement, say: the slowest of the
+        # other ranks decides
+        host_bytes_per_s = (
+            statistics.median(meter.copy_rates) if meter.copy_rates else math.inf
+        )
         empty_s, dense_s = meter.added.fit(self._dense_bytes) or (None, None)
-        # one reduction, where ranks have just met for the norm: each small collective waits for the slowest rank
+        # one reduction, where ranks have just met for the norm: each small collective
+        # waits for the slowest rank
         return reduce_extremes(
             self._place.ranks,
             self._place.device,
@@ -181,13 +230,22 @@ class WindowAgreement:
         )
 
     def _measured_by_all(self, agreed: Mapping[str, float]) -> Measured:
-        """Return the measurements of a reduction. Collective over the stage's ranks, whose popularity is summed."""
+        """Return the measurements of a reduction. Collective over the stage's ranks,
+        whose popularity is summed.
+        """
         kept_since = _if_known(agreed["kept_since"])
-        # where every snapshot goes to disk before the next one is taken, the disk's cap counts, too
-        disk_bytes_per_s = self._config.max_bytes_per_s.disk if self._config.waits_for_disk else None
+        # where every snapshot goes to disk before the next one is taken, the disk's cap
+        # counts, too
+        disk_bytes_per_s = (
+            self._config.max_bytes_per_s.disk if self._config.waits_for_disk else None
+        )
         return Measured(
             iteration_s=agreed["iteration_s"],
-            copy_bytes_per_s=min(agreed["host_bytes_per_s"], agreed["peer_bytes_per_s"], disk_bytes_per_s or math.inf),
+            copy_bytes_per_s=min(
+                agreed["host_bytes_per_s"],
+                agreed["peer_bytes_per_s"],
+                disk_bytes_per_s or math.inf,
+            ),
             host_bytes_per_s=agreed["host_bytes_per_s"],
             peer_bytes_per_s=agreed["peer_bytes_per_s"],
             is_persisting=bool(agreed["is_persisting"]),
@@ -209,7 +267,8 @@ class WindowAgreement:
         if self.disk.is_writing and next_waits and not wait:
             return _Found.NOT_YET
         if next_waits or not self.disk.is_writing:
-            self.finish_persisting()  # one write at a time: `_keep` is about to start the next
+            # one write at a time: `_keep` is about to start the next
+            self.finish_persisting()
         window = self._memory.snapshots.in_flight()
         if window is None or self.has_failed:
             return _Found.NOTHING
@@ -221,7 +280,9 @@ class WindowAgreement:
         if not wait and publisher.awaits_copies(window.snapshots):
             return _Found.NOT_YET
         with self._meter.waiting():
-            return _Found.ALL if publisher.has_copies(window.snapshots) else _Found.NOTHING
+            return (
+                _Found.ALL if publisher.has_copies(window.snapshots) else _Found.NOTHING
+            )
 
     def _peer_bytes_per_s(self) -> float:
         """Return the rate to each peer."""
@@ -229,11 +290,16 @@ class WindowAgreement:
         if publisher is None or not publisher.num_peers:
             return math.inf
         # the cap is for all peers together
-        return min(publisher.copy_bytes_per_s(), (self._config.max_bytes_per_s.peers or math.inf) / publisher.num_peers)
+        return min(
+            publisher.copy_bytes_per_s(),
+            (self._config.max_bytes_per_s.peers or math.inf) / publisher.num_peers,
+        )
 
 
 def _known_or(number: float | None) -> float:
-    """Return a number for a reduction: a known one wins where the largest counts, an unknown one where the smallest."""
+    """Return a number for a reduction: a known one wins where the largest counts, an
+    unknown one where the smallest.
+    """
     return _UNKNOWN if number is None else number
 
 

@@ -1,7 +1,8 @@
 """Brings the ranks of a new generation from their different states to one state.
 
-Owns: the inventory of all ranks, finishing or undoing a step that was cut off, and fetching lost memory from peers.
-Must not: decide which stages roll back (`recovery` does), or replay (`engine.stage_recovery` does).
+Owns: the inventory of all ranks, finishing or undoing a step that was cut off, and
+fetching lost memory from peers. Must not: decide which stages roll back (`recovery`
+does), or replay (`engine.stage_recovery` does).
 
     standings -> target -> finish or undo -> inventories -> plan -> fetch -> verify -> carry out
 """
@@ -34,7 +35,8 @@ _log = logging.getLogger(__name__)
 class WindowRecovery:
     """Implements `JobRecovery` with windows.
 
-    Without `recovers_locally` no live state counts: all ranks go back to the newest snapshots that all have.
+    Without `recovers_locally` no live state counts: all ranks go back to the newest
+    snapshots that all have.
     """
 
     def __init__(
@@ -59,14 +61,18 @@ class WindowRecovery:
         progress = self.copies.stop_copying(state)
         target = progress.target
         begins_anew = target is not None and target.iteration == 0
-        all_go_back = target is not None and not begins_anew and not self._recovers_locally
+        all_go_back = (
+            target is not None and not begins_anew and not self._recovers_locally
+        )
         if all_go_back:
             target = None
-        # before the inventories: a lost memory without the last record would not lead to the target
+        # before the inventories: a lost memory without the last record would not lead
+        # to the target
         self._sources.fill_records(progress.gradients)
         live = self._finish_or_undo(state, target) if target else False
         if begins_anew or not (all_go_back or progress.has_left_start):
-            if self._sources.servers_lead:  # servers too: the next survey would take their states for the newest
+            # servers too: the next survey would take their states for the newest
+            if self._sources.servers_lead:
                 self.copies.drop_all()
             else:
                 self._memory.clear()
@@ -76,11 +82,17 @@ class WindowRecovery:
         plan, fetched_bytes = self._plan_and_fetch(target, state.replayed)
         fetch_s = time.monotonic() - started_s
         if plan.rollback_of(self._place.stage):
-            state.lose()  # a fault during the replay must not find this state live, at no iteration
-        is_there = live and target is not None and plan.target_iteration == target.iteration
-        executed_iters = self._stage_recovery.carry_out(plan, live=is_there, progress=state.replay_reached)
+            # a fault during the replay must not find this state live, at no iteration
+            state.lose()
+        is_there = (
+            live and target is not None and plan.target_iteration == target.iteration
+        )
+        executed_iters = self._stage_recovery.carry_out(
+            plan, live=is_there, progress=state.replay_reached
+        )
         self._sources.drop_brought()
-        # later records go, too: with them a window would claim to lead to iterations that no rank has reached
+        # later records go, too: with them a window would claim to lead to iterations
+        # that no rank has reached
         self._keep_safest()
         self._memory.steps.drop_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
@@ -94,12 +106,18 @@ class WindowRecovery:
         )
 
     def look_at_disks(self) -> OnDisks:
-        looked = gather_results(self._place.ranks, self._sources.look_at_disk, CheckpointLoadError)
+        looked = gather_results(
+            self._place.ranks, self._sources.look_at_disk, CheckpointLoadError
+        )
         common = frozenset[int].intersection(*(usable for _, usable, _ in looked))
         return OnDisks(
             newest=max(common, default=None),
             of_each=tuple(newest for newest, _, _ in looked),
-            new_ranks=tuple(rank for rank, (_, usable, is_new) in enumerate(looked) if is_new and not usable),
+            new_ranks=tuple(
+                rank
+                for rank, (_, usable, is_new) in enumerate(looked)
+                if is_new and not usable
+            ),
         )
 
     def begin_on_disks(self) -> None:
@@ -107,20 +125,33 @@ class WindowRecovery:
             try:
                 self._memory.disk.begin()
             except OSError as error:  # training needs no disk
-                _log.warning("no mark on %s that the job begins: %s", self._memory.disk.path, error)
+                _log.warning(
+                    "no mark on %s that the job begins: %s",
+                    self._memory.disk.path,
+                    error,
+                )
 
     def load_from_disk(self) -> int:
-        """Bring all ranks to the state that the newest windows on their local disks lead to; return its iteration.
+        """Bring all ranks to the state that the newest windows on their local disks
+        lead to; return its iteration.
 
-        Peers receive nothing until copying resumes. Raises CheckpointLoadError on all ranks if no such state exists.
+        Peers receive nothing until copying resumes. Raises CheckpointLoadError on all
+        ranks if no such state exists.
         """
         disk, publisher = self._memory.disk, self._memory.publisher
         assert disk is not None
         assert publisher is not None
         self.copies.drop_all()
-        # through memory, as after a fetch: the same checks, and a rank that dies meanwhile leaves the disk as it is
-        gather_results(self._place.ranks, lambda: self._sources.restore(publisher, disk), CheckpointLoadError)
-        plan = self._stage_recovery.intact_plan(None, functools.partial(self._plan, None))
+        # through memory, as after a fetch: the same checks, and a rank that dies
+        # meanwhile leaves the disk as it is
+        gather_results(
+            self._place.ranks,
+            lambda: self._sources.restore(publisher, disk),
+            CheckpointLoadError,
+        )
+        plan = self._stage_recovery.intact_plan(
+            None, functools.partial(self._plan, None)
+        )
         self._stage_recovery.carry_out(plan, live=False)
         self._keep_safest()
         starts = {rollback.window_start for rollback in plan.rollbacks}
@@ -136,49 +167,79 @@ class WindowRecovery:
         self.copies.drop_all()
 
     def _finish_or_undo(self, state: StepState, target: Target) -> bool:
-        """Finish the step to the target, or undo a later iteration; return whether the state is then the target's."""
+        """Finish the step to the target, or undo a later iteration; return whether the
+        state is then the target's.
+        """
         stage, steps = self._place.stage, self._memory.steps
         if stage in target.finishing_stages:
             if state.gradients is not None and state.reached == target.iteration - 1:
-                # the gradients are still in their buffers, which only the next iteration clears
+                # the gradients are still in their buffers, which only the next
+                # iteration clears
                 self._stage.update(state.gradients)
                 state.apply(target.iteration)
-            # on all ranks of the stage, also those that had gathered: the gather is collective, and may be repeated
+            # on all ranks of the stage, also those that had gathered: the gather is
+            # collective, and may be repeated
             self._stage.gather()
-            self._place.stage_ranks.confirm()  # before the state counts as whole: NCCL has only queued the gather
+            # before the state counts as whole: NCCL has only queued the gather
+            self._place.stage_ranks.confirm()
             state.be_at(target.iteration)
         if state.reached != target.iteration or not state.whole:
             return False
-        # the iteration after the target may have drawn random numbers and changed buffers before it was cut off
+        # the iteration after the target may have drawn random numbers and changed
+        # buffers before it was cut off
         if steps.has_start(target.iteration + 1):
-            self._stage.restore_start(steps.start(target.iteration + 1), undo=target.iteration + 1)
+            self._stage.restore_start(
+                steps.start(target.iteration + 1), undo=target.iteration + 1
+            )
         state.withdraw()  # gradients of an iteration that is trained again
         return True
 
-    def _take_stock(self, target: Target | None, replayed: ReplayedState | None) -> list[Inventory]:
-        """Return every rank's sources; copies only for ranks whose own memory does not lead to the target.
+    def _take_stock(
+        self, target: Target | None, replayed: ReplayedState | None
+    ) -> list[Inventory]:
+        """Return every rank's sources; copies only for ranks whose own memory does not
+        lead to the target.
 
         Own windows are not verified here: see `StageRecovery.is_intact`.
         """
         goal = target.iteration if target else None
         own = gather_results(
-            self._place.ranks, lambda: replace(self._sources.own(goal), replayed=replayed), CheckpointLoadError
+            self._place.ranks,
+            lambda: replace(self._sources.own(goal), replayed=replayed),
+            CheckpointLoadError,
         )
-        # copies of other ranks are left alone: each one that is listed is hashed as a whole
-        poor = [each.global_rank for each in own if self._sources.servers_lead or not each.leads_to(goal)]
-        held = gather_results(self._place.ranks, lambda: self._sources.held(poor, goal), CheckpointLoadError)
-        return [replace(inventory, held=copies) for inventory, copies in zip(own, held, strict=True)]
+        # copies of other ranks are left alone: each one that is listed is hashed as a
+        # whole
+        poor = [
+            each.global_rank
+            for each in own
+            if self._sources.servers_lead or not each.leads_to(goal)
+        ]
+        held = gather_results(
+            self._place.ranks,
+            lambda: self._sources.held(poor, goal),
+            CheckpointLoadError,
+        )
+        return [
+            replace(inventory, held=copies)
+            for inventory, copies in zip(own, held, strict=True)
+        ]
 
     def _bring_from_hosts(self) -> int:
-        """Copy this rank's part of the newest iteration that all ranks have, here or on servers of other hosts, here.
+        """Copy this rank's part of the newest iteration that all ranks have, here or on
+        servers of other hosts, here.
 
-        Returns its bytes. From then on it is as if this node had a server, with this one state.
+        Returns its bytes. From then on it is as if this node had a server, with this
+        one state.
         """
         if not self._elastic.uses_hosts:
             return 0
         ranks, on_hosts = self._place.ranks, self.copies.on_hosts
-        # keys first, and then one state: each state that crosses the network may be a whole model
-        of_each = gather_results(ranks, lambda: self._sources.starts(on_hosts), CheckpointLoadError)
+        # keys first, and then one state: each state that crosses the network may be a
+        # whole model
+        of_each = gather_results(
+            ranks, lambda: self._sources.starts(on_hosts), CheckpointLoadError
+        )
         for start in sorted(frozenset.intersection(*of_each), reverse=True):
             bring = functools.partial(self._sources.bring, start, on_hosts)
             brought = gather_results(ranks, bring, CheckpointLoadError)
@@ -186,10 +247,14 @@ class WindowRecovery:
                 return brought[ranks.rank] or 0
         return 0
 
-    def _plan_and_fetch(self, target: Target | None, replayed: ReplayedState | None) -> tuple[RecoveryPlan, int]:
-        """Return the plan and the bytes fetched from peers; all ranks then have what the plan takes, verified.
+    def _plan_and_fetch(
+        self, target: Target | None, replayed: ReplayedState | None
+    ) -> tuple[RecoveryPlan, int]:
+        """Return the plan and the bytes fetched from peers; all ranks then have what
+        the plan takes, verified.
 
-        A copy whose fetch fails is left out, and so is what a rank finds damaged: all ranks plan again.
+        A copy whose fetch fails is left out, and so is what a rank finds damaged: all
+        ranks plan again.
         """
         inventories, fetched_bytes = self._take_stock(target, replayed), 0
         while True:
@@ -197,7 +262,9 @@ class WindowRecovery:
             fetch_own = functools.partial(self._fetch_and_verify, plan)
             fetched = gather_results(self._place.ranks, fetch_own, CheckpointLoadError)
             fetched_bytes += sum(each.size_bytes or 0 for each in fetched)
-            failed = {rank for rank, each in enumerate(fetched) if each.size_bytes is None}
+            failed = {
+                rank for rank, each in enumerate(fetched) if each.size_bytes is None
+            }
             if failed:
                 emptied = {rank for rank in failed if not fetched[rank].keeps_own}
                 inventories = after_fetches(inventories, plan.fetches, failed, emptied)
@@ -207,25 +274,44 @@ class WindowRecovery:
                 inventories = self._take_stock(target, replayed)
 
     def _fetch_and_verify(self, plan: RecoveryPlan) -> Fetched:
-        """Fetch what the plan gives to this rank, and verify what the plan takes from it."""
+        """Fetch what the plan gives to this rank, and verify what the plan takes from
+        it.
+        """
         fetched = self._sources.fetch(plan)
         if fetched.size_bytes is None:  # all ranks plan again
             return fetched
-        is_intact = self._stage_recovery.is_intact(plan, has_fetched=fetched.is_verified)
+        is_intact = self._stage_recovery.is_intact(
+            plan, has_fetched=fetched.is_verified
+        )
         return replace(fetched, is_intact=is_intact)
 
-    def _plan(self, target: Target | None, inventories: Sequence[Inventory]) -> RecoveryPlan:
-        lost = target.lost_stages if target else frozenset(range(self._place.num_stages))
+    def _plan(
+        self, target: Target | None, inventories: Sequence[Inventory]
+    ) -> RecoveryPlan:
+        lost = (
+            target.lost_stages if target else frozenset(range(self._place.num_stages))
+        )
         goal = target.iteration if target else None
         has_log = self._memory.boundary is not None
-        return plan_recovery(lost, inventories, target_iteration=goal, boundary_log=has_log)
+        return plan_recovery(
+            lost, inventories, target_iteration=goal, boundary_log=has_log
+        )
 
     def _keep_safest(self) -> None:
-        """Of the windows that all ranks have, keep those with the most copies, and of equals the newer ones."""
-        of_each = gather_results(self._place.ranks, self._copies_by_start, CheckpointLoadError)
+        """Of the windows that all ranks have, keep those with the most copies, and of
+        equals the newer ones.
+        """
+        of_each = gather_results(
+            self._place.ranks, self._copies_by_start, CheckpointLoadError
+        )
         common = set(of_each[0]).intersection(*of_each)
-        # the newest may be complete on all ranks before it is copied: the next node that is lost would take it along
-        safest = sorted(common, key=lambda start: (min(copies[start] for copies in of_each), start), reverse=True)
+        # the newest may be complete on all ranks before it is copied: the next node
+        # that is lost would take it along
+        safest = sorted(
+            common,
+            key=lambda start: (min(copies[start] for copies in of_each), start),
+            reverse=True,
+        )
         if safest:
             self._memory.snapshots.keep_only(safest)
 
@@ -233,6 +319,8 @@ class WindowRecovery:
         """Return the number of peers that hold a copy of each of this rank's windows."""
         publisher, held = self._memory.publisher, self.copies.held_for_me()
         return {
-            window.start: publisher.num_copies(window.snapshots, held) if publisher else 0
+            window.start: publisher.num_copies(window.snapshots, held)
+            if publisher
+            else 0
             for window in self._memory.snapshots.windows()
         }

@@ -1,7 +1,8 @@
-"""One rank's windows: in its memory, on its node's checkpoint server, held for other ranks, and on its disk.
+"""One rank's windows: in its memory, on its node's checkpoint server, held for other
+ranks, and on its disk.
 
-Owns: finding them, and bringing those that a plan names into the rank's own memory. All but those in its memory are
-verified as they are found. Must not: choose among them.
+Owns: finding them, and bringing those that a plan names into the rank's own memory. All
+but those in its memory are verified as they are found. Must not: choose among them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import Fetch, RecoveryPlan
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
 from moe_ckpt.replication.local_disk import LocalDisk, copy_blobs
-from moe_ckpt.replication.publisher import Publisher, belongs_to, newest_snapshot, read_kept
+from moe_ckpt.replication.publisher import (
+    Publisher,
+    belongs_to,
+    newest_snapshot,
+    read_kept,
+)
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.step_log import StepLog
 from moe_ckpt.snapshot.verified_windows import verified_window
@@ -30,7 +36,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """The outcome of a rank's part in a plan: what the rank fetched, and the check of what the rank gives."""
+    """The outcome of a rank's part in a plan: what the rank fetched, and the check of
+    what the rank gives.
+    """
 
     size_bytes: int | None = 0
     """Bytes that crossed the network; None: the fetch failed."""
@@ -48,8 +56,8 @@ class Fetched:
 class WindowSources:
     """The windows of one generation.
 
-    With `servers_lead` the newest windows are on checkpoint servers, one of them on the rank's own node, and not in its
-    memory. All calls are local.
+    With `servers_lead` the newest windows are on checkpoint servers, one of them on the
+    rank's own node, and not in its memory. All calls are local.
     """
 
     def __init__(
@@ -69,7 +77,9 @@ class WindowSources:
         self.servers_lead = servers_lead
 
     def fill_records(self, facts: Mapping[int, ReadyGradients]) -> None:
-        """Take the facts that all ranks share from other ranks: a lost memory may lack the last ones."""
+        """Take the facts that all ranks share from other ranks: a lost memory may lack
+        the last ones.
+        """
         if not self._logs_tied:
             self._memory.steps.fill(facts)
 
@@ -79,42 +89,72 @@ class WindowSources:
         self._memory.adopt_kept()
 
     def own(self, goal: int | None) -> Inventory:
-        """Return the windows in this rank's memory and, if its node has a checkpoint server, on that server."""
-        inventory, mine = self._stage_recovery.inventory(goal), self._place.shard.global_rank
+        """Return the windows in this rank's memory and, if its node has a checkpoint
+        server, on that server.
+        """
+        inventory, mine = (
+            self._stage_recovery.inventory(goal),
+            self._place.shard.global_rank,
+        )
         if not self.servers_lead:
             return inventory
         states = self._usable(BlobFolder(self._elastic.own_states), mine, goal)
         windows = {window.start: window for window in (*states, *inventory.windows)}
         return replace(inventory, windows=tuple(windows.values()))
 
-    def held(self, owners: Sequence[int], goal: int | None) -> dict[int, tuple[WindowRef, ...]]:
+    def held(
+        self, owners: Sequence[int], goal: int | None
+    ) -> dict[int, tuple[WindowRef, ...]]:
         """Return the usable windows that this rank's memory holds for other ranks."""
         mine = self._place.shard.global_rank
-        folders = {owner: BlobFolder(held_path(self._elastic.memory, owner)) for owner in owners if owner != mine}
-        held = {owner: self._usable(folder, owner, goal) for owner, folder in folders.items()}
+        folders = {
+            owner: BlobFolder(held_path(self._elastic.memory, owner))
+            for owner in owners
+            if owner != mine
+        }
+        held = {
+            owner: self._usable(folder, owner, goal)
+            for owner, folder in folders.items()
+        }
         return {owner: windows for owner, windows in held.items() if windows}
 
-    def _usable(self, folder: BlobFolder, owner: int, goal: int | None) -> tuple[WindowRef, ...]:
+    def _usable(
+        self, folder: BlobFolder, owner: int, goal: int | None
+    ) -> tuple[WindowRef, ...]:
         kept = read_kept(folder)
         steps = StepLog()
         steps.adopt(kept.starts, kept.records)
         is_mine = owner == self._place.shard.global_rank
-        holds_tied = any(record.tied_gradient is not None for record in kept.records.values())
+        holds_tied = any(
+            record.tied_gradient is not None for record in kept.records.values()
+        )
         if not (self._logs_tied if is_mine else holds_tied):
-            # as the owner does after a fetch: its copies may lack the last records, which all ranks share
+            # as the owner does after a fetch: its copies may lack the last records,
+            # which all ranks share
             steps.fill(self._memory.steps.gradients)
-        found = (self._window(window, owner, steps) for window in group_windows(kept.snapshots) if window.complete)
-        # one for each start, as an inventory wants: a folder may hold two, of before and after a rollback
-        by_start = {window.start: window for window in found if window and (goal is None or window.end <= goal)}
+        found = (
+            self._window(window, owner, steps)
+            for window in group_windows(kept.snapshots)
+            if window.complete
+        )
+        # one for each start, as an inventory wants: a folder may hold two, of before
+        # and after a rollback
+        by_start = {
+            window.start: window
+            for window in found
+            if window and (goal is None or window.end <= goal)
+        }
         return tuple(by_start.values())
 
     def look_at_disk(self) -> tuple[int | None, frozenset[int], bool]:
-        """Return the newest iteration of any blob on this rank's disk, the iterations that the disk leads to, and
-        whether it never held a state."""
+        """Return the newest iteration of any blob on this rank's disk, the iterations
+        that the disk leads to, and whether it never held a state.
+        """
         disk, mine = self._memory.disk, self._place.shard.global_rank
         if disk is None:
             return None, frozenset(), False
-        disk.flush(self._elastic.copy_s)  # a write that is under way adds a window, and drops an older one
+        # a write that is under way adds a window, and drops an older one
+        disk.flush(self._elastic.copy_s)
         refs = self._usable(BlobFolder(disk.path), mine, None)
         newest = newest_snapshot(BlobFolder(disk.path).keys())
         return newest, frozenset(ref.end for ref in refs), disk.never_held
@@ -124,7 +164,12 @@ class WindowSources:
         if shard.global_rank != owner:
             return None
         try:
-            return verified_window(window.snapshots, self._place.identity, shard, steps.reaches(window.start + 1))
+            return verified_window(
+                window.snapshots,
+                self._place.identity,
+                shard,
+                steps.reaches(window.start + 1),
+            )
         except CheckpointLoadError as error:
             _log.warning("a copy of rank %d's memory cannot be used: %s", owner, error)
             return None
@@ -136,11 +181,14 @@ class WindowSources:
             plan: The plan of all ranks.
         """
         mine, publisher = self._place.shard.global_rank, self._memory.publisher
-        fetch = next((fetch for fetch in plan.fetches if fetch.global_rank == mine), None)
+        fetch = next(
+            (fetch for fetch in plan.fetches if fetch.global_rank == mine), None
+        )
         start = self._start_on_own_server(plan) if fetch is None else None
         if publisher is None or (fetch is None and start is None):
             return Fetched()
-        facts = dict(self._memory.steps.gradients)  # the fetched log may lack the last ones
+        # the fetched log may lack the last ones
+        facts = dict(self._memory.steps.gradients)
 
         def bring(folder: BlobFolder) -> int:
             if fetch is not None:
@@ -148,7 +196,8 @@ class WindowSources:
             else:
                 self._read_own_server(start, folder)
                 size_bytes = 0  # nothing crosses the network
-            self._require(plan, folder)  # a copy may be damaged: here all ranks can still plan again
+            # a copy may be damaged: here all ranks can still plan again
+            self._require(plan, folder)
             return size_bytes
 
         has_own = bool(self._memory.snapshots.snapshots())
@@ -157,16 +206,26 @@ class WindowSources:
         except CheckpointLoadError as error:
             self.fill_records(facts)  # the next holder's copy may lack them too
             holder = mine if fetch is None else fetch.source_rank
-            _log.warning("rank %d cannot have its copy in rank %d's memory: %s", mine, holder, error)
-            # a state on its own node's server would be planned with again, and fail again
-            keeps_own = fetch is not None and has_own == bool(self._memory.snapshots.snapshots())
+            _log.warning(
+                "rank %d cannot have its copy in rank %d's memory: %s",
+                mine,
+                holder,
+                error,
+            )
+            # a state on its own node's server would be planned with again, and fail
+            # again
+            keeps_own = fetch is not None and has_own == bool(
+                self._memory.snapshots.snapshots()
+            )
             return Fetched(size_bytes=None, keeps_own=keeps_own)
         self._memory.adopt_kept()
         self.fill_records(facts)
         return Fetched(size_bytes=size_bytes, is_verified=True)
 
     def _replace(self, publisher: Publisher, bring: Callable[[BlobFolder], int]) -> int:
-        """Replace this rank's memory by the windows that `bring` brings, which are whole before the others go."""
+        """Replace this rank's memory by the windows that `bring` brings, which are
+        whole before the others go.
+        """
         drop = self._memory.drop_published
         try:
             return publisher.replace(bring, drop)
@@ -175,8 +234,8 @@ class WindowSources:
                 raise
             # the plan leads to the state of the new ones: those that are here do not
             _log.warning(
-                "runtime.shared_memory has no room for the windows that rank %d needs beside those that it has, "
-                "which are dropped first: %s",
+                "runtime.shared_memory has no room for the windows that rank %d needs"
+                " beside those that it has, which are dropped first: %s",
                 self._place.shard.global_rank,
                 error,
             )
@@ -184,32 +243,49 @@ class WindowSources:
         return publisher.replace(bring, drop)
 
     def _require(self, plan: RecoveryPlan, folder: BlobFolder) -> None:
-        """Raise CheckpointLoadError unless a folder has the intact window to which the plan rolls this rank back."""
+        """Raise CheckpointLoadError unless a folder has the intact window to which the
+        plan rolls this rank back.
+        """
         rollback, target = plan.rollback_of(self._place.stage), plan.target_iteration
         if rollback is None:
             return
         usable = self._usable(folder, self._place.shard.global_rank, target)
         found = [window for window in usable if window.states == rollback.states]
         if not any(window.steps_to >= target for window in found):
-            raise CheckpointLoadError(f"no window of {rollback.states} that leads to iteration {target}")
+            raise CheckpointLoadError(
+                f"no window of {rollback.states} that leads to iteration {target}"
+            )
 
     def _fetch_from(self, fetch: Fetch, folder: BlobFolder) -> int:
-        """Fetch a peer's copies of this rank's blobs; of a server's states only the one that the plan needs."""
+        """Fetch a peer's copies of this rank's blobs; of a server's states only the one
+        that the plan needs.
+        """
         elastic, mine = self._elastic, self._place.shard.global_rank
-        address, timeout_s, keys = elastic.address_of(fetch.source_rank), elastic.copy_s, None
+        address, timeout_s, keys = (
+            elastic.address_of(fetch.source_rank),
+            elastic.copy_s,
+            None,
+        )
         if self.servers_lead:
             there = list_held(address, elastic.ticket, mine, timeout_s=timeout_s)
             keys = [key for key in there if belongs_to(key, fetch.window_start)]
-        return fetch_blobs(address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+        return fetch_blobs(
+            address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s
+        )
 
     def starts(self, on_hosts: Mapping[int, frozenset[str]]) -> frozenset[int]:
-        """Return the starts of all windows of this rank in its memory and, by their keys, on servers of other hosts."""
+        """Return the starts of all windows of this rank in its memory and, by their
+        keys, on servers of other hosts.
+        """
         keys = frozenset[str]().union(*on_hosts.values())
         there = {start for key in keys if (start := newest_snapshot([key])) is not None}
-        return frozenset(there | {window.start for window in self._memory.snapshots.windows()})
+        return frozenset(
+            there | {window.start for window in self._memory.snapshots.windows()}
+        )
 
     def bring(self, start: int, on_hosts: Mapping[int, frozenset[str]]) -> int | None:
-        """Copy the window with this start from a server of another host to `own_states`, unless memory has it.
+        """Copy the window with this start from a server of another host to
+        `own_states`, unless memory has it.
 
         Returns its bytes, or None if no server has an intact one.
         """
@@ -222,21 +298,34 @@ class WindowSources:
             try:
                 keys = sorted(key for key in there if belongs_to(key, start))
                 address, timeout_s = elastic.address(holder), elastic.copy_s
-                size_bytes = fetch_blobs(address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s)
+                size_bytes = fetch_blobs(
+                    address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s
+                )
             except CheckpointLoadError as error:
-                _log.warning("rank %d cannot have its state of iteration %d: %s", mine, start, error)
+                _log.warning(
+                    "rank %d cannot have its state of iteration %d: %s",
+                    mine,
+                    start,
+                    error,
+                )
                 continue
-            if any(window.start == start for window in self._usable(folder, mine, None)):
+            if any(
+                window.start == start for window in self._usable(folder, mine, None)
+            ):
                 return size_bytes
         return None
 
     def drop_brought(self) -> None:
-        """Free the memory of states from servers of other hosts: the rank has loaded one of them, or none."""
+        """Free the memory of states from servers of other hosts: the rank has loaded
+        one of them, or none.
+        """
         if self._elastic.uses_hosts:
             BlobFolder(self._elastic.own_states).clear()
 
     def _start_on_own_server(self, plan: RecoveryPlan) -> int | None:
-        """Return the start of the window that this rank rolls back to if only its own node's server has it."""
+        """Return the start of the window that this rank rolls back to if only its own
+        node's server has it.
+        """
         rollback = plan.rollback_of(self._place.stage)
         if rollback is None or not self.servers_lead:
             return None
@@ -244,10 +333,16 @@ class WindowSources:
         return None if rollback.window_start in kept else rollback.window_start
 
     def _read_own_server(self, start: int | None, folder: BlobFolder) -> int:
-        """Copy the window with this start from the server of this rank's own node; return its bytes."""
+        """Copy the window with this start from the server of this rank's own node;
+        return its bytes.
+        """
         assert start is not None
         held = BlobFolder(self._elastic.own_states)
         try:
-            return copy_blobs(held, folder, [key for key in held.keys() if belongs_to(key, start)])  # noqa: SIM118
+            return copy_blobs(
+                held,
+                folder,
+                [key for key in held.keys() if belongs_to(key, start)],  # noqa: SIM118
+            )
         except CheckpointSaveError as error:
             raise CheckpointLoadError(str(error)) from error

@@ -1,7 +1,8 @@
-"""A worker's way through generations: join, reach one state with all ranks, train; again after each loss of ranks.
+"""A worker's way through generations: join, reach one state with all ranks, train;
+again after each loss of ranks.
 
-The one place that separates the loss of other ranks from an error of this rank. Must not: know how ranks meet
-(`Rendezvous`), or how they train (`TrainingRun`).
+The one place that separates the loss of other ranks from an error of this rank. Must
+not: know how ranks meet (`Rendezvous`), or how they train (`TrainingRun`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from moe_ckpt.types import Phase
 
 
 class Rendezvous(Protocol):
-    """How the ranks of a job meet, generation by generation. All methods belong to the thread that trains."""
+    """How the ranks of a job meet, generation by generation. All methods belong to the
+    thread that trains.
+    """
 
     page: StatusPage
     num_formed_groups: int
@@ -53,7 +56,9 @@ class Rendezvous(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until all ranks have finished. Raises PeersLostError if a rank is lost meanwhile."""
+        """Wait until all ranks have finished. Raises PeersLostError if a rank is lost
+        meanwhile.
+        """
         ...
 
 
@@ -61,24 +66,36 @@ class TrainingRun(Protocol):
     """The training of one rank; `run` may be called again."""
 
     def run(self, done: int, notes: Sequence[str]) -> None:
-        """Train from the state after `done` iterations to the last iteration. `notes` go to the log first."""
+        """Train from the state after `done` iterations to the last iteration. `notes`
+        go to the log first.
+        """
         ...
 
 
 class GenerationLoop:
     """Runs one rank's training until all ranks have finished."""
 
-    def __init__(self, rendezvous: Rendezvous, session: Session, training: TrainingRun, events: EventLog) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        session: Session,
+        training: TrainingRun,
+        events: EventLog,
+    ) -> None:
         self._rendezvous = rendezvous
         self._session = session
         self._training = training
         self._events = events
         self._reason = ""
 
-    def run(self, start: Callable[[], int], finish: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `finish(deaths)` once all ranks have finished; `start` begins a run from no saved state.
+    def run(
+        self, start: Callable[[], int], finish: Callable[[int], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the result of `finish(deaths)` once all ranks have finished; `start`
+        begins a run from no saved state.
 
-        Both are collective and may be called again. An error of training is raised unless the loss of ranks caused it.
+        Both are collective and may be called again. An error of training is raised
+        unless the loss of ranks caused it.
         """
         while True:
             generation = self._rendezvous.join()
@@ -86,31 +103,42 @@ class GenerationLoop:
             try:
                 done, notes = self._enter(generation, joined_unix_s, start)
                 self._training.run(done, notes)
-                # once all have finished, the supervisor takes the death of a worker in this phase for success
+                # once all have finished, the supervisor takes the death of a worker in
+                # this phase for success
                 self._rendezvous.page.enter(Phase.DONE)
-                # within the generation: saves are collective, and a rank that is lost here is still replaced
+                # within the generation: saves are collective, and a rank that is lost
+                # here is still replaced
                 self._session.wait_for_saves()
                 result = finish(self._rendezvous.num_deaths())
                 self._rendezvous.finish()
-            except Exception as error:  # of any type: tensors of an operation that was cut off may hold anything
+            except Exception as error:
+                # of any type: tensors of an operation that was cut off may hold
+                # anything
                 if not self._rendezvous.lost(error):
                     iteration = self._rendezvous.page.iteration
-                    self._events.append(TrainingFailed(iteration=iteration, error=text_of(error)))
+                    self._events.append(
+                        TrainingFailed(iteration=iteration, error=text_of(error))
+                    )
                     raise
                 self._reason = self._rendezvous.leave()
-                ended = GenerationEnded(generation=generation, reason=self._reason, left_unix_s=time.time())
+                ended = GenerationEnded(
+                    generation=generation, reason=self._reason, left_unix_s=time.time()
+                )
                 self._events.append(ended)
             else:
                 return result
 
-    def _enter(self, generation: int, joined_unix_s: float, start: Callable[[], int]) -> tuple[int, Sequence[str]]:
+    def _enter(
+        self, generation: int, joined_unix_s: float, start: Callable[[], int]
+    ) -> tuple[int, Sequence[str]]:
         """Return the iteration that all ranks have reached, and notes for the log."""
         started_s = time.monotonic()
         self._session.enter()
         recovered = self._session.recover()
         done = start() if recovered.iteration is None else recovered.iteration
         self._session.begin_at(done)
-        deaths = self._rendezvous.deaths()  # before `entered`, from which on they count as reported
+        # before `entered`, from which on they count as reported
+        deaths = self._rendezvous.deaths()
         self._rendezvous.entered()
         if generation == 1:
             return done, self._session.notes
@@ -120,7 +148,8 @@ class GenerationLoop:
             joined_unix_s=joined_unix_s,
             deaths=[str(death) for death in deaths],
             detect_s=max((death.detect_s for death in deaths), default=0.0),
-            rebuild_s=joined_unix_s - max((death.found_unix_s for death in deaths), default=joined_unix_s),
+            rebuild_s=joined_unix_s
+            - max((death.found_unix_s for death in deaths), default=joined_unix_s),
             fetch_s=recovered.fetch_s,
             replay_s=time.monotonic() - started_s - recovered.fetch_s,
             fetched_bytes=recovered.fetched_bytes,
@@ -134,11 +163,13 @@ class GenerationLoop:
 
 
 def _paragraph(event: Rejoined, reason: str, plan: Sequence[str]) -> str:
-    """Describe a fault for the log. `reason`: why this worker left the generation; empty in a new worker."""
+    """Describe a fault for the log. `reason`: why this worker left the generation;
+    empty in a new worker.
+    """
     died = "; ".join(event.deaths) or reason or "Started again"
     seconds = (
-        f"detect {event.detect_s:.2f} s, rebuild {event.rebuild_s:.2f} s, fetch {event.fetch_s:.2f} s, "
-        f"replay {event.replay_s:.2f} s"
+        f"detect {event.detect_s:.2f} s, rebuild {event.rebuild_s:.2f} s, fetch"
+        f" {event.fetch_s:.2f} s, replay {event.replay_s:.2f} s"
     )
     sentences = [died, *(line[:1].upper() + line[1:] for line in plan)]
     return f"{'. '.join(sentences)}. Back at iteration {event.iteration}: {seconds}."

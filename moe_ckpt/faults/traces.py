@@ -1,4 +1,5 @@
-"""Failure traces of real clusters, as text. Pure. Recognizes three formats by their first line; reads removals only.
+"""Failure traces of real clusters, as text. Pure. Recognizes three formats by their
+first line; reads removals only.
 
 480000,add,node1                    milliseconds, add|remove, node (AWS, in Bamboo's repository)
 2021-12-10, 13:07:45, 80            date, time, number of nodes (GCP): a fall is that many removals
@@ -21,7 +22,9 @@ _SUMMARY_HEADER = "t_s,event,arg"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removals:
-    """`count` nodes were removed at one time, `at_s` seconds after the first event of the trace."""
+    """`count` nodes were removed at one time, `at_s` seconds after the first event of
+    the trace.
+    """
 
     at_s: float
     count: int
@@ -37,25 +40,43 @@ class _Line:
 
 
 def read_removals(text: str) -> tuple[Removals, ...]:
-    """Return the removals of nodes, in order of time. Lines need not be sorted; those of one time keep their order.
+    """Return the removals of nodes, in order of time. Lines need not be sorted; those
+    of one time keep their order.
 
-    `0,add,a`, `5000,remove,a`, `5000,remove,b` make two removals at 5.0; counts 80, 70, 75 make ten at the second line.
-    Raises ConfigError with number and content of a malformed line.
+    `0,add,a`, `5000,remove,a`, `5000,remove,b` make two removals at 5.0; counts 80, 70,
+    75 make ten at the second line. Raises ConfigError with number and content of a
+    malformed line.
     """
-    numbered = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    numbered = [
+        (number, line.strip())
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line.strip()
+    ]
     require(bool(numbered), "trace", text, "a line for each event")
     parse, wanted = _format_of(numbered[0][1])
-    lines = [_parse(parse, wanted, number, line) for number, line in numbered if line != _SUMMARY_HEADER]
+    lines = [
+        _parse(parse, wanted, number, line)
+        for number, line in numbered
+        if line != _SUMMARY_HEADER
+    ]
     require(bool(lines), "trace", text, f"lines like '{wanted}' below the header")
     lines.sort(key=lambda line: line.at_ms)
     totals: Counter[int] = Counter()
     there = lines[0].there
     for line in lines:
-        totals[line.at_ms] += line.removed if there is None or line.there is None else max(0, there - line.there)
+        totals[line.at_ms] += (
+            line.removed
+            if there is None or line.there is None
+            else max(0, there - line.there)
+        )
         there = line.there
     # from the first event: the times of dated lines count from 1970
     begin_ms = lines[0].at_ms
-    return tuple(Removals(at_s=(at_ms - begin_ms) / 1000, count=count) for at_ms, count in totals.items() if count)
+    return tuple(
+        Removals(at_s=(at_ms - begin_ms) / 1000, count=count)
+        for at_ms, count in totals.items()
+        if count
+    )
 
 
 def _format_of(first_line: str) -> tuple[Callable[[str, str, str], _Line], str]:
@@ -66,14 +87,18 @@ def _format_of(first_line: str) -> tuple[Callable[[str, str, str], _Line], str]:
     return _parse_node, "480000,add|remove,node1"
 
 
-def _parse(parse: Callable[[str, str, str], _Line], wanted: str, number: int, line: str) -> _Line:
+def _parse(
+    parse: Callable[[str, str, str], _Line], wanted: str, number: int, line: str
+) -> _Line:
     try:
         first, second, third = fields = [field.strip() for field in line.split(",")]
         if not all(fields) or third.startswith("-"):
             raise ValueError(line)
         return parse(first, second, third)
     except ValueError:
-        raise ConfigError(f"trace: line {number}: got {line!r}, wanted a line like '{wanted}'") from None
+        raise ConfigError(
+            f"trace: line {number}: got {line!r}, wanted a line like '{wanted}'"
+        ) from None
 
 
 def _parse_node(at_ms: str, event: str, _node: str) -> _Line:
@@ -85,7 +110,8 @@ def _parse_summary(at_s: str, event: str, count: str) -> _Line:
 
 
 def _parse_count(day: str, time: str, count: str) -> _Line:
-    # with a zone: else the seconds depend on the machine's own, and jump with its daylight saving
+    # with a zone: else the seconds depend on the machine's own, and jump with its
+    # daylight saving
     moment = datetime.strptime(f"{day} {time} +0000", "%Y-%m-%d %H:%M:%S %z")
     return _Line(at_ms=1000 * int(moment.timestamp()), there=int(count))
 

@@ -1,7 +1,9 @@
-"""One rank's iterations in a training loop that is not ours: an adapter over a `train_step` in Megatron-LM's form.
+"""One rank's iterations in a training loop that is not ours: an adapter over a
+`train_step` in Megatron-LM's form.
 
-Owns: the stand-ins of optimizer and schedule that split the step, the schedule with this rank's communicator, replays,
-and entering the loop. Loops of this form: Megatron-LM's, Megatron-Bridge's, ms-swift's.
+Owns: the stand-ins of optimizer and schedule that split the step, the schedule with
+this rank's communicator, replays, and entering the loop. Loops of this form:
+Megatron-LM's, Megatron-Bridge's, ms-swift's.
 
     train_step   begin; forward and backward; finish_pass; the step in halves; commit (`moe_ckpt.loop`)
 """
@@ -14,7 +16,11 @@ from typing import Any, Protocol, cast
 
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    RerunState,
+    get_rerun_state_machine,
+)
 
 from moe_ckpt.attach import TrainingLoop
 from moe_ckpt.engine.session import Session
@@ -30,7 +36,9 @@ from moe_ckpt.types import Phase
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationShape:
-    """The lengths of samples, on all context-parallel ranks together, and the samples of a micro-batch on one rank."""
+    """The lengths of samples, on all context-parallel ranks together, and the samples
+    of a micro-batch on one rank.
+    """
 
     micro_batch_size: int
     sequence_length: int
@@ -52,13 +60,19 @@ class LoopBatches(Protocol):
     consumed: ConsumedSamples
 
     def iteration_started(self, iteration: int, oldest: int | None) -> None:
-        """An iteration begins; no recovery runs one before `oldest` again (None: any may be run)."""
+        """An iteration begins; no recovery runs one before `oldest` again (None: any
+        may be run).
+        """
 
     def draw_seeds(self, iteration: int) -> None:
-        """Draw from the generators as the loop's own reading of samples does, before forward of an iteration."""
+        """Draw from the generators as the loop's own reading of samples does, before
+        forward of an iteration.
+        """
 
     def training_after(self, done: int) -> Any:
-        """Return an iterator from the first sample of iteration `done + 1` on, as the schedule takes it."""
+        """Return an iterator from the first sample of iteration `done + 1` on, as the
+        schedule takes it.
+        """
 
     def forecast(self, iteration: int) -> list[str]:
         """Return lines for the log after the first iteration."""
@@ -66,7 +80,8 @@ class LoopBatches(Protocol):
 
 
 class AttachedLoop:
-    """One rank's loop, as a loop's own `train_step` runs it; implements `moe_ckpt.loop.LoopAdapter`.
+    """One rank's loop, as a loop's own `train_step` runs it; implements
+    `moe_ckpt.loop.LoopAdapter`.
 
     All methods are collective over all ranks.
 
@@ -118,16 +133,21 @@ class AttachedLoop:
             forward_backward=self.run_pass,
             batches=self.iteration.batches,
             # of the largest batch: the forecast of boundary logs counts by it
-            num_micro_batches=self._batches.consumed.largest_batch // self._shape.samples_of_micro_batches,
+            num_micro_batches=self._batches.consumed.largest_batch
+            // self._shape.samples_of_micro_batches,
             micro_batch_size=self._shape.micro_batch_size,
-            sequence_length=self._shape.sequence_length // parallel_state.get_context_parallel_world_size(),
+            sequence_length=self._shape.sequence_length
+            // parallel_state.get_context_parallel_world_size(),
         )
 
     def start(self) -> int:
-        """Load the newest state of this run on disk, else the checkpoint that the loop's own options name."""
+        """Load the newest state of this run on disk, else the checkpoint that the
+        loop's own options name.
+        """
         if done := self.session.resume(None):
             return done
-        self._state.scheduler.num_steps = 0  # a load adds to them, and a start may come again after a death
+        # a load adds to them, and a start may come again after a death
+        self._state.scheduler.num_steps = 0
         done = self.load()
         for optimizer in self._state.inner_optimizers:
             renew_masters(optimizer)  # a load may have been of weights alone
@@ -156,11 +176,14 @@ class AttachedLoop:
         self._replayed.close()
 
     def observed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a schedule that uses this rank's communicator, and keeps the losses of a training pass."""
+        """Return a schedule that uses this rank's communicator, and keeps the losses of
+        a training pass.
+        """
 
         def run(**options: Any) -> Any:
             if not options.get("forward_only"):
-                self.iteration.batches.begin()  # once more: Megatron's rerun machine may repeat a pass
+                # once more: Megatron's rerun machine may repeat a pass
+                self.iteration.batches.begin()
             outputs = forward_backward(**options | self.iteration.schedule_options)
             if not options.get("forward_only"):
                 self._losses = outputs
@@ -169,7 +192,8 @@ class AttachedLoop:
         return run
 
     def train_step(self, number: int, run: Callable[[Stepping, Stepping], Any]) -> Any:
-        """Run an iteration with the hooks around forward and backward and around both halves of the step.
+        """Run an iteration with the hooks around forward and backward and around both
+        halves of the step.
 
         Args:
             number: The iteration, counted from 1.
@@ -181,9 +205,11 @@ class AttachedLoop:
         Raises:
             RolledBackError: All ranks are at an earlier state.
         """
-        self._batches.iteration_started(number, self.session.oldest_start)  # first: the session saves the position
+        # first: the session saves the position
+        self._batches.iteration_started(number, self.session.oldest_start)
         self.iteration.begin(number)
-        self._batches.draw_seeds(number)  # after generators are saved: a replay restores them, and draws again
+        # after generators are saved: a replay restores them, and draws again
+        self._batches.draw_seeds(number)
         machine = get_rerun_state_machine()
         run_again = machine.should_run_forward_backward
 
@@ -195,10 +221,14 @@ class AttachedLoop:
 
         moved_by = self._state.increment_of_this_iteration
 
-        def require_advanced(increment: int) -> None:  # the first half of the step has advanced the schedule already
-            assert increment == moved_by, f"the schedule moved by {moved_by} samples, wanted {increment}"
+        # the first half of the step has advanced the schedule already
+        def require_advanced(increment: int) -> None:
+            assert increment == moved_by, (
+                f"the schedule moved by {moved_by} samples, wanted {increment}"
+            )
 
-        # loops call it once gradients are reduced, and before the optimizer's step; the attribute hides the method
+        # loops call it once gradients are reduced, and before the optimizer's step; the
+        # attribute hides the method
         machine.should_run_forward_backward = run_again_or_go_on
         try:
             split = Stepping(self._state.optimizer, self._step)
@@ -207,13 +237,17 @@ class AttachedLoop:
             del machine.should_run_forward_backward
         if self.iteration.gradients is None:
             self.iteration.commit()
-        # else the rerun machine has found a wrong result, and the loop ends without this step
+        # else the rerun machine has found a wrong result, and the loop ends without
+        # this step
         return outcome
 
     def run_pass(self, iteration: int) -> None:
-        """Run forward and backward of an iteration without the optimizer's step: a replay, or a check at the start."""
+        """Run forward and backward of an iteration without the optimizer's step: a
+        replay, or a check at the start.
+        """
         machine = get_rerun_state_machine()
-        mode, machine.mode = machine.mode, RerunMode.DISABLED  # it would compare this pass with the one it saw last
+        # it would compare this pass with the one it saw last
+        mode, machine.mode = machine.mode, RerunMode.DISABLED
         self._batches.consumed.set_batch_size(iteration)
         self._batches.draw_seeds(iteration)
         try:
@@ -239,8 +273,11 @@ class AttachedLoop:
             raise RolledBackError(self.iteration.number - 1)
 
     def _step(self) -> tuple[bool, float | None, None]:
-        """Take the optimizer's step, as `MegatronOptimizer.step` does: success, gradient norm, no count of zeros."""
-        if self.iteration.gradients is None:  # a loop without the rerun machine steps as soon as its pass is done
+        """Take the optimizer's step, as `MegatronOptimizer.step` does: success,
+        gradient norm, no count of zeros.
+        """
+        # a loop without the rerun machine steps as soon as its pass is done
+        if self.iteration.gradients is None:
             self._finish_pass()
         gradients = self.iteration.step()
         return not gradients.overflow, gradients.total_norm, None
@@ -251,7 +288,9 @@ class AttachedLoop:
 
 
 class Stepping:
-    """An optimizer or a learning-rate schedule with another `step`; all other attributes are its own."""
+    """An optimizer or a learning-rate schedule with another `step`; all other
+    attributes are its own.
+    """
 
     def __init__(self, original: Any, step: Callable[..., Any]) -> None:
         self._original = original
@@ -262,9 +301,12 @@ class Stepping:
 
 
 def reset_loop(timers: Any, state: TrainingState) -> None:
-    """Reset Megatron's rerun machine, timers and hooks to their state at the beginning of a loop."""
+    """Reset Megatron's rerun machine, timers and hooks to their state at the beginning
+    of a loop.
+    """
     machine = get_rerun_state_machine()
-    # cut off in a pass, the machine would take its next call for the end of that pass, and run none
+    # cut off in a pass, the machine would take its next call for the end of that pass,
+    # and run none
     machine.state, machine.data_iterator_checkpoints = RerunState.NOT_RUNNING_YET, None
     for timer in timers._timers.values():
         if timer._started:  # a timer that still runs fails at its next start
@@ -273,6 +315,7 @@ def reset_loop(timers: Any, state: TrainingState) -> None:
     for chunk in state.model:
         chunk.train()
         wrapper = cast("Any", chunk)
-        # loops disable the hooks that gather weights until their first iteration is done
+        # loops disable the hooks that gather weights until their first iteration is
+        # done
         if gathers_in_forward(chunk) and not wrapper.remove_forward_pre_hook_handles:
             wrapper.enable_forward_pre_hook()

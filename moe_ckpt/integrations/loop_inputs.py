@@ -1,4 +1,5 @@
-"""The files that a loop's settings name, by content: what each process of a rank must read alike.
+"""The files that a loop's settings name, by content: what each process of a rank must
+read alike.
 
 Owns: finding the files in the values of settings. Must not: know a loop.
 """
@@ -15,17 +16,23 @@ from moe_ckpt.errors import DataError
 SCRIPT = "the script"
 _TOKENIZER_SUFFIXES = {".model", ".tiktoken", ".jinja"}
 _TOKENIZER_FILES = {
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
     *("vocab.json", "vocab.txt", "merges.txt"),
 }
 
 
 def identities_of(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the content identities of all files that settings name; settings that name none are left out.
+    """Return the content identities of all files that settings name; settings that name
+    none are left out.
 
     Args:
-        settings: The values by the names of settings: paths, prefixes of .bin and .idx files, folders of tokenizers,
-            and nests of these.
+        settings: The values by the names of settings: paths, prefixes of .bin and .idx
+            files, folders of tokenizers, and nests of these.
 
     Raises:
         DataError: A file cannot be read.
@@ -42,7 +49,9 @@ def identities_of(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def script_identity() -> dict[str, str]:
-    """Return the content identity of the program that this process runs; nothing, if the program is no file."""
+    """Return the content identity of the program that this process runs; nothing, if
+    the program is no file.
+    """
     path = getattr(sys.modules["__main__"], "__file__", None)
     return {SCRIPT: file_identity(Path(path))} if path and Path(path).is_file() else {}
 
@@ -59,17 +68,26 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _files(text: str) -> list[Path]:
-    """Return the files that a word means: a file, a prefix of Megatron's corpora, or a tokenizer in a folder."""
+    """Return the files that a word means: a file, a prefix of Megatron's corpora, or a
+    tokenizer in a folder.
+    """
     path = Path(text)
     try:
         if text and path.is_dir():
             return sorted(file for file in path.iterdir() if _is_of_tokenizer(file))
         # ms-swift: FILE#SAMPLES
-        candidates = (path, Path(f"{text}.bin"), Path(f"{text}.idx"), Path(text.partition("#")[0]))
+        candidates = (
+            path,
+            Path(f"{text}.bin"),
+            Path(f"{text}.idx"),
+            Path(text.partition("#")[0]),
+        )
         return sorted({file for file in candidates if file.is_file()})
     except OSError:  # a text that can be no path, as a template of a chat
         return []
 
 
 def _is_of_tokenizer(file: Path) -> bool:
-    return file.is_file() and (file.suffix in _TOKENIZER_SUFFIXES or file.name in _TOKENIZER_FILES)
+    return file.is_file() and (
+        file.suffix in _TOKENIZER_SUFFIXES or file.name in _TOKENIZER_FILES
+    )

@@ -44,7 +44,9 @@ class Watch(Protocol):
         ...
 
 
-def watch_loop(training: Any, stepping: Any, iteration_of: Callable[..., int], watch: Watch) -> None:
+def watch_loop(
+    training: Any, stepping: Any, iteration_of: Callable[..., int], watch: Watch
+) -> None:
     """Wrap the `train` and `train_step` of a loop, so that they call a watch.
 
     Args:
@@ -55,7 +57,9 @@ def watch_loop(training: Any, stepping: Any, iteration_of: Callable[..., int], w
         watch: The observer of the iterations.
     """
 
-    def state_of(_: Any, model: Any, optimizer: Any, scheduler: Any, *__: Any, **___: Any) -> TrainingState:
+    def state_of(
+        _: Any, model: Any, optimizer: Any, scheduler: Any, *__: Any, **___: Any
+    ) -> TrainingState:
         return TrainingState(model=model, optimizer=optimizer, scheduler=scheduler)
 
     _watch(training, stepping, state_of, iteration_of, watch)
@@ -66,7 +70,11 @@ def watch_trainer(base: Any, watch: Watch) -> None:
 
     def state_of(trainer: Any, *_: Any) -> TrainingState:
         scheduler = trainer.opt_param_scheduler
-        return TrainingState(model=trainer.wrapped_models, optimizer=trainer.optimizer, scheduler=scheduler)
+        return TrainingState(
+            model=trainer.wrapped_models,
+            optimizer=trainer.optimizer,
+            scheduler=scheduler,
+        )
 
     _watch(base, base, state_of, lambda trainer, _: trainer.state.iteration + 1, watch)
 
@@ -99,7 +107,8 @@ def _watch(
 
 
 class PlainRun:
-    """The digests and result.json of one rank, in a run folder as that of an attached run.
+    """The digests and result.json of one rank, in a run folder as that of an attached
+    run.
 
     Args:
         settings: The settings of the run.
@@ -116,7 +125,8 @@ class PlainRun:
         """Open the run folder and the log of events. Collective."""
         config: Any = state.model[0].config
         if torch.cuda.is_available() and config.deterministic_mode:
-            make_deterministic()  # as in the attached run, which is compared with this one bit for bit
+            # as in the attached run, which is compared with this one bit for bit
+            make_deterministic()
         self._folder = open_run_folder(self._settings.job.folder, self._launch)
         events = self._folder.open_events(self._launch.global_rank)
         self._state = state
@@ -134,7 +144,9 @@ class PlainRun:
         digest, digests = job_digest(self._state)
         if self._launch.global_rank == 0:
             wall_s = round(time.time() - self._folder.clock_origin_unix_s, 3)
-            self._folder.write_result({"wall_s": wall_s, "digest": digest, "digest_per_rank": digests})
+            self._folder.write_result(
+                {"wall_s": wall_s, "digest": digest, "digest_per_rank": digests}
+            )
 
 
 class ProvenRun:

@@ -1,7 +1,9 @@
-"""A training loop as an attachment expects it: what to install, the check of its functions, the mark of an attachment.
+"""A training loop as an attachment expects it: what to install, the check of its
+functions, the mark of an attachment.
 
-Functions of these loops call each other as module globals, so an attribute of a module is a seam. A seam that moved
-would leave a run that looks protected and is not (Megatron-Bridge issue 6086): it is an error by name before training.
+Functions of these loops call each other as module globals, so an attribute of a module
+is a seam. A seam that moved would leave a run that looks protected and is not
+(Megatron-Bridge issue 6086): it is an error by name before training.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _ATTACHED = "_moe_ckpt_attached"
 _THIS = sys.version_info[:2]
 
 
-def what_to_install(requirement: str, python: Python, *, or_newer: bool, this: Python = _THIS) -> str:
+def what_to_install(
+    requirement: str, python: Python, *, or_newer: bool, this: Python = _THIS
+) -> str:
     """Return what gives a package, and on which Python if this is another one.
 
     On another Python, pip silently takes an older release of the package, which does
@@ -51,7 +55,9 @@ def mark_attached(module: Any) -> None:
     """Mark a loop's module as attached. Raises ConfigError for a second attachment."""
     if is_attached(module):
         package = module.__name__.rpartition(".")[0]
-        raise ConfigError(f"moe_ckpt.run: got a second attachment to {package}, wanted one a process")
+        raise ConfigError(
+            f"moe_ckpt.run: got a second attachment to {package}, wanted one a process"
+        )
     setattr(module, _ATTACHED, True)
 
 
@@ -61,13 +67,21 @@ def is_attached(module: Any) -> bool:
 
 
 def require_seams(module: Any, parameters: Names, calls: Names, tried: str) -> None:
-    """Require functions of a module, by name, to have at least these parameters and to find these names when they run.
+    """Require functions of a module, by name, to have at least these parameters and to
+    find these names when they run.
 
-    The same holds for methods of a class. `tried` names the version that the names are from. Raises ConfigError.
+    The same holds for methods of a class. `tried` names the version that the names are
+    from. Raises ConfigError.
     """
     for name, wanted in parameters.items():
         got = list(inspect.signature(_function(module, name)).parameters)
-        _require_seam(module, name, "the parameters", [each for each in wanted if each not in got], tried)
+        _require_seam(
+            module,
+            name,
+            "the parameters",
+            [each for each in wanted if each not in got],
+            tried,
+        )
     for name, wanted in calls.items():
         # a decorator's own code calls none of these names
         function = inspect.unwrap(_function(module, name))
@@ -78,11 +92,19 @@ def require_seams(module: Any, parameters: Names, calls: Names, tried: str) -> N
 def _function(module: Any, name: str) -> Any:
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{module.__name__}.{name}: got nothing, wanted the function that training calls")
+        raise ConfigError(
+            f"{module.__name__}.{name}: got nothing, wanted the function that training"
+            " calls"
+        )
     return function
 
 
-def _require_seam(module: Any, name: str, kind: str, missing: Sequence[str], tried: str) -> None:
+def _require_seam(
+    module: Any, name: str, kind: str, missing: Sequence[str], tried: str
+) -> None:
     if missing:
         wanted = f"one with {kind} {', '.join(missing)}, as in {tried}"
-        raise ConfigError(f"{module.__name__}.{name}: got another function than expected, wanted {wanted}")
+        raise ConfigError(
+            f"{module.__name__}.{name}: got another function than expected, wanted"
+            f" {wanted}"
+        )

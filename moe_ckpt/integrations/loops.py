@@ -1,7 +1,7 @@
 """The training loops that `moe_ckpt.run` attaches to, by their names in `--loop`.
 
-Owns: which modules each loop needs, imported when it is chosen. Must not: import any of them before, as each takes
-seconds, and a version that does not fit is one error.
+Owns: which modules each loop needs, imported when it is chosen. Must not: import any of
+them before, as each takes seconds, and a version that does not fit is one error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Loop(ABC):
-    """A training loop in this process, whose seams are as expected. `entry` names the function that a script calls.
+    """A training loop in this process, whose seams are as expected. `entry` names the
+    function that a script calls.
 
     `modules` has the functions that the module of that name in this package replaces.
     """
@@ -44,7 +45,9 @@ class Loop(ABC):
 
     @abstractmethod
     def use_cpu(self) -> bool:
-        """Let the loop start without a GPU, where there is none; return whether there is none."""
+        """Let the loop start without a GPU, where there is none; return whether there
+        is none.
+        """
 
     @abstractmethod
     def watch(self, watch: Watch) -> None:
@@ -59,7 +62,9 @@ class MegatronLm(Loop):
     def use_cpu(self) -> bool:
         from moe_ckpt.integrations import loop_cpu  # noqa: PLC0415 - seconds of imports
 
-        return loop_cpu.enable(self._modules, importlib.import_module("megatron.core.datasets.utils"))
+        return loop_cpu.enable(
+            self._modules, importlib.import_module("megatron.core.datasets.utils")
+        )
 
     def watch(self, watch: Watch) -> None:
         from moe_ckpt.integrations import loop_plain  # noqa: PLC0415
@@ -78,7 +83,10 @@ class MegatronBridge(Loop):
     def use_cpu(self) -> bool:
         from moe_ckpt.integrations import loop_cpu  # noqa: PLC0415
 
-        return loop_cpu.enable(self._modules.setup, importlib.import_module("megatron.bridge.training.initialize"))
+        return loop_cpu.enable(
+            self._modules.setup,
+            importlib.import_module("megatron.bridge.training.initialize"),
+        )
 
     def watch(self, watch: Watch) -> None:
         from moe_ckpt.integrations import loop_plain  # noqa: PLC0415
@@ -87,7 +95,9 @@ class MegatronBridge(Loop):
             # `global_state`, by its place in `megatron_bridge_seams._STEP`
             return arguments[5].train_state.step + 1
 
-        loop_plain.watch_loop(self._modules.pretrain, self._modules.train, iteration_of, watch)
+        loop_plain.watch_loop(
+            self._modules.pretrain, self._modules.train, iteration_of, watch
+        )
 
 
 class MsSwift(Loop):
@@ -106,7 +116,8 @@ class MsSwift(Loop):
         loop_plain.watch_trainer(self._modules.BaseMegatronTrainer, watch)
 
 
-LOOPS: Mapping[str, Callable[[], Loop]] = {  # each raises ConfigError where a loop is missing, or its seams have moved
+# each raises ConfigError where a loop is missing, or its seams have moved
+LOOPS: Mapping[str, Callable[[], Loop]] = {
     "megatron-lm": lambda: MegatronLm(import_training()),
     "megatron-bridge": lambda: MegatronBridge(import_bridge()),
     "ms-swift": lambda: MsSwift(import_swift()),

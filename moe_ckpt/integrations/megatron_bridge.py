@@ -1,9 +1,11 @@
-"""Attaches to Megatron-Bridge's unmodified training loop, `megatron.bridge.training.train`, which `pretrain` calls.
+"""Attaches to Megatron-Bridge's unmodified training loop,
+`megatron.bridge.training.train`, which `pretrain` calls.
 
     attach(bridge, joined, settings)    in a worker, before the script runs
 
-Owns: the functions that stand in for the loop's (`megatron_bridge_seams` names them), and entering `train` again after
-a recovery. The loop itself stays Megatron-Bridge's: forward and backward of a step, logs, evaluation, callbacks.
+Owns: the functions that stand in for the loop's (`megatron_bridge_seams` names them),
+and entering `train` again after a recovery. The loop itself stays Megatron-Bridge's:
+forward and backward of a step, logs, evaluation, callbacks.
 
     train        join, come to one state with all ranks, enter Bridge's `train`; again after each loss of ranks
     train_step   one iteration, with the hooks of `moe_ckpt.loop`
@@ -20,10 +22,19 @@ from megatron.core.utils import get_model_config
 
 from moe_ckpt.config import require
 from moe_ckpt.integrations.attached_loop import IterationShape, reset_loop
-from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
+from moe_ckpt.integrations.attachment import (
+    Attachment,
+    require_attachable,
+    route_groups,
+)
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_bridge_data import BridgeBatches
-from moe_ckpt.integrations.megatron_bridge_options import course_of, files_of, require_supported, shaping_of
+from moe_ckpt.integrations.megatron_bridge_options import (
+    course_of,
+    files_of,
+    require_supported,
+    shaping_of,
+)
 from moe_ckpt.integrations.megatron_lm_data import build_in_turns
 from moe_ckpt.integrations.megatron_lm_options import DETERMINISTIC
 from moe_ckpt.loop import JoinedWorker
@@ -33,24 +44,40 @@ from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_settings import RunSettings
 
 
-def attach(bridge: Any, joined: JoinedWorker[Worker], settings: RunSettings) -> Attachment:
-    """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
+def attach(
+    bridge: Any, joined: JoinedWorker[Worker], settings: RunSettings
+) -> Attachment:
+    """Let the loop of this worker's process checkpoint and recover; the script that
+    runs next calls it as always.
 
-    Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
+    Process groups that are created from here on outlive the loss of ranks. Raises
+    ConfigError for a second attachment.
     """
     mark_attached(bridge.train)
     route_groups()
     attachment = Attachment(joined)
     batches = BridgeBatches(bridge.loaders.build_pretraining_data_loader)
-    loop = AttachedBridge(bridge, attachment, batches)  # keeps the functions that are replaced below
-    bridge.pretrain.runtime_config_update = _checked(bridge.pretrain.runtime_config_update, attachment, settings)
-    bridge.setup.create_checkpoint_manager = loop.hold_load(bridge.setup.create_checkpoint_manager)
-    bridge.setup.setup_data_iterators = build_in_turns(bridge.setup.setup_data_iterators, joined.worker.turn)
+    # keeps the functions that are replaced below
+    loop = AttachedBridge(bridge, attachment, batches)
+    bridge.pretrain.runtime_config_update = _checked(
+        bridge.pretrain.runtime_config_update, attachment, settings
+    )
+    bridge.setup.create_checkpoint_manager = loop.hold_load(
+        bridge.setup.create_checkpoint_manager
+    )
+    bridge.setup.setup_data_iterators = build_in_turns(
+        bridge.setup.setup_data_iterators, joined.worker.turn
+    )
     bridge.loaders.build_pretraining_data_loader = batches.build_loader
-    for module in (bridge.train, bridge.eval):  # each has imported the function under a name of its own
-        module.get_forward_backward_func = attachment.observing(module.get_forward_backward_func)
+    # each has imported the function under a name of its own
+    for module in (bridge.train, bridge.eval):
+        module.get_forward_backward_func = attachment.observing(
+            module.get_forward_backward_func
+        )
     bridge.train.train_step = loop.train_step
-    bridge.train.save_checkpoint_and_time = attachment.saving(bridge.train.save_checkpoint_and_time)
+    bridge.train.save_checkpoint_and_time = attachment.saving(
+        bridge.train.save_checkpoint_and_time
+    )
     bridge.pretrain.train = loop.train
     return attachment
 
@@ -58,7 +85,9 @@ def attach(bridge: Any, joined: JoinedWorker[Worker], settings: RunSettings) -> 
 class AttachedBridge:
     """Megatron-Bridge's `train` of one rank, entered again after each recovery."""
 
-    def __init__(self, bridge: Any, attachment: Attachment, batches: BridgeBatches) -> None:
+    def __init__(
+        self, bridge: Any, attachment: Attachment, batches: BridgeBatches
+    ) -> None:
         self._train, self._train_step = bridge.train.train, bridge.train.train_step
         self._schedule_of = bridge.train.get_forward_backward_func
         self._prepare_forward_step = bridge.train.prepare_forward_step_func
@@ -67,7 +96,9 @@ class AttachedBridge:
         self._load: Callable[[], object] | None = None
 
     def hold_load(self, create: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `create_checkpoint_manager` whose manager loads later: all ranks together, if no memory is left."""
+        """Return a `create_checkpoint_manager` whose manager loads later: all ranks
+        together, if no memory is left.
+        """
 
         def created(*arguments: Any, **options: Any) -> Any:
             manager = create(*arguments, **options)
@@ -95,7 +126,9 @@ class AttachedBridge:
         """Stand in for `train_step`."""
         run = functools.partial(self._train_step, forward_step, samples, model)
         number = global_state.train_state.step + 1
-        return self._attachment.loop.train_step(number, lambda stepping, held: run(stepping, held, global_state, *rest))
+        return self._attachment.loop.train_step(
+            number, lambda stepping, held: run(stepping, held, global_state, *rest)
+        )
 
     def train(
         self,
@@ -114,24 +147,48 @@ class AttachedBridge:
         self._batches.validates_as(config.validation)
         length = config.model.seq_length
         shape = IterationShape(
-            micro_batch_size=config.train.micro_batch_size, sequence_length=length, decoder_sequence_length=length
+            micro_batch_size=config.train.micro_batch_size,
+            sequence_length=length,
+            decoder_sequence_length=length,
         )
         state = TrainingState(
-            model=model, optimizer=optimizer, scheduler=scheduler, schedule_increment=shape.num_samples
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            schedule_increment=shape.num_samples,
         )
-        schedule = self._schedule_of(pp_size=config.model.pipeline_model_parallel_size, vp_size=None)
+        schedule = self._schedule_of(
+            pp_size=config.model.pipeline_model_parallel_size, vp_size=None
+        )
         forward_step = self._prepare_forward_step(forward_step, global_state)
-        loop = self._attachment.begin(shape, state, forward_step, schedule, self._batches)
+        loop = self._attachment.begin(
+            shape, state, forward_step, schedule, self._batches
+        )
         gather_in_forward = model_config.param_sync_func
 
         def enter(done: int) -> Any:
-            gather_late_parameters(state)  # the first iteration of `train` gathers nothing
-            model_config.param_sync_func = gather_in_forward  # None where the loop was left in its first iteration
-            model_config.timers = global_state.timers  # None where it was left in an evaluation
+            # the first iteration of `train` gathers nothing
+            gather_late_parameters(state)
+            # None where the loop was left in its first iteration
+            model_config.param_sync_func = gather_in_forward
+            # None where it was left in an evaluation
+            model_config.timers = global_state.timers
             reset_loop(global_state.timers, state)
             self._reset(global_state, done)
-            samples = self._batches.training_after(done), self._batches.validation_after(done)
-            return self._train(loop.forward_step, model, optimizer, scheduler, *samples, global_state, *rest, **options)
+            samples = (
+                self._batches.training_after(done),
+                self._batches.validation_after(done),
+            )
+            return self._train(
+                loop.forward_step,
+                model,
+                optimizer,
+                scheduler,
+                *samples,
+                global_state,
+                *rest,
+                **options,
+            )
 
         return self._attachment.train(
             shaping=shaping_of(config),
@@ -144,12 +201,17 @@ class AttachedBridge:
         )
 
     def _load_held(self, global_state: Any) -> int:
-        """Return the iteration of the checkpoint of `checkpoint.load`, which is loaded now; 0 without one."""
+        """Return the iteration of the checkpoint of `checkpoint.load`, which is loaded
+        now; 0 without one.
+        """
         if self._load is None:
             return 0
         self._load()
         train_state = global_state.train_state  # which the load has replaced
-        got, wanted = train_state.consumed_train_samples, self._batches.consumed.after(train_state.step)
+        got, wanted = (
+            train_state.consumed_train_samples,
+            self._batches.consumed.after(train_state.step),
+        )
         wanted_text = f"{wanted}, which {train_state.step} iterations consume"
         require(got == wanted, "checkpoint.load: consumed samples", got, wanted_text)
         return train_state.step
@@ -161,22 +223,36 @@ class AttachedBridge:
         train_state.consumed_train_samples = consumed.after(done)
         train_state.consumed_valid_samples = self._batches.num_validated(done)
         consumed.set_batch_size(done + 1)
-        flops: Any = importlib.import_module("megatron.bridge.training.utils.flop_utils")
-        of_one = flops.num_floating_point_operations(global_state.cfg, batch_size=consumed.largest_batch)
-        train_state.floating_point_operations_so_far = done * of_one  # batches that grow are refused
-        # a pass that was cut off has added its values, and would count twice as it runs again
+        flops: Any = importlib.import_module(
+            "megatron.bridge.training.utils.flop_utils"
+        )
+        of_one = flops.num_floating_point_operations(
+            global_state.cfg, batch_size=consumed.largest_batch
+        )
+        # batches that grow are refused
+        train_state.floating_point_operations_so_far = done * of_one
+        # a pass that was cut off has added its values, and would count twice as it runs
+        # again
         if global_state.cfg.model.num_moe_experts:
-            logging: Any = importlib.import_module("megatron.core.transformer.moe.moe_logging")
+            logging: Any = importlib.import_module(
+                "megatron.core.transformer.moe.moe_logging"
+            )
             logging.get_moe_metrics_tracker().clear()
 
 
-def _checked(update: Callable[[Any], None], attachment: Attachment, settings: RunSettings) -> Callable[[Any], None]:
-    """Return a `runtime_config_update` that then refuses settings that cannot be exact, before anything is built."""
+def _checked(
+    update: Callable[[Any], None], attachment: Attachment, settings: RunSettings
+) -> Callable[[Any], None]:
+    """Return a `runtime_config_update` that then refuses settings that cannot be exact,
+    before anything is built.
+    """
 
     def checked(config: Any) -> None:
         update(config)
         require_attachable(settings)
         require_supported(config)
-        attachment.settle_exactness(mode=getattr(config.model, DETERMINISTIC), option=f"model.{DETERMINISTIC}")
+        attachment.settle_exactness(
+            mode=getattr(config.model, DETERMINISTIC), option=f"model.{DETERMINISTIC}"
+        )
 
     return checked

@@ -1,9 +1,11 @@
-"""Attaches to Megatron-LM's unmodified training loop, `megatron.training.training`, which a script's `pretrain` calls.
+"""Attaches to Megatron-LM's unmodified training loop, `megatron.training.training`,
+which a script's `pretrain` calls.
 
     attach(training, joined, settings)    in a worker, before the script runs
 
-Owns: the functions that stand in for the loop's (`megatron_lm_seams` names them), and entering `train` again after a
-recovery. The loop itself stays Megatron-LM's: forward and backward of a step, logs, evaluation, checkpoints.
+Owns: the functions that stand in for the loop's (`megatron_lm_seams` names them), and
+entering `train` again after a recovery. The loop itself stays Megatron-LM's: forward
+and backward of a step, logs, evaluation, checkpoints.
 
     train        join, come to one state with all ranks, enter Megatron-LM's `train`; again after each loss of ranks
     train_step   one iteration, with the hooks of `moe_ckpt.loop`
@@ -18,10 +20,19 @@ from typing import Any
 
 from moe_ckpt.config import require
 from moe_ckpt.integrations.attached_loop import IterationShape, reset_loop
-from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
+from moe_ckpt.integrations.attachment import (
+    Attachment,
+    require_attachable,
+    route_groups,
+)
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_lm_data import IterationBatches, build_in_turns
-from moe_ckpt.integrations.megatron_lm_options import COURSE, DETERMINISTIC, LAYER_SHAPE, require_supported
+from moe_ckpt.integrations.megatron_lm_options import (
+    COURSE,
+    DETERMINISTIC,
+    LAYER_SHAPE,
+    require_supported,
+)
 from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import gather_late_parameters
@@ -29,34 +40,57 @@ from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_settings import RunSettings
 
 _SHAPING = (
-    *(*LAYER_SHAPE, "num_experts", "padded_vocab_size", "seq_length", "untie_embeddings_and_output_weights"),
+    *(
+        *LAYER_SHAPE,
+        "num_experts",
+        "padded_vocab_size",
+        "seq_length",
+        "untie_embeddings_and_output_weights",
+    ),
     *("optimizer", "use_distributed_optimizer", "global_batch_size"),
 )
 _FILES = (
-    *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),
+    *(
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "data_args_path",
+    ),
     *("per_split_data_args_path", "tokenizer_model", "vocab_file", "merge_file"),
 )
 
 
-def attach(training: Any, joined: JoinedWorker[Worker], settings: RunSettings) -> Attachment:
-    """Let the loop of this worker's process checkpoint and recover; the script that runs next calls it as always.
+def attach(
+    training: Any, joined: JoinedWorker[Worker], settings: RunSettings
+) -> Attachment:
+    """Let the loop of this worker's process checkpoint and recover; the script that
+    runs next calls it as always.
 
-    Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
+    Process groups that are created from here on outlive the loss of ranks. Raises
+    ConfigError for a second attachment.
     """
     mark_attached(training)
     route_groups()
     # a replacement compares what it reads with what was read before it
     tries_iterators = joined.worker.incarnation == 0
-    batches = IterationBatches(training, settings.keep_batches_bytes, tries_iterators=tries_iterators)
+    batches = IterationBatches(
+        training, settings.keep_batches_bytes, tries_iterators=tries_iterators
+    )
     attachment = Attachment(joined)
-    loop = AttachedMegatronLm(training, attachment, batches)  # keeps the functions that are replaced below
+    # keeps the functions that are replaced below
+    loop = AttachedMegatronLm(training, attachment, batches)
     training.initialize_megatron = _checked(training, attachment, settings)
     training.build_train_valid_test_datasets = batches.build_datasets
     build = training.build_train_valid_test_data_iterators
-    training.build_train_valid_test_data_iterators = build_in_turns(build, joined.worker.turn)
+    training.build_train_valid_test_data_iterators = build_in_turns(
+        build, joined.worker.turn
+    )
     training.load_checkpoint = loop.hold_load
     training.save_checkpoint = attachment.saving(training.save_checkpoint)
-    training.get_forward_backward_func = attachment.observing(training.get_forward_backward_func)
+    training.get_forward_backward_func = attachment.observing(
+        training.get_forward_backward_func
+    )
     training.train_step = loop.train_step
     training.train = loop.train
     return attachment
@@ -65,16 +99,23 @@ def attach(training: Any, joined: JoinedWorker[Worker], settings: RunSettings) -
 class AttachedMegatronLm:
     """Megatron-LM's `train` of one rank, entered again after each recovery."""
 
-    def __init__(self, training: Any, attachment: Attachment, batches: IterationBatches) -> None:
+    def __init__(
+        self, training: Any, attachment: Attachment, batches: IterationBatches
+    ) -> None:
         self._training = training
         self._train, self._train_step = training.train, training.train_step
-        self._schedule_of, self._load_checkpoint = training.get_forward_backward_func, training.load_checkpoint
+        self._schedule_of, self._load_checkpoint = (
+            training.get_forward_backward_func,
+            training.load_checkpoint,
+        )
         self._attachment = attachment
         self._batches = batches
         self._load: Callable[[], tuple[int, Any]] | None = None
 
     def hold_load(self, *arguments: Any, **options: Any) -> tuple[int, int]:
-        """Stand in for `load_checkpoint` while a rank builds alone: all ranks load together, if no memory is left."""
+        """Stand in for `load_checkpoint` while a rank builds alone: all ranks load
+        together, if no memory is left.
+        """
         self._load = functools.partial(self._load_checkpoint, *arguments, **options)
         return 0, 0
 
@@ -92,13 +133,31 @@ class AttachedMegatronLm:
         """Stand in for `train_step`; `iteration` counts from 0, as in Megatron-LM."""
         run = functools.partial(self._train_step, forward_step, batches, model)
         return self._attachment.loop.train_step(
-            iteration + 1, lambda stepping, held: run(stepping, held, *rest, iteration=iteration, **options)
+            iteration + 1,
+            lambda stepping, held: run(
+                stepping, held, *rest, iteration=iteration, **options
+            ),
         )
 
-    def train(self, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **options: Any) -> Any:
-        """Stand in for `train`: return what it returns, once all ranks have done all iterations."""
+    def train(
+        self,
+        forward_step: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        """Stand in for `train`: return what it returns, once all ranks have done all
+        iterations.
+        """
         for name in ("p2p_communicator", "pg_collection"):
-            require(options.get(name) is None, f"pretrain: {name}", options.get(name), "None with moe_ckpt.run")
+            require(
+                options.get(name) is None,
+                f"pretrain: {name}",
+                options.get(name),
+                "None with moe_ckpt.run",
+            )
         _, _, process_non_loss, config, *others = rest
         args = self._training.get_args()
         shape = IterationShape(
@@ -114,15 +173,30 @@ class AttachedMegatronLm:
             data=self._batches.data,
         )
         _set_schedule_hooks(config, args, self._training.get_timers(), state)
-        loop = self._attachment.begin(shape, state, forward_step, self._schedule_of(), self._batches)
+        loop = self._attachment.begin(
+            shape, state, forward_step, self._schedule_of(), self._batches
+        )
 
         def enter(done: int) -> Any:
-            gather_late_parameters(state)  # the first iteration of `train` gathers nothing
+            # the first iteration of `train` gathers nothing
+            gather_late_parameters(state)
             self._reset(config, state, done)
-            self._training.finalize_model_grads = config.finalize_model_grads_func  # 0.18 sets its own in `train`
-            iterators = self._batches.training_after(done), self._batches.validation_after(done)
+            # 0.18 sets its own in `train`
+            self._training.finalize_model_grads = config.finalize_model_grads_func
+            iterators = (
+                self._batches.training_after(done),
+                self._batches.validation_after(done),
+            )
             return self._train(
-                loop.forward_step, model, optimizer, scheduler, *iterators, process_non_loss, config, *others, **options
+                loop.forward_step,
+                model,
+                optimizer,
+                scheduler,
+                *iterators,
+                process_non_loss,
+                config,
+                *others,
+                **options,
             )
 
         return self._attachment.train(
@@ -136,21 +210,34 @@ class AttachedMegatronLm:
         )
 
     def _load_held(self) -> int:
-        """Return the iteration of the checkpoint of `--load`, which is loaded now; 0 without one."""
+        """Return the iteration of the checkpoint of `--load`, which is loaded now; 0
+        without one.
+        """
         if self._load is None:
             return 0
         done, _ = self._load()
-        got, wanted = self._training.get_args().consumed_train_samples, self._batches.consumed.after(done)
-        require(got == wanted, "--load: consumed samples", got, f"{wanted}, which {done} iterations consume")
+        got, wanted = (
+            self._training.get_args().consumed_train_samples,
+            self._batches.consumed.after(done),
+        )
+        require(
+            got == wanted,
+            "--load: consumed samples",
+            got,
+            f"{wanted}, which {done} iterations consume",
+        )
         return done
 
     def _reset(self, config: Any, state: TrainingState, done: int) -> None:
-        """Reset Megatron-LM's globals to the values that `train` expects when it begins after iteration `done`."""
+        """Reset Megatron-LM's globals to the values that `train` expects when it begins
+        after iteration `done`.
+        """
         args, consumed = self._training.get_args(), self._batches.consumed
         args.iteration = args.curr_iteration = done
         # `train` sets them itself, and asserts that there is no `no_sync_func` before
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
-        # a pass that was cut off has added its values, and would count twice as it runs again
+        # a pass that was cut off has added its values, and would count twice as it runs
+        # again
         if args.num_experts:
             self._training.get_moe_metrics_tracker().clear()
         reset_loop(self._training.get_timers(), state)
@@ -158,13 +245,19 @@ class AttachedMegatronLm:
         args.consumed_valid_samples = self._batches.num_validated(done)
         consumed.set_batch_size(done + 1)
         operations = self._training.num_floating_point_operations
-        sizes = (consumed.after(iteration) - consumed.after(iteration - 1) for iteration in range(1, done + 1))
+        sizes = (
+            consumed.after(iteration) - consumed.after(iteration - 1)
+            for iteration in range(1, done + 1)
+        )
         args.num_floating_point_operations_so_far = sum(
-            times * operations(args, size) for size, times in collections.Counter(sizes).items()
+            times * operations(args, size)
+            for size, times in collections.Counter(sizes).items()
         )
 
 
-def _checked(training: Any, attachment: Attachment, settings: RunSettings) -> Callable[..., Any]:
+def _checked(
+    training: Any, attachment: Attachment, settings: RunSettings
+) -> Callable[..., Any]:
     """Return an `initialize_megatron` that first refuses unsupported options."""
 
     initialize = training.initialize_megatron
@@ -173,18 +266,29 @@ def _checked(training: Any, attachment: Attachment, settings: RunSettings) -> Ca
         args = training.get_args()
         require_attachable(settings)
         require_supported(args)
-        attachment.settle_exactness(mode=getattr(args, DETERMINISTIC), option="--deterministic-mode")
+        attachment.settle_exactness(
+            mode=getattr(args, DETERMINISTIC), option="--deterministic-mode"
+        )
         ckpt = settings.job.ckpt
         if ckpt.loses_tokens:  # their account of lost tokens counts iterations
             growth = getattr(args, "step_batch_size_schedule", None)
-            require(growth is None, "--step-batch-size-schedule", growth, f"None with --ckpt {ckpt.policy}")
+            require(
+                growth is None,
+                "--step-batch-size-schedule",
+                growth,
+                f"None with --ckpt {ckpt.policy}",
+            )
         return initialize(*arguments, **options)
 
     return checked
 
 
-def _set_schedule_hooks(config: Any, args: Any, timers: Any, state: TrainingState) -> None:
-    """Set the hooks of `train` for its schedules: a recovery runs these before a new process enters `train`."""
+def _set_schedule_hooks(
+    config: Any, args: Any, timers: Any, state: TrainingState
+) -> None:
+    """Set the hooks of `train` for its schedules: a recovery runs these before a new
+    process enters `train`.
+    """
     model: list[Any] = list(state.model)
     config.timers = timers
     if args.overlap_grad_reduce:
@@ -199,5 +303,7 @@ def _by_option(args: Any, names: Sequence[str]) -> dict[str, object]:
 
 
 def _by_chunk(functions: list[Any]) -> Any:
-    """Return functions of model chunks as Megatron's configuration holds them: a single one is no list."""
+    """Return functions of model chunks as Megatron's configuration holds them: a single
+    one is no list.
+    """
     return functions[0] if len(functions) == 1 else functions

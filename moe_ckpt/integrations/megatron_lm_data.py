@@ -1,8 +1,9 @@
 """Batches of Megatron-LM's data sets, read again from any iteration on.
 
-Owns: the data sets that the script's provider built, and the samples of each iteration: Megatron-LM's samplers have
-random access by the number of consumed samples. Reading never moves a generator: `iter(DataLoader)` draws a seed from
-torch's, which a plain run does once. With `--dataloader-type external` the provider returns iterators, of which
+Owns: the data sets that the script's provider built, and the samples of each iteration:
+Megatron-LM's samplers have random access by the number of consumed samples. Reading
+never moves a generator: `iter(DataLoader)` draws a seed from torch's, which a plain run
+does once. With `--dataloader-type external` the provider returns iterators, of which
 `KeptBatches` keeps the batches that a recovery may need again.
 """
 
@@ -25,19 +26,24 @@ from moe_ckpt.megatron.repeatable import require_repeatable_reads
 
 
 class IterationBatches:
-    """Iterators over training and validation samples. An iteration takes its samples from all ranks together.
+    """Iterators over training and validation samples. An iteration takes its samples
+    from all ranks together.
 
-    With virtual stages each model chunk has data sets and an iterator of its own: then all are lists, by chunk.
-    External iterators may take `keep_bytes` of host memory, and as much again for validation.
+    With virtual stages each model chunk has data sets and an iterator of its own: then
+    all are lists, by chunk. External iterators may take `keep_bytes` of host memory,
+    and as much again for validation.
     """
 
-    def __init__(self, training: ModuleType, keep_bytes: int, *, tries_iterators: bool = False) -> None:
+    def __init__(
+        self, training: ModuleType, keep_bytes: int, *, tries_iterators: bool = False
+    ) -> None:
         """Begin without data sets.
 
         Args:
             training: Megatron-LM's module of this name.
             keep_bytes: The most host memory for batches of external iterators.
-            tries_iterators: Whether external iterators are first opened in other processes, and compared.
+            tries_iterators: Whether external iterators are first opened in other
+                processes, and compared.
         """
         self._tries_iterators = tries_iterators
         self._keep_bytes = keep_bytes
@@ -49,96 +55,169 @@ class IterationBatches:
         self._loaders: list[Any] = []  # that the provider has returned
 
     def build_datasets(self, *arguments: Any, **options: Any) -> Any:
-        """Stand in for Megatron-LM's function of this name, and keep its result: it is called once a model chunk."""
+        """Stand in for Megatron-LM's function of this name, and keep its result: it is
+        called once a model chunk.
+        """
         datasets = self._build_datasets(*arguments, **options)
         if self._is_external:
             if self._tries_iterators:
-                self._require_repeatable(datasets, lambda: self._build_datasets(*arguments, **options))
+                self._require_repeatable(
+                    datasets, lambda: self._build_datasets(*arguments, **options)
+                )
             train, valid, *rest = datasets
-            # evaluations come after the next iteration's start has been saved, with the generators as they are then
-            datasets = (self._kept(train), self._kept(valid, moves_generators=False), *rest)
+            # evaluations come after the next iteration's start has been saved, with the
+            # generators as they are then
+            datasets = (
+                self._kept(train),
+                self._kept(valid, moves_generators=False),
+                *rest,
+            )
         self._train.append(datasets[0])
         self._valid.append(datasets[1])
         return datasets
 
     @property
     def data(self) -> KeptBatches | ChunkBatches | None:
-        """This rank's training batches, if they come from iterators without random access."""
+        """This rank's training batches, if they come from iterators without random
+        access.
+        """
         kept = self._kept_for_training
         return ChunkBatches(kept) if len(kept) > 1 else kept[0] if kept else None
 
     @property
     def _kept_for_training(self) -> list[KeptBatches]:
-        return [kept for kept in self._train if kept is not None] if self._is_external else []
+        return (
+            [kept for kept in self._train if kept is not None]
+            if self._is_external
+            else []
+        )
 
     def iteration_started(self, iteration: int, oldest: int | None) -> None:
-        """Drop external batches that no recovery may need again: those before `oldest`; None: all may be needed."""
+        """Drop external batches that no recovery may need again: those before `oldest`;
+        None: all may be needed.
+        """
         for kept in (*self._train, *self._valid) if self._is_external else ():
             if kept is not None:
                 kept.iteration_started(iteration, keep_since=oldest)
 
     def draw_seeds(self, iteration: int) -> None:
-        """Draw nothing: validation sets are read without a draw, and external iterators draw in their own reads."""
+        """Draw nothing: validation sets are read without a draw, and external iterators
+        draw in their own reads.
+        """
 
     def forecast(self, iteration: int) -> list[str]:
-        """Return a line on the host memory of external batches, measured in an iteration; none without such batches."""
+        """Return a line on the host memory of external batches, measured in an
+        iteration; none without such batches.
+        """
         of_one = sum(kept.bytes_since(iteration) for kept in self._kept_for_training)
         if not of_one:
             return []
-        fitting = f"{self._keep_bytes // of_one} iterations fit into run.keep_batches_bytes={self._keep_bytes}"
-        return [f"batches are kept since the oldest snapshot: {of_one} bytes an iteration, {fitting}"]
+        fitting = (
+            f"{self._keep_bytes // of_one} iterations fit into"
+            f" run.keep_batches_bytes={self._keep_bytes}"
+        )
+        return [
+            f"batches are kept since the oldest snapshot: {of_one} bytes an iteration,"
+            f" {fitting}"
+        ]
 
     def training_after(self, done: int) -> Any:
-        """Return an iterator from the first sample of iteration `done + 1` on; None on a rank that reads no data.
+        """Return an iterator from the first sample of iteration `done + 1` on; None on
+        a rank that reads no data.
 
         An external iterator's position is part of the state after `done` iterations.
         """
         if self._is_external:
-            return self._as_taken([kept and RerunDataIterator(kept) for kept in self._train])
-        return self._as_taken([self._iterator(dataset, self.consumed.after(done)) for dataset in self._train])
+            return self._as_taken(
+                [kept and RerunDataIterator(kept) for kept in self._train]
+            )
+        return self._as_taken(
+            [
+                self._iterator(dataset, self.consumed.after(done))
+                for dataset in self._train
+            ]
+        )
 
     def validation_after(self, done: int) -> Any:
-        """Return an iterator that starts with the first sample of the next evaluation after iteration `done`."""
+        """Return an iterator that starts with the first sample of the next evaluation
+        after iteration `done`.
+        """
         args, num_consumed = self._training.get_args(), self.num_validated(done)
         if not self._is_external:
-            return self._as_taken([self._iterator(dataset, num_consumed) for dataset in self._valid])
-        size = getattr(args, "eval_micro_batch_size", args.micro_batch_size) * args.data_parallel_size
+            return self._as_taken(
+                [self._iterator(dataset, num_consumed) for dataset in self._valid]
+            )
+        size = (
+            getattr(args, "eval_micro_batch_size", args.micro_batch_size)
+            * args.data_parallel_size
+        )
         for kept in self._valid:
             if kept is not None:
                 kept.go_to(num_consumed // size)
-        return self._as_taken([kept and RerunDataIterator(kept) for kept in self._valid])
+        return self._as_taken(
+            [kept and RerunDataIterator(kept) for kept in self._valid]
+        )
 
     def num_validated(self, done: int) -> int:
-        """Return the samples that evaluations have read during the first `done` iterations."""
+        """Return the samples that evaluations have read during the first `done`
+        iterations.
+        """
         args = self._training.get_args()
         every, first = args.eval_interval, args.start_eval_at_iter or 1
         num_evaluations = max(0, done // every - (first - 1) // every) if every else 0
-        return num_evaluations * args.eval_iters * getattr(args, "eval_global_batch_size", args.global_batch_size)
+        return (
+            num_evaluations
+            * args.eval_iters
+            * getattr(args, "eval_global_batch_size", args.global_batch_size)
+        )
 
     @property
     def _is_external(self) -> bool:
         return self._training.get_args().dataloader_type == "external"
 
     def _require_repeatable(self, datasets: Any, build: Callable[[], Any]) -> None:
-        """Raise ConfigError for an iterator without `state_dict` that gives other batches in another process."""
+        """Raise ConfigError for an iterator without `state_dict` that gives other
+        batches in another process.
+        """
         for index, loader in enumerate(datasets[:2]):
             if hasattr(loader, "__next__") and not has_state(loader):
-                require_repeatable_reads(functools.partial(_opened, build, index), "--dataloader-type external")
+                require_repeatable_reads(
+                    functools.partial(_opened, build, index),
+                    "--dataloader-type external",
+                )
 
-    def _kept(self, loader: Any, *, moves_generators: bool = True) -> KeptBatches | None:
-        require(not isinstance(loader, list), "--dataloader-type external", "several iterators", "one of each kind")
+    def _kept(
+        self, loader: Any, *, moves_generators: bool = True
+    ) -> KeptBatches | None:
+        require(
+            not isinstance(loader, list),
+            "--dataloader-type external",
+            "several iterators",
+            "one of each kind",
+        )
         if loader is None:
             return None
         if not hasattr(loader, "__next__"):
             got = type(loader).__name__
-            raise ConfigError(f"--dataloader-type external: got {got}, wanted an iterator, which has __next__")
-        # two readers of one iterator would each miss the batches that the other one takes
+            raise ConfigError(
+                f"--dataloader-type external: got {got}, wanted an iterator, which has"
+                " __next__"
+            )
+        # two readers of one iterator would each miss the batches that the other one
+        # takes
         is_new = all(loader is not known for known in self._loaders)
-        require(is_new, "--dataloader-type external", "one iterator twice", "one for each model chunk and purpose")
+        require(
+            is_new,
+            "--dataloader-type external",
+            "one iterator twice",
+            "one for each model chunk and purpose",
+        )
         self._loaders.append(loader)
         num_chunks = self._training.get_args().virtual_pipeline_model_parallel_size or 1
         limit_bytes = self._keep_bytes // num_chunks
-        return KeptBatches(loader, limit_bytes=limit_bytes, moves_generators=moves_generators)
+        return KeptBatches(
+            loader, limit_bytes=limit_bytes, moves_generators=moves_generators
+        )
 
     def _as_taken(self, iterators: list[Any]) -> Any:
         """Return the iterators of all chunks as the loop takes them."""
@@ -156,11 +235,14 @@ def _opened(build: Callable[[], Any], index: int) -> Any:
     return build()[index]
 
 
-def build_in_turns(build: Callable[..., Any], turn: Callable[[], contextlib.AbstractContextManager[None]]) -> Any:
+def build_in_turns(
+    build: Callable[..., Any],
+    turn: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Any:
     """Return a function that builds data sets while it is this rank's turn.
 
-    Megatron builds the indices of a data set on rank 0 while a barrier holds the others; a rank that builds alone has
-    no barrier.
+    Megatron builds the indices of a data set on rank 0 while a barrier holds the
+    others; a rank that builds alone has no barrier.
     """
 
     def built(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The functions of Megatron-LM's training loop that an attachment replaces, and the check that they are as expected.
+"""The functions of Megatron-LM's training loop that an attachment replaces, and the
+check that they are as expected.
 
 Owns: the tested versions, and the names, parameters and calls that must exist.
 """
@@ -14,37 +15,78 @@ from moe_ckpt.integrations.loop_seams import require_seams, what_to_install
 
 # for Python 3.11 pip has 0.16.1 at most, and newer releases import `typing.override`
 _OLDEST_PYTHON = (3, 12)
-_ELSE = "; on Python 3.11, scripts/fetch_megatron_lm.py of the repository of moe-ckpt makes a folder for PYTHONPATH"
+_ELSE = (
+    "; on Python 3.11, scripts/fetch_megatron_lm.py of the repository of moe-ckpt makes"
+    " a folder for PYTHONPATH"
+)
 _INSTALL = what_to_install("megatron-core>=0.18,<0.20", _OLDEST_PYTHON, or_newer=True)
 if sys.version_info < _OLDEST_PYTHON:
     _INSTALL += _ELSE
-_PARAMETERS = {  # of each function those that the attachment passes or reads, in their order
+# of each function those that the attachment passes or reads, in their order
+_PARAMETERS = {
     "initialize_megatron": ("allow_no_cuda",),
     "load_checkpoint": ("ddp_model", "optimizer", "opt_param_scheduler"),
-    "build_train_valid_test_data_iterators": ("build_train_valid_test_datasets_provider",),
+    "build_train_valid_test_data_iterators": (
+        "build_train_valid_test_datasets_provider",
+    ),
     "build_train_valid_test_datasets": ("build_train_valid_test_datasets_provider",),
     "build_pretraining_data_loader": ("dataset", "consumed_samples"),
     "train": (
-        *("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator"),
+        *(
+            "forward_step_func",
+            "model",
+            "optimizer",
+            "opt_param_scheduler",
+            "train_data_iterator",
+        ),
         *("valid_data_iterator", "process_non_loss_data_func", "config"),
     ),
     "train_step": (
-        *("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
+        *(
+            "forward_step_func",
+            "data_iterator",
+            "model",
+            "optimizer",
+            "opt_param_scheduler",
+            "config",
+        ),
         *("forward_backward_func", "iteration"),
     ),
 }
-_MORE_PARAMETERS = {  # that versions have beside these: 0.19 takes groups and a communicator of the caller
+# that versions have beside these: 0.19 takes groups and a communicator of the caller
+_MORE_PARAMETERS = {
     "0.18": {"get_forward_backward_func": ()},
-    "0.19": {"get_forward_backward_func": ("schedule_pg_collection",), "train": ("p2p_communicator", "pg_collection")},
+    "0.19": {
+        "get_forward_backward_func": ("schedule_pg_collection",),
+        "train": ("p2p_communicator", "pg_collection"),
+    },
 }
 TRIED_VERSIONS = tuple(_MORE_PARAMETERS)
 CALLS = {  # each function finds these as globals, or as methods, when it runs
-    "pretrain": ("initialize_megatron", "setup_model_and_optimizer", "build_train_valid_test_data_iterators", "train"),
+    "pretrain": (
+        "initialize_megatron",
+        "setup_model_and_optimizer",
+        "build_train_valid_test_data_iterators",
+        "train",
+    ),
     "setup_model_and_optimizer": ("load_checkpoint",),
     "build_train_valid_test_data_iterators": ("build_train_valid_test_data_loaders",),
-    "build_train_valid_test_data_loaders": ("build_train_valid_test_datasets", "build_pretraining_data_loader"),
-    "train": ("train_step", "get_forward_backward_func", "evaluate_and_print_results", "finalize_model_grads"),
-    "train_step": ("get_rerun_state_machine", "should_run_forward_backward", "step", "zero_grad_buffer"),
+    "build_train_valid_test_data_loaders": (
+        "build_train_valid_test_datasets",
+        "build_pretraining_data_loader",
+    ),
+    "train": (
+        "train_step",
+        "get_forward_backward_func",
+        "evaluate_and_print_results",
+        "finalize_model_grads",
+    ),
+    "train_step": (
+        "get_rerun_state_machine",
+        "should_run_forward_backward",
+        "step",
+        "zero_grad_buffer",
+    ),
     "save_checkpoint_and_time": ("save_checkpoint",),
     "evaluate": ("get_forward_backward_func",),
 }
@@ -56,7 +98,9 @@ def import_training() -> ModuleType:
         core = importlib.import_module("megatron.core")
         training = importlib.import_module("megatron.training.training")
     except ImportError as error:
-        raise ConfigError(f"megatron.training: got no such package ({error}), wanted {_INSTALL}") from error
+        raise ConfigError(
+            f"megatron.training: got no such package ({error}), wanted {_INSTALL}"
+        ) from error
     require_training(training, _tried_version(core.__version__))
     return training
 
@@ -67,9 +111,14 @@ def require_training(training: ModuleType, tried: str) -> None:
 
 
 def parameters_of(tried: str) -> dict[str, tuple[str, ...]]:
-    """Return, for a tried version, the parameters of each function that the attachment passes or reads."""
+    """Return, for a tried version, the parameters of each function that the attachment
+    passes or reads.
+    """
     more = _MORE_PARAMETERS[tried]
-    return {name: _PARAMETERS.get(name, ()) + more.get(name, ()) for name in (*_PARAMETERS, *more)}
+    return {
+        name: _PARAMETERS.get(name, ()) + more.get(name, ())
+        for name in (*_PARAMETERS, *more)
+    }
 
 
 def _tried_version(version: str) -> str:
@@ -78,4 +127,7 @@ def _tried_version(version: str) -> str:
         if version.startswith(f"{tried}."):
             return tried
     wanted = " or ".join(f"{name}.*" for name in TRIED_VERSIONS)
-    raise ConfigError(f"megatron-core: got {version}, wanted {wanted}, which the attachment was tried with: {_INSTALL}")
+    raise ConfigError(
+        f"megatron-core: got {version}, wanted {wanted}, which the attachment was tried"
+        f" with: {_INSTALL}"
+    )

@@ -1,9 +1,11 @@
-"""Attaches to ms-swift's unmodified Megatron trainer, `swift.megatron.trainers`, whose `train` its pipelines call.
+"""Attaches to ms-swift's unmodified Megatron trainer, `swift.megatron.trainers`, whose
+`train` its pipelines call.
 
     attach(base, joined, settings)    in a worker, before the script runs
 
-Owns: the methods that stand in for the trainer's (`ms_swift_seams` names them), and entering `train` again after a
-recovery. The loop itself stays ms-swift's: forward and backward of a step, logs, evaluation, callbacks, checkpoints.
+Owns: the methods that stand in for the trainer's (`ms_swift_seams` names them), and
+entering `train` again after a recovery. The loop itself stays ms-swift's: forward and
+backward of a step, logs, evaluation, callbacks, checkpoints.
 
     train        join, come to one state with all ranks, enter ms-swift's `train`; again after each loss of ranks
     train_step   one iteration, with the hooks of `moe_ckpt.loop`
@@ -20,27 +22,42 @@ from megatron.core import num_microbatches_calculator, parallel_state
 
 from moe_ckpt.config import require
 from moe_ckpt.integrations.attached_loop import IterationShape, Stepping, reset_loop
-from moe_ckpt.integrations.attachment import Attachment, require_attachable, route_groups
+from moe_ckpt.integrations.attachment import (
+    Attachment,
+    require_attachable,
+    route_groups,
+)
 from moe_ckpt.integrations.loop_seams import mark_attached
 from moe_ckpt.integrations.megatron_lm_options import COURSE
 from moe_ckpt.integrations.ms_swift_data import SwiftBatches
-from moe_ckpt.integrations.ms_swift_options import require_supported, require_supported_model, shaping_of
+from moe_ckpt.integrations.ms_swift_options import (
+    require_supported,
+    require_supported_model,
+    shaping_of,
+)
 from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_settings import RunSettings
 
 
-def attach(base: Any, joined: JoinedWorker[Worker], settings: RunSettings) -> Attachment:
-    """Let the trainer of this worker's process checkpoint and recover; the script that runs next uses it as always.
+def attach(
+    base: Any, joined: JoinedWorker[Worker], settings: RunSettings
+) -> Attachment:
+    """Let the trainer of this worker's process checkpoint and recover; the script that
+    runs next uses it as always.
 
-    Process groups that are created from here on outlive the loss of ranks. Raises ConfigError for a second attachment.
+    Process groups that are created from here on outlive the loss of ranks. Raises
+    ConfigError for a second attachment.
     """
     mark_attached(base)
     route_groups()
     attachment = Attachment(joined)
-    trainer, loop = base.BaseMegatronTrainer, AttachedSwift(base, attachment)  # keeps methods that are replaced below
-    base.get_forward_backward_func = attachment.observing(base.get_forward_backward_func)
+    # keeps methods that are replaced below
+    trainer, loop = base.BaseMegatronTrainer, AttachedSwift(base, attachment)
+    base.get_forward_backward_func = attachment.observing(
+        base.get_forward_backward_func
+    )
     trainer.__init__ = _checked(trainer.__init__, attachment, settings)
     trainer._prepare_data_iterator = _method(loop.data_iterators)
     trainer.train_step = _method(loop.train_step)
@@ -54,13 +71,20 @@ class AttachedSwift:
 
     def __init__(self, base: Any, attachment: Attachment) -> None:
         self._base = base
-        self._train, self._train_step = base.BaseMegatronTrainer.train, base.BaseMegatronTrainer.train_step
+        self._train, self._train_step = (
+            base.BaseMegatronTrainer.train,
+            base.BaseMegatronTrainer.train_step,
+        )
         self._schedule_of = base.get_forward_backward_func
         self._attachment = attachment
         self._iterators: tuple[Any, Any] = (None, None)
 
-    def data_iterators(self, _trainer: Any, *_datasets: Any, **_options: Any) -> tuple[Any, Any]:
-        """Stand in for `_prepare_data_iterator`: both iterators stand where the iteration to be entered needs them."""
+    def data_iterators(
+        self, _trainer: Any, *_datasets: Any, **_options: Any
+    ) -> tuple[Any, Any]:
+        """Stand in for `_prepare_data_iterator`: both iterators stand where the
+        iteration to be entered needs them.
+        """
         return self._iterators
 
     def train_step(self, trainer: Any, samples: Any) -> Any:
@@ -81,11 +105,19 @@ class AttachedSwift:
         """Stand in for `train`: return once all ranks have done all iterations."""
         args, config = trainer.args, trainer.config
         require_supported_model(args, config)
-        require(trainer.state.iteration == 0, "--finetune", args.finetune, "a model without finished iterations")
-        shape = IterationShape(
-            micro_batch_size=args.micro_batch_size, sequence_length=args.seq_length, decoder_sequence_length=None
+        require(
+            trainer.state.iteration == 0,
+            "--finetune",
+            args.finetune,
+            "a model without finished iterations",
         )
-        if num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:  # this loop has none of its own
+        shape = IterationShape(
+            micro_batch_size=args.micro_batch_size,
+            sequence_length=args.seq_length,
+            decoder_sequence_length=None,
+        )
+        # this loop has none of its own
+        if num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
             num_microbatches_calculator.init_num_microbatches_calculator(
                 0,
                 None,
@@ -100,23 +132,36 @@ class AttachedSwift:
             schedule_increment=args.global_batch_size,
         )
         batches = SwiftBatches(
-            trainer._create_dataloader, args, *trainer._prepare_dataloader(train_dataset, val_dataset)
+            trainer._create_dataloader,
+            args,
+            *trainer._prepare_dataloader(train_dataset, val_dataset),
         )
-        loop = self._attachment.begin(shape, state, trainer.forward_step, self._schedule_of(), batches)
-        loop.iteration.communicator.rows = 1 if args.padding_free else args.micro_batch_size
+        loop = self._attachment.begin(
+            shape, state, trainer.forward_step, self._schedule_of(), batches
+        )
+        loop.iteration.communicator.rows = (
+            1 if args.padding_free else args.micro_batch_size
+        )
         trainer.forward_step = loop.forward_step
 
         def enter(done: int) -> Any:
             reset_loop(SimpleNamespace(_timers={}), state)
             _reset(trainer.state, done, args.global_batch_size)
-            self._base.finalize_model_grads = config.finalize_model_grads_func  # `train` sets this one of its module
-            self._iterators = batches.training_after(done), batches.validation_after(done)
+            # `train` sets this one of its module
+            self._base.finalize_model_grads = config.finalize_model_grads_func
+            self._iterators = (
+                batches.training_after(done),
+                batches.validation_after(done),
+            )
             return self._train(trainer, train_dataset, val_dataset)
 
         return self._attachment.train(
             shaping=shaping_of(args, config),
             course={f"--{name}": getattr(args, name, None) for name in COURSE},
-            files={f"--{name}": getattr(args, name, None) for name in ("dataset", "val_dataset", "model")},
+            files={
+                f"--{name}": getattr(args, name, None)
+                for name in ("dataset", "val_dataset", "model")
+            },
             last_iteration=args.train_iters,
             length_setting="--train_iters",
             enter=enter,
@@ -126,12 +171,15 @@ class AttachedSwift:
 def _reset(counters: Any, done: int, batch: int) -> None:
     """Set ms-swift's `TrainerState` to its values after iteration `done`."""
     counters.iteration, counters.consumed_train_samples = done, done * batch
-    # set by an iteration that a fault cut off, they would act in the one that is entered now
+    # set by an iteration that a fault cut off, they would act in the one that is
+    # entered now
     counters.should_log = counters.should_eval = counters.should_save = False
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that Python binds to its object, for a bound method of another one."""
+    """Return a function that Python binds to its object, for a bound method of another
+    one.
+    """
 
     @functools.wraps(function)
     def method(*arguments: Any, **options: Any) -> Any:
@@ -140,8 +188,12 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _checked(initialize: Callable[..., Any], attachment: Attachment, settings: RunSettings) -> Callable[..., Any]:
-    """Return an `__init__` of trainers that first refuses settings that cannot be exact, before a model is built."""
+def _checked(
+    initialize: Callable[..., Any], attachment: Attachment, settings: RunSettings
+) -> Callable[..., Any]:
+    """Return an `__init__` of trainers that first refuses settings that cannot be
+    exact, before a model is built.
+    """
 
     @functools.wraps(initialize)
     def checked(trainer: Any, args: Any, template: Any) -> None:

@@ -1,4 +1,5 @@
-"""The parts of ms-swift's Megatron trainer that an attachment replaces, and the check that they are known.
+"""The parts of ms-swift's Megatron trainer that an attachment replaces, and the check
+that they are known.
 
 Owns: the tested version, and the names, parameters and calls that must exist.
 """
@@ -26,28 +27,72 @@ _PARAMETERS: Names = {
     "save_checkpoint": ("self",),
 }
 _CALLS: Names = {
-    "train": ("setup_training", "run_train_step", "finalize_training", "iteration", "train_iters"),
+    "train": (
+        "setup_training",
+        "run_train_step",
+        "finalize_training",
+        "iteration",
+        "train_iters",
+    ),
     "setup_training": ("setup_model_training", "_prepare_data_iterator"),
-    "setup_model_training": ("scale_loss", "grad_scale_func", "finalize_model_grads", "finalize_model_grads_func"),
-    "run_train_step": ("train_step", "iteration", "should_eval", "evaluate", "should_save", "save_checkpoint"),
-    "train_step": ("get_forward_backward_func", "optimizer", "step", "opt_param_scheduler", "num_microbatches"),
+    "setup_model_training": (
+        "scale_loss",
+        "grad_scale_func",
+        "finalize_model_grads",
+        "finalize_model_grads_func",
+    ),
+    "run_train_step": (
+        "train_step",
+        "iteration",
+        "should_eval",
+        "evaluate",
+        "should_save",
+        "save_checkpoint",
+    ),
+    "train_step": (
+        "get_forward_backward_func",
+        "optimizer",
+        "step",
+        "opt_param_scheduler",
+        "num_microbatches",
+    ),
     "evaluate": ("get_forward_backward_func", "eval_iters", "num_microbatches"),
-    "_prepare_dataloader": ("MegatronPretrainingRandomSampler", "MegatronPretrainingSampler", "_create_dataloader"),
+    "_prepare_dataloader": (
+        "MegatronPretrainingRandomSampler",
+        "MegatronPretrainingSampler",
+        "_create_dataloader",
+    ),
 }
 _FUNCTIONS: Names = {"get_forward_backward_func": (), "finalize_model_grads": ()}
-_FLOW_CALLS: Names = {"on_step_end": ("consumed_train_samples", "global_batch_size", "eval_steps", "eval_iters")}
+_FLOW_CALLS: Names = {
+    "on_step_end": (
+        "consumed_train_samples",
+        "global_batch_size",
+        "eval_steps",
+        "eval_iters",
+    )
+}
 
 
 def import_swift() -> Any:
-    """Return the module of ms-swift's Megatron trainer after checking the loop's seams. Raises ConfigError."""
+    """Return the module of ms-swift's Megatron trainer after checking the loop's seams.
+    Raises ConfigError.
+    """
     try:
         version = importlib.import_module("swift.version").__version__
-        base, trainer = (importlib.import_module(f"{_TRAINERS}.{name}") for name in ("base", "trainer"))
+        base, trainer = (
+            importlib.import_module(f"{_TRAINERS}.{name}")
+            for name in ("base", "trainer")
+        )
         flow = importlib.import_module("swift.megatron.callbacks.default_flow")
     except ImportError as error:
-        raise ConfigError(f"ms-swift: got no such package ({error}), wanted one: {_INSTALL}") from error
+        raise ConfigError(
+            f"ms-swift: got no such package ({error}), wanted one: {_INSTALL}"
+        ) from error
     if not version.startswith(f"{TRIED_VERSION}."):
-        raise ConfigError(f"ms-swift: got {version}, wanted {TRIED_VERSION}.*: {_INSTALL}")
+        raise ConfigError(
+            f"ms-swift: got {version}, wanted {TRIED_VERSION}.*: {_INSTALL}"
+        )
     tried = f"ms-swift {TRIED_VERSION}"
     require_seams(trainer.MegatronTrainer, _PARAMETERS, _CALLS, tried)
     require_seams(flow.DefaultFlowCallback, {}, _FLOW_CALLS, tried)

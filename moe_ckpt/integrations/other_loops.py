@@ -1,7 +1,9 @@
-"""The training loops over Megatron-Core that a run is not attached to: to import one is an error.
+"""The training loops over Megatron-Core that a run is not attached to: to import one is
+an error.
 
-Owns: their modules, and the check at each import. A run whose loop is not attached would train to its end without
-protection, and only then be found to be so. Modules for conversions of checkpoints, which import no loop, stay free.
+Owns: their modules, and the check at each import. A run whose loop is not attached
+would train to its end without protection, and only then be found to be so. Modules for
+conversions of checkpoints, which import no loop, stay free.
 """
 
 from __future__ import annotations
@@ -23,14 +25,20 @@ LOOPS = {  # a loop's module, its name, and the wanted alternative
 
 
 def refuse_other_loops(attached: str) -> None:
-    """Refuse all loops but that of the attached name, in this process and in those that it forks.
+    """Refuse all loops but that of the attached name, in this process and in those that
+    it forks.
 
     Raises ConfigError if one is imported already.
     """
-    others = {name: words for name, words in LOOPS.items() if name != _ATTACHED.get(attached)}
+    others = {
+        name: words for name, words in LOOPS.items() if name != _ATTACHED.get(attached)
+    }
     refused = RefusedImports(
         {
-            name: f"moe_ckpt.run: got {loop} ({name}), wanted {wanted}: nothing would be protected"
+            name: (
+                f"moe_ckpt.run: got {loop} ({name}), wanted {wanted}: nothing would be"
+                " protected"
+            )
             for name, (loop, wanted) in others.items()
         }
     )

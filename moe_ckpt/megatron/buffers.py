@@ -1,7 +1,9 @@
-"""Module buffers under names that hold at every parallel layout: global layers and experts in place of local ones.
+"""Module buffers under names that hold at every parallel layout: global layers and
+experts in place of local ones.
 
-Owns: those names, and merging the values of several ranks. Megatron saves the persistent buffers itself; the others
-(the routers' counters of an iteration) are in no rank's sharded state dict. Must not: write files or communicate.
+Owns: those names, and merging the values of several ranks. Megatron saves the
+persistent buffers itself; the others (the routers' counters of an iteration) are in no
+rank's sharded state dict. Must not: write files or communicate.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import torch
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.megatron.transformer_engine import named_scaling
 
-# of rotary embeddings with YaRN: functions of the length, which a first pass may replace by buffers of another shape
+# of rotary embeddings with YaRN: functions of the length, which a first pass may
+# replace by buffers of another shape
 _DERIVED = ("cos_cached", "sin_cached")
 
 
 def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's buffers, and the scales of its FP8 layers, in place; without those that follow from settings."""
+    """Yield a model's buffers, and the scales of its FP8 layers, in place; without
+    those that follow from settings.
+    """
     return buffers_of(list(model.named_modules()))
 
 
@@ -41,34 +46,47 @@ def buffers_of(
 
 
 def buffers_by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return copies, on the host, of all buffers of a rank's model chunks, persistent or not."""
-    return merge_buffers({name: buffer.detach().cpu().clone()} for name, buffer in _named(chunks))
+    """Return copies, on the host, of all buffers of a rank's model chunks, persistent
+    or not.
+    """
+    return merge_buffers(
+        {name: buffer.detach().cpu().clone()} for name, buffer in _named(chunks)
+    )
 
 
-def restore_buffers_by_name(chunks: Sequence[torch.nn.Module], saved: Mapping[str, torch.Tensor]) -> None:
+def restore_buffers_by_name(
+    chunks: Sequence[torch.nn.Module], saved: Mapping[str, torch.Tensor]
+) -> None:
     """Restore the result of `buffers_by_name`, on the ranks that have the layers now.
 
     Raises CheckpointLoadError for a buffer that was not saved.
     """
     for name, buffer in _named(chunks):
         if name not in saved:
-            raise CheckpointLoadError(f"buffer {name}: got none, wanted one as it is in the model")
+            raise CheckpointLoadError(
+                f"buffer {name}: got none, wanted one as it is in the model"
+            )
         buffer.copy_(saved[name])
 
 
-def merge_buffers(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def merge_buffers(
+    parts: Iterable[Mapping[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
     """Return the buffers of all parts together.
 
-    Raises CheckpointLoadError for a buffer that differs between parts: it belongs to a rank and not to the model, and a
-    rank of another layout could not continue with it. Megatron's buffers are equal, or zero, at the end of an
-    iteration.
+    Raises CheckpointLoadError for a buffer that differs between parts: it belongs to a
+    rank and not to the model, and a rank of another layout could not continue with it.
+    Megatron's buffers are equal, or zero, at the end of an iteration.
     """
     merged: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, buffer in part.items():
             first = merged.setdefault(name, buffer)
             if first.dtype != buffer.dtype or not torch.equal(first, buffer):
-                raise CheckpointLoadError(f"buffer {name}: got another on each rank, wanted one for another layout")
+                raise CheckpointLoadError(
+                    f"buffer {name}: got another on each rank, wanted one for another"
+                    " layout"
+                )
     return merged
 
 
@@ -79,7 +97,9 @@ def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tenso
 
 
 def _global_name(chunk: torch.nn.Module, name: str) -> str:
-    """Return `decoder.layers.2.x` for `module.decoder.layers.0.x` of a stage whose first layer is global layer 2."""
+    """Return `decoder.layers.2.x` for `module.decoder.layers.0.x` of a stage whose
+    first layer is global layer 2.
+    """
     parts: list[str] = []
     inner: Any = chunk
     experts: Sequence[int] = ()

@@ -1,10 +1,13 @@
-"""Experts that lost tokens process more than their capacity until the loss is made up (MoEtion, section 6).
+"""Experts that lost tokens process more than their capacity until the loss is made up
+(MoEtion, section 6).
 
-Owns: a router class for Megatron's `MoESubmodules.router`, which equals Megatron's bit for bit in layers without a
-recovering expert; and the shares of the deficit in an iteration. Must not: sum over ranks, or know the fault.
+Owns: a router class for Megatron's `MoESubmodules.router`, which equals Megatron's bit
+for bit in layers without a recovering expert; and the shares of the deficit in an
+iteration. Must not: sum over ranks, or know the fault.
 
-A deficit belongs to the stage, a capacity to one rank and micro-batch: each rank stays within its share of the deficit
-in each micro-batch, so all ranks together never make up more than was lost. Unused shares are distributed again.
+A deficit belongs to the stage, a capacity to one rank and micro-batch: each rank stays
+within its share of the deficit in each micro-batch, so all ranks together never make up
+more than was lost. Unused shares are distributed again.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
+from megatron.core.transformer.moe.moe_utils import (
+    apply_router_token_dropping,
+    get_capacity,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -35,7 +41,8 @@ from moe_ckpt.types import IntArray, OperatorKind
 class BoostedRouter(TopKRouter):
     """Megatron's router, with more capacity for experts that have shares of a deficit.
 
-    It has no further parameters or buffers. Evaluation uses Megatron's equal capacities.
+    It has no further parameters or buffers. Evaluation uses Megatron's equal
+    capacities.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -43,9 +50,11 @@ class BoostedRouter(TopKRouter):
         self.boost(None)
 
     def boost(self, shares: IntArray | None, factor: float = 0.0) -> None:
-        """Let experts process up to their share, and `factor` of the capacity, more of each following micro-batch.
+        """Let experts process up to their share, and `factor` of the capacity, more of
+        each following micro-batch.
 
-        `shares` are int64 [micro-batches, experts]; None restores Megatron's routing. Resets the counts.
+        `shares` are int64 [micro-batches, experts]; None restores Megatron's routing.
+        Resets the counts.
         """
         self._shares, self._factor = shares, factor
         self._num_forwards = self._num_recomputed = 0
@@ -53,30 +62,39 @@ class BoostedRouter(TopKRouter):
 
     @property
     def capacity(self) -> IntArray:
-        """The tokens that each expert could process, int64 [experts], in all micro-batches since `boost`."""
+        """The tokens that each expert could process, int64 [experts], in all
+        micro-batches since `boost`.
+        """
         return self._capacity
 
     def take_extra(self) -> IntArray:
-        """Return the tokens beyond Megatron's capacity that experts have processed since the last call."""
+        """Return the tokens beyond Megatron's capacity that experts have processed
+        since the last call.
+        """
         extra, self._extra = self._extra, self._nothing()
         return extra
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return probabilities and the routing map, [tokens, experts]: Megatron's at each expert's own capacity."""
+        """Return probabilities and the routing map, [tokens, experts]: Megatron's at
+        each expert's own capacity.
+        """
         if self._shares is None or not self.training:
             return super().routing(logits, padding_mask=padding_mask)
         with self._without_capacity():
             probabilities, wanted = super().routing(logits, padding_mask=padding_mask)
         kept = self._keep(probabilities.detach(), wanted, self._capacity_for(wanted))
-        # with the tokens that are kept: Megatron's own call in `routing` would have counted those that are dropped
+        # with the tokens that are kept: Megatron's own call in `routing` would have
+        # counted those that are dropped
         self._apply_expert_bias(kept, padding_mask=padding_mask)
         return probabilities * kept, kept
 
     @contextlib.contextmanager
     def _without_capacity(self) -> Iterator[None]:
-        """Keep Megatron from dropping tokens, and from counting tokens for the bias that will be dropped."""
+        """Keep Megatron from dropping tokens, and from counting tokens for the bias
+        that will be dropped.
+        """
         config, counts = self.config, self.enable_expert_bias
         self.config = copy.copy(config)  # all modules of the model share the other one
         self.config.moe_expert_capacity_factor = None
@@ -87,42 +105,62 @@ class BoostedRouter(TopKRouter):
             self.config, self.enable_expert_bias = config, counts
 
     def _capacity_for(self, wanted: torch.Tensor) -> IntArray:
-        """Return each expert's capacity for this micro-batch; the same when its activations are recomputed."""
+        """Return each expert's capacity for this micro-batch; the same when its
+        activations are recomputed.
+        """
         num_tokens, num_experts = wanted.shape
-        equal = get_capacity(num_tokens * self.topk, num_experts, cast("float", self.config.moe_expert_capacity_factor))
+        equal = get_capacity(
+            num_tokens * self.topk,
+            num_experts,
+            cast("float", self.config.moe_expert_capacity_factor),
+        )
         demand = wanted.sum(dim=0).cpu().numpy()
         share, is_recomputed = self._next_share()
         capacity = boosted_capacity(demand, share, capacity=equal, factor=self._factor)
         if not is_recomputed:
             self._capacity = self._capacity + capacity
-            self._extra = self._extra + capacity - equal  # a higher capacity is no use without tokens for it
+            # a higher capacity is no use without tokens for it
+            self._extra = self._extra + capacity - equal
         return capacity
 
     def _next_share(self) -> tuple[IntArray, bool]:
-        """Return the share for this micro-batch, and whether the router sees it for the second time."""
-        # backward, which recomputes activations, takes micro-batches in the order of forward: a second count suffices
+        """Return the share for this micro-batch, and whether the router sees it for the
+        second time.
+        """
+        # backward, which recomputes activations, takes micro-batches in the order of
+        # forward: a second count suffices
         is_recomputed = torch._C._current_graph_task_id() != -1
         micro_batch = self._num_recomputed if is_recomputed else self._num_forwards
         self._num_recomputed += is_recomputed
         self._num_forwards += not is_recomputed
         assert self._shares is not None
-        assert micro_batch < len(self._shares), f"{len(self._shares)} micro-batches were told, this is one more"
+        assert micro_batch < len(self._shares), (
+            f"{len(self._shares)} micro-batches were told, this is one more"
+        )
         return self._shares[micro_batch], is_recomputed
 
-    def _keep(self, probabilities: torch.Tensor, wanted: torch.Tensor, capacity: IntArray) -> torch.Tensor:
-        """Return the tokens that each expert keeps: those that Megatron would keep at that capacity."""
+    def _keep(
+        self, probabilities: torch.Tensor, wanted: torch.Tensor, capacity: IntArray
+    ) -> torch.Tensor:
+        """Return the tokens that each expert keeps: those that Megatron would keep at
+        that capacity.
+        """
         num_tokens, num_experts = wanted.shape
         kept = torch.zeros_like(wanted)
-        # Megatron drops at one capacity for all experts: once at each, and each expert takes the result at its own
+        # Megatron drops at one capacity for all experts: once at each, and each expert
+        # takes the result at its own
         for tokens in np.unique(capacity):
             at_equal_capacity = apply_router_token_dropping(
                 probabilities,
                 wanted,
                 router_topk=self.topk,
-                capacity_factor=(tokens - 0.5) * num_experts / (num_tokens * self.topk),  # Megatron rounds up
+                # Megatron rounds up
+                capacity_factor=(tokens - 0.5) * num_experts / (num_tokens * self.topk),
                 drop_policy=self.config.moe_token_drop_policy,
             )
-            kept |= at_equal_capacity[1] & torch.from_numpy(capacity == tokens).to(kept.device)
+            kept |= at_equal_capacity[1] & torch.from_numpy(capacity == tokens).to(
+                kept.device
+            )
         return kept
 
     def _nothing(self) -> IntArray:
@@ -130,16 +168,21 @@ class BoostedRouter(TopKRouter):
 
 
 class CapacityBoost:
-    """The tokens that the experts of this rank's stage have yet to make up, and the routers that process them.
+    """The tokens that the experts of this rank's stage have yet to make up, and the
+    routers that process them.
 
-    Call `begin_iteration`, forward and backward, `end_iteration`; the sum of its results over the ranks of the stage
-    goes to `make_up` before the next iteration. So the deficit is the same on all ranks, int64 [layers, experts]. Extra
-    tokens of a micro-batch are rounded down: a capacity below 1 / `factor` has none. Layers are in order from front to
-    back; `num_micro_batches` are those of a rank in an iteration. The constructor raises ConfigError if the capacity of
-    Megatron's experts cannot be raised.
+    Call `begin_iteration`, forward and backward, `end_iteration`; the sum of its
+    results over the ranks of the stage goes to `make_up` before the next iteration. So
+    the deficit is the same on all ranks, int64 [layers, experts]. Extra tokens of a
+    micro-batch are rounded down: a capacity below 1 / `factor` has none. Layers are in
+    order from front to back; `num_micro_batches` are those of a rank in an iteration.
+    The constructor raises ConfigError if the capacity of Megatron's experts cannot be
+    raised.
     """
 
-    def __init__(self, state: TrainingState, *, num_micro_batches: int, factor: float = 0.10) -> None:
+    def __init__(
+        self, state: TrainingState, *, num_micro_batches: int, factor: float = 0.10
+    ) -> None:
         found = dict(routers_of(state))
         self.layers = tuple(found)
         self._routers: list[BoostedRouter] = []
@@ -149,8 +192,15 @@ class CapacityBoost:
         if config.moe_expert_capacity_factor is not None:
             _check_can_be_boosted(config)
             for router in found.values():
-                wanted = "BoostedRouter (`use_router` puts it into a block's specification)"
-                require(isinstance(router, BoostedRouter), "MoESubmodules.router", type(router).__name__, wanted)
+                wanted = (
+                    "BoostedRouter (`use_router` puts it into a block's specification)"
+                )
+                require(
+                    isinstance(router, BoostedRouter),
+                    "MoESubmodules.router",
+                    type(router).__name__,
+                    wanted,
+                )
                 self._routers.append(cast("BoostedRouter", router))
         num_experts = cast("int", self._routers[0].num_experts) if self._routers else 0
         self._deficit = np.zeros((len(self._routers), num_experts), np.int64)
@@ -158,56 +208,85 @@ class CapacityBoost:
 
     @property
     def is_capacity_limited(self) -> bool:
-        """Whether experts have a capacity; without one the deficit stays 0 and no method has an effect."""
+        """Whether experts have a capacity; without one the deficit stays 0 and no
+        method has an effect.
+        """
         return bool(self._routers)
 
     @property
     def note(self) -> str:
         """One line for the log: the treatment of lost tokens."""
         if self.is_capacity_limited:
-            return f"experts take up to {self._factor:.0%} more than their capacity until lost tokens are made up"
-        return "experts take all tokens (model.moe_capacity_factor=null): nothing to boost, lost tokens stay lost"
+            return (
+                f"experts take up to {self._factor:.0%} more than their capacity until"
+                " lost tokens are made up"
+            )
+        return (
+            "experts take all tokens (model.moe_capacity_factor=null): nothing to"
+            " boost, lost tokens stay lost"
+        )
 
     @property
     def deficit(self) -> IntArray:
-        """The lost tokens of each expert that are yet to be made up, over all ranks. Read-only."""
+        """The lost tokens of each expert that are yet to be made up, over all ranks.
+        Read-only.
+        """
         return self._deficit
 
     def recover(self, deficit: IntArray) -> None:
         """Set the deficit to these tokens, from the next `begin_iteration` on."""
         if not self.is_capacity_limited:
             return
-        assert deficit.shape == self._deficit.shape, (deficit.shape, self._deficit.shape)
+        assert deficit.shape == self._deficit.shape, (
+            deficit.shape,
+            self._deficit.shape,
+        )
         assert deficit.dtype == np.int64, deficit.dtype
         self._deficit = deficit.copy()
         self._release()
 
     def begin_iteration(self) -> None:
-        """Give this rank's shares of the deficit to the routers; drop the counts of an abandoned attempt."""
+        """Give this rank's shares of the deficit to the routers; drop the counts of an
+        abandoned attempt.
+        """
         self._release()
         self._recovering = np.flatnonzero(self._deficit.any(axis=1)).tolist()
         for layer in self._recovering:
-            self._routers[layer].boost(_shares_of_rank(self._deficit[layer], self._num_micro_batches), self._factor)
+            self._routers[layer].boost(
+                _shares_of_rank(self._deficit[layer], self._num_micro_batches),
+                self._factor,
+            )
 
     def end_iteration(self) -> IntArray:
-        """Return the tokens beyond capacity that this rank has sent to each expert, shaped as the deficit."""
+        """Return the tokens beyond capacity that this rank has sent to each expert,
+        shaped as the deficit.
+        """
         extra = np.zeros_like(self._deficit)
         for layer in self._recovering:
             extra[layer] = self._routers[layer].take_extra()
         return extra
 
     def make_up(self, extra: IntArray) -> None:
-        """Subtract the tokens that all ranks of the stage have made up, the sum of `end_iteration`'s results."""
+        """Subtract the tokens that all ranks of the stage have made up, the sum of
+        `end_iteration`'s results.
+        """
         self._deficit = made_up(self._deficit, extra)
 
     def boosted(self, iteration: int) -> CapacityBoosted | None:
-        """Return the capacities of the last iteration, or None if no expert of this stage recovered."""
+        """Return the capacities of the last iteration, or None if no expert of this
+        stage recovered.
+        """
         if not self._recovering:
             return None
         return CapacityBoosted(
             iteration=iteration,
-            layers=[str(replace(self.layers[layer], kind=OperatorKind.BLOCK)) for layer in self._recovering],
-            capacity=[self._routers[layer].capacity.tolist() for layer in self._recovering],
+            layers=[
+                str(replace(self.layers[layer], kind=OperatorKind.BLOCK))
+                for layer in self._recovering
+            ],
+            capacity=[
+                self._routers[layer].capacity.tolist() for layer in self._recovering
+            ],
             deficit=self._deficit[self._recovering].tolist(),
         )
 
@@ -219,29 +298,47 @@ class CapacityBoost:
 
 
 def use_router(block: TransformerBlockSubmodules, router: type[TopKRouter]) -> None:
-    """Build the layers of a block's specification with this router, in place of Megatron's."""
+    """Build the layers of a block's specification with this router, in place of
+    Megatron's.
+    """
     for submodules in moe_submodules(block):
         submodules.router = router
 
 
 def _check_can_be_boosted(config: Any) -> None:
-    """Raise ConfigError for settings that fix an expert's tokens, or hide the current micro-batch from a router."""
+    """Raise ConfigError for settings that fix an expert's tokens, or hide the current
+    micro-batch from a router.
+    """
     why = "where the capacity of experts is raised after a recovery"
     padded, graphs = config.moe_pad_expert_input_to_capacity, config.cuda_graph_impl
     some = config.num_microbatches_with_partial_activation_checkpoints
     require(not padded, "model.moe_pad_to_capacity", padded, f"false {why}")
     require(graphs == "none", "cuda_graph_impl", graphs, f"'none' {why}")
-    require(some is None, "num_microbatches_with_partial_activation_checkpoints", some, f"None {why}")
+    require(
+        some is None,
+        "num_microbatches_with_partial_activation_checkpoints",
+        some,
+        f"None {why}",
+    )
 
 
 def _shares_of_rank(deficit: IntArray, num_micro_batches: int) -> IntArray:
-    """Return the shares of this rank in each micro-batch, int64 [micro-batches, experts].
+    """Return the shares of this rank in each micro-batch, int64 [micro-batches,
+    experts].
 
-    The remainder goes to the first micro-batch of the first ranks of the stage, then to the second.
+    The remainder goes to the first micro-batch of the first ranks of the stage, then to
+    the second.
     """
-    rank_in_stage, num_ranks = dist.get_rank(stage_group()), dist.get_world_size(stage_group())
+    rank_in_stage, num_ranks = (
+        dist.get_rank(stage_group()),
+        dist.get_world_size(stage_group()),
+    )
     shares = [
-        share_of(deficit, index=micro_batch * num_ranks + rank_in_stage, num_shares=num_micro_batches * num_ranks)
+        share_of(
+            deficit,
+            index=micro_batch * num_ranks + rank_in_stage,
+            num_shares=num_micro_batches * num_ranks,
+        )
         for micro_batch in range(num_micro_batches)
     ]
     return np.stack(shares)

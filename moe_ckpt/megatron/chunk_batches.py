@@ -1,4 +1,6 @@
-"""The micro-batches of a rank's model chunks (virtual stages), each with an iterator of its own, as one position."""
+"""The micro-batches of a rank's model chunks (virtual stages), each with an iterator of
+its own, as one position.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from moe_ckpt.megatron.kept_batches import KeptBatches
 
 
 class ChunkBatches:
-    """The positions of several `KeptBatches`, in the order of their chunks; at an iteration's start all are alike."""
+    """The positions of several `KeptBatches`, in the order of their chunks; at an
+    iteration's start all are alike.
+    """
 
     def __init__(self, chunks: Sequence[KeptBatches]) -> None:
         self._chunks = chunks
@@ -24,11 +28,17 @@ class ChunkBatches:
         }
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Go to the positions of the result of `saved`. Raises ConfigError as `KeptBatches.restore` does."""
+        """Go to the positions of the result of `saved`. Raises ConfigError as
+        `KeptBatches.restore` does.
+        """
         for number, chunk in enumerate(self._chunks):
             chunk.restore(under(f"{number}.", saved))
 
 
 def under(prefix: str, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors whose names begin with a prefix, by the rest of their names."""
-    return {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in saved.items()
+        if name.startswith(prefix)
+    }

@@ -1,11 +1,14 @@
-"""FP8 parameters on a CPU: tensors with the attributes of Transformer Engine's, and its cast of master weights.
+"""FP8 parameters on a CPU: tensors with the attributes of Transformer Engine's, and its
+cast of master weights.
 
-Owns: payload and scales of a weight (`_data`, `_scale_inv`; `_rowwise_data`, `_rowwise_scale_inv`), casts with the
-scales of each recipe, and the names under which Megatron-Core looks for them. Class names, attributes and the order of
-a cast follow Transformer Engine 2.9 to 2.11. Must not: multiply; `fp8_linear` does, with the values of `dequantize`.
+Owns: payload and scales of a weight (`_data`, `_scale_inv`; `_rowwise_data`,
+`_rowwise_scale_inv`), casts with the scales of each recipe, and the names under which
+Megatron-Core looks for them. Class names, attributes and the order of a cast follow
+Transformer Engine 2.9 to 2.11. Must not: multiply; `fp8_linear` does, with the values
+of `dequantize`.
 
-A tensor keeps its dequantized values, as those on a GPU keep a transposed copy: they follow a change in place only when
-`_reset_caches` or `update_usage` is called.
+A tensor keeps its dequantized values, as those on a GPU keep a transposed copy: they
+follow a change in place only when `_reset_caches` or `update_usage` is called.
 """
 
 from __future__ import annotations
@@ -34,17 +37,23 @@ class Float8CurrentScalingQuantizer:
         return (1,)
 
     def places(self, start: int, end: int, _shape: torch.Size, /) -> torch.Tensor:
-        """Return, for the elements `start` to `end` of a flattened tensor, the position of the scale of each."""
+        """Return, for the elements `start` to `end` of a flattened tensor, the position
+        of the scale of each.
+        """
         return torch.zeros(end - start, dtype=torch.int64)
 
     def scales(self, amax: torch.Tensor) -> torch.Tensor:
-        """Return the factors that values are multiplied with, for largest values over all ranks."""
+        """Return the factors that values are multiplied with, for largest values over
+        all ranks.
+        """
         factors = (_LARGEST / amax).clamp(max=torch.finfo(torch.float32).max)
         return torch.where((amax > 0) & torch.isfinite(amax), factors, 1.0)
 
 
 class Float8Quantizer(Float8CurrentScalingQuantizer):
-    """Delayed: `scale`, float32 [1], is there before the tensor; `amax`, [1], notes its largest value for later."""
+    """Delayed: `scale`, float32 [1], is there before the tensor; `amax`, [1], notes its
+    largest value for later.
+    """
 
     def __init__(self, scale: torch.Tensor, amax: torch.Tensor) -> None:
         self.scale, self.amax = scale, amax
@@ -55,7 +64,9 @@ class Float8Quantizer(Float8CurrentScalingQuantizer):
 
 
 class Float8BlockQuantizer(Float8CurrentScalingQuantizer):
-    """Blockwise: one scale, a power of two, for each square of `block_len` rows and columns."""
+    """Blockwise: one scale, a power of two, for each square of `block_len` rows and
+    columns.
+    """
 
     block_len = 128
 
@@ -65,14 +76,20 @@ class Float8BlockQuantizer(Float8CurrentScalingQuantizer):
 
     def places(self, start: int, end: int, shape: torch.Size, /) -> torch.Tensor:
         position, in_row = torch.arange(start, end), self.scale_shape(shape)[1]
-        return position // shape[1] // self.block_len * in_row + position % shape[1] // self.block_len
+        return (
+            position // shape[1] // self.block_len * in_row
+            + position % shape[1] // self.block_len
+        )
 
     def scales(self, amax: torch.Tensor) -> torch.Tensor:
-        return (super().scales(amax).view(torch.int32) & 0x7F800000).view(torch.float32)  # without the mantissa
+        # without the mantissa
+        return (super().scales(amax).view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 class QuantizedTensor(torch.Tensor):
-    """A weight in FP8 that shows itself as a tensor of `dtype`, with the values of `dequantize`."""
+    """A weight in FP8 that shows itself as a tensor of `dtype`, with the values of
+    `dequantize`.
+    """
 
     _quantizer: Float8CurrentScalingQuantizer
     _dequantized: torch.Tensor | None
@@ -89,7 +106,9 @@ class QuantizedTensor(torch.Tensor):
         quantizer: Float8CurrentScalingQuantizer,
         dtype: torch.dtype,
     ) -> QuantizedTensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=dtype, device=payload.device)  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, payload.shape, dtype=dtype, device=payload.device
+        )
         made._quantizer, made._dequantized = quantizer, None
         made._put(payload, scale_inv)
         return made
@@ -121,7 +140,9 @@ class QuantizedTensor(torch.Tensor):
         return self._dequantized
 
     def get_high_precision_init_val(self) -> torch.Tensor:
-        """Return the values that the tensor was first cast from: Megatron makes its master weights of them."""
+        """Return the values that the tensor was first cast from: Megatron makes its
+        master weights of them.
+        """
         return cast("Any", self).high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
@@ -129,19 +150,39 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+        cls,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        options: dict[str, Any] | None = None,
     ) -> Any:
         first = arguments[0]
         if isinstance(first, cls) and function in cls._views:
             payload, scale_inv = first._stored()
-            return cls(function(payload, *arguments[1:]), scale_inv, first._quantizer, first.dtype)
+            return cls(
+                function(payload, *arguments[1:]),
+                scale_inv,
+                first._quantizer,
+                first.dtype,
+            )
         if function is _aten.copy_.default and isinstance(first, QuantizedTensor):
-            source = arguments[1].dequantize() if isinstance(arguments[1], QuantizedTensor) else arguments[1]
+            source = (
+                arguments[1].dequantize()
+                if isinstance(arguments[1], QuantizedTensor)
+                else arguments[1]
+            )
             cast_master_weights_to_fp8([first], [source.float().view(-1)], [0], None)
             return first
         # a change would reach the dequantized copy, and be lost with it
-        assert not function._schema.is_mutable, f"{function} of an FP8 parameter: got an update in place, wanted none"
-        plain = tree_map(lambda each: each.dequantize() if isinstance(each, QuantizedTensor) else each, arguments)
+        assert not function._schema.is_mutable, (
+            f"{function} of an FP8 parameter: got an update in place, wanted none"
+        )
+        plain = tree_map(
+            lambda each: (
+                each.dequantize() if isinstance(each, QuantizedTensor) else each
+            ),
+            arguments,
+        )
         return function(*plain, **(options or {}))
 
 
@@ -166,12 +207,25 @@ class Float8BlockwiseQTensor(QuantizedTensor):
             self._dequantized = None
 
 
-def to_fp8_parameter(parameter: torch.nn.Parameter, quantizer: Float8CurrentScalingQuantizer) -> torch.nn.Parameter:
-    """Return an FP8 parameter with these values, [rows, columns], and the attributes of `parameter`."""
+def to_fp8_parameter(
+    parameter: torch.nn.Parameter, quantizer: Float8CurrentScalingQuantizer
+) -> torch.nn.Parameter:
+    """Return an FP8 parameter with these values, [rows, columns], and the attributes of
+    `parameter`.
+    """
     weights = parameter.detach()
-    kind = Float8BlockwiseQTensor if isinstance(quantizer, Float8BlockQuantizer) else Float8Tensor
+    kind = (
+        Float8BlockwiseQTensor
+        if isinstance(quantizer, Float8BlockQuantizer)
+        else Float8Tensor
+    )
     scale_inv = torch.ones(quantizer.scale_shape(weights.shape))
-    made = kind(torch.zeros(weights.shape, dtype=torch.uint8), scale_inv, quantizer, weights.dtype)
+    made = kind(
+        torch.zeros(weights.shape, dtype=torch.uint8),
+        scale_inv,
+        quantizer,
+        weights.dtype,
+    )
     cast_master_weights_to_fp8([made], [weights.float().view(-1)], [0], None)
     converted = torch.nn.Parameter(made)
     vars(converted).update(vars(parameter))
@@ -180,7 +234,8 @@ def to_fp8_parameter(parameter: torch.nn.Parameter, quantizer: Float8CurrentScal
 
 
 def convert(
-    model: torch.nn.Module, quantizer_of: Callable[[torch.Tensor], Float8CurrentScalingQuantizer | None]
+    model: torch.nn.Module,
+    quantizer_of: Callable[[torch.Tensor], Float8CurrentScalingQuantizer | None],
 ) -> None:
     """Make FP8 parameters of all parameters of a model that have a quantizer."""
     _install()
@@ -199,14 +254,19 @@ def cast_master_weights_to_fp8(
     group: dist.ProcessGroup | None,
     *_: Any,
 ) -> None:
-    """Cast the parts that this rank has of float32 master weights, each rounded to the weight's type first.
+    """Cast the parts that this rank has of float32 master weights, each rounded to the
+    weight's type first.
 
     Collective in `group`; without one the masters are whole.
     """
     if not weights:
         return
     parts = [
-        (weight, torch.empty(0) if master is None else master.to(weight.dtype).float(), start or 0)
+        (
+            weight,
+            torch.empty(0) if master is None else master.to(weight.dtype).float(),
+            start or 0,
+        )
         for weight, master, start in zip(weights, masters, starts, strict=True)
     ]
     packed = torch.cat([_largest(*part) for part in parts])
@@ -219,14 +279,20 @@ def cast_master_weights_to_fp8(
         scale_inv.view(-1).copy_(scales.reciprocal())
         end = start + values.numel()
         scaled = values * scales[weight._quantizer.places(start, end, weight.shape)]
-        payload.view(-1)[start:end] = scaled.clamp_(-_LARGEST, _LARGEST).to(E4M3).view(torch.uint8)
+        payload.view(-1)[start:end] = (
+            scaled.clamp_(-_LARGEST, _LARGEST).to(E4M3).view(torch.uint8)
+        )
         weight._dequantized = None
 
 
 def _largest(weight: QuantizedTensor, values: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the largest values below each scale of a weight, float32, flattened; 0 where this rank has none."""
+    """Return the largest values below each scale of a weight, float32, flattened; 0
+    where this rank has none.
+    """
     places = weight._quantizer.places(start, start + values.numel(), weight.shape)
-    return torch.zeros(weight._stored()[1].numel()).scatter_reduce_(0, places, values.abs(), "amax")
+    return torch.zeros(weight._stored()[1].numel()).scatter_reduce_(
+        0, places, values.abs(), "amax"
+    )
 
 
 def _replace_raw_data(weight: QuantizedTensor, raw: torch.Tensor) -> None:
@@ -236,7 +302,9 @@ def _replace_raw_data(weight: QuantizedTensor, raw: torch.Tensor) -> None:
 
 
 def _install() -> None:
-    """Let Megatron-Core take these tensors for Transformer Engine's in this process from now on. Idempotent."""
+    """Let Megatron-Core take these tensors for Transformer Engine's in this process
+    from now on. Idempotent.
+    """
     utilities: Any = importlib.import_module("megatron.core.fp8_utils")
     values: dict[str, object] = {
         "HAVE_TE_FP8_TENSOR_CLASS": True,
@@ -248,12 +316,17 @@ def _install() -> None:
     buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     seams = [(utilities, name, value) for name, value in values.items()]
     for module, name, value in [*seams, (buffers, "_coalescing_manager", _one_by_one)]:
-        getattr(module, name)  # a renamed seam is an AttributeError here, not a silent no-op
+        # a renamed seam is an AttributeError here, not a silent no-op
+        getattr(module, name)
         setattr(module, name, value)
 
 
-def _one_by_one(group: Any, *arguments: Any, async_ops: bool = False, **options: Any) -> Any:
-    """Let gloo gather buffers of FP8 and of BF16 apart: together, it converts the bytes of one to the other's type."""
+def _one_by_one(
+    group: Any, *arguments: Any, async_ops: bool = False, **options: Any
+) -> Any:
+    """Let gloo gather buffers of FP8 and of BF16 apart: together, it converts the bytes
+    of one to the other's type.
+    """
     if async_ops:
         return _coalescing_manager(group, *arguments, async_ops=async_ops, **options)
     return contextlib.nullcontext()

@@ -1,8 +1,10 @@
-"""Products of bfloat16 and float16 matrices on processors that have no instructions for them.
+"""Products of bfloat16 and float16 matrices on processors that have no instructions for
+them.
 
-Owns: replacing PyTorch's own loops, which are some fifty times slower there than its float32 products (AVX2: 1 and 57
-GFLOPS a core), by float32 products whose result is rounded once, in this process. Both sum in float32, in different
-orders. Must not: touch a processor, or a number format, for which PyTorch has fast products.
+Owns: replacing PyTorch's own loops, which are some fifty times slower there than its
+float32 products (AVX2: 1 and 57 GFLOPS a core), by float32 products whose result is
+rounded once, in this process. Both sum in float32, in different orders. Must not: touch
+a processor, or a number format, for which PyTorch has fast products.
 """
 
 from __future__ import annotations
@@ -23,32 +25,46 @@ _library: torch.library.Library | None = None
 
 def slow_formats() -> frozenset[torch.dtype]:
     """Return the number formats whose products are slow on this processor."""
-    return frozenset(dtype for dtype, is_fast in _HAS_FAST_PRODUCTS.items() if not is_fast())
+    return frozenset(
+        dtype for dtype, is_fast in _HAS_FAST_PRODUCTS.items() if not is_fast()
+    )
 
 
 def multiply_in_float32(formats: frozenset[torch.dtype]) -> None:
-    """From now on compute CPU products of these formats in float32; other formats stay as they are. Once a process."""
+    """From now on compute CPU products of these formats in float32; other formats stay
+    as they are. Once a process.
+    """
     global _library
     if not formats or _library is not None:
         return
-    # kept for as long as the process lives: torch takes the kernels out again with the object
+    # kept for as long as the process lives: torch takes the kernels out again with the
+    # object
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel")
+        warnings.filterwarnings(
+            "ignore", message=".*Overriding a previously registered kernel"
+        )
         for name in ("mm", "bmm", "addmm", "baddbmm"):
-            # the `out` overloads keep PyTorch's own kernels; the replaced functions would call themselves without end
+            # the `out` overloads keep PyTorch's own kernels; the replaced functions
+            # would call themselves without end
             _library.impl(name, _widened(getattr(_aten, name).out, formats), "CPU")
 
 
-def _widened(product: Callable[..., torch.Tensor], formats: frozenset[torch.dtype]) -> Callable[..., torch.Tensor]:
-    """Return a function that multiplies its last two tensors as `product` does, or in float32 for these formats."""
+def _widened(
+    product: Callable[..., torch.Tensor], formats: frozenset[torch.dtype]
+) -> Callable[..., torch.Tensor]:
+    """Return a function that multiplies its last two tensors as `product` does, or in
+    float32 for these formats.
+    """
 
     def multiply(*tensors: torch.Tensor, **scalars: Any) -> torch.Tensor:
         left, right = tensors[-2:]
         shape = (*left.shape[:-1], right.shape[-1])
         if left.dtype not in formats:
             return product(*tensors, **scalars, out=left.new_empty(shape))
-        wide = product(*(tensor.float() for tensor in tensors), **scalars, out=torch.empty(shape))
+        wide = product(
+            *(tensor.float() for tensor in tensors), **scalars, out=torch.empty(shape)
+        )
         return wide.to(left.dtype)
 
     return multiply

@@ -1,10 +1,14 @@
-"""CPU stand-in for the parts of `torch.cuda` that Megatron-Core calls without checking for a GPU.
+"""CPU stand-in for the parts of `torch.cuda` that Megatron-Core calls without checking
+for a GPU.
 
-Owns: training an unmodified Megatron-Core model on CPU tensors with gloo. Active only without CUDA; on a machine with a
-GPU `enable` only mends one name that a missing Transformer Engine leaves undefined. Must not: know models, or change
-the result of a computation, but for the order of sums in products on processors that are slow at them (`cpu_matmul`).
+Owns: training an unmodified Megatron-Core model on CPU tensors with gloo. Active only
+without CUDA; on a machine with a GPU `enable` only mends one name that a missing
+Transformer Engine leaves undefined. Must not: know models, or change the result of a
+computation, but for the order of sums in products on processors that are slow at them
+(`cpu_matmul`).
 
-The "CUDA" generator is the default CPU generator here: Megatron's RNG tracker forks and restores that one.
+The "CUDA" generator is the default CPU generator here: Megatron's RNG tracker forks and
+restores that one.
 """
 
 from __future__ import annotations
@@ -22,20 +26,30 @@ from torch.overrides import TorchFunctionMode
 from moe_ckpt.megatron import cpu_matmul
 
 _CPU: Final = torch.device("cpu")
-_DEVICE_METHODS: Final = frozenset((torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to))
+_DEVICE_METHODS: Final = frozenset(
+    (torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to)
+)
 _active: _CudaNamesOnCpu | None = None
 
 
 class _CudaNamesOnCpu(TorchFunctionMode):
-    """Maps `device="cuda"` arguments, `.cuda()` and the names that `Tensor.type()` returns."""
+    """Maps `device="cuda"` arguments, `.cuda()` and the names that `Tensor.type()`
+    returns.
+    """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _DEVICE_METHODS:  # called in few of the thousand calls of an iteration
+        # called in few of the thousand calls of an iteration
+        if func in _DEVICE_METHODS:
             if func is torch.Tensor.cuda:
                 return args[0]
-            # Megatron asserts that gradients to be clipped are of type `torch.cuda.FloatTensor`
+            # Megatron asserts that gradients to be clipped are of type
+            # `torch.cuda.FloatTensor`
             if func is torch.Tensor.type and len(args) == 1 and not kwargs:
                 return func(*args).replace("torch.", "torch.cuda.", 1)
             if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
@@ -60,7 +74,9 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 class _Stream:
-    """The stand-in of streams and events on a CPU: work is complete when a call returns, so waits end at once."""
+    """The stand-in of streams and events on a CPU: work is complete when a call
+    returns, so waits end at once.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -83,7 +99,9 @@ def _get_rng_state(device: Any = None) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+def _set_rng_state(
+    new_state: torch.Tensor, device: Any = None, graph_safe: bool = False
+) -> None:
     torch.set_rng_state(new_state)
 
 
@@ -108,7 +126,8 @@ _CUDA_STAND_INS: Final[dict[str, Any]] = {
 
 
 def enable() -> bool:
-    """Install the stand-in in this process and thread if there is no CUDA; return whether it is active.
+    """Install the stand-in in this process and thread if there is no CUDA; return
+    whether it is active.
 
     Call before the process groups are formed, from the training thread. Idempotent.
     """
@@ -117,13 +136,16 @@ def enable() -> bool:
     if torch.cuda.is_available():
         return False
     if _active is None:
-        torch.compiler.set_stance("force_eager")  # else Megatron spends half a second on deciding to compile nothing
+        # else Megatron spends half a second on deciding to compile nothing
+        torch.compiler.set_stance("force_eager")
         for path, stand_in in _CUDA_STAND_INS.items():
             _replace(path, stand_in)
         _take_plain_split_sizes()
         cpu_matmul.multiply_in_float32(cpu_matmul.slow_formats())
         _stay_active_in_backward()
-        logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_shared_generator_note)
+        logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+            _is_not_shared_generator_note
+        )
         _active = _CudaNamesOnCpu()
         _active.__enter__()
     return True
@@ -132,12 +154,15 @@ def enable() -> bool:
 def _replace(path: str, value: Any) -> None:
     module, name = path.rsplit(".", 1)
     target = importlib.import_module(module)
-    getattr(target, name)  # a renamed seam is an AttributeError here, not a silent no-op
+    # a renamed seam is an AttributeError here, not a silent no-op
+    getattr(target, name)
     setattr(target, name, value)
 
 
 def _take_plain_split_sizes() -> None:
-    """Let the alltoall dispatcher keep split sizes in CPU tensors, which it would copy from a GPU."""
+    """Let the alltoall dispatcher keep split sizes in CPU tensors, which it would copy
+    from a GPU.
+    """
     original = torch.distributed.all_to_all_single
 
     def all_to_all_single(
@@ -148,7 +173,14 @@ def _take_plain_split_sizes() -> None:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        return original(output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), group, async_op)
+        return original(
+            output,
+            input,
+            _as_list(output_split_sizes),
+            _as_list(input_split_sizes),
+            group,
+            async_op,
+        )
 
     torch.distributed.all_to_all_single = all_to_all_single
 
@@ -158,14 +190,18 @@ def _as_list(sizes: Any) -> Any:
 
 
 def _skip_missing_transformer_engine() -> None:
-    """Define a name that moe_utils compares with None and that its failed import leaves undefined."""
+    """Define a name that moe_utils compares with None and that its failed import leaves
+    undefined.
+    """
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def _stay_active_in_backward() -> None:
-    """Keep the mode active in `Tensor.backward`, which switches it off: recomputation in backward needs it."""
+    """Keep the mode active in `Tensor.backward`, which switches it off: recomputation
+    in backward needs it.
+    """
     functions = torch.autograd.function.BackwardCFunction
     original = functions.apply
 
@@ -178,9 +214,12 @@ def _stay_active_in_backward() -> None:
 
 
 def for_a_hook() -> contextlib.AbstractContextManager[object]:
-    """Return a context that activates the stand-in in a hook of backward, where the mode is off."""
+    """Return a context that activates the stand-in in a hook of backward, where the
+    mode is off.
+    """
     return _active or contextlib.nullcontext()
 
 
 def _is_not_shared_generator_note(record: logging.LogRecord) -> bool:
-    return "CPU RNG state changed" not in record.getMessage()  # the two generators are one here
+    # the two generators are one here
+    return "CPU RNG state changed" not in record.getMessage()

@@ -1,12 +1,14 @@
-"""The training state as a directory in Megatron's `dist_checkpointing` format (torch_dist).
+"""The training state as a directory in Megatron's `dist_checkpointing` format
+(torch_dist).
 
-Owns: one save at a time, in step with all ranks, and loading. Must not: name directories, decide when to save, or
-commit a checkpoint.
+Owns: one save at a time, in step with all ranks, and loading. Must not: name
+directories, decide when to save, or commit a checkpoint.
 
-Megatron describes and shards the state; PyTorch's distributed checkpoint writes it, in this process: Megatron's own
-writer forks processes, which costs seconds on a CPU, and waits for ever for a killed one. PyTorch's writer tells all
-ranks of a failure on any. An asynchronous save copies the state to host memory; a thread without collectives writes and
-checks it while training continues.
+Megatron describes and shards the state; PyTorch's distributed checkpoint writes it, in
+this process: Megatron's own writer forks processes, which costs seconds on a CPU, and
+waits for ever for a killed one. PyTorch's writer tells all ranks of a failure on any.
+An asynchronous save copies the state to host memory; a thread without collectives
+writes and checks it while training continues.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -49,11 +55,12 @@ _log = logging.getLogger(__name__)
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _METADATA_RESERVE_BYTES = 16 << 20
-# short beside `runtime.progress_s`: a rank that waits for a slow disk must not count as hung
+# short beside `runtime.progress_s`: a rank that waits for a slow disk must not count as
+# hung
 _LOOK_AGAIN_S = 1.0
 _OTHER_SCALES = (
-    "FP8 and FP16 states have a scale for each shard: at another layout they are stored again with other scales, and "
-    "are not the same bit for bit"
+    "FP8 and FP16 states have a scale for each shard: at another layout they are stored"
+    " again with other scales, and are not the same bit for bit"
 )
 _LOAD_ERRORS = (
     CheckpointException,
@@ -62,7 +69,8 @@ _LOAD_ERRORS = (
     RuntimeError,
     ValueError,
     KeyError,
-    AssertionError,  # Megatron's schedule asserts that its settings are those of the checkpoint
+    # Megatron's schedule asserts that its settings are those of the checkpoint
+    AssertionError,
 )
 
 
@@ -72,25 +80,42 @@ T = TypeVar("T")
 class MegatronDurableState:
     """Implements `ports.DurableState`."""
 
-    def __init__(self, state: TrainingState, *, asynchronous: bool, cpu_backend: str = "gloo") -> None:
+    def __init__(
+        self, state: TrainingState, *, asynchronous: bool, cpu_backend: str = "gloo"
+    ) -> None:
         self._state = state
         self._group = cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))
         self._asynchronous = asynchronous
-        self._save: tuple[PlannedWrite, Future[Written]] | None = None  # in flight, with this rank's result
+        # in flight, with this rank's result
+        self._save: tuple[PlannedWrite, Future[Written]] | None = None
         self._abandoned: Future[Written] | None = None
-        self._run_seed = torch.initial_seed()  # as the loop has seeded this rank; later a load replaces generators
+        # as the loop has seeded this rank; later a load replaces generators
+        self._run_seed = torch.initial_seed()
 
     def start_save(self, directory: Path, iteration: int) -> None:
         assert not self.is_writing(), "one save at a time"
-        gather_late_parameters(self._state)  # else weights beyond this rank's shard are those of an earlier step
-        content = {"iteration": iteration, **sharded_state(self._state, is_loading=False)}
-        sharded, common = cast("tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content))
-        # before the first file: a disk that fills up in the middle of a save fails it after all of its cost
-        self._refuse_without_space(directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded)))
-        broadcast_result(TorchRanks(), lambda: _write_common(directory, common), CheckpointSaveError)
+        # else weights beyond this rank's shard are those of an earlier step
+        gather_late_parameters(self._state)
+        content = {
+            "iteration": iteration,
+            **sharded_state(self._state, is_loading=False),
+        }
+        sharded, common = cast(
+            "tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content)
+        )
+        # before the first file: a disk that fills up in the middle of a save fails it
+        # after all of its cost
+        self._refuse_without_space(
+            directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded))
+        )
+        broadcast_result(
+            TorchRanks(), lambda: _write_common(directory, common), CheckpointSaveError
+        )
         if self._asynchronous:
             sharded = _host_copy(sharded)
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded, keep_only_main_replica=True
+        )
         planned = PlannedWrite(directory, mcore_to_pyt_state_dict(by_key), self._group)
         self._save = planned, _begin(planned.write, in_background=self._asynchronous)
 
@@ -101,7 +126,8 @@ class MegatronDurableState:
         while not _true_on_all_ranks(writing.done()):
             if not wait:
                 return None
-            futures.wait([writing], timeout=_LOOK_AGAIN_S)  # then meet the others, or learn that some are lost
+            # then meet the others, or learn that some are lost
+            futures.wait([writing], timeout=_LOOK_AGAIN_S)
         self._save = None  # also where finish raises: a failed save is over
         return planned.finish(writing.result)
 
@@ -112,23 +138,50 @@ class MegatronDurableState:
             self._save = None
 
     def is_writing(self) -> bool:
-        return self._save is not None or (self._abandoned is not None and not self._abandoned.done())
+        return self._save is not None or (
+            self._abandoned is not None and not self._abandoned.done()
+        )
 
-    def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
+    def load(
+        self, directory: Path, resharded_from: ParallelLayout | None = None
+    ) -> int:
         num_ranks = resharded_from.world_size if resharded_from else None
-        iterations = gather_results(TorchRanks(), lambda: self._load(directory, num_ranks), CheckpointLoadError)
-        if any(is_fp8_parameter(parameter) for chunk in self._state.model for parameter in chunk.parameters()):
-            gather_parameters(self._state)  # a checkpoint has no payloads: they follow from masters, over all ranks
-        if num_ranks is not None and any(map(is_rounded, self._state.inner_optimizers)) and dist.get_rank() == 0:
+        iterations = gather_results(
+            TorchRanks(), lambda: self._load(directory, num_ranks), CheckpointLoadError
+        )
+        if any(
+            is_fp8_parameter(parameter)
+            for chunk in self._state.model
+            for parameter in chunk.parameters()
+        ):
+            # a checkpoint has no payloads: they follow from masters, over all ranks
+            gather_parameters(self._state)
+        if (
+            num_ranks is not None
+            and any(map(is_rounded, self._state.inner_optimizers))
+            and dist.get_rank() == 0
+        ):
             _log.warning("%s: %s", directory, _OTHER_SCALES)
         return iterations[0]
 
     def _load(self, directory: Path, num_saving_ranks: int | None) -> int:
-        reshard = Reshard(self._state, str(directory), num_saving_ranks) if num_saving_ranks is not None else None
-        template = reshard.template() if reshard else {"iteration": 0, **sharded_state(self._state, is_loading=True)}
+        reshard = (
+            Reshard(self._state, str(directory), num_saving_ranks)
+            if num_saving_ranks is not None
+            else None
+        )
+        template = (
+            reshard.template()
+            if reshard
+            else {"iteration": 0, **sharded_state(self._state, is_loading=True)}
+        )
         with _failing_as_load(directory):
-            loaded = cast("dict[str, Any]", dist_checkpointing.load(template, str(directory)))
-            load_sharded_state(self._state, reshard.adapt(loaded) if reshard else loaded)
+            loaded = cast(
+                "dict[str, Any]", dist_checkpointing.load(template, str(directory))
+            )
+            load_sharded_state(
+                self._state, reshard.adapt(loaded) if reshard else loaded
+            )
         if reshard:
             reseed(self._run_seed, int(loaded["iteration"]))
         return int(loaded["iteration"])
@@ -138,7 +191,11 @@ class MegatronDurableState:
         size_bytes = torch.tensor(my_size_bytes, dtype=torch.int64)
         dist.all_reduce(size_bytes, group=self._group)
         needed_bytes = int(size_bytes.item()) + _METADATA_RESERVE_BYTES
-        broadcast_result(TorchRanks(), lambda: _require_space(directory, needed_bytes), CheckpointSaveError)
+        broadcast_result(
+            TorchRanks(),
+            lambda: _require_space(directory, needed_bytes),
+            CheckpointSaveError,
+        )
 
 
 @contextlib.contextmanager
@@ -148,7 +205,11 @@ def _failing_as_load(directory: Path) -> Iterator[None]:
     except CheckpointLoadError:
         raise
     except _LOAD_ERRORS as error:
-        reason = reason_of(error) if isinstance(error, CheckpointException) else str(error) or repr(error)
+        reason = (
+            reason_of(error)
+            if isinstance(error, CheckpointException)
+            else str(error) or repr(error)
+        )
         raise CheckpointLoadError(f"{directory}: {reason}") from error
 
 
@@ -156,17 +217,23 @@ def _require_space(directory: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(directory).free
     if free_bytes < needed_bytes:
         free_mib, needed_mib = free_bytes / 2**20, needed_bytes / 2**20
-        raise CheckpointSaveError(f"{directory}: {free_mib:.0f} MiB free, a checkpoint may take {needed_mib:.0f} MiB")
+        raise CheckpointSaveError(
+            f"{directory}: {free_mib:.0f} MiB free, a checkpoint may take"
+            f" {needed_mib:.0f} MiB"
+        )
 
 
 def _write_common(directory: Path, common: dict[str, Any]) -> None:
-    with (directory / COMMON_STATE_FNAME).open("wb") as file:  # torch's own file is no OSError when the disk is full
+    # torch's own file is no OSError when the disk is full
+    with (directory / COMMON_STATE_FNAME).open("wb") as file:
         torch.save(common, file)
     save_config(_FORMAT, str(directory))
 
 
 def _host_copy(sharded: dict[str, Any]) -> dict[str, Any]:
-    """Copy the tensors, so that training may change the originals; objects are serialized at once anyway."""
+    """Copy the tensors, so that training may change the originals; objects are
+    serialized at once anyway.
+    """
     for entry in _tensors_to_write(sharded):
         entry.data = entry.data.detach().to("cpu", copy=True)
     return sharded
@@ -174,12 +241,20 @@ def _host_copy(sharded: dict[str, Any]) -> dict[str, Any]:
 
 def _tensors_to_write(sharded: dict[str, Any]) -> list[Any]:
     """Return the tensors that this rank writes: of several copies, only one rank's."""
-    tensors = (entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor))
-    return [entry for entry in tensors if entry.data is not None and is_main_replica(entry.replica_id)]
+    tensors = (
+        entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor)
+    )
+    return [
+        entry
+        for entry in tensors
+        if entry.data is not None and is_main_replica(entry.replica_id)
+    ]
 
 
 def _begin(call: Callable[[], T], *, in_background: bool) -> Future[T]:
-    """Call now, or in a separate thread. An error of the call is raised when the result is read."""
+    """Call now, or in a separate thread. An error of the call is raised when the result
+    is read.
+    """
     outcome: Future[T] = Future()
     device = torch.cuda.current_device()
 
@@ -192,7 +267,8 @@ def _begin(call: Callable[[], T], *, in_background: bool) -> Future[T]:
             outcome.set_exception(error)
 
     if in_background:
-        # a daemon, and no pool: neither another save nor the end of the process waits for it
+        # a daemon, and no pool: neither another save nor the end of the process waits
+        # for it
         threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
     else:
         run()

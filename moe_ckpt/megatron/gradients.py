@@ -1,7 +1,7 @@
 """A step of torch's Adam as numbers with which another process can take the same step.
 
-Owns: the numbers of the coming step, and its gradients. Must not: take it. Clipped gradients stay until the next
-iteration.
+Owns: the numbers of the coming step, and its gradients. Must not: take it. Clipped
+gradients stay until the next iteration.
 """
 
 from __future__ import annotations
@@ -22,43 +22,69 @@ _CHANGED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "f
 
 
 def repeats_on_a_host(master: torch.Tensor) -> bool:
-    """Return whether a process without a GPU can take Adam's step of these master weights bit for bit."""
-    # kernels of a GPU use fused multiply-adds: a peer's step differs in its last bits, after gradients were sent for it
+    """Return whether a process without a GPU can take Adam's step of these master
+    weights bit for bit.
+    """
+    # kernels of a GPU use fused multiply-adds: a peer's step differs in its last bits,
+    # after gradients were sent for it
     return master.device.type == "cpu"
 
 
 class AdamSteps:
-    """The steps of all inner optimizers that are torch's Adam or AdamW; those of other optimizers are unknown."""
+    """The steps of all inner optimizers that are torch's Adam or AdamW; those of other
+    optimizers are unknown.
+    """
 
     def __init__(self, state: TrainingState) -> None:
-        self._optimizers = [torch_optimizer(optimizer) for optimizer in state.inner_optimizers]
+        self._optimizers = [
+            torch_optimizer(optimizer) for optimizer in state.inner_optimizers
+        ]
         self._iteration: int | None = None
-        self._groups: list[tuple[Any, list[torch.Tensor], Mapping[str, Any]]] = []  # optimizer, masters, numbers
-        self._known: Mapping[int, AdamStep] | None = None  # of that iteration, on request
+        # optimizer, masters, numbers
+        self._groups: list[tuple[Any, list[torch.Tensor], Mapping[str, Any]]] = []
+        # of that iteration, on request
+        self._known: Mapping[int, AdamStep] | None = None
 
     def note(self, iteration: int, *, overflow: bool) -> None:
         """The step of `iteration` follows, or is skipped because of an `overflow`."""
         self._iteration, self._known = None if overflow else iteration, None
-        # copies of numbers: Megatron advances learning rate and weight decay right after the step
+        # copies of numbers: Megatron advances learning rate and weight decay right
+        # after the step
         self._groups = [
-            (inner, group["params"], {name: value for name, value in group.items() if name != "params"})
+            (
+                inner,
+                group["params"],
+                {name: value for name, value in group.items() if name != "params"},
+            )
             for inner in self._optimizers
             if inner is not None and type(inner) in _ADAMS
             for group in inner.param_groups
         ]
 
     def require_known(self) -> None:
-        """Raise ConfigError unless the steps of all optimizers will be known, and their states are FP32."""
+        """Raise ConfigError unless the steps of all optimizers will be known, and their
+        states are FP32.
+        """
         for inner in self._optimizers:
-            wanted = "torch's Adam or AdamW, without options that change its arithmetic, where ckpt=flowcheck"
+            wanted = (
+                "torch's Adam or AdamW, without options that change its arithmetic,"
+                " where ckpt=flowcheck"
+            )
             name = type(inner).__name__
             require(inner is None or type(inner) in _ADAMS, "optimizer", name, wanted)
             for group in inner.param_groups if inner else []:
                 changed = [option for option in _CHANGED if group.get(option)]
-                require(not changed, "optimizer", f"{name} with {', '.join(changed)}", wanted)
+                require(
+                    not changed,
+                    "optimizer",
+                    f"{name} with {', '.join(changed)}",
+                    wanted,
+                )
 
     def known(self, iteration: int) -> Mapping[int, AdamStep]:
-        """Return the steps that were taken in `iteration`, by the id of the master weights."""
+        """Return the steps that were taken in `iteration`, by the id of the master
+        weights.
+        """
         if self._iteration != iteration:
             return {}
         if self._known is None:
@@ -71,7 +97,9 @@ class AdamSteps:
         return self._known
 
 
-def _step(inner: Any, master: torch.Tensor, numbers: Mapping[str, Any]) -> AdamStep | None:
+def _step(
+    inner: Any, master: torch.Tensor, numbers: Mapping[str, Any]
+) -> AdamStep | None:
     if any(numbers.get(option) for option in _CHANGED) or master not in inner.state:
         return None
     beta1, beta2 = numbers["betas"]
@@ -81,7 +109,8 @@ def _step(inner: Any, master: torch.Tensor, numbers: Mapping[str, Any]) -> AdamS
         beta2=float(beta2),
         eps=float(numbers["eps"]),
         weight_decay=float(numbers["weight_decay"]),
-        decoupled=isinstance(inner, torch.optim.AdamW) or bool(numbers.get("decoupled_weight_decay")),
+        decoupled=isinstance(inner, torch.optim.AdamW)
+        or bool(numbers.get("decoupled_weight_decay")),
         # the step has been taken, and has counted itself
         steps=float(inner.state[master]["step"]) - 1,
     )

@@ -1,7 +1,9 @@
-"""All local experts of a layer in one module, on a CPU: the stand-in for Transformer Engine's grouped linear layers.
+"""All local experts of a layer in one module, on a CPU: the stand-in for Transformer
+Engine's grouped linear layers.
 
-Owns: one weight an expert, under the names of Megatron-Core's `TEGroupedMLP` and its checkpoints, and a product for
-each expert's tokens. Must not: know experts; biases and tensor parallelism are not supported.
+Owns: one weight an expert, under the names of Megatron-Core's `TEGroupedMLP` and its
+checkpoints, and a product for each expert's tokens. Must not: know experts; biases and
+tensor parallelism are not supported.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from moe_ckpt.megatron.layer_specs import moe_submodules
 
 
 class GroupedLinear(torch.nn.Module):
-    """Linear layers of the local experts, `weight0` to `weightN`, [output_size, input_size] each; without biases."""
+    """Linear layers of the local experts, `weight0` to `weightN`, [output_size,
+    input_size] each; without biases.
+    """
 
     def __init__(
         self,
@@ -39,45 +43,74 @@ class GroupedLinear(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        require(not bias, "model.linear_bias", bias, "false where model.moe_grouped_gemm=true without a GPU")
+        require(
+            not bias,
+            "model.linear_bias",
+            bias,
+            "false where model.moe_grouped_gemm=true without a GPU",
+        )
         self._groups = pg_collection
         self._num_gemms = num_gemms
         for index in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            weight = torch.nn.Parameter(
+                torch.empty(output_size, input_size, dtype=config.params_dtype)
+            )
             init_method(weight.data)
-            # Megatron's mark: false keeps the weight out of reductions over ranks that hold other experts
+            # Megatron's mark: false keeps the weight out of reductions over ranks that
+            # hold other experts
             weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
         self._multiply = fp8_linear.multiplying_fp8(F.linear)
 
     @property
     def weights(self) -> Sequence[torch.nn.Parameter]:
-        return [self.get_parameter(f"weight{index}") for index in range(self._num_gemms)]
+        return [
+            self.get_parameter(f"weight{index}") for index in range(self._num_gemms)
+        ]
 
-    def forward(self, tokens: torch.Tensor, tokens_per_expert: Sequence[int]) -> tuple[torch.Tensor, None]:
-        """Return the products, [tokens, output_size], of tokens that are sorted by expert, and no biases."""
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: Sequence[int]
+    ) -> tuple[torch.Tensor, None]:
+        """Return the products, [tokens, output_size], of tokens that are sorted by
+        expert, and no biases.
+        """
         parts = tokens.split(list(tokens_per_expert))
-        outputs = [self._multiply(part, weight) for part, weight in zip(parts, self.weights, strict=True)]
+        outputs = [
+            self._multiply(part, weight)
+            for part, weight in zip(parts, self.weights, strict=True)
+        ]
         return torch.cat(outputs), None
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), *_: Any, **__: Any) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), *_: Any, **__: Any
+    ) -> dict[str, Any]:
         """Return the weights under the keys that experts in modules of their own have."""
         first = self._groups.ep.rank() * self._num_gemms
         num_experts = self._groups.ep.size() * self._num_gemms
         found: dict[str, Any] = {}
         for index, weight in enumerate(self.weights):
-            offsets = (*sharded_offsets, (len(sharded_offsets), first + index, num_experts))
-            sharded = make_sharded_tensors_for_checkpoint({f"{prefix}weight": weight}, "", {}, offsets)
+            offsets = (
+                *sharded_offsets,
+                (len(sharded_offsets), first + index, num_experts),
+            )
+            sharded = make_sharded_tensors_for_checkpoint(
+                {f"{prefix}weight": weight}, "", {}, offsets
+            )
             found[f"{prefix}weight{index}"] = entry = sharded[f"{prefix}weight"]
-            # with the data-parallel rank that Megatron puts in, only the first rank's experts would have a main copy
+            # with the data-parallel rank that Megatron puts in, only the first rank's
+            # experts would have a main copy
             entry.replica_id = (*entry.replica_id[:2], self._groups.expt_dp.rank())
         return found
 
 
 def group_experts(block: TransformerBlockSubmodules) -> None:
-    """Build the layers of a block's specification with their local experts in one module."""
+    """Build the layers of a block's specification with their local experts in one
+    module.
+    """
     # megatron-core 0.17 and later have a class for the parts, and call what builds them
-    parts = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    parts = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)(
+        linear_fc1=GroupedLinear, linear_fc2=GroupedLinear
+    )
     for submodules in moe_submodules(block):
         is_called = isinstance(submodules.experts, functools.partial)
         kind = functools.partial if is_called else ModuleSpec

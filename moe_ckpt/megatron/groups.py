@@ -1,4 +1,6 @@
-"""This rank's place among the ranks of a job, and the ranks that it shares parameters with."""
+"""This rank's place among the ranks of a job, and the ranks that it shares parameters
+with.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +27,49 @@ def shard_identity() -> ShardIdentity:
 
 
 def stage_group() -> dist.ProcessGroup:
-    """Return the process group of this rank's pipeline stage: all its data-, expert- and tensor-parallel ranks."""
-    return cast("dist.ProcessGroup", parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    """Return the process group of this rank's pipeline stage: all its data-, expert-
+    and tensor-parallel ranks.
+    """
+    return cast(
+        "dist.ProcessGroup",
+        parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+    )
 
 
 def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
     """Return the ranks that hold copies of a parameter."""
-    if getattr(parameter, "allreduce", True):  # Megatron's mark: false on what expert parallelism splits
-        return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
+    # Megatron's mark: false on what expert parallelism splits
+    if getattr(parameter, "allreduce", True):
+        return cast(
+            "dist.ProcessGroup",
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
     return cast("dist.ProcessGroup", parallel_state.get_expert_data_parallel_group())
 
 
-def shared_embedding(chunks: list[torch.nn.Module]) -> tuple[torch.nn.Parameter, dist.ProcessGroup] | None:
-    """Return this rank's copy of a word embedding that another stage holds, too, and the group of all copies.
+def shared_embedding(
+    chunks: list[torch.nn.Module],
+) -> tuple[torch.nn.Parameter, dist.ProcessGroup] | None:
+    """Return this rank's copy of a word embedding that another stage holds, too, and
+    the group of all copies.
 
-    The last stage has one for its output, or for the prediction of tokens further ahead. None on other stages.
+    The last stage has one for its output, or for the prediction of tokens further
+    ahead. None on other stages.
     """
     group: Any = parallel_state.get_embedding_group(check_initialized=False)
-    if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
+    if (
+        group is None
+        or group.size() == 1
+        or dist.get_rank() not in dist.get_process_group_ranks(group)
+    ):
         return None
     for chunk in chunks:
         model: Any = bare_model(chunk)
-        if model.share_embeddings_and_output_weights or getattr(model.config, "mtp_num_layers", None):
+        if model.share_embeddings_and_output_weights or getattr(
+            model.config, "mtp_num_layers", None
+        ):
             weight = model.shared_embedding_or_output_weight()
-            if weight is not None:  # with virtual stages, only one chunk of a rank has it
+            # with virtual stages, only one chunk of a rank has it
+            if weight is not None:
                 return weight, group
     return None

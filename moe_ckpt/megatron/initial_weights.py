@@ -1,4 +1,5 @@
-"""The collective part of Megatron's model building, for a model that each rank has built by itself.
+"""The collective part of Megatron's model building, for a model that each rank has
+built by itself.
 
 Owns: making the initial weights equal to those of a collective build. Collective.
 """
@@ -20,31 +21,52 @@ from moe_ckpt.megatron.state import TrainingState
 
 @torch.no_grad()
 def synchronize_fresh(state: TrainingState) -> None:
-    """Give all replicas one set of initial weights, and both ends of the pipeline one embedding if they share it."""
+    """Give all replicas one set of initial weights, and both ends of the pipeline one
+    embedding if they share it.
+    """
     if shared := shared_embedding(state.model):
         weight, group = shared
-        dist.broadcast(weight.data, src=dist.get_process_group_ranks(group)[0], group=group)
+        dist.broadcast(
+            weight.data, src=dist.get_process_group_ranks(group)[0], group=group
+        )
     for chunk in state.model:
         broadcast_parameters(chunk)
-    fp8 = [each for chunk in state.model for each in chunk.parameters() if is_fp8_parameter(each)]
-    masters = [master for each in fp8 if (master := getattr(each, "main_param", None)) is not None]
+    fp8 = [
+        each
+        for chunk in state.model
+        for each in chunk.parameters()
+        if is_fp8_parameter(each)
+    ]
+    masters = [
+        master
+        for each in fp8
+        if (master := getattr(each, "main_param", None)) is not None
+    ]
     kept = [(master, master.clone()) for master in masters]
-    for optimizer in state.inner_optimizers:  # their masters are of weights before the broadcast
+    # their masters are of weights before the broadcast
+    for optimizer in state.inner_optimizers:
         cast("Any", optimizer).reload_model_params()
         renew_masters(optimizer)
-    for master, values in kept:  # made of the values that parameters had before they were cast to FP8
+    # made of the values that parameters had before they were cast to FP8
+    for master, values in kept:
         master.copy_(values)
 
 
 @torch.no_grad()
 def broadcast_parameters(chunk: torch.nn.Module) -> None:
-    """Give all replicas of a chunk's parameters the weights of the first, as Megatron's `broadcast_params` does.
+    """Give all replicas of a chunk's parameters the weights of the first, as Megatron's
+    `broadcast_params` does.
 
-    Raises ConfigError for an FP8 parameter that differed: its master weights keep values that are not sent.
+    Raises ConfigError for an FP8 parameter that differed: its master weights keep
+    values that are not sent.
     """
     for name, parameter in bare_model(chunk).named_parameters():
         group = replicas_of(parameter)
-        before = [tensor.clone() for tensor in weights_of(parameter)] if is_fp8_parameter(parameter) else []
+        before = (
+            [tensor.clone() for tensor in weights_of(parameter)]
+            if is_fp8_parameter(parameter)
+            else []
+        )
         for tensor in weights_of(parameter):
             received = tensor.contiguous()  # a view of some blocks' scales is not
             dist.broadcast(received, src=dist.get_global_rank(group, 0), group=group)

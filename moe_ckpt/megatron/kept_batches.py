@@ -1,9 +1,12 @@
-"""A rank's micro-batches from an iterator that has no random access, kept in host memory so that it can go back.
+"""A rank's micro-batches from an iterator that has no random access, kept in host
+memory so that it can go back.
 
-Owns: the micro-batches since the oldest iteration that a recovery leads back to, and the position among all of them.
-The position is part of an iteration's start, as generators are: step logs, copies on peers and checkpoints hold it. A
-new process goes on from a mark, which is the loader's own state one iteration earlier, or else the beginning: it reads
-up to the position, and compares the checksum with that of the process before it. Must not: communicate, or write files.
+Owns: the micro-batches since the oldest iteration that a recovery leads back to, and
+the position among all of them. The position is part of an iteration's start, as
+generators are: step logs, copies on peers and checkpoints hold it. A new process goes
+on from a mark, which is the loader's own state one iteration earlier, or else the
+beginning: it reads up to the position, and compares the checksum with that of the
+process before it. Must not: communicate, or write files.
 
     micro-batch    0 .. 3 | 4  5 | 6  7 | 8  9 |          read so far: 10, kept: 4 to 9
                             mark   position of a start
@@ -28,12 +31,17 @@ from moe_ckpt.config import require
 SETTING = "run.keep_batches_bytes"
 _NUMBERS, _BEGAN, _STATE = "numbers", "began", "state"
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
-_NOT_AGAIN = "the same micro-batches again in a new process: an iterator whose order is fixed, or one with state_dict"
+_NOT_AGAIN = (
+    "the same micro-batches again in a new process: an iterator whose order is fixed,"
+    " or one with state_dict"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mark:
-    """A place from which a new loader goes on: micro-batches before it, their checksum, and the loader's state."""
+    """A place from which a new loader goes on: micro-batches before it, their checksum,
+    and the loader's state.
+    """
 
     position: int = 0
     checksum: int = 0
@@ -42,7 +50,9 @@ class _Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kept:
-    """A micro-batch, the checksum up to its end, and the generators after its read if the read moved them."""
+    """A micro-batch, the checksum up to its end, and the generators after its read if
+    the read moved them.
+    """
 
     batch: Any
     checksum: int
@@ -51,15 +61,20 @@ class _Kept:
 
 
 class KeptBatches:
-    """The micro-batches of `loader`, an iterator over nests of tensors in host memory; itself such an iterator.
+    """The micro-batches of `loader`, an iterator over nests of tensors in host memory;
+    itself such an iterator.
 
-    A loader that also has `state_dict` and `load_state_dict` goes on in a new process from its state. All others are
-    read from their beginning there, and have to give the same micro-batches again. For one thread.
+    A loader that also has `state_dict` and `load_state_dict` goes on in a new process
+    from its state. All others are read from their beginning there, and have to give the
+    same micro-batches again. For one thread.
 
-    `moves_generators`: a read may move the process's generators; else they are afterwards as before.
+    `moves_generators`: a read may move the process's generators; else they are
+    afterwards as before.
     """
 
-    def __init__(self, loader: Any, *, limit_bytes: int, moves_generators: bool = True) -> None:
+    def __init__(
+        self, loader: Any, *, limit_bytes: int, moves_generators: bool = True
+    ) -> None:
         self.position = 0
         self._moves_generators = moves_generators
         self._loader = loader
@@ -77,15 +92,21 @@ class KeptBatches:
     def __next__(self) -> Any:
         """Return the next micro-batch, as the loader gave it; the caller may change it.
 
-        Raises ConfigError, naming the setting, where the batches that a recovery needs exceed the limit, or for a
-        loader that does not give the same micro-batches again.
+        Raises ConfigError, naming the setting, where the batches that a recovery needs
+        exceed the limit, or for a loader that does not give the same micro-batches
+        again.
         """
         if self.position != self._head and self.position not in self._kept:
             self._catch_up()
         kept = self._kept.get(self.position)
         if kept is None:
-            # evaluations read after the next iteration's start has been saved: a recovery would not repeat their draws
-            with contextlib.nullcontext() if self._moves_generators else _generators_kept():
+            # evaluations read after the next iteration's start has been saved: a
+            # recovery would not repeat their draws
+            with (
+                contextlib.nullcontext()
+                if self._moves_generators
+                else _generators_kept()
+            ):
                 batch = self._read()
             self._make_room()
         else:
@@ -102,34 +123,49 @@ class KeptBatches:
 
     def bytes_since(self, iteration: int) -> int:
         """Return the bytes of the kept micro-batches since the start of an iteration."""
-        return sum(kept.size_bytes for position, kept in self._kept.items() if position >= self._began[iteration])
+        return sum(
+            kept.size_bytes
+            for position, kept in self._kept.items()
+            if position >= self._began[iteration]
+        )
 
     def iteration_started(self, iteration: int, *, keep_since: int | None) -> None:
         """Remember the position as the start of an iteration, and mark it.
 
-        Micro-batches before the iteration `keep_since` are dropped, as no recovery leads back to them; None: all stay.
+        Micro-batches before the iteration `keep_since` are dropped, as no recovery
+        leads back to them; None: all stay.
         """
         if keep_since is not None:
             self._keep_since(keep_since)
         self._began[iteration] = self.position
         if self._has_state and self.position == self._head > self._marks[-1].position:
-            self._marks.append(_Mark(position=self._head, checksum=self._checksum, state=self._state()))
+            self._marks.append(
+                _Mark(position=self._head, checksum=self._checksum, state=self._state())
+            )
 
     def go_to(self, position: int) -> None:
-        """Continue with this micro-batch, counted from 0; without a check of the micro-batches before it."""
+        """Continue with this micro-batch, counted from 0; without a check of the
+        micro-batches before it.
+        """
         self.position, self._restored = position, None
 
     def saved(self) -> dict[str, torch.Tensor]:
-        """Return the position, and how a new process gets there. Raises ConfigError for a state of another form."""
+        """Return the position, and how a new process gets there. Raises ConfigError for
+        a state of another form.
+        """
         checksum, mark = self._checksum_here(), self._mark_here()
         numbers = torch.tensor([self.position, checksum, mark.position, mark.checksum])
         began = torch.tensor(sorted(self._began.items()), dtype=torch.int64).view(-1, 2)
-        return {_NUMBERS: numbers, _BEGAN: began} | ({} if mark.state is None else _packed(mark.state))
+        return {_NUMBERS: numbers, _BEGAN: began} | (
+            {} if mark.state is None else _packed(mark.state)
+        )
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Go to the position of the result of `saved`, here or in an earlier process; reads follow when asked for.
+        """Go to the position of the result of `saved`, here or in an earlier process;
+        reads follow when asked for.
 
-        Raises ConfigError if other micro-batches than before have led to this position here.
+        Raises ConfigError if other micro-batches than before have led to this position
+        here.
         """
         position, checksum, *marked = saved[_NUMBERS].tolist()
         state = _unpacked(saved) if _STATE in saved else None
@@ -137,18 +173,32 @@ class KeptBatches:
         self._began = dict(saved[_BEGAN].tolist()) | self._began
         self.position, self._restored = position, (position, checksum, mark)
         if position == self._head:
-            require(checksum == self._checksum, "data loader", "other micro-batches than before", _NOT_AGAIN)
+            require(
+                checksum == self._checksum,
+                "data loader",
+                "other micro-batches than before",
+                _NOT_AGAIN,
+            )
 
     def _keep_since(self, iteration: int) -> None:
-        known = max((begun for begun in self._began if begun <= iteration), default=None)  # replays are not noted
+        # replays are not noted
+        known = max(
+            (begun for begun in self._began if begun <= iteration), default=None
+        )
         if known is None:
             return
         oldest = self._began[known]
-        self._began = {begun: position for begun, position in self._began.items() if begun >= known}
+        self._began = {
+            begun: position for begun, position in self._began.items() if begun >= known
+        }
         self._drop_before(oldest)
         earlier = [mark for mark in self._marks if mark.position < oldest]
-        # and one more: a new process that goes on at the oldest start needs a mark before it
-        self._marks = [*earlier[-1:], *(mark for mark in self._marks if mark.position >= oldest)]
+        # and one more: a new process that goes on at the oldest start needs a mark
+        # before it
+        self._marks = [
+            *earlier[-1:],
+            *(mark for mark in self._marks if mark.position >= oldest),
+        ]
 
     def _state(self) -> Any:
         # a copy: `state_dict` may return objects that later reads change
@@ -166,20 +216,47 @@ class KeptBatches:
 
     def _mark_here(self) -> _Mark:
         """Return a mark before the position."""
-        # strictly before: opening a loader may draw from generators, and only reads up to the position put them back
+        # strictly before: opening a loader may draw from generators, and only reads up
+        # to the position put them back
         earlier = [mark for mark in self._marks if mark.position < self.position]
-        if self._restored and self._restored[0] == self.position and self.position > self._head:
+        if (
+            self._restored
+            and self._restored[0] == self.position
+            and self.position > self._head
+        ):
             return self._restored[2]  # nothing has been read since
-        return earlier[-1] if earlier else self._restored[2] if self._restored else self._marks[0]
+        return (
+            earlier[-1]
+            if earlier
+            else self._restored[2]
+            if self._restored
+            else self._marks[0]
+        )
 
     def _catch_up(self) -> None:
-        """Read up to the position, from the newest place before it that this process can reach."""
+        """Read up to the position, from the newest place before it that this process
+        can reach.
+        """
         target, checksum, mark = self._restored or (self.position, None, _Mark())
-        if self.position < self._head or (mark.state is not None and mark.position > self._head):
-            wanted = f"more: micro-batch {self.position} was dropped, and the data loader has no state_dict"
-            require(mark.state is not None and self._has_state, SETTING, self._limit_bytes, wanted)
+        if self.position < self._head or (
+            mark.state is not None and mark.position > self._head
+        ):
+            wanted = (
+                f"more: micro-batch {self.position} was dropped, and the data loader"
+                " has no state_dict"
+            )
+            require(
+                mark.state is not None and self._has_state,
+                SETTING,
+                self._limit_bytes,
+                wanted,
+            )
             self._loader.load_state_dict(copy.deepcopy(mark.state))
-            self._head, self._checksum, self._marks = mark.position, mark.checksum, [mark]
+            self._head, self._checksum, self._marks = (
+                mark.position,
+                mark.checksum,
+                [mark],
+            )
             self._drop_before(max(self._kept, default=0) + 1)
         # the generators of this start have those draws behind them already
         with _generators_kept():
@@ -196,38 +273,69 @@ class KeptBatches:
         after = _generators()
         moved = self._moves_generators and not _are_equal(before, after)
         first = self._kept.get(self._head - 1)
-        # the first read may draw to shuffle; a second that draws as well shows draws at each
-        at_each = moved and self._head == 1 and first is not None and first.generators is not None
-        wanted = "a generator of its own: a new process cannot repeat draws from those of torch, NumPy and Python"
-        require(not at_each, "data loader", "draws from the process's generators at each read", wanted)
+        # the first read may draw to shuffle; a second that draws as well shows draws at
+        # each
+        at_each = (
+            moved
+            and self._head == 1
+            and first is not None
+            and first.generators is not None
+        )
+        wanted = (
+            "a generator of its own: a new process cannot repeat draws from those of"
+            " torch, NumPy and Python"
+        )
+        require(
+            not at_each,
+            "data loader",
+            "draws from the process's generators at each read",
+            wanted,
+        )
         self._checksum, size_bytes = checked(batch, self._checksum)
         # a copy: the pass may change the batch, and a replay reads it again
         self._kept[self._head] = _Kept(
-            batch=_copied(batch), checksum=self._checksum, generators=after if moved else None, size_bytes=size_bytes
+            batch=_copied(batch),
+            checksum=self._checksum,
+            generators=after if moved else None,
+            size_bytes=size_bytes,
         )
         self._head += 1
         return batch
 
     def _make_room(self, *, may_drop: bool = False) -> None:
-        """Drop the oldest micro-batches over the limit, where the loader gives them again by its state."""
+        """Drop the oldest micro-batches over the limit, where the loader gives them
+        again by its state.
+        """
         while self.kept_bytes > self._limit_bytes:
-            wanted = f"at least {self.kept_bytes}, the bytes of micro-batches since the oldest snapshot"
+            wanted = (
+                f"at least {self.kept_bytes}, the bytes of micro-batches since the"
+                " oldest snapshot"
+            )
             require(self._has_state or may_drop, SETTING, self._limit_bytes, wanted)
             del self._kept[min(self._kept)]
 
     def _drop_before(self, end: int) -> None:
-        self._kept = {position: kept for position, kept in self._kept.items() if position >= end}
+        self._kept = {
+            position: kept for position, kept in self._kept.items() if position >= end
+        }
 
 
 def has_state(loader: Any) -> bool:
     """Return whether a loader can save its state, and go on from it in a new process."""
-    return callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
+    return callable(getattr(loader, "state_dict", None)) and hasattr(
+        loader, "load_state_dict"
+    )
 
 
 def _copied(batch: Any) -> Any:
     """Return a copy of a nest of dictionaries, lists, tuples and tensors."""
     if isinstance(batch, torch.Tensor):
-        require(batch.device.type == "cpu", "data loader", f"a tensor on {batch.device}", "one in host memory")
+        require(
+            batch.device.type == "cpu",
+            "data loader",
+            f"a tensor on {batch.device}",
+            "one in host memory",
+        )
         return batch.clone()
     if isinstance(batch, dict):
         return {key: _copied(value) for key, value in batch.items()}
@@ -235,7 +343,12 @@ def _copied(batch: Any) -> Any:
         copied = [_copied(value) for value in batch]
         return copied if isinstance(batch, list) else tuple(copied)
     known = batch is None or isinstance(batch, str | int | float)
-    require(known, "data loader", type(batch).__name__, "nests of dictionaries, lists and tuples of tensors")
+    require(
+        known,
+        "data loader",
+        type(batch).__name__,
+        "nests of dictionaries, lists and tuples of tensors",
+    )
     return batch
 
 
@@ -270,9 +383,17 @@ def _packed(state: Any) -> dict[str, torch.Tensor]:
             return [plain(each) for each in value]
         if isinstance(value, tuple):
             return {_TUPLE: [plain(each) for each in value]}
-        wanted = "dictionaries with names for keys, lists, tuples, numbers, strings and tensors"
+        wanted = (
+            "dictionaries with names for keys, lists, tuples, numbers, strings and"
+            " tensors"
+        )
         # exact types: NumPy's float64 is a float, and would come back as another one
-        require(value is None or type(value) in (bool, int, float, str), "state_dict of the data loader", value, wanted)
+        require(
+            value is None or type(value) in (bool, int, float, str),
+            "state_dict of the data loader",
+            value,
+            wanted,
+        )
         return value
 
     text = json.dumps(plain(state)).encode()

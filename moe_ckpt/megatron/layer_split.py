@@ -12,7 +12,9 @@ from typing import Any
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
 
 from moe_ckpt.config import require
 from moe_ckpt.megatron.places import bare_model
@@ -64,7 +66,9 @@ class LayerSplit:
         Returns:
             The settings.
         """
-        values = {name: getattr(settings, field, None) for name, field in fields.items()}
+        values = {
+            name: getattr(settings, field, None) for name, field in fields.items()
+        }
         flags = {name: flag.format(field) for name, field in fields.items()}
         if flag.startswith("--") and fields is MEGATRON_LM_FIELDS:
             flags = {name: text.replace("_", "-") for name, text in flags.items()}
@@ -78,9 +82,16 @@ class LayerSplit:
         """
         for stage, chunks in enumerate(self.layers()):
             for chunk, layers in enumerate(chunks):
-                of_chunk = f"chunk {chunk} of stage {stage}" if len(chunks) > 1 else f"stage {stage}"
+                of_chunk = (
+                    f"chunk {chunk} of stage {stage}"
+                    if len(chunks) > 1
+                    else f"stage {stage}"
+                )
                 name = self._splitting
-                wanted = f"a layer in each stage: {of_chunk} has none, and no state to recover from"
+                wanted = (
+                    f"a layer in each stage: {of_chunk} has none, and no state to"
+                    " recover from"
+                )
                 require(bool(layers), self.flags[name], self._shown(name), wanted)
 
     def require_experts(self, *, is_sharded: bool, setting: str) -> None:
@@ -96,8 +107,13 @@ class LayerSplit:
         if is_sharded or not self.values["num_experts"]:
             return
         for stage, chunks in enumerate(self.layers()):
-            has_experts = any(self._is_moe(layer) for layers in chunks for layer in layers)
-            reason = "a rank that builds its model alone makes no optimizer for experts of other stages"
+            has_experts = any(
+                self._is_moe(layer) for layers in chunks for layer in layers
+            )
+            reason = (
+                "a rank that builds its model alone makes no optimizer for experts of"
+                " other stages"
+            )
             wanted = f"True where stage {stage} has no experts: {reason}"
             require(has_experts, setting, is_sharded, wanted)
 
@@ -125,10 +141,15 @@ class LayerSplit:
         if layout is not None:
             if not isinstance(layout, PipelineParallelLayerLayout):
                 layout = PipelineParallelLayerLayout(layout, num_stages)
-            return [[chunk.count(LayerType.decoder) for chunk in chunks] for chunks in layout.layout]
+            return [
+                [chunk.count(LayerType.decoder) for chunk in chunks]
+                for chunks in layout.layout
+            ]
         num_chunks = self.values["num_chunks"] or 1
         of_stages = self._of_stages(num_stages)
-        counts = [[count // num_chunks for _ in range(num_chunks)] for count in of_stages]
+        counts = [
+            [count // num_chunks for _ in range(num_chunks)] for count in of_stages
+        ]
         # these take the place of a layer
         counts[0][0] -= bool(self.values["embedding"])
         counts[-1][-1] -= bool(self.values["loss"])
@@ -168,19 +189,22 @@ class LayerSplit:
 
 
 def require_recoverable(state: TrainingState, *, is_supervised: bool) -> None:
-    """Check the split of a model that is built: loops whose settings are not known before that.
+    """Check the split of a model that is built: loops whose settings are not known
+    before that.
 
     Args:
         state: A rank's training state.
         is_supervised: Whether a replaced rank builds its model alone.
 
     Raises:
-        ConfigError: A stage has no layer; or a replaced rank builds alone, and a stage has no expert and no sharded
-            optimizer.
+        ConfigError: A stage has no layer; or a replaced rank builds alone, and a stage
+            has no expert and no sharded optimizer.
     """
     split = LayerSplit.of(bare_model(state.model[0]).config, CONFIG_FIELDS, "{}")
     split.require_layers()
     if not is_supervised:
         return
-    is_sharded = any(isinstance(each, DistributedOptimizer) for each in state.inner_optimizers)
+    is_sharded = any(
+        isinstance(each, DistributedOptimizer) for each in state.inner_optimizers
+    )
     split.require_experts(is_sharded=is_sharded, setting="use_distributed_optimizer")

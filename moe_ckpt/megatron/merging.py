@@ -1,6 +1,8 @@
-"""Makes copies of tensors whole again of which each rank of a group has loaded one range.
+"""Makes copies of tensors whole again of which each rank of a group has loaded one
+range.
 
-All weights of a stage at once would take their size again on a device that training fills: they are merged in chunks.
+All weights of a stage at once would take their size again on a device that training
+fills: they are merged in chunks.
 """
 
 from __future__ import annotations
@@ -13,8 +15,13 @@ import torch.distributed as dist
 CHUNK_BYTES = 256 << 20
 
 
-def merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup, limit_bytes: int = CHUNK_BYTES) -> int:
-    """Merge tensors of which each rank holds one range; return the number of chunks. Collective over the group.
+def merge(
+    pieces: list[tuple[torch.Tensor, int, int]],
+    group: dist.ProcessGroup,
+    limit_bytes: int = CHUNK_BYTES,
+) -> int:
+    """Merge tensors of which each rank holds one range; return the number of chunks.
+    Collective over the group.
 
     A sum of bytes, zero outside the own range, over chunks of at most `limit_bytes`.
     """
@@ -23,17 +30,25 @@ def merge(pieces: list[tuple[torch.Tensor, int, int]], group: dist.ProcessGroup,
         tensor[:start].zero_()
         tensor[end:].zero_()
     # bytes and no numbers: -0.0 + 0.0 is 0.0, and a NaN may come back with other bits
-    for chunk in chunks_of([tensor.view(torch.uint8) for tensor, _, _ in pieces], limit_bytes):
+    for chunk in chunks_of(
+        [tensor.view(torch.uint8) for tensor, _, _ in pieces], limit_bytes
+    ):
         num_chunks += 1
         merged = torch.cat(chunk)
         dist.all_reduce(merged, group=group)
-        for part, whole in zip(chunk, merged.split([part.numel() for part in chunk]), strict=True):
+        for part, whole in zip(
+            chunk, merged.split([part.numel() for part in chunk]), strict=True
+        ):
             part.copy_(whole)
     return num_chunks
 
 
-def chunks_of(tensors: Sequence[torch.Tensor], limit_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Yield views of flat uint8 tensors, in order: at most `limit_bytes` each time, and every byte once."""
+def chunks_of(
+    tensors: Sequence[torch.Tensor], limit_bytes: int
+) -> Iterator[list[torch.Tensor]]:
+    """Yield views of flat uint8 tensors, in order: at most `limit_bytes` each time, and
+    every byte once.
+    """
     chunk: list[torch.Tensor] = []
     room = limit_bytes
     for tensor in tensors:

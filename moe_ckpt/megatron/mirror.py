@@ -1,10 +1,13 @@
-"""The reductions of Megatron's gradient buffers, which checkpoint servers capture from a mirror port.
+"""The reductions of Megatron's gradient buffers, which checkpoint servers capture from
+a mirror port.
 
-Owns: the place of each parameter's gradient in the buckets that its group reduces, and the marks by which servers find
-the groups' streams. Must not: read gradients. FlowCheck, sections 4 and 6.1.
+Owns: the place of each parameter's gradient in the buckets that its group reduces, and
+the marks by which servers find the groups' streams. Must not: read gradients.
+FlowCheck, sections 4 and 6.1.
 
-Tapped, since no reduction has the gradient as the optimizer uses it: experts that no other rank holds; parameters that
-Megatron reduces once more over other groups (tied embeddings, and, with tensor parallelism, those that are replicated).
+Tapped, since no reduction has the gradient as the optimizer uses it: experts that no
+other rank holds; parameters that Megatron reduces once more over other groups (tied
+embeddings, and, with tensor parallelism, those that are replicated).
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ _WANTED = "where ckpt.capture=mirror"
 
 @dataclass(slots=True, eq=False)
 class _Reduction:
-    """The buckets that one group reduces in each iteration, in order, and the operations of the group so far."""
+    """The buckets that one group reduces in each iteration, in order, and the
+    operations of the group so far.
+    """
 
     group: ElasticGroup
     buckets: list[Any] = field(default_factory=list)
@@ -42,7 +47,8 @@ class _Reduction:
 
 
 class GradientMirror:
-    """Implements `engine.interfaces.Mirror` for gloo and optimizers that are not sharded.
+    """Implements `engine.interfaces.Mirror` for gloo and optimizers that are not
+    sharded.
 
     Raises ConfigError for reductions that servers cannot capture.
     """
@@ -52,7 +58,9 @@ class GradientMirror:
         of_groups: dict[ElasticGroup, _Reduction] = {}
         for bucket, group in _buckets(state):
             if group.size() > 1:  # else no gradient crosses the network
-                of_groups.setdefault(group, _Reduction(group=group)).buckets.append(bucket)
+                of_groups.setdefault(group, _Reduction(group=group)).buckets.append(
+                    bucket
+                )
         self._reductions = list(of_groups.values())
         wanted = f"at least 2 {_WANTED}: no gradients cross the network"
         require(bool(self._reductions), "parallel.dp", 1, wanted)
@@ -66,44 +74,73 @@ class GradientMirror:
 
     def mark(self) -> None:
         for each in self._reductions:
-            name = torch.frombuffer(bytearray(secrets.token_bytes(GROUP_BYTES)), dtype=torch.uint8)
+            name = torch.frombuffer(
+                bytearray(secrets.token_bytes(GROUP_BYTES)), dtype=torch.uint8
+            )
             dist.broadcast(name, group=each.group, group_src=0)
             each.name = name.numpy().tobytes().hex()
-            mine = mark_of(bytes.fromhex(each.name), each.group.size(), each.group.rank())
-            dist.all_reduce(torch.frombuffer(bytearray(mine), dtype=torch.uint8), dist.ReduceOp.MAX, group=each.group)
-            each.num_operations = each.group.num_operations  # after the mark's own, which belong to no iteration
+            mine = mark_of(
+                bytes.fromhex(each.name), each.group.size(), each.group.rank()
+            )
+            dist.all_reduce(
+                torch.frombuffer(bytearray(mine), dtype=torch.uint8),
+                dist.ReduceOp.MAX,
+                group=each.group,
+            )
+            # after the mark's own, which belong to no iteration
+            each.num_operations = each.group.num_operations
 
     def sums(self) -> tuple[MirroredSums, ...]:
         return tuple(map(_sums_since, self._reductions))
 
     def note(self) -> str:
-        """Return the operators whose gradients are tapped, and their bytes, for the log."""
+        """Return the operators whose gradients are tapped, and their bytes, for the
+        log.
+        """
         owned = [each for each in self._operators.parameters if each.start < each.end]
         tapped = [each for each in owned if each.key(MASTER) not in self.places]
-        total, names = sum(map(_gradient_bytes, owned)), {str(each.operator) for each in tapped}
-        what = f"{sum(map(_gradient_bytes, tapped))} of {total} bytes of this rank's gradients are tapped"
-        return f"{what}: no reduction has them ({', '.join(sorted(names))})" if names else f"{what}: all are mirrored"
+        total, names = (
+            sum(map(_gradient_bytes, owned)),
+            {str(each.operator) for each in tapped},
+        )
+        what = (
+            f"{sum(map(_gradient_bytes, tapped))} of {total} bytes of this rank's"
+            " gradients are tapped"
+        )
+        return (
+            f"{what}: no reduction has them ({', '.join(sorted(names))})"
+            if names
+            else f"{what}: all are mirrored"
+        )
 
     def _place(self, owned: OwnedParameter) -> BucketPlace | None:
-        """Return the place of the owned piece's gradient; None if no other rank holds the parameter."""
+        """Return the place of the owned piece's gradient; None if no other rank holds
+        the parameter.
+        """
         if owned.start == owned.end:
             return None
         for number, reduction in enumerate(self._reductions):
             for index, bucket in enumerate(reduction.buckets):
                 if owned.parameter in bucket.params:
-                    # by address: Megatron's gradients are views of their bucket's memory
+                    # by address: Megatron's gradients are views of their bucket's
+                    # memory
                     gradient = cast("Any", owned.parameter).main_grad
                     offset = gradient.data_ptr() - bucket.grad_data.data_ptr()
                     start, rest = divmod(offset, bucket.grad_data.element_size())
                     assert rest == 0
                     assert 0 <= start <= bucket.grad_data.numel() - gradient.numel()
-                    return BucketPlace(group=number, bucket=index, start=start + owned.start)
+                    return BucketPlace(
+                        group=number, bucket=index, start=start + owned.start
+                    )
         return None
 
 
 def _sums_since(reduction: _Reduction) -> MirroredSums:
     """Return the reductions of an iteration: among the operations since the last call."""
-    first, reduction.num_operations = reduction.num_operations, reduction.group.num_operations
+    first, reduction.num_operations = (
+        reduction.num_operations,
+        reduction.group.num_operations,
+    )
     return MirroredSums(
         group=reduction.name,
         size=reduction.group.size(),
@@ -115,7 +152,9 @@ def _sums_since(reduction: _Reduction) -> MirroredSums:
 
 
 def _buckets(state: TrainingState) -> Iterator[tuple[Any, ElasticGroup]]:
-    """Yield the buckets in the order in which Megatron reduces them, each with its group."""
+    """Yield the buckets in the order in which Megatron reduces them, each with its
+    group.
+    """
     for bucket_group in bucket_groups(state.model):
         for bucket in bucket_group.buckets:
             yield bucket, bucket_group.data_parallel_group
@@ -125,27 +164,61 @@ def _require_capturable(state: TrainingState) -> None:
     for chunk in state.model:
         config, inner = cast("Any", chunk).ddp_config, cast("Any", chunk)
         sharded = config.use_distributed_optimizer
-        wanted = f"false {_WANTED}: a sharded optimizer gathers weights over the network, and not gradients"
+        wanted = (
+            f"false {_WANTED}: a sharded optimizer gathers weights over the network,"
+            " and not gradients"
+        )
         require(not sharded, "train.distributed_optimizer", sharded, wanted)
         overlapped = config.overlap_grad_reduce
-        require(not overlapped, "overlap_grad_reduce", overlapped, f"false {_WANTED}: operations would alternate")
+        require(
+            not overlapped,
+            "overlap_grad_reduce",
+            overlapped,
+            f"false {_WANTED}: operations would alternate",
+        )
         per_token = inner.config.calculate_per_token_loss
         wanted = f"false {_WANTED}: gradients are scaled after their reduction"
         require(not per_token, "calculate_per_token_loss", per_token, wanted)
     for optimizer in state.inner_optimizers:
         scales = getattr(optimizer, "grad_scaler", None) is not None
-        require(not scales, "precision.dtype", "fp16", f"bf16 or fp32 {_WANTED}: losses are not scaled then")
+        require(
+            not scales,
+            "precision.dtype",
+            "fp16",
+            f"bf16 or fp32 {_WANTED}: losses are not scaled then",
+        )
     dtypes = {bucket.grad_data.dtype for bucket, _ in _buckets(state)}
-    require(len(dtypes) <= 1, "grad_reduce_in_fp32", sorted(map(str, dtypes)), f"one type of gradients {_WANTED}")
+    require(
+        len(dtypes) <= 1,
+        "grad_reduce_in_fp32",
+        sorted(map(str, dtypes)),
+        f"one type of gradients {_WANTED}",
+    )
     groups = [group for _, group in _buckets(state) if group.size() > 1]
-    transports = {type(group.transport).__name__ for group in groups if isinstance(group, ElasticGroup)}
-    is_gloo = all(isinstance(group, ElasticGroup) for group in groups) and transports <= {"GlooBackend"}
-    wanted = "tap, or gloo over TCP: frames of NCCL over RDMA or of encrypted connections are not parsed"
-    require(is_gloo, "ckpt.capture", f"mirror with {', '.join(sorted(transports)) or 'unknown groups'}", wanted)
+    transports = {
+        type(group.transport).__name__
+        for group in groups
+        if isinstance(group, ElasticGroup)
+    }
+    is_gloo = all(
+        isinstance(group, ElasticGroup) for group in groups
+    ) and transports <= {"GlooBackend"}
+    wanted = (
+        "tap, or gloo over TCP: frames of NCCL over RDMA or of encrypted connections"
+        " are not parsed"
+    )
+    require(
+        is_gloo,
+        "ckpt.capture",
+        f"mirror with {', '.join(sorted(transports)) or 'unknown groups'}",
+        wanted,
+    )
 
 
 def _reduced_again(state: TrainingState) -> set[torch.nn.Parameter]:
-    """Return the parameters whose gradients Megatron reduces over other groups after their own."""
+    """Return the parameters whose gradients Megatron reduces over other groups after
+    their own.
+    """
     has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
     is_tensor_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     return {
@@ -153,7 +226,10 @@ def _reduced_again(state: TrainingState) -> set[torch.nn.Parameter]:
         for chunk in state.model
         for parameter in chunk.parameters()
         if (has_stages and getattr(parameter, "shared_embedding", False))
-        or (is_tensor_parallel and not getattr(parameter, "tensor_model_parallel", False))
+        or (
+            is_tensor_parallel
+            and not getattr(parameter, "tensor_model_parallel", False)
+        )
     }
 
 

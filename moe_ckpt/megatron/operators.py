@@ -1,9 +1,11 @@
-"""The operators of one rank's Megatron-Core GPT, and reading and writing the pieces that this rank owns.
+"""The operators of one rank's Megatron-Core GPT, and reading and writing the pieces
+that this rank owns.
 
-Owns: which piece of each parameter this rank snapshots, and loading pieces so that all copies are whole again. If
-several ranks hold a parameter, each snapshots the piece whose master weights it keeps (the distributed optimizer's own
-shard), or an even share if the optimizer is not sharded: every byte is taken once. Must not: copy to host memory, or
-decide when a piece is taken.
+Owns: which piece of each parameter this rank snapshots, and loading pieces so that all
+copies are whole again. If several ranks hold a parameter, each snapshots the piece
+whose master weights it keeps (the distributed optimizer's own shard), or an even share
+if the optimizer is not sharded: every byte is taken once. Must not: copy to host
+memory, or decide when a piece is taken.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ _WIDENED = ({torch.float32, torch.bfloat16}, {torch.float32, torch.float16})
 
 
 class RankOperators:
-    """All operators of this rank's model chunks, and the table of its stage group. The constructor is collective."""
+    """All operators of this rank's model chunks, and the table of its stage group. The
+    constructor is collective.
+    """
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -63,15 +67,21 @@ class RankOperators:
         self.table = _gather_table(self)
 
     def meet(self) -> None:
-        """Gather the table again: ranks of the stage may be new, or this process was alone before.
+        """Gather the table again: ranks of the stage may be new, or this process was
+        alone before.
 
         Collective in the stage.
         """
         self.table = _gather_table(self)
 
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
-        """Return the pieces of the operators at these positions of the table: whole state, or compute weights."""
-        wholes = {self.table.operators[position]: position in full for position in (*full, *compute)}
+        """Return the pieces of the operators at these positions of the table: whole
+        state, or compute weights.
+        """
+        wholes = {
+            self.table.operators[position]: position in full
+            for position in (*full, *compute)
+        }
         found: list[Piece] = []
         for owned in self.parameters:
             if owned.operator in wholes:
@@ -85,7 +95,9 @@ class RankOperators:
 
     def adam_steps(self) -> tuple[float, ...]:
         """Return the number of updates that each inner optimizer has made."""
-        return tuple(step_count(optimizer) for optimizer in self._state.inner_optimizers)
+        return tuple(
+            step_count(optimizer) for optimizer in self._state.inner_optimizers
+        )
 
     def log_step(self, iteration: int, gradients: ReadyGradients) -> None:
         """The step of `iteration` with these gradients follows."""
@@ -93,38 +105,67 @@ class RankOperators:
         self._total_norm = gradients.total_norm
 
     def require_steps(self) -> None:
-        """Raise ConfigError unless servers can repeat the optimizer's steps, and these give the compute weights."""
-        frozen = next((each.name for each in self.parameters if not each.is_trained), None)
-        require(frozen is None, "parameters", f"{frozen} frozen", "all trained where ckpt=flowcheck")
+        """Raise ConfigError unless servers can repeat the optimizer's steps, and these
+        give the compute weights.
+        """
+        frozen = next(
+            (each.name for each in self.parameters if not each.is_trained), None
+        )
+        require(
+            frozen is None,
+            "parameters",
+            f"{frozen} frozen",
+            "all trained where ckpt=flowcheck",
+        )
         self._steps.require_known()
         underived = [each.name for each in self.parameters if not each.derives_compute]
-        wanted = "weights that follow from masters where ckpt=flowcheck: not FP8 parameters with delayed scaling"
+        wanted = (
+            "weights that follow from masters where ckpt=flowcheck: not FP8 parameters"
+            " with delayed scaling"
+        )
         require(not underived, "fp8_recipe", underived[:1], wanted)
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
-        """Return the gradients of this rank's pieces, unscaled and not clipped, live until the step.
+        """Return the gradients of this rank's pieces, unscaled and not clipped, live
+        until the step.
 
-        Keys are those of the master weights; tensors are flat float32, in the order of `pieces`. Pieces that take no
-        step are left out.
+        Keys are those of the master weights; tensors are flat float32, in the order of
+        `pieces`. Pieces that take no step are left out.
         """
         found = {each.key(MASTER): each.reduced_gradient() for each in self.parameters}
-        return {key: gradient for key, gradient in found.items() if gradient is not None}
+        return {
+            key: gradient for key, gradient in found.items() if gradient is not None
+        }
 
     def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
-        """Return Adam's step of `iteration` for each piece, by the same keys; empty if the step was skipped."""
+        """Return Adam's step of `iteration` for each piece, by the same keys; empty if
+        the step was skipped.
+        """
         steps, found = self._steps.known(iteration), dict[PartKey, AdamStep]()
         for each in self.parameters if steps else ():
             if each.reduced_gradient() is not None:
                 step = steps[id(updated_tensor(each.trained_by, each.parameter))]
-                found[each.key(MASTER)] = replace(step, scale=each.clipped_by(self._total_norm))
+                found[each.key(MASTER)] = replace(
+                    step, scale=each.clipped_by(self._total_norm)
+                )
         return found
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
-        """Return the gradients and steps of these operators' pieces in `iteration`; None if unknown."""
+        """Return the gradients and steps of these operators' pieces in `iteration`;
+        None if unknown.
+        """
         steps = self._steps.known(iteration)
-        owned = (each for position in full for each in self._owned[self.table.operators[position]])
+        owned = (
+            each
+            for position in full
+            for each in self._owned[self.table.operators[position]]
+        )
         found = {each.key(MASTER): each.gradient(steps) for each in owned}
-        return {key: gradient for key, gradient in found.items() if gradient} if all(found.values()) else None
+        return (
+            {key: gradient for key, gradient in found.items() if gradient}
+            if all(found.values())
+            else None
+        )
 
     def load(
         self,
@@ -133,12 +174,18 @@ class RankOperators:
         compute: Collection[str],
         adam_steps: Sequence[float],
     ) -> None:
-        """Load this rank's pieces of a snapshot, then make all copies whole. Collective in the stage group.
+        """Load this rank's pieces of a snapshot, then make all copies whole. Collective
+        in the stage group.
 
-        Operators in `full` get master weights, moments, step count and compute weights; those in `compute` only the
-        last; both get their buffers. Raises CheckpointLoadError for a piece that is missing or has another size.
+        Operators in `full` get master weights, moments, step count and compute weights;
+        those in `compute` only the last; both get their buffers. Raises
+        CheckpointLoadError for a piece that is missing or has another size.
         """
-        loaded = [owned for owned in self.parameters if str(owned.operator) in {*full, *compute}]
+        loaded = [
+            owned
+            for owned in self.parameters
+            if str(owned.operator) in {*full, *compute}
+        ]
         for owned in loaded:
             index = owned.optimizer_index if str(owned.operator) in full else None
             owned.load(parts, None if index is None else adam_steps[index])
@@ -147,42 +194,73 @@ class RankOperators:
                 key, tensor, _ = buffer.piece()
                 _give_type_of_saved(parts, key, tensor)
                 copy_part(parts, key, tensor)
-        _cast_masters(each for each in loaded if str(each.operator) in full and each.derives_compute)
-        _make_whole(loaded, full)  # after the casts, which write only the elements whose masters this rank has
+        _cast_masters(
+            each
+            for each in loaded
+            if str(each.operator) in full and each.derives_compute
+        )
+        # after the casts, which write only the elements whose masters this rank has
+        _make_whole(loaded, full)
         # last: the copy that backward reads is made of the whole payload
         fp8_parameters.refresh(each.parameter for each in loaded)
 
     def digests(self) -> dict[str, str]:
-        """Return a hash, in hex, of this rank's pieces of each operator: weights, optimizer state, buffers."""
+        """Return a hash, in hex, of this rank's pieces of each operator: weights,
+        optimizer state, buffers.
+        """
         state: dict[str, list[torch.Tensor]] = defaultdict(list)
         for owned in self.parameters:
-            state[str(owned.operator)] += [*owned.forward_tensors(), *owned.optimizer_state().values()]
+            state[str(owned.operator)] += [
+                *owned.forward_tensors(),
+                *owned.optimizer_state().values(),
+            ]
         for buffer in self.buffers:
             state[str(buffer.operator)].append(buffer.buffer)
         return hashes_of(state)
 
     def freeze(self, frozen: Collection[str]) -> None:
-        """Let the weights of these operators skip their gradients, and all others compute them.
+        """Let the weights of these operators skip their gradients, and all others
+        compute them.
 
-        The optimizer skips all frozen operators in any case: see `drop_frozen_gradients`.
+        The optimizer skips all frozen operators in any case: see
+        `drop_frozen_gradients`.
         """
         self._frozen = frozenset(frozen)
         trained = [owned for owned in self.parameters if owned.is_trained]
-        overlapped = any(cast("Any", chunk).ddp_config.overlap_grad_reduce for chunk in self._state.model)
-        # Megatron waits for all gradients that it reduces during backward. And where the script has frozen parameters,
-        # no embedding may be there to lead all ranks through backward
+        overlapped = any(
+            cast("Any", chunk).ddp_config.overlap_grad_reduce
+            for chunk in self._state.model
+        )
+        # Megatron waits for all gradients that it reduces during backward. And where
+        # the script has frozen parameters, no embedding may be there to lead all ranks
+        # through backward
         all_compute = overlapped or len(trained) < len(self.parameters)
-        # a grouped layer asks its first weight alone whether gradients are computed: experts skip theirs all together
-        needed = {grouped_name(owned.name) for owned in trained if str(owned.operator) not in frozen}
+        # a grouped layer asks its first weight alone whether gradients are computed:
+        # experts skip theirs all together
+        needed = {
+            grouped_name(owned.name)
+            for owned in trained
+            if str(owned.operator) not in frozen
+        }
         for owned in trained:
-            # the embedding always: a rank without one skips backward, and its peers wait for it to exchange tokens
-            computes = owned.operator.kind is OperatorKind.EMBEDDING or grouped_name(owned.name) in needed
+            # the embedding always: a rank without one skips backward, and its peers
+            # wait for it to exchange tokens
+            computes = (
+                owned.operator.kind is OperatorKind.EMBEDDING
+                or grouped_name(owned.name) in needed
+            )
             owned.parameter.requires_grad_(all_compute or computes)
 
     def drop_frozen_gradients(self) -> None:
-        """Drop the gradients of frozen operators: the optimizer's next step then skips them (section 3.3)."""
+        """Drop the gradients of frozen operators: the optimizer's next step then skips
+        them (section 3.3).
+        """
         for owned in self.parameters:
-            if owned.is_trained and str(owned.operator) in self._frozen and owned.start < owned.end:
+            if (
+                owned.is_trained
+                and str(owned.operator) in self._frozen
+                and owned.start < owned.end
+            ):
                 updated = updated_tensor(owned.trained_by, owned.parameter)
                 updated.grad = None  # zeros would still decay moments and weights
                 if hasattr(updated, "decoupled_grad"):
@@ -200,7 +278,10 @@ def _parameters(state: TrainingState) -> Iterator[OwnedParameter]:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter not in optimizer_of:
                 wanted = "one for every parameter that is not frozen"
-                raise ConfigError(f"snapshots in memory: no optimizer updates {name!r}, wanted {wanted}")
+                raise ConfigError(
+                    f"snapshots in memory: no optimizer updates {name!r}, wanted"
+                    f" {wanted}"
+                )
             optimizer_index, optimizer = optimizer_of.get(parameter, (None, None))
             replicas = replicas_of(parameter)
             start, end = _owned_range(parameter, optimizer, replicas)
@@ -222,18 +303,27 @@ def _updated_parameters(optimizer: MegatronOptimizer) -> Iterable[torch.nn.Param
     inner: Any = optimizer
     if getattr(inner, "is_stub_optimizer", False):  # Megatron gives a stub no buffers
         return []
-    if isinstance(optimizer, DistributedOptimizer):  # groups have only parameters of which this rank has a shard
+    # groups have only parameters of which this rank has a shard
+    if isinstance(optimizer, DistributedOptimizer):
         return [parameter for buffer in inner.buffers for parameter in buffer.params]
-    if hasattr(inner, "float16_groups"):  # groups of the inner optimizer have the FP32 masters of these
-        return [parameter for group in inner.float16_groups + inner.fp32_from_fp32_groups for parameter in group]
+    # groups of the inner optimizer have the FP32 masters of these
+    if hasattr(inner, "float16_groups"):
+        return [
+            parameter
+            for group in inner.float16_groups + inner.fp32_from_fp32_groups
+            for parameter in group
+        ]
     return [parameter for group in inner.param_groups for parameter in group["params"]]
 
 
 def _owned_range(
-    parameter: torch.nn.Parameter, optimizer: MegatronOptimizer | None, replicas: dist.ProcessGroup
+    parameter: torch.nn.Parameter,
+    optimizer: MegatronOptimizer | None,
+    replicas: dist.ProcessGroup,
 ) -> tuple[int, int]:
     if isinstance(optimizer, DistributedOptimizer):
-        if parameter not in optimizer.model_param_group_index_map:  # all of its elements are in other ranks' shards
+        # all of its elements are in other ranks' shards
+        if parameter not in optimizer.model_param_group_index_map:
             return 0, 0
         owned = optimizer._get_model_param_range_map(parameter)["param"]
         return owned.start, owned.end
@@ -245,12 +335,17 @@ def _buffers(state: TrainingState) -> Iterator[OwnedBuffer]:
     for index, chunk in enumerate(state.model):
         model = bare_model(chunk)
         for name, buffer in named_buffers(model):
-            yield OwnedBuffer(operator=locate(model, name), name=f"model{index}.{name}", buffer=buffer)
+            yield OwnedBuffer(
+                operator=locate(model, name), name=f"model{index}.{name}", buffer=buffer
+            )
 
 
 def _gather_table(operators: RankOperators) -> OperatorTable:
-    """Agree on the stage group's operators and on the share of each rank. Collective in the stage group."""
-    mine: dict[OperatorId, list[int]] = defaultdict(lambda: [0, 0, 0])  # in full, compute weights, moments
+    """Agree on the stage group's operators and on the share of each rank. Collective in
+    the stage group.
+    """
+    # in full, compute weights, moments
+    mine: dict[OperatorId, list[int]] = defaultdict(lambda: [0, 0, 0])
     for owned in operators.parameters:
         sizes = mine[owned.operator]
         for key, tensor, _ in owned.pieces(full=True):
@@ -260,20 +355,38 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
     for buffer in operators.buffers:
         for index in range(2):
             mine[buffer.operator][index] += buffer.buffer.nbytes
-    own = pack_rows(list(mine), np.array(list(mine.values()), np.int64).reshape(-1, 3).T)
-    packed = TorchRanks(stage_group()).gather(own)  # compressed: every rank gets those of all ranks of its stage
-    everyone = [dict(zip(held, columns.T.tolist(), strict=True)) for held, columns in map(unpack_rows, packed)]
-    names = sorted({operator for rank in everyone for operator in rank}, key=front_to_back)
-    sizes = np.array([[rank.get(operator, [0, 0, 0]) for operator in names] for rank in everyone], dtype=np.int64)
+    own = pack_rows(
+        list(mine), np.array(list(mine.values()), np.int64).reshape(-1, 3).T
+    )
+    # compressed: every rank gets those of all ranks of its stage
+    packed = TorchRanks(stage_group()).gather(own)
+    everyone = [
+        dict(zip(held, columns.T.tolist(), strict=True))
+        for held, columns in map(unpack_rows, packed)
+    ]
+    names = sorted(
+        {operator for rank in everyone for operator in rank}, key=front_to_back
+    )
+    sizes = np.array(
+        [[rank.get(operator, [0, 0, 0]) for operator in names] for rank in everyone],
+        dtype=np.int64,
+    )
     full, compute, moments = np.moveaxis(sizes, 2, 0)
-    return OperatorTable(operators=tuple(names), full_bytes=full, compute_bytes=compute, moment_bytes=moments)
+    return OperatorTable(
+        operators=tuple(names),
+        full_bytes=full,
+        compute_bytes=compute,
+        moment_bytes=moments,
+    )
 
 
-def _give_type_of_saved(parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor) -> None:
+def _give_type_of_saved(
+    parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor
+) -> None:
     """Give a buffer the type of the saved one, where Megatron itself changes it."""
     part = parts.get(key)
-    # a router's first pass widens its 16-bit biases to float32: a new model may load a later state, and ranks that have
-    # trained may go back to the state before that pass
+    # a router's first pass widens its 16-bit biases to float32: a new model may load a
+    # later state, and ranks that have trained may go back to the state before that pass
     if part is not None and {part.dtype, buffer.dtype} in _WIDENED:
         buffer.data = buffer.data.to(part.dtype)
 
@@ -283,9 +396,12 @@ def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None
     tensors: dict[dist.ProcessGroup, list[tuple[torch.Tensor, int, int]]] = {}
     for owned in loaded:
         copies = [owned.weights()]
-        if str(owned.operator) in full and not owned.is_sharded:  # of a shard no other rank has a copy
+        # of a shard no other rank has a copy
+        if str(owned.operator) in full and not owned.is_sharded:
             copies = [*copies, *owned.optimizer_state().values()]
-        tensors.setdefault(owned.replicas, []).extend((copy, owned.start, owned.end) for copy in copies)
+        tensors.setdefault(owned.replicas, []).extend(
+            (copy, owned.start, owned.end) for copy in copies
+        )
     for group, pieces in tensors.items():
         if group.size() > 1:
             merge(pieces, group)

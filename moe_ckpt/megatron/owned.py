@@ -1,7 +1,8 @@
-"""The piece of a parameter that this rank snapshots, and its copies of module buffers: reading them, and loading them.
+"""The piece of a parameter that this rank snapshots, and its copies of module buffers:
+reading them, and loading them.
 
-Owns: the tensors of a piece, compute weights and the state of its optimizer, and the gradient of the coming step. Must
-not: communicate.
+Owns: the tensors of a piece, compute weights and the state of its optimizer, and the
+gradient of the coming step. Must not: communicate.
 """
 
 from __future__ import annotations
@@ -28,13 +29,21 @@ from moe_ckpt.megatron.optimizer_state import (
 )
 from moe_ckpt.snapshot.adam_update import AdamStep
 from moe_ckpt.snapshot.capture import Piece
-from moe_ckpt.snapshot.codec import BUFFER, COMPUTE, MASTER, PartKey, scale_of, scaled_role
+from moe_ckpt.snapshot.codec import (
+    BUFFER,
+    COMPUTE,
+    MASTER,
+    PartKey,
+    scale_of,
+    scaled_role,
+)
 from moe_ckpt.types import OperatorId
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnedParameter:
-    """A parameter of this rank and the range of its flattened elements that this rank snapshots (may be empty).
+    """A parameter of this rank and the range of its flattened elements that this rank
+    snapshots (may be empty).
 
     One that the script has frozen has no optimizer: its state is its compute weights.
     """
@@ -64,16 +73,24 @@ class OwnedParameter:
 
     @property
     def derives_compute(self) -> bool:
-        """Whether compute weights follow from the stored master weights: snapshots in full leave them out then."""
+        """Whether compute weights follow from the stored master weights: snapshots in
+        full leave them out then.
+        """
         has_history = fp8_parameters.has_history(self.parameter)
-        return self.optimizer is not None and derives_compute(self.optimizer) and not has_history
+        return (
+            self.optimizer is not None
+            and derives_compute(self.optimizer)
+            and not has_history
+        )
 
     def weights(self) -> torch.Tensor:
         """Return all compute weights, flattened; of an FP8 parameter, the payload."""
         return fp8_parameters.weights_of(self.parameter)[0].view(-1)
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's master weights and moments, flattened, by role: its shard, or all of them."""
+        """Return this rank's master weights and moments, flattened, by role: its shard,
+        or all of them.
+        """
         if self.optimizer is None or (self.is_sharded and self.start == self.end):
             return {}
         return stored_state(self.optimizer, self.parameter)
@@ -81,7 +98,8 @@ class OwnedParameter:
     def pieces(self, *, full: bool) -> Iterator[Piece]:
         """Yield the owned piece of the whole state, or of the compute weights.
 
-        The whole state includes compute weights if they are not the rounding of the stored master weights.
+        The whole state includes compute weights if they are not the rounding of the
+        stored master weights.
         """
         if full:
             yield from self._state_pieces()
@@ -89,10 +107,12 @@ class OwnedParameter:
             yield from self._compute_pieces()
 
     def load(self, parts: Mapping[PartKey, torch.Tensor], steps: float | None) -> None:
-        """Load the owned piece of a snapshot: the whole state, after so many steps, or the compute weights.
+        """Load the owned piece of a snapshot: the whole state, after so many steps, or
+        the compute weights.
 
-        FP8 parameters that follow from masters are left to `cast_masters`, which needs all ranks. Raises
-        CheckpointLoadError for a part that is missing or differs in size.
+        FP8 parameters that follow from masters are left to `cast_masters`, which needs
+        all ranks. Raises CheckpointLoadError for a part that is missing or differs in
+        size.
         """
         state = {} if steps is None else self.optimizer_state()
         for key, tensor, _ in self._state_pieces() if state else ():
@@ -101,16 +121,26 @@ class OwnedParameter:
             self._load_compute(parts)
         elif state and not is_fp8_parameter(self.parameter):
             # rounded by `copy_`, as Megatron rounds its masters: the same bits
-            self.weights()[self.start : self.end].copy_(master_values(state)[self._held()])
+            self.weights()[self.start : self.end].copy_(
+                master_values(state)[self._held()]
+            )
         if steps is not None and state:
             write_step_count(self.trained_by, self.parameter, steps)
 
     def _load_compute(self, parts: Mapping[PartKey, torch.Tensor]) -> None:
-        # into new memory: the pieces of a weight that forward passes round are no view of the parameter
-        loaded = {key.role: torch.empty_like(tensor) for key, tensor, _ in self._compute_pieces()}
+        # into new memory: the pieces of a weight that forward passes round are no view
+        # of the parameter
+        loaded = {
+            key.role: torch.empty_like(tensor)
+            for key, tensor, _ in self._compute_pieces()
+        }
         for role, tensor in loaded.items():
             copy_part(parts, self.key(role), tensor)
-        owned, weights, scale = slice(self.start, self.end), loaded[COMPUTE], loaded.get(scale_of(COMPUTE))
+        owned, weights, scale = (
+            slice(self.start, self.end),
+            loaded[COMPUTE],
+            loaded.get(scale_of(COMPUTE)),
+        )
         if is_fp8_parameter(self.parameter):
             scales = fp8_parameters.scales_of(self.parameter)
             scales.copy_(loaded[scale_of(COMPUTE)].view(scales.shape))
@@ -121,14 +151,26 @@ class OwnedParameter:
     def shard(self) -> Shard:
         """Return this rank's part of the master weights of an FP8 parameter."""
         state = self.optimizer_state()
-        return Shard(self.parameter, state[MASTER] if state else None, self.start if state else None)
+        return Shard(
+            self.parameter,
+            state[MASTER] if state else None,
+            self.start if state else None,
+        )
 
-    def gradient(self, steps: Mapping[int, AdamStep]) -> tuple[torch.Tensor, AdamStep] | None:
-        """Return the gradient of the owned piece, and its step, if that is one of `steps` and repeats on a host."""
+    def gradient(
+        self, steps: Mapping[int, AdamStep]
+    ) -> tuple[torch.Tensor, AdamStep] | None:
+        """Return the gradient of the owned piece, and its step, if that is one of
+        `steps` and repeats on a host.
+        """
         if self.optimizer is None:
             return None
         master = updated_tensor(self.optimizer, self.parameter)
-        if id(master) not in steps or master.grad is None or master.grad.dtype != torch.float32:
+        if (
+            id(master) not in steps
+            or master.grad is None
+            or master.grad.dtype != torch.float32
+        ):
             return None
         # else another process would have the new masters, and the old compute weights
         if not self.derives_compute or not repeats_on_a_host(master):
@@ -136,8 +178,11 @@ class OwnedParameter:
         return master.grad.view(-1)[self._held()], steps[id(master)]
 
     def reduced_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of the owned piece, float32, flattened; None if there is none."""
-        if self.optimizer is None or self.start == self.end:  # with a sharded optimizer only another rank knows it
+        """Return the gradient of the owned piece, float32, flattened; None if there is
+        none.
+        """
+        # with a sharded optimizer only another rank knows it
+        if self.optimizer is None or self.start == self.end:
             return None
         master = updated_tensor(self.optimizer, self.parameter)
         if master.grad is None:
@@ -146,27 +191,46 @@ class OwnedParameter:
         return master.grad.view(-1)[self._held()]
 
     def clipped_by(self, total_norm: float | None) -> float:
-        """Return the factor by which Megatron multiplies the gradient before the step, for a norm over all ranks."""
+        """Return the factor by which Megatron multiplies the gradient before the step,
+        for a norm over all ranks.
+        """
         most = self.trained_by.config.clip_grad
-        # Megatron's expression and constant: another order of operations has other last bits
-        scale = most / (total_norm + 1.0e-6) if total_norm is not None and most > 0.0 else 1.0
+        # Megatron's expression and constant: another order of operations has other last
+        # bits
+        scale = (
+            most / (total_norm + 1.0e-6)
+            if total_norm is not None and most > 0.0
+            else 1.0
+        )
         return scale if scale < 1.0 else 1.0
 
     def forward_tensors(self) -> list[torch.Tensor]:
-        """Return the weights with which forward passes compute, flattened; of an FP8 parameter, payload and scales.
+        """Return the weights with which forward passes compute, flattened; of an FP8
+        parameter, payload and scales.
 
-        Of weights that the next pass gathers, the shard: the others are still those of an earlier step.
+        Of weights that the next pass gathers, the shard: the others are still those of
+        an earlier step.
         """
-        found = [tensor.reshape(-1) for tensor in fp8_linear.forward_tensors(self.parameter).values()]
-        return [tensor[self.start : self.end] for tensor in found] if self.is_gathered_later else found
+        found = [
+            tensor.reshape(-1)
+            for tensor in fp8_linear.forward_tensors(self.parameter).values()
+        ]
+        return (
+            [tensor[self.start : self.end] for tensor in found]
+            if self.is_gathered_later
+            else found
+        )
 
     def _held(self) -> slice:
-        """Return the range of the owned piece within this rank's part of the optimizer's state."""
+        """Return the range of the owned piece within this rank's part of the
+        optimizer's state.
+        """
         return slice(None) if self.is_sharded else slice(self.start, self.end)
 
     def _state_pieces(self) -> Iterator[Piece]:
         for role, tensor in self.optimizer_state().items():
-            if role != scaled_role(role):  # a scale: each rank has its own, of its own part
+            # a scale: each rank has its own, of its own part
+            if role != scaled_role(role):
                 yield self.key(role), tensor, (0, 1)
             else:
                 yield self.key(role), tensor[self._held()], (self.start, self.end)
@@ -205,11 +269,18 @@ class OwnedBuffer:
         return key, self.buffer, (0, self.buffer.numel())
 
 
-def copy_part(parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torch.Tensor) -> None:
-    """Copy one part of a snapshot. Raises CheckpointLoadError if it is missing or differs in size or type."""
+def copy_part(
+    parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torch.Tensor
+) -> None:
+    """Copy one part of a snapshot. Raises CheckpointLoadError if it is missing or
+    differs in size or type.
+    """
     part = parts.get(key)
-    # types, too: `copy_` converts without an error, and a state of another format would be rounded
+    # types, too: `copy_` converts without an error, and a state of another format would
+    # be rounded
     if part is None or part.numel() != target.numel() or part.dtype != target.dtype:
         got = "nothing" if part is None else f"{part.numel()} elements of {part.dtype}"
-        raise CheckpointLoadError(f"{key}: got {got}, wanted {target.numel()} elements of {target.dtype}")
+        raise CheckpointLoadError(
+            f"{key}: got {got}, wanted {target.numel()} elements of {target.dtype}"
+        )
     target.copy_(part.view(target.shape))

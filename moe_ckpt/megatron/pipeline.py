@@ -1,8 +1,10 @@
-"""Transfers between pipeline stages, seen through Megatron's seam: a `P2PCommunicator` that its schedules take.
+"""Transfers between pipeline stages, seen through Megatron's seam: a `P2PCommunicator`
+that its schedules take.
 
-Owns: counting and logging what this rank sends, measuring its waits for neighbours, and, in a replay, giving the
-schedule the logged tensors of neighbours in place of receiving them. Every schedule calls `_communicate` for every
-transfer, so one override suffices. Must not: keep or fetch logs.
+Owns: counting and logging what this rank sends, measuring its waits for neighbours,
+and, in a replay, giving the schedule the logged tensors of neighbours in place of
+receiving them. Every schedule calls `_communicate` for every transfer, so one override
+suffices. Must not: keep or fetch logs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from moe_ckpt.snapshot.bubbles import PipelineBubbles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """Bytes sent to neighbour stages, and seconds of logging, since the communicator was made."""
+    """Bytes sent to neighbour stages, and seconds of logging, since the communicator
+    was made.
+    """
 
     activation_bytes: int
     gradient_bytes: int
@@ -30,19 +34,23 @@ class Observed:
 
 
 class StageCommunicator(P2PCommunicator):
-    """Megatron's communicator, which counts and logs sent tensors and can replay received ones."""
+    """Megatron's communicator, which counts and logs sent tensors and can replay
+    received ones.
+    """
 
     def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
-        # else each transfer waits for all streams of the device, also for the copies of a whole snapshot; Megatron does
-        # so for a race in old releases of torch
+        # else each transfer waits for all streams of the device, also for the copies of
+        # a whole snapshot; Megatron does so for a race in old releases of torch
         config.batch_p2p_sync = False
         self._activation_bytes = 0
         self._gradient_bytes = 0
         self.log: BoundaryLog | None = None
         self.bubbles: PipelineBubbles | None = None
-        self.rows: int | None = None  # the second dimension of each tensor, where lengths of sequences vary
-        self._from_previous: deque[torch.Tensor] | None = None  # logged tensors that a replay takes
+        # the second dimension of each tensor, where lengths of sequences vary
+        self.rows: int | None = None
+        # logged tensors that a replay takes
+        self._from_previous: deque[torch.Tensor] | None = None
         self._from_next: deque[torch.Tensor] | None = None
 
     @property
@@ -55,21 +63,38 @@ class StageCommunicator(P2PCommunicator):
         )
 
     def tensor_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that cross a stage boundary for a micro-batch of this many tokens."""
+        """Return the bytes that cross a stage boundary for a micro-batch of this many
+        tokens.
+        """
         config: Any = self.config
         # a sequence-parallel rank sends its own part of each sequence
-        num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        return num_tokens // num_shards * config.hidden_size * config.pipeline_dtype.itemsize
+        num_shards = (
+            config.tensor_model_parallel_size if config.sequence_parallel else 1
+        )
+        return (
+            num_tokens
+            // num_shards
+            * config.hidden_size
+            * config.pipeline_dtype.itemsize
+        )
 
     @contextlib.contextmanager
     def replaying(self, ends: LoggedEnds) -> Iterator[None]:
-        """Within the context, transfers at a logged end take the logged tensors, in order, and send nothing there."""
-        before, after = (None if end is None else deque(end) for end in (ends.from_previous, ends.from_next))
+        """Within the context, transfers at a logged end take the logged tensors, in
+        order, and send nothing there.
+        """
+        before, after = (
+            None if end is None else deque(end)
+            for end in (ends.from_previous, ends.from_next)
+        )
         self._from_previous, self._from_next = before, after
         try:
             yield
             left = [len(queue) for queue in (before, after) if queue]
-            assert not left, f"{left} logged tensors were not asked for: another schedule than the one that was logged?"
+            assert not left, (
+                f"{left} logged tensors were not asked for: another schedule than the"
+                " one that was logged?"
+            )
         finally:
             self._from_previous = self._from_next = None
 
@@ -83,7 +108,8 @@ class StageCommunicator(P2PCommunicator):
         tensor_shape: Any,
         **options: Any,
     ) -> Any:
-        self._observe(tensor_send_next, tensor_send_prev)  # logged in replays as well: a later fault needs it again
+        # logged in replays as well: a later fault needs it again
+        self._observe(tensor_send_next, tensor_send_prev)
         before, after = self._from_previous, self._from_next
         live = {
             "tensor_send_next": tensor_send_next if after is None else None,
@@ -94,8 +120,14 @@ class StageCommunicator(P2PCommunicator):
         received: Any = (None, None, None)
         if any(value is not None and value is not False for value in live.values()):
             waits = live["recv_prev"] or live["recv_next"]
-            with self.bubbles.open() if self.bubbles and waits else contextlib.nullcontext():
-                received = super()._communicate(**live, tensor_shape=tensor_shape, **options)
+            with (
+                self.bubbles.open()
+                if self.bubbles and waits
+                else contextlib.nullcontext()
+            ):
+                received = super()._communicate(
+                    **live, tensor_shape=tensor_shape, **options
+                )
         from_previous, from_next, requests = received
         if recv_prev and before is not None:
             from_previous = self._logged(before, tensor_shape)
@@ -103,21 +135,34 @@ class StageCommunicator(P2PCommunicator):
             from_next = self._logged(after, tensor_shape)
         return from_previous, from_next, requests
 
-    def _observe(self, activation: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+    def _observe(
+        self, activation: torch.Tensor | None, gradient: torch.Tensor | None
+    ) -> None:
         self._activation_bytes += 0 if activation is None else activation.nbytes
         self._gradient_bytes += 0 if gradient is None else gradient.nbytes
-        for direction, tensor in ((Direction.ACTIVATION, activation), (Direction.GRADIENT, gradient)):
+        for direction, tensor in (
+            (Direction.ACTIVATION, activation),
+            (Direction.GRADIENT, gradient),
+        ):
             if self.log is not None and tensor is not None:
                 self.log.record(direction, tensor)
 
     def _logged(self, queue: deque[torch.Tensor], shape: Any) -> torch.Tensor:
-        """Return the next logged tensor as if received: on the device, a leaf that accumulates a gradient."""
+        """Return the next logged tensor as if received: on the device, a leaf that
+        accumulates a gradient.
+        """
         stored = queue.popleft()
-        if self.config.variable_seq_lengths:  # Megatron then gives no shape: stages exchange it before each tensor
+        # Megatron then gives no shape: stages exchange it before each tensor
+        if self.config.variable_seq_lengths:
             assert self.rows is not None, "require_replayable refuses this"
             hidden_size = cast("Any", self.config).hidden_size
             row_bytes = hidden_size * self.config.pipeline_dtype.itemsize
             shape = (stored.numel() // (self.rows * row_bytes), self.rows, hidden_size)
-        tensor = torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device())
+        tensor = torch.empty(
+            tuple(shape),
+            dtype=self.config.pipeline_dtype,
+            device=torch.cuda.current_device(),
+        )
         tensor.view(-1).view(torch.uint8).copy_(stored)
-        return tensor.requires_grad_()  # as Megatron's receive buffers: the stage before gets the gradient
+        # as Megatron's receive buffers: the stage before gets the gradient
+        return tensor.requires_grad_()

@@ -1,4 +1,6 @@
-"""The operators of a Megatron-Core GPT, from the names of its parameters and buffers, by global layer and expert."""
+"""The operators of a Megatron-Core GPT, from the names of its parameters and buffers,
+by global layer and expert.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,17 @@ _EDGES = {
     "output_layer": OperatorKind.OUTPUT,
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_MTP = re.compile(r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)")
+_MTP = re.compile(
+    r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)"
+)
 _SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)(\d+)$")
-_SECTIONS = (OperatorKind.EMBEDDING, OperatorKind.BLOCK, OperatorKind.FINAL_NORM, OperatorKind.OUTPUT)
+_SECTIONS = (
+    OperatorKind.EMBEDDING,
+    OperatorKind.BLOCK,
+    OperatorKind.FINAL_NORM,
+    OperatorKind.OUTPUT,
+)
 
 
 def bare_model(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -33,8 +42,8 @@ def bare_model(chunk: torch.nn.Module) -> torch.nn.Module:
 def locate(model: torch.nn.Module, name: str) -> OperatorId:
     """Return the operator of a parameter or buffer of a bare GPT model.
 
-    Raises ConfigError for a name that belongs to none, and for experts that share one weight (Megatron's legacy
-    GroupedMLP).
+    Raises ConfigError for a name that belongs to none, and for experts that share one
+    weight (Megatron's legacy GroupedMLP).
     """
     root = name.partition(".")[0]
     if root in _EDGES:
@@ -43,43 +52,72 @@ def locate(model: torch.nn.Module, name: str) -> OperatorId:
         return OperatorId(kind=OperatorKind.FINAL_NORM)
     if match := _LAYER.match(name):
         layer = cast("Any", model).decoder.layers[int(match[1])]
-        return _locate_in_layer(layer.mlp, match[2], layer=layer.layer_number - 1, mtp_depth=None)
+        return _locate_in_layer(
+            layer.mlp, match[2], layer=layer.layer_number - 1, mtp_depth=None
+        )
     if match := _MTP.match(name):
         module = cast("Any", model).mtp.layers[int(match[1])]
         inner = getattr(module, "transformer_layer", None) or module.mtp_model_layer
         return _locate_in_layer(inner.mlp, match[2], layer=0, mtp_depth=int(match[1]))
-    raise ConfigError(f"snapshots in memory: {name!r} is in no operator, wanted a GPTModel of Megatron-Core")
+    raise ConfigError(
+        f"snapshots in memory: {name!r} is in no operator, wanted a GPTModel of"
+        " Megatron-Core"
+    )
 
 
-def _locate_in_layer(mlp: Any, rest: str, *, layer: int, mtp_depth: int | None) -> OperatorId:
+def _locate_in_layer(
+    mlp: Any, rest: str, *, layer: int, mtp_depth: int | None
+) -> OperatorId:
     place = {"layer": layer, "mtp_depth": mtp_depth}
     if rest.startswith("mlp.router."):
         return OperatorId(kind=OperatorKind.GATE, **place)
     if rest.startswith("mlp.experts."):
         match = _SEQUENTIAL_EXPERT.match(rest) or _GROUPED_EXPERT.match(rest)
-        if match is None and is_scaling(rest):  # a grouped layer has scales for all of its experts in one tensor
+        # a grouped layer has scales for all of its experts in one tensor
+        if match is None and is_scaling(rest):
             return OperatorId(kind=OperatorKind.BLOCK, **place)
         if match is None:
-            raise ConfigError(f"snapshots in memory: {rest!r} holds several experts, wanted one weight an expert")
-        return OperatorId(kind=OperatorKind.EXPERT, expert=mlp.local_expert_indices[int(match[1])], **place)
+            raise ConfigError(
+                f"snapshots in memory: {rest!r} holds several experts, wanted one"
+                " weight an expert"
+            )
+        return OperatorId(
+            kind=OperatorKind.EXPERT,
+            expert=mlp.local_expert_indices[int(match[1])],
+            **place,
+        )
     return OperatorId(kind=OperatorKind.BLOCK, **place)
 
 
 def front_to_back(operator: OperatorId) -> tuple[int, ...]:
-    """Return a sort key: embedding, layers (block, gate, experts), final norm, MTP modules, output."""
+    """Return a sort key: embedding, layers (block, gate, experts), final norm, MTP
+    modules, output.
+    """
     in_layer = operator.layer is not None
     section = OperatorKind.BLOCK if in_layer else operator.kind
     # 5 for MTP modules: between the final norm, 4, and the output, 6
-    after_decoder = 2 * _SECTIONS.index(section) + (3 if operator.mtp_depth is not None else 0)
+    after_decoder = 2 * _SECTIONS.index(section) + (
+        3 if operator.mtp_depth is not None else 0
+    )
     kind = list(OperatorKind).index(operator.kind)
-    return (after_decoder, operator.mtp_depth or 0, operator.layer or 0, kind, operator.expert or 0)
+    return (
+        after_decoder,
+        operator.mtp_depth or 0,
+        operator.layer or 0,
+        kind,
+        operator.expert or 0,
+    )
 
 
 def is_grouped(name: str) -> bool:
-    """Return whether a parameter is the weight of an expert in a layer of all local experts."""
+    """Return whether a parameter is the weight of an expert in a layer of all local
+    experts.
+    """
     return _GROUPED_EXPERT.search(name) is not None
 
 
 def grouped_name(name: str) -> str:
-    """Return a name without a grouped expert's number: weights of one name all compute gradients, or none."""
+    """Return a name without a grouped expert's number: weights of one name all compute
+    gradients, or none.
+    """
     return re.sub(r"(linear_fc[12]\.(?:weight|bias))\d+$", r"\1", name)

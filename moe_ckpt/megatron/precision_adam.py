@@ -1,12 +1,15 @@
-"""Adam whose master weights and moments are stored in FP16 or FP8: the CPU reference of Transformer Engine's FusedAdam.
+"""Adam whose master weights and moments are stored in FP16 or FP8: the CPU reference of
+Transformer Engine's FusedAdam.
 
-Owns: the arithmetic of a step (FP32; a state is rounded as it is stored), the scale of each stored tensor, and where
-Megatron-Core looks for its Adam. Constructor arguments, state names and numerics follow FusedAdam of Transformer Engine
-2.9, which runs on a GPU only: `state[parameter]` has the payloads, `_scales[parameter]` their scales, a float32 [1]
-each, and a parameter group the step count, which is there from the first step on.
+Owns: the arithmetic of a step (FP32; a state is rounded as it is stored), the scale of
+each stored tensor, and where Megatron-Core looks for its Adam. Constructor arguments,
+state names and numerics follow FusedAdam of Transformer Engine 2.9, which runs on a GPU
+only: `state[parameter]` has the payloads, `_scales[parameter]` their scales, a float32
+[1] each, and a parameter group the step count, which is there from the first step on.
 
-Of FusedAdam's own there is no FP8 master weight (MoEvement, Table 7, last row): the compute weight is rounded from the
-stored master then. Other compute weights are rounded from the master before it is stored.
+Of FusedAdam's own there is no FP8 master weight (MoEvement, Table 7, last row): the
+compute weight is rounded from the stored master then. Other compute weights are rounded
+from the master before it is stored.
 """
 
 from __future__ import annotations
@@ -29,17 +32,23 @@ _LARGEST = {E4M3: 448.0, torch.float16: torch.finfo(torch.float16).max / 2}
 
 
 def encode(values: torch.Tensor, payload: torch.Tensor, scale: torch.Tensor) -> None:
-    """Store float32 values in `payload`, scaled if that is FP16 or FP8; `scale` is float32 [1].
+    """Store float32 values in `payload`, scaled if that is FP16 or FP8; `scale` is
+    float32 [1].
 
-    A tensor of zeros keeps a scale of 0 (FP16) or 1 (FP8): FusedAdam divides by zero there.
+    A tensor of zeros keeps a scale of 0 (FP16) or 1 (FP8): FusedAdam divides by zero
+    there.
     """
     largest = _LARGEST.get(payload.dtype)
     if largest is None:
         payload.copy_(values)
         return
-    absmax = values.abs().amax().reshape(1) if values.numel() else torch.zeros_like(scale)
+    absmax = (
+        values.abs().amax().reshape(1) if values.numel() else torch.zeros_like(scale)
+    )
     step = absmax / largest
-    inverse = torch.where(step > 0, step.reciprocal(), 0.0 if payload.dtype == torch.float16 else 1.0)
+    inverse = torch.where(
+        step > 0, step.reciprocal(), 0.0 if payload.dtype == torch.float16 else 1.0
+    )
     scale.copy_(step if payload.dtype == torch.float16 else inverse.reciprocal())
     scaled = values * inverse
     payload.copy_(scaled.clamp_(-largest, largest) if payload.dtype == E4M3 else scaled)
@@ -48,11 +57,17 @@ def encode(values: torch.Tensor, payload: torch.Tensor, scale: torch.Tensor) -> 
 def decode(payload: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Return stored values as float32, in memory of their own."""
     values = payload.to(torch.float32, copy=True)
-    return values.mul_(scale) if scale is not None and payload.dtype in _LARGEST else values
+    return (
+        values.mul_(scale)
+        if scale is not None and payload.dtype in _LARGEST
+        else values
+    )
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bfloat16 weight and the int16 remainder that are a float32 master together; ties round away."""
+    """Return the bfloat16 weight and the int16 remainder that are a float32 master
+    together; ties round away.
+    """
     bits = master.view(torch.int32)
     low = (bits & 0xFFFF).to(torch.int32)
     remainder = torch.where(low >= 0x8000, low - 0x10000, low).to(torch.int16)
@@ -67,10 +82,12 @@ def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 class PrecisionAwareAdam(torch.optim.Optimizer):
-    """FusedAdam's arguments: dtypes of states are float32, bfloat16, float16, or uint8, which stands for FP8 (E4M3).
+    """FusedAdam's arguments: dtypes of states are float32, bfloat16, float16, or uint8,
+    which stands for FP8 (E4M3).
 
-    With `master_weights` the parameters are compute weights, and the optimizer holds their masters; without, they are
-    the masters. `use_decoupled_grad` reads gradients from `parameter.decoupled_grad`.
+    With `master_weights` the parameters are compute weights, and the optimizer holds
+    their masters; without, they are the masters. `use_decoupled_grad` reads gradients
+    from `parameter.decoupled_grad`.
     """
 
     def __init__(
@@ -104,7 +121,13 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders
-        self._dtypes = dict(zip(_STATES, (master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype), strict=True))
+        self._dtypes = dict(
+            zip(
+                _STATES,
+                (master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype),
+                strict=True,
+            )
+        )
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     @torch.no_grad()
@@ -114,24 +137,36 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             dtype = self._dtypes[name]
             if name == MASTER_PARAM and self._has_remainder(param):
                 dtype = torch.int16
-            payload = torch.zeros(param.shape, dtype=E4M3 if dtype == torch.uint8 else dtype, device=param.device)
+            payload = torch.zeros(
+                param.shape,
+                dtype=E4M3 if dtype == torch.uint8 else dtype,
+                device=param.device,
+            )
             self.state[param][name] = payload
-            self._scales.setdefault(param, {})[name] = torch.ones(1, dtype=torch.float32, device=param.device)
-        if self.master_weights and not self._has_remainder(param):  # a remainder of zero is the weight itself
+            self._scales.setdefault(param, {})[name] = torch.ones(
+                1, dtype=torch.float32, device=param.device
+            )
+        # a remainder of zero is the weight itself
+        if self.master_weights and not self._has_remainder(param):
             self.set_scaled_state(param, MASTER_PARAM, param.float())
 
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a state as float32 values, in memory of their own unless it is stored as such.
+        """Return a state as float32 values, in memory of their own unless it is stored
+        as such.
 
-        The remainder of a master is returned as it is, int16, as Transformer Engine does.
+        The remainder of a master is returned as it is, int16, as Transformer Engine
+        does.
         """
         payload = self.state[param][name]
         is_plain = payload.dtype in (torch.float32, torch.int16)
         return payload if is_plain else decode(payload, self._scales[param][name])
 
     @torch.no_grad()
-    def set_scaled_state(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Store float32 values as a state with a scale of their own, which may differ from that of the read state.
+    def set_scaled_state(
+        self, param: torch.Tensor, name: str, values: torch.Tensor
+    ) -> None:
+        """Store float32 values as a state with a scale of their own, which may differ
+        from that of the read state.
 
         Those of a remainder are int16.
         """
@@ -139,16 +174,24 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             self.initialize_state(param)
         payload = self.state[param][name]
         if payload.dtype == torch.int16:
-            assert values.dtype == torch.int16, f"remainder: got {values.dtype}, wanted torch.int16"
+            assert values.dtype == torch.int16, (
+                f"remainder: got {values.dtype}, wanted torch.int16"
+            )
             payload.copy_(values.view(param.shape))
         else:
-            assert values.dtype == torch.float32, f"{name}: got {values.dtype}, wanted torch.float32"
+            assert values.dtype == torch.float32, (
+                f"{name}: got {values.dtype}, wanted torch.float32"
+            )
             encode(values.view(payload.shape), payload, self._scales[param][name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over settings, and states as they are stored: torch's own would cast them to the parameters' type."""
+        """Take over settings, and states as they are stored: torch's own would cast
+        them to the parameters' type.
+        """
         super().load_state_dict({**state_dict, "state": {}})  # groups only
-        for index, param in enumerate(each for group in self.param_groups for each in group["params"]):
+        for index, param in enumerate(
+            each for group in self.param_groups for each in group["params"]
+        ):
             for name, payload in state_dict["state"].get(index, {}).items():
                 if name not in self.state[param]:
                     self.initialize_state(param)
@@ -163,12 +206,18 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
                 continue
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
-                gradient = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+                gradient = (
+                    getattr(param, "decoupled_grad", None)
+                    if self.use_decoupled_grad
+                    else param.grad
+                )
                 if gradient is not None:
                     self._update(param, gradient.float(), group)
         return loss
 
-    def _update(self, param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self, param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> None:
         if "exp_avg" not in self.state[param]:
             self.initialize_state(param)
         beta1, beta2 = group["betas"]
@@ -176,8 +225,13 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         master = self._master(param) if self.master_weights else param
         if not self.adam_w_mode:
             gradient = gradient + group["weight_decay"] * master
-        exp_avg = beta1 * self.get_unscaled_state(param, "exp_avg") + (1.0 - beta1) * gradient
-        exp_avg_sq = beta2 * self.get_unscaled_state(param, "exp_avg_sq") + (1.0 - beta2) * gradient * gradient
+        exp_avg = (
+            beta1 * self.get_unscaled_state(param, "exp_avg") + (1.0 - beta1) * gradient
+        )
+        exp_avg_sq = (
+            beta2 * self.get_unscaled_state(param, "exp_avg_sq")
+            + (1.0 - beta2) * gradient * gradient
+        )
         mean = exp_avg if steps is None else exp_avg / (1.0 - beta1**steps)
         spread = exp_avg_sq if steps is None else exp_avg_sq / (1.0 - beta2**steps)
         update = mean / (spread.sqrt() + group["eps"])
@@ -186,7 +240,11 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         self._store(param, master - group["lr"] * update, exp_avg, exp_avg_sq)
 
     def _store(
-        self, param: torch.Tensor, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+        self,
+        param: torch.Tensor,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
     ) -> None:
         self.set_scaled_state(param, "exp_avg", exp_avg)
         self.set_scaled_state(param, "exp_avg_sq", exp_avg_sq)
@@ -204,38 +262,63 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     def _master(self, param: torch.Tensor) -> torch.Tensor:
         stored = self.get_unscaled_state(param, MASTER_PARAM)
-        return join_master(param.detach(), stored) if stored.dtype == torch.int16 else stored
+        return (
+            join_master(param.detach(), stored)
+            if stored.dtype == torch.int16
+            else stored
+        )
 
     def _has_remainder(self, param: torch.Tensor) -> bool:
         is_float32 = self._dtypes[MASTER_PARAM] == torch.float32
-        return self.store_param_remainders and is_float32 and param.dtype == torch.bfloat16
+        return (
+            self.store_param_remainders and is_float32 and param.dtype == torch.bfloat16
+        )
 
 
 def install() -> None:
-    """Let Megatron-Core use this Adam in this process from now on, as if it were Transformer Engine's. Idempotent.
+    """Let Megatron-Core use this Adam in this process from now on, as if it were
+    Transformer Engine's. Idempotent.
 
     Raises RuntimeError if Transformer Engine is installed: its own must be used then.
     """
     optimizer = importlib.import_module("megatron.core.optimizer")
     sharded = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     config = importlib.import_module("megatron.core.optimizer.optimizer_config")
-    if getattr(sharded, "USING_TE_OPTIMIZER", False) and sharded.Adam is not PrecisionAwareAdam:
+    if (
+        getattr(sharded, "USING_TE_OPTIMIZER", False)
+        and sharded.Adam is not PrecisionAwareAdam
+    ):
         raise RuntimeError("Transformer Engine is installed: its FusedAdam is used")
     names: dict[ModuleType, dict[str, object]] = {
-        optimizer: {"Adam": PrecisionAwareAdam, "USING_PYTORCH_OPTIMIZER": False, "is_te_min_version": _is_new_enough},
-        sharded: {"Adam": PrecisionAwareAdam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True},
+        optimizer: {
+            "Adam": PrecisionAwareAdam,
+            "USING_PYTORCH_OPTIMIZER": False,
+            "is_te_min_version": _is_new_enough,
+        },
+        sharded: {
+            "Adam": PrecisionAwareAdam,
+            "HAVE_APEX_OR_TE": True,
+            "USING_TE_OPTIMIZER": True,
+        },
         config: {"is_te_min_version": _is_new_enough},
     }
     for module, values in names.items():
         for name, value in values.items():
-            getattr(module, name)  # a renamed seam is an AttributeError here, not a silent no-op
+            # a renamed seam is an AttributeError here, not a silent no-op
+            getattr(module, name)
             setattr(module, name, value)
 
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
-    """Within the context, `transformer_engine.pytorch.optimizers.FusedAdam` is this Adam: Megatron looks there."""
-    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
+    """Within the context, `transformer_engine.pytorch.optimizers.FusedAdam` is this
+    Adam: Megatron looks there.
+    """
+    names = (
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        "transformer_engine.pytorch.optimizers",
+    )
     modules = {name: ModuleType(name) for name in names}
     modules[names[-1]].FusedAdam = PrecisionAwareAdam  # type: ignore[attr-defined]
     before = {name: sys.modules[name] for name in names if name in sys.modules}

@@ -1,8 +1,8 @@
 """A hash of the samples that a pass has read.
 
-A replay must read the samples that the iteration has read before: a stage that is replayed
-over other samples gets another state, which no checksum of a snapshot shows. Each
-iteration's step record therefore holds this hash.
+A replay must read the samples that the iteration has read before: a stage that is
+replayed over other samples gets another state, which no checksum of a snapshot shows.
+Each iteration's step record therefore holds this hash.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class ReadBatches:
         self._on_devices: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """An iteration, or its replay, begins: forget the micro-batches of earlier ones, and of evaluations."""
+        """An iteration, or its replay, begins: forget the micro-batches of earlier
+        ones, and of evaluations.
+        """
         self._host = xxhash.xxh3_128()
         self._on_devices = []
 
@@ -41,13 +43,16 @@ class ReadBatches:
         return total.hexdigest()
 
     def observed(self, argument: Any) -> Any:
-        """Return an iterator that hashes the micro-batches it yields; anything else is returned unchanged."""
+        """Return an iterator that hashes the micro-batches it yields; anything else is
+        returned unchanged.
+        """
         return _Observed(argument, self) if hasattr(argument, "__next__") else argument
 
     def add(self, batch: Any) -> None:
         """Add a micro-batch: a nest of mappings, dataclasses, lists and tuples.
 
-        Of leaves that are neither tensors, arrays nor plain values, only the type counts.
+        Of leaves that are neither tensors, arrays nor plain values, only the type
+        counts.
         """
         if isinstance(batch, torch.Tensor):
             self._add_tensor(batch)

@@ -1,4 +1,5 @@
-"""Tries, before the first iteration, whether an iterator gives the same again in a new process.
+"""Tries, before the first iteration, whether an iterator gives the same again in a new
+process.
 
 Owns: two forked processes, which open the iterator anew with other generators each and
 compare checksums. Must not: read the iterator of this process, or move its generators.
@@ -54,20 +55,33 @@ def require_repeatable_reads(
     """
     found: list[list[int]] = []
     for seed in _SEEDS:
-        outcome = _in_new_process(lambda: _read(open_iterator, num_batches, seed), deadline_s)  # noqa: B023
+        outcome = _in_new_process(
+            lambda: _read(open_iterator, num_batches, seed),  # noqa: B023
+            deadline_s,
+        )
         if isinstance(outcome, str):
-            _log.warning("%s: whether a new process gets the same micro-batches was not tried: %s", setting, outcome)
+            _log.warning(
+                "%s: whether a new process gets the same micro-batches was not"
+                " tried: %s",
+                setting,
+                outcome,
+            )
             return
         found.append(outcome)
     wanted = (
-        "the same micro-batches in each new process, which a recovery reads again: an order from a generator with a "
-        "seed of its own (DataLoader(generator=torch.Generator().manual_seed(...))), or an iterator with state_dict"
+        "the same micro-batches in each new process, which a recovery reads again: an"
+        " order from a generator with a seed of its own"
+        " (DataLoader(generator=torch.Generator().manual_seed(...))), or an iterator"
+        " with state_dict"
     )
-    require(found[0] == found[1], setting, "other micro-batches in another process", wanted)
+    require(
+        found[0] == found[1], setting, "other micro-batches in another process", wanted
+    )
 
 
 def _read(open_iterator: Callable[[], Any], num_batches: int, seed: int) -> list[int]:
-    # a pool of threads of the process that was forked does not exist here: its waits would not end
+    # a pool of threads of the process that was forked does not exist here: its waits
+    # would not end
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -83,15 +97,22 @@ def _read(open_iterator: Callable[[], Any], num_batches: int, seed: int) -> list
     return checksums
 
 
-def _in_new_process(compute: Callable[[], list[int]], deadline_s: float) -> list[int] | str:
+def _in_new_process(
+    compute: Callable[[], list[int]], deadline_s: float
+) -> list[int] | str:
     """Return the result of a forked process, or the reason why there is none."""
-    context = multiprocessing.get_context("fork")  # the open iterator, which no pickle can hold, is the subject
+    # the open iterator, which no pickle can hold, is the subject
+    context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(compute, sender))
     child.start()
     sender.close()
     try:
-        return receiver.recv() if receiver.poll(deadline_s) else f"no answer in {deadline_s:g} s"
+        return (
+            receiver.recv()
+            if receiver.poll(deadline_s)
+            else f"no answer in {deadline_s:g} s"
+        )
     except EOFError:
         return "its process died"
     finally:
@@ -113,7 +134,9 @@ def _answer(compute: Callable[[], list[int]], sender: Connection) -> None:
 
 
 def _close_sockets() -> None:
-    """Close inherited connections: bytes that this process sent would be those of its parent."""
+    """Close inherited connections: bytes that this process sent would be those of its
+    parent.
+    """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):

@@ -1,7 +1,9 @@
-"""Replays one iteration of one stage, alone or with its neighbours, through the same schedule (MoEvement, 3.3, 3.4).
+"""Replays one iteration of one stage, alone or with its neighbours, through the same
+schedule (MoEvement, 3.3, 3.4).
 
-Owns: the start of an iteration, the values that cross stages in it beside activations and gradients, and the update
-with logged facts in place of collectives over all stages. Must not: decide which iterations run, or fetch their inputs.
+Owns: the start of an iteration, the values that cross stages in it beside activations
+and gradients, and the update with logged facts in place of collectives over all stages.
+Must not: decide which iterations run, or fetch their inputs.
 
     begin       generators, loss scalers, schedule position, buffers          -> restored if the iteration is undone
     gradients   forward, backward, reduced; sums over stages                  -> logged, or taken from the log
@@ -29,7 +31,11 @@ from moe_ckpt.megatron import fp8_parameters
 from moe_ckpt.megatron.groups import shared_embedding
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.optimizer_state import holds_masters
-from moe_ckpt.megatron.overlapped import forget_communication, gathers_in_forward, mark_gathered
+from moe_ckpt.megatron.overlapped import (
+    forget_communication,
+    gathers_in_forward,
+    mark_gathered,
+)
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.places import bare_model, is_grouped
 from moe_ckpt.megatron.read_batches import ReadBatches
@@ -57,10 +63,11 @@ from moe_ckpt.types import ReadyGradients
 
 
 class StageReplay:
-    """Records the facts that this rank's stage needs to replay an iteration, and replays it.
+    """Records the facts that this rank's stage needs to replay an iteration, and
+    replays it.
 
-    `forward_backward` runs the loop's schedule over the batch of an iteration, with the communicator given here, and
-    lets `batches` see what it reads.
+    `forward_backward` runs the loop's schedule over the batch of an iteration, with the
+    communicator given here, and lets `batches` see what it reads.
     """
 
     def __init__(
@@ -75,7 +82,8 @@ class StageReplay:
         self._communicator = communicator
         self._forward_backward = forward_backward
         self._batches = batches
-        self._read_others: list[int] = []  # iterations whose replays have read other samples than before
+        # iterations whose replays have read other samples than before
+        self._read_others: list[int] = []
         self._operators = operators
         self._sums = _StageSums(state, operators)
         self._began: int | None = None
@@ -88,17 +96,27 @@ class StageReplay:
         return self._sums.tied_bytes
 
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        """Return the state that `iteration` starts from beside parameters and moments; buffers are remembered here."""
+        """Return the state that `iteration` starts from beside parameters and moments;
+        buffers are remembered here.
+        """
         self._began, self._buffers = iteration, buffers(self._state)
         self._modes = [module.training for _, module in self._state.modules]
         return small_state(self._state)
 
-    def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
-        """Restore the start of an iteration; with `undo`, also the buffers that this iteration has changed since."""
+    def restore_start(
+        self, start: Mapping[str, torch.Tensor], *, undo: int | None = None
+    ) -> None:
+        """Restore the start of an iteration; with `undo`, also the buffers that this
+        iteration has changed since.
+        """
         restore_small_state(self._state, start)
         if undo is not None:
-            assert self._began == undo, f"asked for the buffers before iteration {undo}, got those of {self._began}"
-            # forward changes them (counts of tokens, FP8 histories), and the iteration will run again
+            assert self._began == undo, (
+                f"asked for the buffers before iteration {undo}, got those of"
+                f" {self._began}"
+            )
+            # forward changes them (counts of tokens, FP8 histories), and the iteration
+            # will run again
             restore_buffers(self._state, self._buffers)
 
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:
@@ -120,51 +138,67 @@ class StageReplay:
         whole_model: bool,
         before_update: Callable[[], None],
     ) -> None:
-        """Run the record's iteration again, from the state before it. Collective over the stages that replay together.
+        """Run the record's iteration again, from the state before it. Collective over
+        the stages that replay together.
 
-        `whole_model`: all stages replay; then only the update's facts come from a log. `before_update` is called once
-        gradients are complete: only buffers and generators have changed until then.
+        `whole_model`: all stages replay; then only the update's facts come from a log.
+        `before_update` is called once gradients are complete: only buffers and
+        generators have changed until then.
         """
         restore_small_state(self._state, start)
         clear_gradients(self._state)
         mark_gathered(self._state.model)
         config: Any = cast("Any", self._state.model[0]).config
-        timers, config.timers = config.timers, None  # they may wait for all ranks of the job
+        # they may wait for all ranks of the job
+        timers, config.timers = config.timers, None
         gather, config.param_sync_func = config.param_sync_func, None
         try:
-            with self._communicator.replaying(ends), self._sums.replaying(None if whole_model else record):
+            with (
+                self._communicator.replaying(ends),
+                self._sums.replaying(None if whole_model else record),
+            ):
                 self._batches.begin()
                 self._forward_backward(record.iteration)
             if record.batches is not None and self._batches.hash() != record.batches:
                 self._read_others.append(record.iteration)
             unscale_gradients(self._state)
-            # after it: Megatron makes the optimizer's gradients of the model's there, also those of frozen operators
+            # after it: Megatron makes the optimizer's gradients of the model's there,
+            # also those of frozen operators
             self._operators.drop_frozen_gradients()
             before_update()
             self.update(record.gradients)
             self.gather()
         finally:
             config.timers, config.param_sync_func = timers, gather
-        advance_scalers(self._state, record.gradients)  # last: forward and unscaling use the scale before the step
+        # last: forward and unscaling use the scale before the step
+        advance_scalers(self._state, record.gradients)
 
     def require_same_samples(self) -> None:
-        """Raise DataError if a replay since the last call has read other samples than its iteration had read."""
+        """Raise DataError if a replay since the last call has read other samples than
+        its iteration had read.
+        """
         iterations, self._read_others = self._read_others, []
         if iterations:
             raise DataError(
-                f"data: the replay of iterations {iterations} has read other samples than training had, "
-                "wanted the same: the data, or the way to read them, have changed"
+                f"data: the replay of iterations {iterations} has read other samples"
+                " than training had, wanted the same: the data, or the way to read"
+                " them, have changed"
             )
 
     def abandon_pass(self) -> None:
-        """Clean up after a pass that was cut off: Megatron's globals, and modules in evaluation mode."""
+        """Clean up after a pass that was cut off: Megatron's globals, and modules in
+        evaluation mode.
+        """
         # none before the first iteration has begun
-        for (_, module), training in zip(self._state.modules, self._modes, strict=False):
+        for (_, module), training in zip(
+            self._state.modules, self._modes, strict=False
+        ):
             module.training = training
         forget_communication(self._state.model)
         forget_shared_experts(self._state.model)
         forget_pass()
-        tensor_parallel.random._unset_checkpointing()  # it sets and unsets a flag around what it recomputes later
+        # it sets and unsets a flag around what it recomputes later
+        tensor_parallel.random._unset_checkpointing()
 
     def update(self, gradients: ReadyGradients) -> None:
         """Take the step with complete gradients, on this rank alone."""
@@ -180,20 +214,25 @@ class StageReplay:
 class _StageSums:
     """The sums over stages that finish an iteration's gradients.
 
-    They are the gradient of a word embedding that first and last stage share, and the number of tokens by which a loss
-    per token divides all gradients.
+    They are the gradient of a word embedding that first and last stage share, and the
+    number of tokens by which a loss per token divides all gradients.
     """
 
     def __init__(self, state: TrainingState, operators: RankOperators) -> None:
         self._copied: PendingCopy | None = None
         self._tokens: torch.Tensor | None = None
         weight, _ = shared_embedding(state.model) or (None, None)
-        tied = (owned for owned in operators.parameters if owned.parameter is weight and owned.is_trained)
+        tied = (
+            owned
+            for owned in operators.parameters
+            if owned.parameter is weight and owned.is_trained
+        )
         self._owned = next(tied, None)
         self._logged: StepRecord | None = None
         config = cast("Any", state.model[0]).config
         if self._owned is not None or config.calculate_per_token_loss:
-            # schedules call it once, after all micro-batches: it reduces a stage's own gradients, then sums over stages
+            # schedules call it once, after all micro-batches: it reduces a stage's own
+            # gradients, then sums over stages
             self._finalize = config.finalize_model_grads_func
             config.finalize_model_grads_func = self._finalize_observed
 
@@ -213,7 +252,9 @@ class _StageSums:
 
     @contextlib.contextmanager
     def replaying(self, logged: StepRecord | None) -> Iterator[None]:
-        """Within the context, take the sums from a record and communicate with no other stage; None: no change."""
+        """Within the context, take the sums from a record and communicate with no other
+        stage; None: no change.
+        """
         self._logged = logged
         try:
             yield
@@ -221,45 +262,74 @@ class _StageSums:
             self._logged = None
 
     def _finalize_observed(
-        self, model: Any, num_tokens: torch.Tensor | None = None, *, pg_collection: Any = None, **options: Any
+        self,
+        model: Any,
+        num_tokens: torch.Tensor | None = None,
+        *,
+        pg_collection: Any = None,
+        **options: Any,
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         if self._logged is None:
             self._finalize(model, num_tokens, pg_collection=groups, **options)
             self._tokens = num_tokens  # Megatron sums them in place
         else:
-            self._finalize_logged(model, self._logged, copy.copy(groups), **options)  # the caller keeps its groups
+            # the caller keeps its groups
+            self._finalize_logged(model, self._logged, copy.copy(groups), **options)
         if self._owned is not None:
-            self._copied = PendingCopy(self._gradient())  # hundreds of MB: the device is not there yet
+            # hundreds of MB: the device is not there yet
+            self._copied = PendingCopy(self._gradient())
 
-    def _finalize_logged(self, model: Any, logged: StepRecord, groups: Any, **options: Any) -> None:
+    def _finalize_logged(
+        self, model: Any, logged: StepRecord, groups: Any, **options: Any
+    ) -> None:
         if self._owned is not None:
-            # Megatron skips a group of one, for which nothing has to be formed; with None it would take the job's
+            # Megatron skips a group of one, for which nothing has to be formed; with
+            # None it would take the job's
             groups.embd = cast("Any", dist.ProcessGroup)(0, 1)
-        # no tokens: Megatron would fetch them from the last stage, which may not take part
+        # no tokens: Megatron would fetch them from the last stage, which may not take
+        # part
         self._finalize(model, None, pg_collection=groups, **options)
         num_tokens = logged.gradients.num_tokens
-        if num_tokens is not None:  # in Megatron's types and order of operations, for the same bits
-            self._tokens = torch.tensor(num_tokens, dtype=torch.int, device=torch.cuda.current_device())
+        # in Megatron's types and order of operations, for the same bits
+        if num_tokens is not None:
+            self._tokens = torch.tensor(
+                num_tokens, dtype=torch.int, device=torch.cuda.current_device()
+            )
             for chunk in model:
                 chunk.scale_gradients(1.0 / torch.clamp(self._tokens, min=1))
         if self._owned is not None:
             # after the division: the logged gradient is divided already
             mine = self._gradient()
-            if mine.numel():  # else this rank's shard of the optimizer has no part of the embedding, nor has its record
+            # else this rank's shard of the optimizer has no part of the embedding, nor
+            # has its record
+            if mine.numel():
                 assert logged.tied_gradient is not None, logged.iteration
                 mine.copy_(logged.tied_gradient)
 
     def _gradient(self) -> torch.Tensor:
-        """Return the part of the reduced gradient that this rank's optimizer uses, flattened."""
+        """Return the part of the reduced gradient that this rank's optimizer uses,
+        flattened.
+        """
         assert self._owned is not None
         gradient = cast("Any", self._owned.parameter).main_grad.view(-1)
-        return gradient[self._owned.start : self._owned.end] if self._owned.is_sharded else gradient
+        return (
+            gradient[self._owned.start : self._owned.end]
+            if self._owned.is_sharded
+            else gradient
+        )
 
 
 def forget_shared_experts(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let shared experts that overlap with the dispatcher begin as new ones do, where a pass was cut off in them."""
-    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, SharedExpertMLP)):
+    """Let shared experts that overlap with the dispatcher begin as new ones do, where a
+    pass was cut off in them.
+    """
+    for module in (
+        module
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, SharedExpertMLP)
+    ):
         for name in [name for name in vars(module) if name.startswith("cached_")]:
             setattr(module, name, None)
         state: Any = getattr(module, "_overlap_state", None)
@@ -268,86 +338,175 @@ def forget_shared_experts(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def require_replayable(state: TrainingState, *, rows: int | None = None) -> None:
-    """Raise ConfigError for options that cross stages, or change state, in a way that no log here covers.
+    """Raise ConfigError for options that cross stages, or change state, in a way that
+    no log here covers.
 
-    `rows` is the second dimension of the tensors between stages, where lengths of sequences may vary.
+    `rows` is the second dimension of the tensors between stages, where lengths of
+    sequences may vary.
     """
     config = cast("Any", state.model[0]).config
     ddp_config = cast("Any", state.model[0]).ddp_config
     unsupported = [
         *([(config, "variable_seq_lengths")] if rows is None else []),
         (config, "mtp_standalone"),
-        (config, "mtp_detach_heads"),  # gradients are clipped by a norm of their own, which no record has
-        (config, "moe_input_jitter_eps"),  # routers draw in evaluations, too, of which no log tells
-        *((config, f"moe_router_force_{what}") for what in ("load_balancing", "biased")),
-        (config, "defer_embedding_wgrad_compute"),  # a pass that is cut off leaves gradients behind
+        # gradients are clipped by a norm of their own, which no record has
+        (config, "mtp_detach_heads"),
+        # routers draw in evaluations, too, of which no log tells
+        (config, "moe_input_jitter_eps"),
+        *(
+            (config, f"moe_router_force_{what}")
+            for what in ("load_balancing", "biased")
+        ),
+        # a pass that is cut off leaves gradients behind
+        (config, "defer_embedding_wgrad_compute"),
         (ddp_config, "use_megatron_fsdp"),
-        *((config, name) for name in ("fp4", "fp8_dot_product_attention", "fp8_multi_head_attention")),
+        *(
+            (config, name)
+            for name in ("fp4", "fp8_dot_product_attention", "fp8_multi_head_attention")
+        ),
         *((config, name) for name in ("enable_cuda_graph", "external_cuda_graph")),
-        (config, "use_transformer_engine_op_fuser"),  # its modules keep scales where no snapshot looks
-        (config, "tp_comm_overlap"),  # user buffers that belong to one communicator, which a generation replaces
+        # its modules keep scales where no snapshot looks
+        (config, "use_transformer_engine_op_fuser"),
+        # user buffers that belong to one communicator, which a generation replaces
+        (config, "tp_comm_overlap"),
         (ddp_config, "nccl_ub"),
         (ddp_config, "reuse_grad_buf_for_mxfp8_param_ag"),
-        *((optimizer.config, "optimizer_cpu_offload") for optimizer in state.inner_optimizers),
+        *(
+            (optimizer.config, "optimizer_cpu_offload")
+            for optimizer in state.inner_optimizers
+        ),
     ]
     for owner, name in unsupported:
-        require(not getattr(owner, name, False), f"snapshots in memory: {name}", getattr(owner, name, None), "False")
+        require(
+            not getattr(owner, name, False),
+            f"snapshots in memory: {name}",
+            getattr(owner, name, None),
+            "False",
+        )
     if getattr(config, "fp8", None):
         recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
         is_known = recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
-        require(is_known, "snapshots in memory: fp8_recipe", recipe, "delayed, tensorwise, blockwise or mxfp8")
+        require(
+            is_known,
+            "snapshots in memory: fp8_recipe",
+            recipe,
+            "delayed, tensorwise, blockwise or mxfp8",
+        )
     _require_known_parameters(state)
     for optimizer in state.inner_optimizers:
         kind = optimizer.config.optimizer
-        require(kind == "adam", "snapshots in memory: optimizer", kind, "adam: snapshots hold the moments of no other")
+        require(
+            kind == "adam",
+            "snapshots in memory: optimizer",
+            kind,
+            "adam: snapshots hold the moments of no other",
+        )
     captured = getattr(config, "cuda_graph_impl", "none")
-    require(captured == "none", "snapshots in memory: cuda_graph_impl", captured, "none")
-    dispatcher = getattr(config, "moe_token_dispatcher_type", "alltoall")  # DeepEP and HybridEP key buffers by group
+    require(
+        captured == "none", "snapshots in memory: cuda_graph_impl", captured, "none"
+    )
+    # DeepEP and HybridEP key buffers by group
+    dispatcher = getattr(config, "moe_token_dispatcher_type", "alltoall")
     known = dispatcher in ("alltoall", "allgather")
-    require(known, "snapshots in memory: moe_token_dispatcher_type", dispatcher, "alltoall or allgather")
+    require(
+        known,
+        "snapshots in memory: moe_token_dispatcher_type",
+        dispatcher,
+        "alltoall or allgather",
+    )
     num_instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
-    require(num_instances == 1, "snapshots in memory: num_distributed_optimizer_instances", num_instances, "1")
+    require(
+        num_instances == 1,
+        "snapshots in memory: num_distributed_optimizer_instances",
+        num_instances,
+        "1",
+    )
     _require_known_generators()
 
 
 def _require_known_generators() -> None:
-    """Refuse generators for captured graphs: their state is a handle, of which a copy would lose a part."""
+    """Refuse generators for captured graphs: their state is a handle, of which a copy
+    would lose a part.
+    """
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     for name, generator in tracker.get_states().items():
         is_plain = torch.is_tensor(generator)
-        require(is_plain, "snapshots in memory: generators for captured graphs", name, "none: use_cudagraphable_rng")
+        require(
+            is_plain,
+            "snapshots in memory: generators for captured graphs",
+            name,
+            "none: use_cudagraphable_rng",
+        )
 
 
 def _require_known_parameters(state: TrainingState) -> None:
-    """Raise ConfigError for parameters whose stored form, or whose cast from masters, is not covered."""
+    """Raise ConfigError for parameters whose stored form, or whose cast from masters,
+    is not covered.
+    """
     for chunk in state.model:
         parameters = dict(bare_model(chunk).named_parameters())
         for name, parameter in parameters.items():
             kind = type(parameter.data)
             known = kind is torch.Tensor or fp8_parameters.is_supported(parameter)
-            wanted = "plain tensors, or FP8 with delayed, tensorwise or blockwise scaling"
+            wanted = (
+                "plain tensors, or FP8 with delayed, tensorwise or blockwise scaling"
+            )
             require(known, f"snapshots in memory: {name}", kind.__name__, wanted)
-        fp8 = {name: each for name, each in parameters.items() if fp8_parameters.is_fp8_parameter(each)}
+        fp8 = {
+            name: each
+            for name, each in parameters.items()
+            if fp8_parameters.is_fp8_parameter(each)
+        }
         if fp8:
             _require_cast_by_megatron(state, chunk)
-        grouped = any(fp8_parameters.has_history(each) and is_grouped(name) for name, each in fp8.items())
-        wanted = "tensorwise or blockwise where grouped experts have FP8 parameters: they share the tensor of histories"
+        grouped = any(
+            fp8_parameters.has_history(each) and is_grouped(name)
+            for name, each in fp8.items()
+        )
+        wanted = (
+            "tensorwise or blockwise where grouped experts have FP8 parameters: they"
+            " share the tensor of histories"
+        )
         require(not grouped, "snapshots in memory: fp8_recipe", "delayed", wanted)
 
 
 def _require_cast_by_megatron(state: TrainingState, chunk: torch.nn.Module) -> None:
-    """Raise ConfigError unless Megatron holds the masters of FP8 parameters and casts them."""
+    """Raise ConfigError unless Megatron holds the masters of FP8 parameters and casts
+    them.
+    """
     gather = cast("Any", chunk).ddp_config.fp8_param_gather
-    require(gather, "snapshots in memory: ddp_config.fp8_param_gather", gather, "True where parameters are FP8")
+    require(
+        gather,
+        "snapshots in memory: ddp_config.fp8_param_gather",
+        gather,
+        "True where parameters are FP8",
+    )
     late = gathers_in_forward(chunk)
-    require(not late, "snapshots in memory: overlap_param_gather", late, "False where parameters are FP8: not tried")
+    require(
+        not late,
+        "snapshots in memory: overlap_param_gather",
+        late,
+        "False where parameters are FP8: not tried",
+    )
     for optimizer in state.inner_optimizers:
         sharded = isinstance(optimizer, DistributedOptimizer)
-        require(sharded, "snapshots in memory: use_distributed_optimizer", sharded, "True where parameters are FP8")
+        require(
+            sharded,
+            "snapshots in memory: use_distributed_optimizer",
+            sharded,
+            "True where parameters are FP8",
+        )
         wanted = (
-            "FP32 where parameters are FP8, and with use_precision_aware_optimizer fp8_recipe tensorwise or blockwise"
+            "FP32 where parameters are FP8, and with use_precision_aware_optimizer"
+            " fp8_recipe tensorwise or blockwise"
         )
         got = f"{optimizer.config.main_params_dtype} in FusedAdam"
-        # FusedAdam sets the scale of a parameter on ranks only that keep a part of its master, and takes 16-bit
-        # remainders for masters; with FP16 masters and a recipe other than delayed Megatron gives it no parameters
-        require(not holds_masters(optimizer), "snapshots in memory: main_params_dtype", got, wanted)
+        # FusedAdam sets the scale of a parameter on ranks only that keep a part of its
+        # master, and takes 16-bit remainders for masters; with FP16 masters and a
+        # recipe other than delayed Megatron gives it no parameters
+        require(
+            not holds_masters(optimizer),
+            "snapshots in memory: main_params_dtype",
+            got,
+            wanted,
+        )

@@ -1,8 +1,9 @@
 """Loads a state that was saved by ranks of another parallel layout.
 
-Owns: the parts that have another form at each layout beside the tensors that `dist_checkpointing` cuts anew: the number
-of optimizers that Megatron chains, the places of buffers, the padding of the vocabulary, the seeds of the generators.
-Must not: know directories without a checkpoint, or runs.
+Owns: the parts that have another form at each layout beside the tensors that
+`dist_checkpointing` cuts anew: the number of optimizers that Megatron chains, the
+places of buffers, the padding of the vocabulary, the seeds of the generators. Must not:
+know directories without a checkpoint, or runs.
 
     saved by rank       here
     0  optimizer 0, 1   step count, loss scaler -> all optimizers here       (experts have their own where EP > 1)
@@ -24,20 +25,32 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+from megatron.core.dist_checkpointing.utils import (
+    extract_nonpersistent,
+    extract_sharded_base,
+)
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from moe_ckpt.collectives import TorchRanks, broadcast_result, gather_results
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.megatron.buffers import merge_buffers
-from moe_ckpt.megatron.state import BUFFERS, DATA, RNG_STATE, STORED_STATES, TrainingState, sharded_state
+from moe_ckpt.megatron.state import (
+    BUFFERS,
+    DATA,
+    RNG_STATE,
+    STORED_STATES,
+    TrainingState,
+    sharded_state,
+)
 
 _NOT_AS_SAVED = (RNG_STATE, BUFFERS, STORED_STATES, "optimizer")
 _OPTIMIZER, _SAVED_BUFFERS = "optimizer here", "buffers of all ranks"
 
 
 class Reshard:
-    """One load of a checkpoint that `num_ranks` ranks of another layout have saved. Collective over all ranks."""
+    """One load of a checkpoint that `num_ranks` ranks of another layout have saved.
+    Collective over all ranks.
+    """
 
     def __init__(self, state: TrainingState, directory: str, num_ranks: int) -> None:
         self._here = sharded_state(state, is_loading=True)
@@ -47,39 +60,67 @@ class Reshard:
     def template(self) -> dict[str, Any]:
         """Return the request for `dist_checkpointing`.
 
-        Raises CheckpointLoadError on all ranks if the vocabulary was padded to another size, or if data loaders have a
-        position of their own on each rank.
+        Raises CheckpointLoadError on all ranks if the vocabulary was padded to another
+        size, or if data loaders have a position of their own on each rank.
         """
         if DATA in self._here:
-            raise CheckpointLoadError(f"{self._directory}: saved at another layout, where other ranks read the data")
-        gather_results(TorchRanks(), lambda: _require_same_padding(self._here, self._directory), CheckpointLoadError)
-        asked = {key: part for key, part in self._here.items() if key not in _NOT_AS_SAVED}
-        asked[_OPTIMIZER] = self._here["optimizer"]  # apart: what common.pt has of optimizers is of another form
-        readers, saved = range(self._num_ranks) if dist.get_rank() == 0 else (), (self._num_ranks,)
-        asked[_SAVED_BUFFERS] = {rank: ShardedObject(f"moe_ckpt.{BUFFERS}", None, saved, (rank,)) for rank in readers}
+            raise CheckpointLoadError(
+                f"{self._directory}: saved at another layout, where other ranks read"
+                " the data"
+            )
+        gather_results(
+            TorchRanks(),
+            lambda: _require_same_padding(self._here, self._directory),
+            CheckpointLoadError,
+        )
+        asked = {
+            key: part for key, part in self._here.items() if key not in _NOT_AS_SAVED
+        }
+        # apart: what common.pt has of optimizers is of another form
+        asked[_OPTIMIZER] = self._here["optimizer"]
+        readers, saved = (
+            range(self._num_ranks) if dist.get_rank() == 0 else (),
+            (self._num_ranks,),
+        )
+        asked[_SAVED_BUFFERS] = {
+            rank: ShardedObject(f"moe_ckpt.{BUFFERS}", None, saved, (rank,))
+            for rank in readers
+        }
         return asked
 
     def adapt(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Return the argument of `load_sharded_state`, without generators, from the loaded state.
+        """Return the argument of `load_sharded_state`, without generators, from the
+        loaded state.
 
-        Raises CheckpointLoadError on all ranks for buffers that differed between the ranks that saved them.
+        Raises CheckpointLoadError on all ranks for buffers that differed between the
+        ranks that saved them.
         """
         parts = loaded.pop(_SAVED_BUFFERS, {})
-        buffers = broadcast_result(TorchRanks(), lambda: merge_buffers(parts.values()), CheckpointLoadError)
-        # the others are in the loaded part, and `merge` refuses a value that is there twice
+        buffers = broadcast_result(
+            TorchRanks(), lambda: merge_buffers(parts.values()), CheckpointLoadError
+        )
+        # the others are in the loaded part, and `merge` refuses a value that is there
+        # twice
         _, persistent = extract_nonpersistent(self._here["optimizer"])
-        unsharded = extract_sharded_base(persistent)[1]  # what is beside tensors: groups, their settings, loss scalers
+        # what is beside tensors: groups, their settings, loss scalers
+        unsharded = extract_sharded_base(persistent)[1]
         optimizer = cast("dict[Any, Any]", merge(unsharded, loaded.pop(_OPTIMIZER)))
         _take_over_counts(_chained(optimizer), _chained(loaded["optimizer"]))
         return {**loaded, "optimizer": optimizer, BUFFERS: buffers}
 
 
 def reseed(run_seed: int, iteration: int) -> None:
-    """Seed all generators of this rank as at a run's start, but for continuing after `iteration`.
+    """Seed all generators of this rank as at a run's start, but for continuing after
+    `iteration`.
 
-    `run_seed` is the seed that the loop has given this rank's generators: equal in a stage, different between stages.
+    `run_seed` is the seed that the loop has given this rank's generators: equal in a
+    stage, different between stages.
     """
-    seed = int.from_bytes(hashlib.sha256(f"{run_seed} {iteration}".encode()).digest()[:4]) >> 1  # Megatron adds to it
+    # Megatron adds to it
+    seed = (
+        int.from_bytes(hashlib.sha256(f"{run_seed} {iteration}".encode()).digest()[:4])
+        >> 1
+    )
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -87,29 +128,52 @@ def reseed(run_seed: int, iteration: int) -> None:
 
 
 def _require_same_padding(here: Mapping[str, Any], directory: str) -> None:
-    """Refuse a padding that Megatron would change: rows that pad a vocabulary take part in every loss."""
-    padded = [entry for entry in nested_values(cast("Any", here)) if getattr(entry, "allow_shape_mismatch", False)]
-    # torch's reader: megatron-core's load_tensors_metadata (0.16 to 0.19) fails with torch 2.15
-    saved = FileSystemReader(directory).read_metadata().state_dict_metadata if padded else {}
+    """Refuse a padding that Megatron would change: rows that pad a vocabulary take part
+    in every loss.
+    """
+    padded = [
+        entry
+        for entry in nested_values(cast("Any", here))
+        if getattr(entry, "allow_shape_mismatch", False)
+    ]
+    # torch's reader: megatron-core's load_tensors_metadata (0.16 to 0.19) fails with
+    # torch 2.15
+    saved = (
+        FileSystemReader(directory).read_metadata().state_dict_metadata
+        if padded
+        else {}
+    )
     for entry in padded:
         about = saved.get(entry.key)
-        if isinstance(about, TensorStorageMetadata) and tuple(about.size) != entry.global_shape:
+        if (
+            isinstance(about, TensorStorageMetadata)
+            and tuple(about.size) != entry.global_shape
+        ):
             raise CheckpointLoadError(
-                f"{directory}: {entry.key} got {about.size[0]} rows, wanted {entry.global_shape[0]}: parallel.tp pads "
-                "the vocabulary to another size; set model.vocab_size to a multiple of both when a run begins"
+                f"{directory}: {entry.key} got {about.size[0]} rows, wanted"
+                f" {entry.global_shape[0]}: parallel.tp pads the vocabulary to another"
+                " size; set model.vocab_size to a multiple of both when a run begins"
             )
 
 
 def _chained(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a saved optimizer; Megatron stores a single one without a list."""
-    return [optimizer[index] for index in sorted(optimizer)] if 0 in optimizer else [optimizer]
+    """Return the parts of a saved optimizer; Megatron stores a single one without a
+    list.
+    """
+    return (
+        [optimizer[index] for index in sorted(optimizer)]
+        if 0 in optimizer
+        else [optimizer]
+    )
 
 
-def _take_over_counts(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
+def _take_over_counts(
+    mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
+) -> None:
     """Give these optimizers the step count and the loss scaler of the saved ones.
 
-    All of them count steps alike. If two become one, the first one's scaler stays: losses are multiplied by it, while
-    the experts' scaler only divides.
+    All of them count steps alike. If two become one, the first one's scaler stays:
+    losses are multiplied by it, while the experts' scaler only divides.
     """
     for index, part in enumerate(mine):
         saved = theirs[min(index, len(theirs) - 1)]
@@ -119,11 +183,15 @@ def _take_over_counts(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str,
 
 
 def _take_over_step(mine: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Set the step count where Megatron keeps it: in the groups, or, of unsharded torch Adams, beside the moments."""
+    """Set the step count where Megatron keeps it: in the groups, or, of unsharded torch
+    Adams, beside the moments.
+    """
     steps = [group["step"] for group in saved["param_groups"] if "step" in group]
     assert len({float(step) for step in steps}) <= 1, steps
     if steps:
         for group in mine["param_groups"]:
             group["step"] = steps[0]
     else:  # a count of 0 is not saved
-        mine.setdefault("state", {})["common_step"] = saved.get("state", {}).get("common_step", torch.tensor(0.0))
+        mine.setdefault("state", {})["common_step"] = saved.get("state", {}).get(
+            "common_step", torch.tensor(0.0)
+        )

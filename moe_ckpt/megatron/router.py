@@ -1,8 +1,10 @@
-"""Counts the tokens that the routers of this rank's stage give to each expert (MoEvement, section 3.5 and Appendix B).
+"""Counts the tokens that the routers of this rank's stage give to each expert
+(MoEvement, section 3.5 and Appendix B).
 
-Owns: forward hooks on Megatron's routers and the counts of the running iteration. Must not: rank experts, or sum over
-ranks. Recomputed forwards are not counted again. Soft counts sum the gate's probabilities of all experts: those that a
-router returns are zero outside the top k, and with k = 1 would equal hard counts.
+Owns: forward hooks on Megatron's routers and the counts of the running iteration. Must
+not: rank experts, or sum over ranks. Recomputed forwards are not counted again. Soft
+counts sum the gate's probabilities of all experts: those that a router returns are zero
+outside the top k, and with k = 1 would equal hard counts.
 """
 
 from __future__ import annotations
@@ -21,10 +23,18 @@ from megatron.core.transformer.moe.router import Router
 from moe_ckpt.megatron.places import bare_model, locate
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
-from moe_ckpt.types import ExpertCounts, IntArray, OperatorId, OperatorKind, OperatorTable
+from moe_ckpt.types import (
+    ExpertCounts,
+    IntArray,
+    OperatorId,
+    OperatorKind,
+    OperatorTable,
+)
 
 _Layer = tuple[int | None, int | None]
-"""A layer's number, and the depth of its module of multi-token prediction; None: the layer is in no such module."""
+"""A layer's number, and the depth of its module of multi-token prediction; None: the
+layer is in no such module.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,22 +42,31 @@ class _LayerExperts:
     """The experts of a layer that a table has."""
 
     positions: IntArray
-    """Positions among the experts of all layers, in the table's order, int64 [experts]."""
+    """Positions among the experts of all layers, in the table's order, int64 [experts].
+    """
 
     numbers: IntArray
     """Numbers in the layer, as routers count them, int64 [experts]."""
 
 
 class RouterCounts:
-    """Counts of the experts of a stage's table, in the table's order, from the tokens on this rank.
+    """Counts of the experts of a stage's table, in the table's order, from the tokens
+    on this rank.
 
-    Soft counts are zero unless requested: they take another pass over the gate's scores.
+    Soft counts are zero unless requested: they take another pass over the gate's
+    scores.
     """
 
-    def __init__(self, state: TrainingState, table: OperatorTable, *, soft: bool) -> None:
+    def __init__(
+        self, state: TrainingState, table: OperatorTable, *, soft: bool
+    ) -> None:
         self._hard: dict[OperatorId, torch.Tensor] = {}
         self._soft: dict[OperatorId, torch.Tensor] = {}
-        experts = [operator for operator in table.operators if operator.kind is OperatorKind.EXPERT]
+        experts = [
+            operator
+            for operator in table.operators
+            if operator.kind is OperatorKind.EXPERT
+        ]
         self._num_experts = len(experts)
         self._layers = _by_layer(experts)
         self._counting = False
@@ -65,35 +84,54 @@ class RouterCounts:
     def end(self) -> ExpertCounts:
         """Stop counting and return the counts."""
         self._counting = False
-        fetched = TRANSFERS.fetch([*self._hard.values(), *self._soft.values()])  # one transfer an iteration
+        # one transfer an iteration
+        fetched = TRANSFERS.fetch([*self._hard.values(), *self._soft.values()])
         hard = dict(zip(self._hard, fetched, strict=False))
         soft = dict(zip(self._soft, fetched[len(hard) :], strict=True))
-        return ExpertCounts(hard=self._in_table_order(hard), soft=self._in_table_order(soft))
+        return ExpertCounts(
+            hard=self._in_table_order(hard), soft=self._in_table_order(soft)
+        )
 
-    def _count_routed(self, gate: OperatorId, _: Any, __: Any, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _count_routed(
+        self,
+        gate: OperatorId,
+        _: Any,
+        __: Any,
+        routed: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
         self._count(self._hard, gate, lambda: routed[1])
 
     def _watch_scores(self, gate: OperatorId, router: Router) -> None:
-        """Count the gate's scores before the router takes the top k: no hook of Megatron's sees them."""
+        """Count the gate's scores before the router takes the top k: no hook of
+        Megatron's sees them.
+        """
         gating: Callable[[torch.Tensor], torch.Tensor] = router.gating
 
         def watched(hidden: torch.Tensor) -> torch.Tensor:
             scores = gating(hidden)
-            self._count(self._soft, gate, lambda: _probabilities(scores.detach(), router))
+            self._count(
+                self._soft, gate, lambda: _probabilities(scores.detach(), router)
+            )
             return scores
 
         cast("Any", router).gating = watched
 
     def _count(
-        self, counts: dict[OperatorId, torch.Tensor], gate: OperatorId, values: Callable[[], torch.Tensor]
+        self,
+        counts: dict[OperatorId, torch.Tensor],
+        gate: OperatorId,
+        values: Callable[[], torch.Tensor],
     ) -> None:
-        if not self._counting or torch._C._current_graph_task_id() != -1:  # in backward: activations are recomputed
+        # in backward: activations are recomputed
+        if not self._counting or torch._C._current_graph_task_id() != -1:
             return
         # float64 adds counts exactly: their sums over ranks are the same in any order
         total = values().sum(dim=0, dtype=torch.float64)
         counts[gate] = counts[gate] + total if gate in counts else total
 
-    def _in_table_order(self, counts: dict[OperatorId, torch.Tensor]) -> npt.NDArray[np.float64]:
+    def _in_table_order(
+        self, counts: dict[OperatorId, torch.Tensor]
+    ) -> npt.NDArray[np.float64]:
         found = np.zeros(self._num_experts)
         for gate, total in counts.items():
             experts = self._layers[gate.layer, gate.mtp_depth]
@@ -114,7 +152,9 @@ def _by_layer(experts: Sequence[OperatorId]) -> dict[_Layer, _LayerExperts]:
 
 
 def _probabilities(scores: torch.Tensor, router: Router) -> torch.Tensor:
-    """Return the gate's probability of every expert, float32 [tokens, experts]; those of a token sum to 1."""
+    """Return the gate's probability of every expert, float32 [tokens, experts]; those
+    of a token sum to 1.
+    """
     flat = scores.reshape(-1, scores.shape[-1]).float()
     if cast("Any", router).config.moe_router_score_function == "softmax":
         return torch.softmax(flat, dim=-1)

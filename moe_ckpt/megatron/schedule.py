@@ -1,9 +1,11 @@
-"""The lengths of a learning-rate schedule: those with which a run began, also when it goes on for longer.
+"""The lengths of a learning-rate schedule: those with which a run began, also when it
+goes on for longer.
 
-Loops derive the lengths of warmup and decay from the iterations of a run. With the lengths of a
-longer run the iterations before the load would have had other learning rates, and a replay of
-them would lead to another state. So the lengths are a part of each iteration's start and of each
-checkpoint: a load restores them, and a new length takes effect from there on, if asked for.
+Loops derive the lengths of warmup and decay from the iterations of a run. With the
+lengths of a longer run the iterations before the load would have had other learning
+rates, and a replay of them would lead to another state. So the lengths are a part of
+each iteration's start and of each checkpoint: a load restores them, and a new length
+takes effect from there on, if asked for.
 """
 
 from __future__ import annotations
@@ -17,14 +19,35 @@ import torch
 from moe_ckpt.config import require
 
 LENGTHS = ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
-"""Attributes of Megatron's `OptimizerParamScheduler`, in iterations or samples, as the loop counts."""
+"""Attributes of Megatron's `OptimizerParamScheduler`, in iterations or samples, as the
+loop counts.
+"""
 
 OF_GROUPS = ("max_lr", "min_lr", "betas", "eps")
-"""Hyperparameters that Megatron's optimizers load with their state; a start's own are those of its settings."""
+"""Hyperparameters that Megatron's optimizers load with their state; a start's own are
+those of its settings.
+"""
 
-_OF_OPTIMIZER = ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+_OF_OPTIMIZER = (
+    "optimizer",
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "clip_grad",
+)
 _OF_SCHEDULE = (
-    *("init_lr", "max_lr", "min_lr", "lr_decay_style", "start_wd", "end_wd", "wd_incr_style"),
+    *(
+        "init_lr",
+        "max_lr",
+        "min_lr",
+        "lr_decay_style",
+        "start_wd",
+        "end_wd",
+        "wd_incr_style",
+    ),
     *("lr_wsd_decay_style", "wsd_decay_steps"),
 )
 
@@ -41,20 +64,36 @@ class LengthsUsed:
 
 
 def settings_of_optimizer(state: Any) -> dict[str, Any]:
-    """Return the settings of optimizer and schedule that decide its steps, beside the lengths of the schedule."""
+    """Return the settings of optimizer and schedule that decide its steps, beside the
+    lengths of the schedule.
+    """
     config, scheduler = state.inner_optimizers[0].config, state.scheduler
-    of_optimizer = {f"optimizer {name}": getattr(config, name, None) for name in _OF_OPTIMIZER}
-    return of_optimizer | {f"schedule {name}": getattr(scheduler, name, None) for name in _OF_SCHEDULE}
+    of_optimizer = {
+        f"optimizer {name}": getattr(config, name, None) for name in _OF_OPTIMIZER
+    }
+    return of_optimizer | {
+        f"schedule {name}": getattr(scheduler, name, None) for name in _OF_SCHEDULE
+    }
 
 
 def asked_by_override(scheduler: Any) -> dict[str, str]:
-    """Return the lengths that a start asks for by Megatron's own option, as `attach` takes them."""
-    return dict.fromkeys(LENGTHS, "override_opt_param_scheduler") if scheduler.override_opt_param_scheduler else {}
+    """Return the lengths that a start asks for by Megatron's own option, as `attach`
+    takes them.
+    """
+    return (
+        dict.fromkeys(LENGTHS, "override_opt_param_scheduler")
+        if scheduler.override_opt_param_scheduler
+        else {}
+    )
 
 
 def lengths_of(scheduler: Any) -> torch.Tensor:
-    """Return the lengths, float64 [len(LENGTHS)]: Megatron-LM's warmup may be a fraction."""
-    return torch.tensor([float(getattr(scheduler, name)) for name in LENGTHS], dtype=torch.float64)
+    """Return the lengths, float64 [len(LENGTHS)]: Megatron-LM's warmup may be a
+    fraction.
+    """
+    return torch.tensor(
+        [float(getattr(scheduler, name)) for name in LENGTHS], dtype=torch.float64
+    )
 
 
 def set_lengths(scheduler: Any, lengths: torch.Tensor) -> None:
@@ -64,14 +103,19 @@ def set_lengths(scheduler: Any, lengths: torch.Tensor) -> None:
 
 
 def load_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    """Load a schedule's state from a checkpoint: its position and its lengths; rates are those of this start."""
+    """Load a schedule's state from a checkpoint: its position and its lengths; rates
+    are those of this start.
+    """
     for name in LENGTHS:
         setattr(scheduler, name, saved.get(name, getattr(scheduler, name)))
     scheduler.num_steps = int(saved["num_steps"])
 
 
-def settle_lengths(scheduler: Any, built: torch.Tensor, asked: Mapping[str, str]) -> LengthsUsed:
-    """Decide, after a load, between the lengths that were loaded and those that this start has built.
+def settle_lengths(
+    scheduler: Any, built: torch.Tensor, asked: Mapping[str, str]
+) -> LengthsUsed:
+    """Decide, after a load, between the lengths that were loaded and those that this
+    start has built.
 
     Args:
         scheduler: The schedule, with the lengths of the loaded state.
@@ -93,7 +137,12 @@ def settle_lengths(scheduler: Any, built: torch.Tensor, asked: Mapping[str, str]
         else:
             kept.append(f"{name} {loaded:g} (this start would have {mine:g})")
     warmup, decay = scheduler.lr_warmup_steps, scheduler.lr_decay_steps
-    require(warmup < decay, asked.get("lr_warmup_steps", "lr_warmup_steps"), warmup, f"less than the decay's {decay}")
+    require(
+        warmup < decay,
+        asked.get("lr_warmup_steps", "lr_warmup_steps"),
+        warmup,
+        f"less than the decay's {decay}",
+    )
     scheduler.step(increment=0)  # learning rates of the groups follow from the lengths
     return LengthsUsed(kept=kept, changed=changed)
 

@@ -1,7 +1,9 @@
-"""Loses a rank's training state on purpose, as if the process had been replaced (`fault=state_loss`).
+"""Loses a rank's training state on purpose, as if the process had been replaced
+(`fault=state_loss`).
 
-Owns: overwriting all state that is trained or counted with values that training never has, at a chosen moment of an
-iteration. Snapshots in host memory stay: they outlive a worker.
+Owns: overwriting all state that is trained or counted with values that training never
+has, at a chosen moment of an iteration. Snapshots in host memory stay: they outlive a
+worker.
 """
 
 from __future__ import annotations
@@ -18,13 +20,22 @@ from moe_ckpt.megatron.buffers import named_buffers
 from moe_ckpt.megatron.fp8_parameters import refresh, weights_of
 from moe_ckpt.megatron.optimizer_state import named_tensors, torch_optimizer
 from moe_ckpt.megatron.places import bare_model
-from moe_ckpt.megatron.state import DATA, TrainingState, restore_small_state, small_state
+from moe_ckpt.megatron.state import (
+    DATA,
+    TrainingState,
+    restore_small_state,
+    small_state,
+)
 
-_LOST_STD = 0.02  # like fresh weights: values that reach other stages from a stage that lost its state stay finite
+# like fresh weights: values that reach other stages from a stage that lost its state
+# stay finite
+_LOST_STD = 0.02
 
 
 class StateWiper:
-    """Overwrites parameters, masters, moments, step counts, buffers, gradients, generators, scalers and schedule."""
+    """Overwrites parameters, masters, moments, step counts, buffers, gradients,
+    generators, scalers and schedule.
+    """
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -34,9 +45,17 @@ class StateWiper:
         """Overwrite the state now."""
         state = self._state
         generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))
-        parameters = [parameter for chunk in state.model for parameter in chunk.parameters()]
-        tensors = [tensor for parameter in parameters for tensor in weights_of(parameter)]
-        tensors += [cast("Any", parameter).main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
+        parameters = [
+            parameter for chunk in state.model for parameter in chunk.parameters()
+        ]
+        tensors = [
+            tensor for parameter in parameters for tensor in weights_of(parameter)
+        ]
+        tensors += [
+            cast("Any", parameter).main_grad
+            for parameter in parameters
+            if hasattr(parameter, "main_grad")
+        ]
         for optimizer in state.inner_optimizers:
             tensors += [tensor for _, tensor in named_tensors(optimizer)]
             for group in getattr(torch_optimizer(optimizer), "param_groups", []):
@@ -53,8 +72,8 @@ class StateWiper:
     def arm(self, phase: str, callback: Callable[[], None]) -> None:
         """Call back once, in the next forward or backward pass.
 
-        `forward`: before the first micro-batch enters the stage's first layer; `backward`: when the first gradient
-        comes back to that layer's output.
+        `forward`: before the first micro-batch enters the stage's first layer;
+        `backward`: when the first gradient comes back to that layer's output.
         """
 
         def entered(*_: Any) -> None:
@@ -67,19 +86,27 @@ class StateWiper:
 
         def left(_: Any, __: Any, outputs: Any) -> None:
             hidden = outputs[0] if isinstance(outputs, tuple) else outputs
-            if hidden.requires_grad and torch.is_grad_enabled():  # not in a pass that is recomputed later
+            # not in a pass that is recomputed later
+            if hidden.requires_grad and torch.is_grad_enabled():
                 handle.remove()
                 hidden.register_hook(came_back)
 
         forward = phase == "forward"
-        handle = self._layer.register_forward_pre_hook(entered) if forward else self._layer.register_forward_hook(left)
+        handle = (
+            self._layer.register_forward_pre_hook(entered)
+            if forward
+            else self._layer.register_forward_hook(left)
+        )
 
 
 def _forget_small_state(state: TrainingState) -> None:
     random.seed(0)
     np.random.seed(0)
     fresh = torch.Generator().manual_seed(0).get_state()
-    lost = {name: _forgotten(name, tensor, fresh) for name, tensor in small_state(state).items()}
+    lost = {
+        name: _forgotten(name, tensor, fresh)
+        for name, tensor in small_state(state).items()
+    }
     restore_small_state(state, lost)
 
 
@@ -87,5 +114,6 @@ def _forgotten(name: str, tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Te
     if name.startswith(("rng.cpu", "rng.cuda", "rng.tracker.")):
         return fresh if tensor.shape == fresh.shape else torch.zeros_like(tensor)
     if name.startswith(("rng.", f"{DATA}.")):
-        return tensor  # Python's and NumPy's: seeded above; the data loader is not in device memory
+        # Python's and NumPy's: seeded above; the data loader is not in device memory
+        return tensor
     return torch.ones_like(tensor)  # loss scalers, and the position in the schedule

@@ -4,9 +4,10 @@
     apply_update        clip by that norm, Adam                                   (local)
     gather_parameters   master -> own compute weights, and those of other ranks   (communicates; may be repeated)
 
-Called one after another they equal `MegatronOptimizer.step`, bit for bit. A replay calls `apply_update` with a logged
-norm in place of a measured one. FP8 parameters are cast with scales that all ranks of the stage agree on, so masters
-become compute weights in the part that communicates.
+Called one after another they equal `MegatronOptimizer.step`, bit for bit. A replay
+calls `apply_update` with a logged norm in place of a measured one. FP8 parameters are
+cast with scales that all ranks of the stage agree on, so masters become compute weights
+in the part that communicates.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ def clear_gradients(state: TrainingState) -> None:
 
 def finish_gradients(state: TrainingState) -> ReadyGradients:
     """Finish the reduced gradients and measure them. Collective over all ranks."""
-    loss_scale = float(state.optimizer.get_loss_scale().item())  # before scalers adapt to this iteration
-    # each alone: a chain of optimizers returns one flag, and each scaler adapts to its own
-    overflows = tuple(bool(cast("Any", optimizer).prepare_grads()) for optimizer in state.inner_optimizers)
+    # before scalers adapt to this iteration
+    loss_scale = float(state.optimizer.get_loss_scale().item())
+    # each alone: a chain of optimizers returns one flag, and each scaler adapts to its
+    # own
+    overflows = tuple(
+        bool(cast("Any", optimizer).prepare_grads())
+        for optimizer in state.inner_optimizers
+    )
     total_norm = None if any(overflows) else float(state.optimizer.get_grad_norm())
     return ReadyGradients(
         overflows=overflows,
@@ -46,14 +52,20 @@ def finish_gradients(state: TrainingState) -> ReadyGradients:
     )
 
 
-def describe_step(state: TrainingState, iteration: int, loss: float, gradients: ReadyGradients) -> IterationCommitted:
-    """Return the event of the step that takes these gradients, as it is before the step has cost time or bytes."""
+def describe_step(
+    state: TrainingState, iteration: int, loss: float, gradients: ReadyGradients
+) -> IterationCommitted:
+    """Return the event of the step that takes these gradients, as it is before the step
+    has cost time or bytes.
+    """
     return IterationCommitted(
         iteration=iteration,
         loss=loss,
         grad_norm=gradients.total_norm,
         loss_scale=gradients.loss_scale,
-        learning_rate=max((float(group["lr"]) for group in state.optimizer.param_groups), default=0.0),
+        learning_rate=max(
+            (float(group["lr"]) for group in state.optimizer.param_groups), default=0.0
+        ),
         skipped=gradients.overflow,
         seconds=0.0,
         stall_s=0.0,
@@ -63,49 +75,75 @@ def describe_step(state: TrainingState, iteration: int, loss: float, gradients: 
 
 
 def mean_over_job(losses: Sequence[dict[str, torch.Tensor]]) -> float:
-    """Return the mean of the first reported loss over all micro-batches and ranks; only the last stage reports any.
+    """Return the mean of the first reported loss over all micro-batches and ranks; only
+    the last stage reports any.
 
     A report is a mean, or a sum and the number of tokens. Collective over all ranks.
     """
     total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
     for reported in losses:
         value = next(iter(reported.values())).detach().view(-1).double()
-        total += value if value.numel() == 2 else torch.stack([value.sum(), torch.ones_like(value.sum())])
+        total += (
+            value
+            if value.numel() == 2
+            else torch.stack([value.sum(), torch.ones_like(value.sum())])
+        )
     TorchRanks().reduce(total, "sum")
     return float(total[0] / total[1])
 
 
 def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
-    """Clip by the given norm and update this rank's shard, unless the gradients overflowed. Without communication."""
+    """Clip by the given norm and update this rank's shard, unless the gradients
+    overflowed. Without communication.
+    """
     if gradients.overflow:
         return
     assert gradients.total_norm is not None
     for optimizer in state.inner_optimizers:
-        config, parameters = optimizer.config, cast("list[torch.Tensor]", optimizer.get_parameters())
+        config, parameters = (
+            optimizer.config,
+            cast("list[torch.Tensor]", optimizer.get_parameters()),
+        )
         decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         name = "decoupled_grad" if decoupled else "grad"
-        # in a replay all of one optimizer may be frozen; Transformer Engine's kernel reads the first of an empty list
-        updated = [parameter for parameter in parameters if getattr(parameter, name, None) is not None]
+        # in a replay all of one optimizer may be frozen; Transformer Engine's kernel
+        # reads the first of an empty list
+        updated = [
+            parameter
+            for parameter in parameters
+            if getattr(parameter, name, None) is not None
+        ]
         if updated and config.clip_grad > 0.0:
-            # the norm of the whole job: by its own one each rank would scale its shard differently
-            clip_grad_by_total_norm_fp32(updated, config.clip_grad, gradients.total_norm, decoupled)
+            # the norm of the whole job: by its own one each rank would scale its shard
+            # differently
+            clip_grad_by_total_norm_fp32(
+                updated, config.clip_grad, gradients.total_norm, decoupled
+            )
     for optimizer in state.inner_optimizers:
         if not isinstance(optimizer, DistributedOptimizer):
             optimizer.step_with_ready_grads()
         elif not optimizer.is_stub_optimizer:
-            cast("Any", optimizer).optimizer.step()  # its own step casts and gathers parameters as well
+            # its own step casts and gathers parameters as well
+            cast("Any", optimizer).optimizer.step()
 
 
 @torch.no_grad()
 def gather_parameters(state: TrainingState) -> None:
-    """Make compute weights of masters, and gather those of other ranks. Collective in the stage; may be repeated.
+    """Make compute weights of masters, and gather those of other ranks. Collective in
+    the stage; may be repeated.
 
-    Does nothing if no optimizer is sharded. Weights that the next forward pass gathers are left to it.
+    Does nothing if no optimizer is sharded. Weights that the next forward pass gathers
+    are left to it.
     """
-    sharded: list[Any] = [inner for inner in state.inner_optimizers if isinstance(inner, DistributedOptimizer)]
+    sharded: list[Any] = [
+        inner
+        for inner in state.inner_optimizers
+        if isinstance(inner, DistributedOptimizer)
+    ]
     for optimizer in sharded:
         if not optimizer.is_stub_optimizer:
-            optimizer._copy_main_params_to_model_params()  # each time: a gather that was cut off leaves anything here
+            # each time: a gather that was cut off leaves anything here
+            optimizer._copy_main_params_to_model_params()
     for chunk in state.model if sharded else ():
         if not gathers_in_forward(chunk):
             cast("Any", chunk).start_param_sync()
@@ -113,7 +151,9 @@ def gather_parameters(state: TrainingState) -> None:
 
 @torch.no_grad()
 def gather_late_parameters(state: TrainingState) -> None:
-    """Gather the weights that the next forward pass would gather; it then gathers none. Collective in the stage."""
+    """Gather the weights that the next forward pass would gather; it then gathers none.
+    Collective in the stage.
+    """
     for chunk in filter(gathers_in_forward, state.model):
         mark_gathered([chunk])  # a handle may be there of a collective that was cut off
         cast("Any", chunk).start_param_sync(force_sync=True)
@@ -127,7 +167,9 @@ def advance_schedule(state: TrainingState, gradients: ReadyGradients) -> None:
 
 @torch.no_grad()
 def unscale_gradients(state: TrainingState) -> None:
-    """Finish the reduced gradients without measuring them: no communication, loss scalers stay as they are."""
+    """Finish the reduced gradients without measuring them: no communication, loss
+    scalers stay as they are.
+    """
     for optimizer in state.inner_optimizers:
         inner: Any = optimizer
         scaler = getattr(inner, "grad_scaler", None)
@@ -138,15 +180,23 @@ def unscale_gradients(state: TrainingState) -> None:
         inner.prepare_grads()
         inner.grad_scaler = scaler
         if not inner.is_stub_optimizer:
-            ignored = torch.zeros_like(scaler.inv_scale)  # of this stage alone: overflow is in the step's facts
+            # of this stage alone: overflow is in the step's facts
+            ignored = torch.zeros_like(scaler.inv_scale)
             gradients = inner._collect_main_grad_data_for_unscaling()
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, scaler.inv_scale)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                gradients, ignored, scaler.inv_scale
+            )
 
 
 def advance_scalers(state: TrainingState, gradients: ReadyGradients) -> None:
-    """Adapt the loss scalers to a step as `finish_gradients` does, from the step's facts alone."""
-    # each by its own overflow: Megatron gives the optimizer of experts a scaler of its own
-    for optimizer, overflow in zip(state.inner_optimizers, gradients.overflows, strict=True):
+    """Adapt the loss scalers to a step as `finish_gradients` does, from the step's
+    facts alone.
+    """
+    # each by its own overflow: Megatron gives the optimizer of experts a scaler of its
+    # own
+    for optimizer, overflow in zip(
+        state.inner_optimizers, gradients.overflows, strict=True
+    ):
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None:
             scaler.update(torch.tensor([float(overflow)]))

@@ -1,10 +1,14 @@
-"""The state of FP8 layers between iterations: the scales and histories of delayed scaling.
+"""The state of FP8 layers between iterations: the scales and histories of delayed
+scaling.
 
-Owns: its place (`fp8_meta` of each module), its allocation before the first forward pass, and cleaning up after a pass
-that was cut off. The CPU reference (`fp8_linear.DelayedScaling`) keeps its state in the same places; the code is
-written against Transformer Engine 2.9 and later. Must not: know snapshots, which take these tensors as buffers.
+Owns: its place (`fp8_meta` of each module), its allocation before the first forward
+pass, and cleaning up after a pass that was cut off. The CPU reference
+(`fp8_linear.DelayedScaling`) keeps its state in the same places; the code is written
+against Transformer Engine 2.9 and later. Must not: know snapshots, which take these
+tensors as buffers.
 
-Recipes that take a scale from the tensor itself (tensorwise, blockwise, MXFP8) have no such state.
+Recipes that take a scale from the tensor itself (tensorwise, blockwise, MXFP8) have no
+such state.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ def named_scaling(
     backward; a history has a row for each update that it remembers.
     """
     for name, module in modules:
-        # no `getattr`: torch searches three dictionaries before it says that there is none
+        # no `getattr`: torch searches three dictionaries before it says that there is
+        # none
         meta = vars(module).get("fp8_meta")
         if meta is None:
             continue
@@ -47,25 +52,33 @@ def named_scaling(
 
 
 def allocate_scaling(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let Transformer Engine's layers allocate now what the first forward pass would allocate.
+    """Let Transformer Engine's layers allocate now what the first forward pass would
+    allocate.
 
-    A snapshot taken before that pass would lack it, and a longer history would be cut in place.
+    A snapshot taken before that pass would lack it, and a longer history would be cut
+    in place.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return
-    base: Any = importlib.import_module("transformer_engine.pytorch.module.base").TransformerEngineBaseModule
+    base: Any = importlib.import_module(
+        "transformer_engine.pytorch.module.base"
+    ).TransformerEngineBaseModule
     utilities: Any = importlib.import_module("megatron.core.fp8_utils")
     for chunk in chunks:
         config: Any = cast("Any", chunk).config
         if getattr(config, "fp8", None) and config.fp8_recipe == "delayed":
-            with torch.no_grad(), utilities.get_fp8_context(config):  # without gradients, leaving it updates no scale
+            # without gradients, leaving it updates no scale
+            with torch.no_grad(), utilities.get_fp8_context(config):
                 for module in chunk.modules():
                     if isinstance(module, base):
-                        cast("Any", module).init_fp8_metadata(num_gemms=_num_products(module))
+                        cast("Any", module).init_fp8_metadata(
+                            num_gemms=_num_products(module)
+                        )
 
 
 def _num_products(module: torch.nn.Module) -> int:
-    """Return the matrix products of a layer: 3 of attention, 2 of a fused MLP, one an expert of a grouped layer.
+    """Return the matrix products of a layer: 3 of attention, 2 of a fused MLP, one an
+    expert of a grouped layer.
 
     Attention has scales even where it does not use FP8.
     """
@@ -75,27 +88,42 @@ def _num_products(module: torch.nn.Module) -> int:
 
 
 def forget_noted(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-    """Drop the largest values of inputs and outputs that were noted since the last update: those of an evaluation.
+    """Drop the largest values of inputs and outputs that were noted since the last
+    update: those of an evaluation.
 
-    Transformer Engine notes them without gradients, too, and the next training pass would take its scales from them:
-    after a recovery, which repeats no evaluation, it would take others. Those of weights stay: the cast of FP8 weights
-    notes them after a step, and an evaluation the same as the pass after it.
+    Transformer Engine notes them without gradients, too, and the next training pass
+    would take its scales from them: after a recovery, which repeats no evaluation, it
+    would take others. Those of weights stay: the cast of FP8 weights notes them after a
+    step, and an evaluation the same as the pass after it.
     """
     named = named_scaling(modules)
-    forward = [tensor for name, tensor in named if name.endswith(f"{FORWARD}.amax_history")]
-    noted = [history[0, first::3] for history in forward for first in (0, 2)]  # of input, weight, output, ...
+    forward = [
+        tensor for name, tensor in named if name.endswith(f"{FORWARD}.amax_history")
+    ]
+    # of input, weight, output, ...
+    noted = [history[0, first::3] for history in forward for first in (0, 2)]
     if noted:
         torch._foreach_zero_(noted)
 
 
 def forget_pass() -> None:
-    """Drop the scales that a pass, now cut off, had stored for activations that are computed again in backward."""
+    """Drop the scales that a pass, now cut off, had stored for activations that are
+    computed again in backward.
+    """
     if importlib.util.find_spec("transformer_engine") is None:
         return
     pytorch: Any = importlib.import_module("transformer_engine.pytorch")
-    module = "quantization" if importlib.util.find_spec(f"{pytorch.__name__}.quantization") else "fp8"
-    manager: Any = importlib.import_module(f"{pytorch.__name__}.{module}").FP8GlobalStateManager
-    for kept in getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer:
+    module = (
+        "quantization"
+        if importlib.util.find_spec(f"{pytorch.__name__}.quantization")
+        else "fp8"
+    )
+    manager: Any = importlib.import_module(
+        f"{pytorch.__name__}.{module}"
+    ).FP8GlobalStateManager
+    for kept in getattr(
+        manager, "quantization_state", manager
+    ).fp8_tensors_recompute_buffer:
         kept.clear()  # the next pass would use them as its own
     distributed: Any = importlib.import_module(f"{pytorch.__name__}.distributed")
     distributed.activation_recompute_forward._is_first_fp8_module.clear()

@@ -1,19 +1,22 @@
-"""The thread of a checkpoint server that reads a mirror port, and the gradients that it has captured.
+"""The thread of a checkpoint server that reads a mirror port, and the gradients that it
+has captured.
 
-Owns: the thread, and waits for frames that are still on their way. Must not: interpret frames (`mirror.watcher` does).
+Owns: the thread, and waits for frames that are still on their way. Must not: interpret
+frames (`mirror.watcher` does).
 
     thread            read -> see, see, ... -> merge; nothing came for 20 ms: what is missing is lost
     any other thread  sums(iteration): complete by now, or complete soon, or lost
 
-Frames are parsed and concatenated as they come (FlowCheck, section 6.1). The optimizer cannot follow at once: ranks
-clip by the norm of all gradients, which they reduce after the last of them, and decide then whether to step at all.
+Frames are parsed and concatenated as they come (FlowCheck, section 6.1). The optimizer
+cannot follow at once: ranks clip by the norm of all gradients, which they reduce after
+the last of them, and decide then whether to step at all.
 
     ranks    reduce i ........ norm of i, step i, facts of i -> servers     reduce i + 1 ....
     thread   parse, merge i                                                 parse, merge i + 1
     updater                                             facts of i: sums(i) -> Adam of i ...... state i
 
-So two iterations are in memory: the sums of i leave the watcher as a whole, and Adam takes them, without its lock,
-while the thread captures i + 1.
+So two iterations are in memory: the sums of i leave the watcher as a whole, and Adam
+takes them, without its lock, while the thread captures i + 1.
 """
 
 from __future__ import annotations
@@ -37,18 +40,28 @@ _log = logging.getLogger(__name__)
 class MirrorCapture:
     """The sums that a server captures, for any thread.
 
-    When they are asked for, the training ranks have received all of them: bytes that the port does not deliver within
-    `wait_s` are lost. The results of the last `keep_iters` iterations of a group stay, for the other ranks of its ring
-    that this server watches.
+    When they are asked for, the training ranks have received all of them: bytes that
+    the port does not deliver within `wait_s` are lost. The results of the last
+    `keep_iters` iterations of a group stay, for the other ranks of its ring that this
+    server watches.
     """
 
-    def __init__(self, port: FrameSource, watcher: Watcher, *, keep_iters: int, wait_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        port: FrameSource,
+        watcher: Watcher,
+        *,
+        keep_iters: int,
+        wait_s: float = 2.0,
+    ) -> None:
         self._port = port
         self._watcher = watcher
         self._keep_iters = keep_iters
         self._wait_s = wait_s
         self._changed = Condition()
-        self._results: OrderedDict[str, OrderedDict[int, list[bytearray] | None]] = OrderedDict()
+        self._results: OrderedDict[str, OrderedDict[int, list[bytearray] | None]] = (
+            OrderedDict()
+        )
         """By group, by end of the iteration; None: incomplete."""
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -101,9 +114,18 @@ class MirrorCapture:
         if self._failure:
             return f"the mirror port: {self._failure!r}"
         if not self._watcher.knows(wanted.group):
-            got = f"{self._watcher.num_frames} segments and none of this group of {wanted.size} ranks"
-            return f"ckpt.mirror_interface: got {got}, wanted a mirror port of their switch, and gloo over TCP"
-        return f"got an incomplete capture of {sum(wanted.buckets)} bytes of gradients, wanted all of them"
+            got = (
+                f"{self._watcher.num_frames} segments and none of this group of"
+                f" {wanted.size} ranks"
+            )
+            return (
+                f"ckpt.mirror_interface: got {got}, wanted a mirror port of their"
+                " switch, and gloo over TCP"
+            )
+        return (
+            f"got an incomplete capture of {sum(wanted.buckets)} bytes of gradients,"
+            " wanted all of them"
+        )
 
     def _read_all(self) -> None:
         try:

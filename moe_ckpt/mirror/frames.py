@@ -1,6 +1,8 @@
-"""Reads TCP segments from the frames of a mirror port: Ethernet, one VLAN tag at most, IPv4. Pure.
+"""Reads TCP segments from the frames of a mirror port: Ethernet, one VLAN tag at most,
+IPv4. Pure.
 
-Checksums are ignored: frames between hosts on one machine carry none, since network cards would add them.
+Checksums are ignored: frames between hosts on one machine carry none, since network
+cards would add them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TcpSegment:
-    """The part of a stream in one frame. `opens`: the first packet of the end that opened the connection."""
+    """The part of a stream in one frame. `opens`: the first packet of the end that
+    opened the connection.
+    """
 
     stream: Stream
     sequence: int
@@ -36,7 +40,9 @@ class TcpSegment:
 
 
 def segment_of(frame: bytes) -> TcpSegment | None:
-    """Return the TCP segment of a frame; None for other frames, fragments, and frames that were cut off."""
+    """Return the TCP segment of a frame; None for other frames, fragments, and frames
+    that were cut off.
+    """
     packet = _ipv4_packet(frame)
     if packet is None:
         return None
@@ -49,7 +55,12 @@ def segment_of(frame: bytes) -> TcpSegment | None:
     if not _LEAST_HEADER_BYTES <= offset_bytes <= len(tcp):
         return None
     return TcpSegment(
-        stream=Stream(source=packet[12:16], source_port=source_port, target=packet[16:20], target_port=target_port),
+        stream=Stream(
+            source=packet[12:16],
+            source_port=source_port,
+            target=packet[16:20],
+            target_port=target_port,
+        ),
         sequence=sequence,
         payload=tcp[offset_bytes:],
         begins=bool(flags & _SYN),
@@ -64,12 +75,21 @@ def _ipv4_packet(frame: bytes) -> bytes | None:
     if frame[12:14] == _VLAN.to_bytes(2, "big"):
         start += 4
     packet = frame[start:]
-    if frame[start - 2 : start] != _IPV4.to_bytes(2, "big") or len(packet) < _LEAST_HEADER_BYTES:
+    if (
+        frame[start - 2 : start] != _IPV4.to_bytes(2, "big")
+        or len(packet) < _LEAST_HEADER_BYTES
+    ):
         return None
     version, header_bytes = packet[0] >> 4, 4 * (packet[0] & 15)
     total_bytes, _, fragment = struct.unpack_from(">HHH", packet, 2)
-    total_bytes = total_bytes or len(packet)  # segmentation is offloaded, and the packet larger than the field
-    # 0x3FFF: a fragment has the flag MF or an offset; DF, the bit above, only forbids fragments
-    if version != 4 or fragment & 0x3FFF or not _LEAST_HEADER_BYTES <= header_bytes <= total_bytes <= len(packet):
+    # segmentation is offloaded, and the packet larger than the field
+    total_bytes = total_bytes or len(packet)
+    # 0x3FFF: a fragment has the flag MF or an offset; DF, the bit above, only forbids
+    # fragments
+    if (
+        version != 4
+        or fragment & 0x3FFF
+        or not _LEAST_HEADER_BYTES <= header_bytes <= total_bytes <= len(packet)
+    ):
         return None
     return packet[:total_bytes]

@@ -1,13 +1,15 @@
-"""The messages that gloo sends over one TCP connection, in one direction (torch 2.13). Pure.
+"""The messages that gloo sends over one TCP connection, in one direction (torch 2.13).
+Pure.
 
-Owns: the start and end of each message, also after gaps. Must not: know the purpose of a message.
+Owns: the start and end of each message, also after gaps. Must not: know the purpose of
+a message.
 
     8 bytes, from the end that has opened the connection     | message | message | ...
     message: six little-endian 64-bit numbers - its bytes with these, opcode, slot, offset, length, offset there -
              then `length` bytes where the opcode is 1; 2 and 3 announce that the other side may send
 
-A preamble is accepted only if all its numbers are consistent. After a gap that may have contained one, the parser
-searches for the next byte by byte, and assumes nothing.
+A preamble is accepted only if all its numbers are consistent. After a gap that may have
+contained one, the parser searches for the next byte by byte, and assumes nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ _OPCODE_OFFSET = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FramedMessage:
-    """A message with data. `pieces`: the positions within its `length` bytes that were captured, with the bytes.
+    """A message with data. `pieces`: the positions within its `length` bytes that were
+    captured, with the bytes.
 
-    `skipped_bytes`: the bytes of the stream before it that were lost together with the position; None if none were, -1
-    if the stream's beginning was not captured.
+    `skipped_bytes`: the bytes of the stream before it that were lost together with the
+    position; None if none were, -1 if the stream's beginning was not captured.
     """
 
     slot: int
@@ -66,7 +69,8 @@ class Framing:
         self._buffer = bytearray()  # may be the beginning of a preamble
         self._open: _Open | None = None
         self._skip = 0
-        self._skipped: int | None = None  # bytes since the position in the stream was lost
+        # bytes since the position in the stream was lost
+        self._skipped: int | None = None
 
     def _begin(self, *, opened: bool) -> None:
         self._buffer.clear()
@@ -106,7 +110,8 @@ class Framing:
             over, self._skip = num_bytes - self._skip, max(0, self._skip - num_bytes)
             num_bytes = over
         if num_bytes > 0:
-            # the buffer's bytes are lost as well: the preamble that they begin lacks its end
+            # the buffer's bytes are lost as well: the preamble that they begin lacks
+            # its end
             self._lose(num_bytes + len(self._buffer))
 
     def _lose(self, num_bytes: int) -> None:
@@ -130,18 +135,29 @@ class Framing:
 
     def _begin_message(self, slot: int, length: int | None) -> None:
         if length is None:  # an announcement
-            # part of the bytes from which `operations` counts the messages that are missing
+            # part of the bytes from which `operations` counts the messages that are
+            # missing
             if self._skipped not in (None, UNKNOWN):
                 self._skipped += PREAMBLE_BYTES
             return
-        self._open = _Open(slot=slot, length=length, pieces=[], skipped_bytes=self._skipped)
+        self._open = _Open(
+            slot=slot, length=length, pieces=[], skipped_bytes=self._skipped
+        )
         self._skipped = None
 
     def _next_candidate(self) -> int:
-        """Return the number of leading bytes of the buffer that cannot start a preamble."""
+        """Return the number of leading bytes of the buffer that cannot start a
+        preamble.
+        """
         found = self._buffer.find(_DATA.to_bytes(1, "little"), _OPCODE_OFFSET + 1)
-        others = [self._buffer.find(bytes([code]), _OPCODE_OFFSET + 1) for code in (_MAY_SEND, _MAY_RECEIVE)]
-        nearest = min((place for place in (found, *others) if place >= 0), default=len(self._buffer))
+        others = [
+            self._buffer.find(bytes([code]), _OPCODE_OFFSET + 1)
+            for code in (_MAY_SEND, _MAY_RECEIVE)
+        ]
+        nearest = min(
+            (place for place in (found, *others) if place >= 0),
+            default=len(self._buffer),
+        )
         return min(nearest - _OPCODE_OFFSET, len(self._buffer) - PREAMBLE_BYTES + 1)
 
     def _drop(self, num_bytes: int) -> None:
@@ -154,12 +170,17 @@ class Framing:
         if each is not None and each.done == each.length:
             self._open = None
             yield FramedMessage(
-                slot=each.slot, length=each.length, pieces=tuple(each.pieces), skipped_bytes=each.skipped_bytes
+                slot=each.slot,
+                length=each.length,
+                pieces=tuple(each.pieces),
+                skipped_bytes=each.skipped_bytes,
             )
 
 
 def _read(preamble: bytes) -> tuple[int, int | None] | None:
-    """Return the slot, and the length of the data if there is any; None if the bytes are not a preamble."""
+    """Return the slot, and the length of the data if there is any; None if the bytes
+    are not a preamble.
+    """
     num_bytes, opcode, slot, offset, length, offset_there = _PREAMBLE.unpack(preamble)
     if offset or offset_there or length > MOST_PAYLOAD_BYTES:
         return None
@@ -171,6 +192,8 @@ def _read(preamble: bytes) -> tuple[int, int | None] | None:
 
 
 def data_length(preamble: bytes) -> int | None:
-    """Return the bytes of data that follow a preamble; None if these bytes are not one of a message with data."""
+    """Return the bytes of data that follow a preamble; None if these bytes are not one
+    of a message with data.
+    """
     found = _read(preamble) if len(preamble) == PREAMBLE_BYTES else None
     return found[1] if found else None

@@ -1,6 +1,7 @@
 """Merges final sums from the captures at several ranks into one result. Pure.
 
-Owns: the set of captured bytes. Must not: accept a byte on which two captures differ. FlowCheck, sections 6.1 and 6.2.
+Owns: the set of captured bytes. Must not: accept a byte on which two captures differ.
+FlowCheck, sections 6.1 and 6.2.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ class Spans:
             first -= 1
         last = first
         while last < len(self._spans) and self._spans[last][0] <= end:
-            start, end = min(start, self._spans[last][0]), max(end, self._spans[last][1])
+            start, end = (
+                min(start, self._spans[last][0]),
+                max(end, self._spans[last][1]),
+            )
             last += 1
         self._spans[first:last] = [(start, end)]
 
@@ -36,7 +40,9 @@ class Spans:
 
 
 class Gradient:
-    """The captured part of one all-reduce's result. `differs`: captures have different bytes of it."""
+    """The captured part of one all-reduce's result. `differs`: captures have different
+    bytes of it.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._bytes = bytearray(num_bytes)
@@ -44,11 +50,15 @@ class Gradient:
         self.differs = False
 
     def put(self, start: int, data: bytes) -> None:
-        """Add the bytes of one capture; bytes that another capture delivered before must be equal."""
+        """Add the bytes of one capture; bytes that another capture delivered before
+        must be equal.
+        """
         end = start + len(data)
         assert 0 <= start <= end <= len(self._bytes), (start, end, len(self._bytes))
         for first, last in self._there.within(start, end):
-            self.differs |= self._bytes[first:last] != data[first - start : last - start]
+            self.differs |= (
+                self._bytes[first:last] != data[first - start : last - start]
+            )
         self._bytes[start:end] = data
         if data:
             self._there.add(start, end)

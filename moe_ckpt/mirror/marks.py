@@ -1,8 +1,10 @@
-"""Marks: all-reduces whose bytes say which group a stream belongs to, and which rank sends it. Pure.
+"""Marks: all-reduces whose bytes say which group a stream belongs to, and which rank
+sends it. Pure.
 
-gloo's connections use ports that no setting determines. At the start of a stream of gradients each group reduces a mark
-by MAX: as many equal units as the ring has segments, so that each message is one unit. A partial result names the ranks
-that have contributed to it: its sender, and those behind it in the ring.
+gloo's connections use ports that no setting determines. At the start of a stream of
+gradients each group reduces a mark by MAX: as many equal units as the ring has
+segments, so that each message is one unit. A partial result names the ranks that have
+contributed to it: its sender, and those behind it in the ring.
 
     16 bytes MAGIC | 16 bytes of the group | one byte for each rank: 1 if it has contributed
 """
@@ -20,7 +22,9 @@ _HEAD_BYTES = len(MAGIC) + GROUP_BYTES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamMark:
-    """A mark in a segment: the group, its size, the sender's rank in it, and where gloo's message begins."""
+    """A mark in a segment: the group, its size, the sender's rank in it, and where
+    gloo's message begins.
+    """
 
     group: bytes
     size: int
@@ -36,7 +40,9 @@ def mark_of(group: bytes, size: int, rank: int) -> bytes:
 
 
 def find_mark(payload: bytes) -> StreamMark | None:
-    """Return the first mark that lies in these bytes of a stream with its whole message and names the sender."""
+    """Return the first mark that lies in these bytes of a stream with its whole message
+    and names the sender.
+    """
     place = payload.find(MAGIC)
     while place >= 0:
         found = _mark_at(payload, place)
@@ -54,8 +60,14 @@ def _mark_at(payload: bytes, place: int) -> StreamMark | None:
     unit = payload[place : place + length]
     contributed = unit[_HEAD_BYTES:]
     size = len(contributed)
-    senders = [rank for rank in range(size) if contributed[rank] == 1 and contributed[rank - 1] == 0]
+    senders = [
+        rank
+        for rank in range(size)
+        if contributed[rank] == 1 and contributed[rank - 1] == 0
+    ]
     # a complete result names no sender: all ranks have contributed to it
     if len(senders) != 1 or set(contributed) != {0, 1}:
         return None
-    return StreamMark(group=unit[len(MAGIC) : _HEAD_BYTES], size=size, rank=senders[0], start=start)
+    return StreamMark(
+        group=unit[len(MAGIC) : _HEAD_BYTES], size=size, rank=senders[0], start=start
+    )

@@ -1,9 +1,12 @@
-"""The all-reduces of one stream: their messages, and the places of these in the result. Pure.
+"""The all-reduces of one stream: their messages, and the places of these in the result.
+Pure.
 
-gloo numbers the collective operations of a process group, and each message names its operation. So a loss never hides
-an iteration boundary: the messages that follow it say which operation they belong to. The number of a message within
-its operation is the count of those before it; after a loss it follows from the lost bytes, which are messages of known
-lengths and announcements. If that leaves two possibilities, the rest of the operation counts as lost.
+gloo numbers the collective operations of a process group, and each message names its
+operation. So a loss never hides an iteration boundary: the messages that follow it say
+which operation they belong to. The number of a message within its operation is the
+count of those before it; after a loss it follows from the lost bytes, which are
+messages of known lengths and announcements. If that leaves two possibilities, the rest
+of the operation counts as lost.
 """
 
 from __future__ import annotations
@@ -17,11 +20,15 @@ from moe_ckpt.mirror.ring import RingSend
 _PREFIX_SHIFT, _NUMBER_SHIFT, _NUMBER_MASK = 56, 24, 0xFFFFFFFF
 _ALL_REDUCE = 4
 _AHEAD = 4
-"""Messages that either side may announce before it sends them: gloo's ring has two under way in each direction."""
+"""Messages that either side may announce before it sends them: gloo's ring has two
+under way in each direction.
+"""
 
 
 class StreamRecord:
-    """The all-reduces of one stream, by their numbers among the operations of the group."""
+    """The all-reduces of one stream, by their numbers among the operations of the
+    group.
+    """
 
     def __init__(self) -> None:
         self._messages: dict[int, list[FramedMessage]] = {}
@@ -31,7 +38,8 @@ class StreamRecord:
     def add(self, message: FramedMessage) -> None:
         """Add the next message of the stream.
 
-        Operations whose messages alternate are dropped: after a loss their messages could not be counted.
+        Operations whose messages alternate are dropped: after a loss their messages
+        could not be counted.
         """
         number = (message.slot >> _NUMBER_SHIFT) & _NUMBER_MASK
         if number < self._newest:
@@ -66,7 +74,9 @@ def _captured_bytes(message: FramedMessage) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """The messages of an operation with their places. `left`: those that follow the last one; None if unknown."""
+    """The messages of an operation with their places. `left`: those that follow the
+    last one; None if unknown.
+    """
 
     messages: tuple[tuple[RingSend, FramedMessage], ...]
     left: tuple[RingSend, ...] | None
@@ -80,11 +90,15 @@ class Placed:
 
 
 def place_all(
-    messages: Sequence[FramedMessage], sends: Sequence[RingSend], before: Sequence[RingSend] | None
+    messages: Sequence[FramedMessage],
+    sends: Sequence[RingSend],
+    before: Sequence[RingSend] | None,
 ) -> Placed | None:
-    """Return the places of an operation's messages, which are those of `sends`; None if they are not.
+    """Return the places of an operation's messages, which are those of `sends`; None if
+    they are not.
 
-    `before`: the messages that were still to come of the operation before this one; None if that is unknown.
+    `before`: the messages that were still to come of the operation before this one;
+    None if that is unknown.
     """
     placed: list[tuple[RingSend, FramedMessage]] = []
     position: int | None = 0
@@ -98,11 +112,17 @@ def place_all(
             return None
         placed.append((sends[position], message))
         position += 1
-    return Placed(messages=tuple(placed), left=None if position is None else tuple(sends[position:]))
+    return Placed(
+        messages=tuple(placed),
+        left=None if position is None else tuple(sends[position:]),
+    )
 
 
 def _position_after(
-    before: Sequence[RingSend] | None, sends: Sequence[RingSend], position: int | None, message: FramedMessage
+    before: Sequence[RingSend] | None,
+    sends: Sequence[RingSend],
+    position: int | None,
+    message: FramedMessage,
 ) -> int | None:
     """Return the place of a message after lost bytes; None if it is not certain."""
     if before is None or position is None or message.skipped_bytes in (None, UNKNOWN):
@@ -111,9 +131,12 @@ def _position_after(
     fitting, left = [], message.skipped_bytes
     for number, sent in enumerate(ahead):
         most_announced = 2 * (number + _AHEAD)
-        is_announced = left % PREAMBLE_BYTES == 0 and 0 <= left <= most_announced * PREAMBLE_BYTES
+        is_announced = (
+            left % PREAMBLE_BYTES == 0 and 0 <= left <= most_announced * PREAMBLE_BYTES
+        )
         if is_announced and sent.num_bytes == message.length:
             fitting.append(position + number - len(before))
         left -= PREAMBLE_BYTES + sent.num_bytes
-    # below 0 it would be a message of the operation before, whose number it does not have
+    # below 0 it would be a message of the operation before, whose number it does not
+    # have
     return fitting[0] if len(fitting) == 1 and fitting[0] >= 0 else None

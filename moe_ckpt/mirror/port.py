@@ -1,7 +1,9 @@
-"""A mirror port: the network interface on which a switch repeats the traffic of training ranks.
+"""A mirror port: the network interface on which a switch repeats the traffic of
+training ranks.
 
-Owns: the raw socket. Must not: look into frames. The loopback interface is the mirror port of all ranks of one machine,
-where each frame leaves and arrives: only its arrival is read.
+Owns: the raw socket. Must not: look into frames. The loopback interface is the mirror
+port of all ranks of one machine, where each frame leaves and arrives: only its arrival
+is read.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _SO_RCVBUFFORCE = 33
 _BUFFER_BYTES = 64 << 20
 _SOL_PACKET, _ADD_MEMBERSHIP, _PROMISCUOUS, _IGNORE_OUTGOING = 263, 1, 1, 23
 _ARPHRD_LOOPBACK = 772
-# beyond 64 KiB: where segmentation is offloaded, a packet exceeds the length in its header (see `frames`)
+# beyond 64 KiB: where segmentation is offloaded, a packet exceeds the length in its
+# header (see `frames`)
 _LARGEST_FRAME_BYTES = 1 << 17
 # bounded: the caller takes them under a lock that requests for sums need, too
 _MOST_FRAMES = 256
@@ -30,7 +33,9 @@ class FrameSource(Protocol):
     """Frames, one after another."""
 
     def read(self, timeout_s: float) -> list[bytes]:
-        """Return the frames that have come, in order; wait up to `timeout_s` seconds for the first."""
+        """Return the frames that have come, in order; wait up to `timeout_s` seconds
+        for the first.
+        """
         ...
 
     def close(self) -> None:
@@ -39,7 +44,9 @@ class FrameSource(Protocol):
 
 
 class MirrorPort:
-    """Reads all frames of an interface. Raises ConfigError without the privilege, or without the interface."""
+    """Reads all frames of an interface. Raises ConfigError without the privilege, or
+    without the interface.
+    """
 
     def __init__(self, interface: str) -> None:
         self._socket = _open(interface)
@@ -53,7 +60,10 @@ class MirrorPort:
             while len(frames) < _MOST_FRAMES:
                 frames.append(self._socket.recv(_LARGEST_FRAME_BYTES))
         except OSError as error:
-            is_quiet = isinstance(error, TimeoutError | BlockingIOError) or error.errno == errno.ENETDOWN
+            is_quiet = (
+                isinstance(error, TimeoutError | BlockingIOError)
+                or error.errno == errno.ENETDOWN
+            )
             if not is_quiet:  # an interface that is down may come up again
                 raise
         return frames
@@ -63,24 +73,44 @@ class MirrorPort:
 
 
 def _open(interface: str) -> socket.socket:
-    there = sorted(name for _, name in socket.if_nameindex())  # of this process's network namespace
-    require(interface in there, "ckpt.mirror_interface", interface, f"one of {', '.join(there)}")
+    # of this process's network namespace
+    there = sorted(name for _, name in socket.if_nameindex())
+    require(
+        interface in there,
+        "ckpt.mirror_interface",
+        interface,
+        f"one of {', '.join(there)}",
+    )
     try:
-        port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS))
+        port = socket.socket(
+            socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)
+        )
     except PermissionError as error:
         wanted = "CAP_NET_RAW, which reading a mirror port needs, or ckpt.capture=tap"
-        raise ConfigError(f"ckpt.capture=mirror: got a process without the privilege, wanted {wanted}") from error
+        raise ConfigError(
+            f"ckpt.capture=mirror: got a process without the privilege, wanted {wanted}"
+        ) from error
     try:
         port.bind((interface, 0))
-        if port.getsockname()[3] == _ARPHRD_LOOPBACK:  # else a second copy fills in what `ckpt.capture_loss` drops
+        # else a second copy fills in what `ckpt.capture_loss` drops
+        if port.getsockname()[3] == _ARPHRD_LOOPBACK:
             port.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
         # mirrored frames are addressed to other hosts
-        request = struct.pack("iHH8s", socket.if_nametoindex(interface), _PROMISCUOUS, 0, b"")
+        request = struct.pack(
+            "iHH8s", socket.if_nametoindex(interface), _PROMISCUOUS, 0, b""
+        )
         port.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, request)
-        with contextlib.suppress(PermissionError):  # it needs CAP_NET_ADMIN; frames are then lost earlier
+        # it needs CAP_NET_ADMIN; frames are then lost earlier
+        with contextlib.suppress(PermissionError):
             port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
     except OSError as error:
         port.close()
-        down = "an interface that is up" if error.errno == errno.ENETDOWN else "one that can be read"
-        raise ConfigError(f"ckpt.mirror_interface: got {interface}: {error.strerror}, wanted {down}") from error
+        down = (
+            "an interface that is up"
+            if error.errno == errno.ENETDOWN
+            else "one that can be read"
+        )
+        raise ConfigError(
+            f"ckpt.mirror_interface: got {interface}: {error.strerror}, wanted {down}"
+        ) from error
     return port

@@ -1,7 +1,9 @@
-"""The probability that captures at several ranks of a ring lack a part of the gradients. Pure (FlowCheck, section 6.2).
+"""The probability that captures at several ranks of a ring lack a part of the
+gradients. Pure (FlowCheck, section 6.2).
 
-Of N ranks M are captured. M / N of the packets are in M - 1 captures, all others in M; each capture loses a packet with
-probability p. An iteration of K packets is incomplete if all captures have lost the same packet.
+Of N ranks M are captured. M / N of the packets are in M - 1 captures, all others in M;
+each capture loses a packet with probability p. An iteration of K packets is incomplete
+if all captures have lost the same packet.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ PACKET_BYTES = 1448
 """The payload of a TCP segment on a network with an MTU of 1500."""
 
 
-def failure_probability(*, packets: float, ranks: int, captures: int, loss: float) -> float:
-    """Return equation (2): the probability that an iteration of this many packets is incomplete.
+def failure_probability(
+    *, packets: float, ranks: int, captures: int, loss: float
+) -> float:
+    """Return equation (2): the probability that an iteration of this many packets is
+    incomplete.
 
-    With 16 million packets, 8 ranks, 2 captures and a loss of 1e-9 it is 4e-3; with 3 captures 6e-12.
+    With 16 million packets, 8 ranks, 2 captures and a loss of 1e-9 it is 4e-3; with 3
+    captures 6e-12.
     """
     assert 1 <= captures <= ranks, (captures, ranks)
     assert 0.0 <= loss <= 1.0, loss

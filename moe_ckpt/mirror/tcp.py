@@ -1,7 +1,8 @@
 """Puts the segments of one TCP stream in order, and reports lost bytes. Pure.
 
-A mirror port repeats nothing: bytes that another host has received, and the capture has not, remain a gap. A gap is
-reported once `patience_bytes` after it are held, so reordering and retransmission within that have no effect.
+A mirror port repeats nothing: bytes that another host has received, and the capture has
+not, remain a gap. A gap is reported once `patience_bytes` after it are held, so
+reordering and retransmission within that have no effect.
 
     segments 5-9, 1-4, 1-4, 15-19, ...      ->  1-4, 5-9, gap of 5, 15-19
 """
@@ -20,7 +21,9 @@ _WINDOW = 1 << 30  # a sequence number further ahead does not belong to this str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """Bytes of the stream that no frame contained; not counted if the beginning of the stream was not captured."""
+    """Bytes of the stream that no frame contained; not counted if the beginning of the
+    stream was not captured.
+    """
 
     num_bytes: int
 
@@ -36,9 +39,11 @@ Chunk = bytes | Gap | Begin
 
 
 class Reassembly:
-    """One stream. `start`: the sequence number from which on it is read; None: that of the first segment.
+    """One stream. `start`: the sequence number from which on it is read; None: that of
+    the first segment.
 
-    Bytes have positions, counted from the first; sequence numbers are these, modulo 2 ** 32.
+    Bytes have positions, counted from the first; sequence numbers are these, modulo 2
+    ** 32.
     """
 
     def __init__(self, patience_bytes: int, start: int | None = None) -> None:
@@ -110,7 +115,11 @@ class Reassembly:
                 yield following
 
     def _ahead(self, sequence: int) -> int:
-        """Return how far a sequence number is ahead of the next one; below 0: behind it."""
+        """Return how far a sequence number is ahead of the next one; below 0: behind
+        it.
+        """
         assert self._start is not None
         # the shorter way around: sequence numbers begin anew every 4 GiB
-        return (sequence - self._start - self._next + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+        return (
+            sequence - self._start - self._next + _MODULUS // 2
+        ) % _MODULUS - _MODULUS // 2

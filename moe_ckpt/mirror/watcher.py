@@ -1,7 +1,8 @@
-"""Follows the watched ranks of marked groups through the frames of a mirror port, and assembles their sums. Pure.
+"""Follows the watched ranks of marked groups through the frames of a mirror port, and
+assembles their sums. Pure.
 
-Owns: the streams, by five-tuple, and their captured messages until a server has asked for them. Must not: read a port,
-or wait. FlowCheck, sections 6.1 and 6.2.
+Owns: the streams, by five-tuple, and their captured messages until a server has asked
+for them. Must not: read a port, or wait. FlowCheck, sections 6.1 and 6.2.
 
     frame -> segment -> stream of a watched rank -> messages by operation -> sums(iteration) from all watched ranks
 
@@ -52,13 +53,19 @@ class _WatchedStream:
 
     def drop_up_to(self, operation: int) -> None:
         self.record.drop_up_to(operation)
-        self.left = {each: left for each, left in self.left.items() if each >= operation}
+        self.left = {
+            each: left for each, left in self.left.items() if each >= operation
+        }
 
 
 class _Merge:
-    """One bucket's sums, put together message by message, as long as no message is lost."""
+    """One bucket's sums, put together message by message, as long as no message is
+    lost.
+    """
 
-    def __init__(self, number: int, num_bytes: int, sends: Sequence[Sequence[RingSend]]) -> None:
+    def __init__(
+        self, number: int, num_bytes: int, sends: Sequence[Sequence[RingSend]]
+    ) -> None:
         self.number = number
         self.gradient = Gradient(num_bytes)
         self.fits = True
@@ -67,7 +74,9 @@ class _Merge:
 
     @property
     def is_complete(self) -> bool:
-        has_all = all(done == len(self._sends[rank]) for rank, done in self._done.items())
+        has_all = all(
+            done == len(self._sends[rank]) for rank, done in self._done.items()
+        )
         return self.fits and has_all and self.gradient.is_complete
 
     def follow(self, operation: int, streams: Mapping[int, _WatchedStream]) -> None:
@@ -75,8 +84,12 @@ class _Merge:
         for rank, stream in streams.items():
             messages, done = stream.record.of(operation), self._done.get(rank, 0)
             self.fits &= len(messages) <= len(self._sends[rank])
-            for sent, message in zip(self._sends[rank][done:], messages[done:], strict=False):
-                self.fits &= sent.num_bytes == message.length and message.skipped_bytes is None
+            for sent, message in zip(
+                self._sends[rank][done:], messages[done:], strict=False
+            ):
+                self.fits &= (
+                    sent.num_bytes == message.length and message.skipped_bytes is None
+                )
                 if not self.fits:
                     return
                 for start, piece in message.pieces if sent.is_final else ():
@@ -101,7 +114,9 @@ class _Group:
         return sum(stream.record.size_bytes for stream in self.streams.values())
 
     def merge(self) -> None:
-        """Put together all final sums that are here, bucket after bucket; after a loss, `results` finds the places."""
+        """Put together all final sums that are here, bucket after bucket; after a loss,
+        `results` finds the places.
+        """
         if self.before is None:
             return
         sends = _sends(self.before.buckets, self.before.size, self.before.element_bytes)
@@ -110,27 +125,43 @@ class _Group:
                 number = sum(merge.is_complete for merge in self.merges.values())
                 if number == len(sends):
                     return
-                self.merges[operation] = _Merge(number, self.before.buckets[number], sends[number])
+                self.merges[operation] = _Merge(
+                    number, self.before.buckets[number], sends[number]
+                )
             merge = self.merges[operation]
             merge.follow(operation, self.streams)
             if merge.fits and not merge.is_complete:
                 return
 
     def operations(self, wanted: range) -> list[int]:
-        found = {each for stream in self.streams.values() for each in stream.record.operations()}
+        found = {
+            each
+            for stream in self.streams.values()
+            for each in stream.record.operations()
+        }
         return sorted(each for each in found if each in wanted)
 
 
 class Watcher:
-    """Watches the first `captures` ranks of each marked group. Each capture loses a share `loss` of its frames."""
+    """Watches the first `captures` ranks of each marked group. Each capture loses a
+    share `loss` of its frames.
+    """
 
-    def __init__(self, captures: int, *, loss: float = 0.0, seed: int = 0, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(
+        self,
+        captures: int,
+        *,
+        loss: float = 0.0,
+        seed: int = 0,
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
         self._captures = captures
         self._loss = loss
         self._random = random.Random(seed)
         self._most_bytes = most_bytes
         self._groups: dict[str, _Group] = {}  # in the order of their marks
-        self._streams: dict[Stream, tuple[str, _WatchedStream | None]] = {}  # None: of a rank that is not watched
+        # None: of a rank that is not watched
+        self._streams: dict[Stream, tuple[str, _WatchedStream | None]] = {}
         self.num_frames = 0
         self.num_watched = self.num_dropped = 0
 
@@ -152,14 +183,17 @@ class Watcher:
         mark = find_mark(segment.payload) if segment.payload else None
         if mark and mark.group.hex() != group:
             stream = self._watch(segment, mark)
-        # ports are used again: a later connection of the same five-tuple is followed from a mark of its own
+        # ports are used again: a later connection of the same five-tuple is followed
+        # from a mark of its own
         if segment.begins or segment.ends:
             self._streams.pop(segment.stream, None)
         if stream is not None and not segment.begins:
             stream.feed(segment)
 
     def merge(self) -> None:
-        """Put together the final sums that have come, so that little is left to do once an iteration is asked for."""
+        """Put together the final sums that have come, so that little is left to do once
+        an iteration is asked for.
+        """
         for group in self._groups.values():
             group.merge()
 
@@ -177,7 +211,9 @@ class Watcher:
     @property
     def merged_bytes(self) -> int:
         """Bytes of sums that are put together before a server asks for their iteration."""
-        merges = [merge for group in self._groups.values() for merge in group.merges.values()]
+        merges = [
+            merge for group in self._groups.values() for merge in group.merges.values()
+        ]
         return sum(merge.gradient.num_bytes for merge in merges if merge.is_complete)
 
     def knows(self, group: str) -> bool:
@@ -185,29 +221,42 @@ class Watcher:
         return group in self._groups
 
     def sums(self, wanted: MirroredSums) -> list[bytearray] | None:
-        """Return the results of an iteration's all-reduces; None unless all of their bytes were captured.
+        """Return the results of an iteration's all-reduces; None unless all of their
+        bytes were captured.
 
-        Two captures that differ, and operations of which more than the wanted ones fit, count as incomplete.
+        Two captures that differ, and operations of which more than the wanted ones fit,
+        count as incomplete.
         """
         results = self.results(wanted)
-        complete = len(results) == len(wanted.buckets) and all(result.is_complete for result in results)
+        complete = len(results) == len(wanted.buckets) and all(
+            result.is_complete for result in results
+        )
         return [result.take() for result in results] if complete else None
 
     def results(self, wanted: MirroredSums) -> list[Gradient]:
-        """Return the results of the all-reduces that were found, with their captured parts; none if there are more."""
+        """Return the results of the all-reduces that were found, with their captured
+        parts; none if there are more.
+        """
         group = self._groups.get(wanted.group)
         if group is None:
             return []
         group.merge()
         sends = _sends(wanted.buckets, wanted.size, wanted.element_bytes)
-        is_same = group.before is not None and replace(group.before, first=wanted.first, end=wanted.end) == wanted
-        # merges follow the buckets of the iteration before: with other buckets their sums are wrong
+        is_same = (
+            group.before is not None
+            and replace(group.before, first=wanted.first, end=wanted.end) == wanted
+        )
+        # merges follow the buckets of the iteration before: with other buckets their
+        # sums are wrong
         merges = group.merges if is_same else {}
         results: list[Gradient] = []
         for operation in group.operations(range(wanted.first, wanted.end)):
             number = len(results)
             if number == len(sends):
-                if any(_place(group, operation, of_bucket, remember=False) for of_bucket in sends):
+                if any(
+                    _place(group, operation, of_bucket, remember=False)
+                    for of_bucket in sends
+                ):
                     return []
                 continue
             merge = merges.get(operation)
@@ -230,12 +279,18 @@ class Watcher:
         for stream in group.streams.values():
             stream.drop_up_to(wanted.end - 1)
         group.before = wanted
-        group.merges = {each: merge for each, merge in group.merges.items() if each >= wanted.end}
+        group.merges = {
+            each: merge for each, merge in group.merges.items() if each >= wanted.end
+        }
 
     def limit(self) -> None:
-        """Forget groups until their captured bytes fit into the limit, the largest first: no server asks for it."""
+        """Forget groups until their captured bytes fit into the limit, the largest
+        first: no server asks for it.
+        """
         while self.size_bytes > self._most_bytes:
-            self._drop(max(self._groups, key=lambda name: self._groups[name].size_bytes))
+            self._drop(
+                max(self._groups, key=lambda name: self._groups[name].size_bytes)
+            )
 
     def _watch(self, segment: TcpSegment, mark: StreamMark) -> _WatchedStream | None:
         """Follow a stream from its mark on."""
@@ -251,21 +306,34 @@ class Watcher:
 
     def _drop(self, name: str) -> None:
         del self._groups[name]
-        self._streams = {each: known for each, known in self._streams.items() if known[0] != name}
+        self._streams = {
+            each: known for each, known in self._streams.items() if known[0] != name
+        }
 
 
 # every iteration has the same buckets
 @lru_cache(maxsize=64)
-def _sends(buckets: tuple[int, ...], size: int, element_bytes: int) -> list[list[list[RingSend]]]:
+def _sends(
+    buckets: tuple[int, ...], size: int, element_bytes: int
+) -> list[list[list[RingSend]]]:
     """Return the messages of each bucket's all-reduce, by the sender's rank."""
-    rings = [Ring(num_bytes=num_bytes, size=size, element_bytes=element_bytes) for num_bytes in buckets]
+    rings = [
+        Ring(num_bytes=num_bytes, size=size, element_bytes=element_bytes)
+        for num_bytes in buckets
+    ]
     return [[ring.sends(rank) for rank in range(size)] for ring in rings]
 
 
 def _place(
-    group: _Group, operation: int, sends: Sequence[Sequence[RingSend]], *, remember: bool
+    group: _Group,
+    operation: int,
+    sends: Sequence[Sequence[RingSend]],
+    *,
+    remember: bool,
 ) -> list[Placed] | None:
-    """Return the places of an operation's messages in all streams; None if it is not the all-reduce of `sends`."""
+    """Return the places of an operation's messages in all streams; None if it is not
+    the all-reduce of `sends`.
+    """
     found: dict[int, Placed] = {}
     for rank, stream in group.streams.items():
         messages = stream.record.of(operation)

@@ -26,7 +26,10 @@ class EveryInterval:
     last_iteration: int
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - needs nothing
-        return SnapshotPlan(durable=iteration % self.every_iters == 0 or iteration == self.last_iteration)
+        return SnapshotPlan(
+            durable=iteration % self.every_iters == 0
+            or iteration == self.last_iteration
+        )
 
 
 def make_policy(config: CkptConfig, *, last_iteration: int) -> Policy:
@@ -35,6 +38,8 @@ def make_policy(config: CkptConfig, *, last_iteration: int) -> Policy:
         case NoneConfig():
             return Never()
         case DenseConfig():
-            return EveryInterval(every_iters=config.every_iters, last_iteration=last_iteration)
+            return EveryInterval(
+                every_iters=config.every_iters, last_iteration=last_iteration
+            )
         case _:
             raise AssertionError(f"{config.policy} keeps snapshots in host memory")

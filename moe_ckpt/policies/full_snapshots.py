@@ -1,7 +1,8 @@
-"""`ckpt=gemini` and `ckpt=checkfreq`: the whole state into host memory every few iterations.
+"""`ckpt=gemini` and `ckpt=checkfreq`: the whole state into host memory every few
+iterations.
 
-Owns: the interval and its changes. All ranks compute the same plan, from sizes known at the start and from measurements
-that ranks agree on. Must not: measure.
+Owns: the interval and its changes. All ranks compute the same plan, from sizes known at
+the start and from measurements that ranks agree on. Must not: measure.
 """
 
 from __future__ import annotations
@@ -10,8 +11,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from moe_ckpt.config import AUTO, CheckfreqConfig, GeminiConfig
-from moe_ckpt.policies.checkpoint_interval import best_interval, capped_interval, copying_interval
-from moe_ckpt.policies.memory_forecast import MemoryForecast, StageForecasts, forecast, require_budget
+from moe_ckpt.policies.checkpoint_interval import (
+    best_interval,
+    capped_interval,
+    copying_interval,
+)
+from moe_ckpt.policies.memory_forecast import (
+    MemoryForecast,
+    StageForecasts,
+    forecast,
+    require_budget,
+)
 from moe_ckpt.policies.stage_profile import StageProfile, everything_at, is_due
 from moe_ckpt.policies.window_schedule import refit
 from moe_ckpt.types import IntervalChoice, Measured, SnapshotPlan
@@ -46,12 +56,14 @@ class WholeSnapshots(StageForecasts[StageProfile]):
         require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` steps: everything, or nothing.
+        """Return the plan for the state after `iteration` steps: everything, or
+        nothing.
 
-        Asks for measurements if a snapshot is due and every_iters=auto. Until the cost of a snapshot has been measured,
-        it is the wait that its size and the rate of copies predict, and the interval is `profile_iters` or longer. If
-        copies were made in all of the last _STALE_ITERS iterations, the next snapshot comes an iteration later: the
-        time of an iteration without copies may have changed.
+        Asks for measurements if a snapshot is due and every_iters=auto. Until the cost
+        of a snapshot has been measured, it is the wait that its size and the rate of
+        copies predict, and the interval is `profile_iters` or longer. If copies were
+        made in all of the last _STALE_ITERS iterations, the next snapshot comes an
+        iteration later: the time of an iteration without copies may have changed.
         """
         every = self._config.durable_every_iters
         # no whole checkpoint at the first snapshot, which also follows a load
@@ -61,30 +73,46 @@ class WholeSnapshots(StageForecasts[StageProfile]):
         choice, rest_iters = None, 0
         if self._is_auto:
             measured = measure()
-            choice, rest_iters = self._choose(measured), int(measured.iters_since_quiet >= _STALE_ITERS)
-        self._next = iteration + (self._every_iters or self._config.profile_iters) + rest_iters
+            choice, rest_iters = (
+                self._choose(measured),
+                int(measured.iters_since_quiet >= _STALE_ITERS),
+            )
+        self._next = (
+            iteration + (self._every_iters or self._config.profile_iters) + rest_iters
+        )
         plan = everything_at(iteration, self._stage.table)
         to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
         if to_disk:
             self._newest_on_disk = iteration
-        return SnapshotPlan(durable=durable, sparse=plan, interval=choice, to_disk=to_disk)
+        return SnapshotPlan(
+            durable=durable, sparse=plan, interval=choice, to_disk=to_disk
+        )
 
     def notes(self) -> list[str]:
         """Return the costs, line by line, for the log."""
         every = f"every {self._every_iters} iterations"
         if self._is_auto:
             every = f"at the interval that {self._aim}"
-        return [f"host memory of the largest rank, everything {every}:", *self.forecast().lines()]
+        return [
+            f"host memory of the largest rank, everything {every}:",
+            *self.forecast().lines(),
+        ]
 
     @property
     def _is_auto(self) -> bool:
         return self._config.every_iters == AUTO
 
     def _choose(self, measured: Measured) -> IntervalChoice | None:
-        """Set the interval by measurements; without any, return None and set no interval."""
+        """Set the interval by measurements; without any, return None and set no
+        interval.
+        """
         if measured.iteration_s <= 0:
             return None
-        cost_s, least_iters, is_measured = measured.snapshot_cost_s, 1, measured.snapshot_cost_s is not None
+        cost_s, least_iters, is_measured = (
+            measured.snapshot_cost_s,
+            1,
+            measured.snapshot_cost_s is not None,
+        )
         if cost_s is None:
             cost_s, least_iters = self._wait_s(measured), self._config.profile_iters
             if cost_s == 0:  # what slows training is not known yet
@@ -96,8 +124,13 @@ class WholeSnapshots(StageForecasts[StageProfile]):
             copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s),
             self._interval(iteration_s=measured.iteration_s, checkpoint_s=cost_s),
         )
-        holds = self._every_iters > 0 and self._is_measured == is_measured  # a prediction binds no measurement
-        self._every_iters = refit(self._every_iters, best, drift=self._config.interval_drift) if holds else best
+        # a prediction binds no measurement
+        holds = self._every_iters > 0 and self._is_measured == is_measured
+        self._every_iters = (
+            refit(self._every_iters, best, drift=self._config.interval_drift)
+            if holds
+            else best
+        )
         self._is_measured = is_measured
         return IntervalChoice(
             every_iters=self._every_iters,
@@ -109,13 +142,17 @@ class WholeSnapshots(StageForecasts[StageProfile]):
 
     def _wait_s(self, measured: Measured) -> float:
         """Return the seconds that the update waits for a copy to host memory."""
-        return max(0.0, self._largest_bytes / measured.host_bytes_per_s - measured.hidden_copy_s)
+        return max(
+            0.0,
+            self._largest_bytes / measured.host_bytes_per_s - measured.hidden_copy_s,
+        )
 
     def _forecast(self, stage: StageProfile) -> MemoryForecast:
         return forecast(
             window_bytes=stage.dense_bytes,
             period_iters=1,
-            keep_windows=1 + (self._config.disk_every_iters > 1),  # and the one that is being written to the local disk
+            # and the one that is being written to the local disk
+            keep_windows=1 + (self._config.disk_every_iters > 1),
             log_bytes_per_iteration=0,
             dense_bytes=stage.dense_bytes,
             step_log_bytes_per_iteration=stage.step_log_bytes,
@@ -125,9 +162,15 @@ class WholeSnapshots(StageForecasts[StageProfile]):
 
 
 def _aim(config: GeminiConfig | CheckfreqConfig) -> tuple[str, Callable[..., int]]:
-    """Return the aim of an interval in words, and the interval for seconds of an iteration and of a checkpoint."""
+    """Return the aim of an interval in words, and the interval for seconds of an
+    iteration and of a checkpoint.
+    """
     match config:
         case GeminiConfig(mtbf_s=mtbf_s):
-            return f"is best for ckpt.mtbf_s={mtbf_s:g}", partial(best_interval, mtbf_s=mtbf_s)
+            return f"is best for ckpt.mtbf_s={mtbf_s:g}", partial(
+                best_interval, mtbf_s=mtbf_s
+            )
         case CheckfreqConfig(overhead=overhead):
-            return f"keeps to ckpt.overhead={overhead:g}", partial(capped_interval, overhead=overhead)
+            return f"keeps to ckpt.overhead={overhead:g}", partial(
+                capped_interval, overhead=overhead
+            )

@@ -1,4 +1,6 @@
-"""The host memory that snapshots and logs will take. Pure arithmetic over sizes (MoEvement, section 3.2)."""
+"""The host memory that snapshots and logs will take. Pure arithmetic over sizes
+(MoEvement, section 3.2).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryForecast:
-    """Host memory that a rank will need, in bytes, with what two dense checkpoints would need for comparison."""
+    """Host memory that a rank will need, in bytes, with what two dense checkpoints
+    would need for comparison.
+    """
 
     snapshots_bytes: int
     boundary_log_bytes: int
@@ -26,7 +30,9 @@ class MemoryForecast:
 
     @property
     def shared_bytes(self) -> int:
-        """The bytes in `runtime.shared_memory`: all but boundary logs, which end with their worker."""
+        """The bytes in `runtime.shared_memory`: all but boundary logs, which end with
+        their worker.
+        """
         return self.total_bytes - self.boundary_log_bytes
 
     def lines(self) -> list[str]:
@@ -40,11 +46,16 @@ class MemoryForecast:
             "for comparison, two dense checkpoints": self.double_buffered_dense_bytes,
         }
         width = max(map(len, parts))
-        return [f"{name:<{width}} {nbytes / _MIB:12.1f} MiB" for name, nbytes in parts.items()]
+        return [
+            f"{name:<{width}} {nbytes / _MIB:12.1f} MiB"
+            for name, nbytes in parts.items()
+        ]
 
 
 class StageForecasts(ABC, Generic[S]):
-    """The host memory that a policy needs, by that of each stage; `own_stage` is the number of this rank's stage."""
+    """The host memory that a policy needs, by that of each stage; `own_stage` is the
+    number of this rank's stage.
+    """
 
     def __init__(self, stages: Sequence[S], own_stage: int) -> None:
         self._stages = stages
@@ -56,7 +67,9 @@ class StageForecasts(ABC, Generic[S]):
 
     def forecast(self) -> MemoryForecast:
         """Return the most host memory that a rank can need."""
-        return max(map(self._forecast, self._stages), key=lambda needed: needed.total_bytes)
+        return max(
+            map(self._forecast, self._stages), key=lambda needed: needed.total_bytes
+        )
 
     def own_forecast(self) -> MemoryForecast:
         """Return the most host memory that a rank of this stage can need."""
@@ -78,12 +91,15 @@ def forecast(
     num_copies: int = 0,
     largest_window_bytes: int = 0,
 ) -> MemoryForecast:
-    """Return the bytes of a rank's snapshots and logs once `keep_windows` are persisted and one is nearly complete.
+    """Return the bytes of a rank's snapshots and logs once `keep_windows` are persisted
+    and one is nearly complete.
 
-    A window begins every `period_iters` iterations. Logs reach from the start of the oldest window to the current
-    iteration. With 2 bytes of compute weights and 12 of full state a parameter and W equal slots, a window takes 12 +
-    (W - 1) bytes a parameter: W = 3 and one kept window make 28, where two dense checkpoints take 24 (MoEvement,
-    section 3.2). A rank also keeps all that for `num_copies` others, whose windows take up to `largest_window_bytes`.
+    A window begins every `period_iters` iterations. Logs reach from the start of the
+    oldest window to the current iteration. With 2 bytes of compute weights and 12 of
+    full state a parameter and W equal slots, a window takes 12 + (W - 1) bytes a
+    parameter: W = 3 and one kept window make 28, where two dense checkpoints take 24
+    (MoEvement, section 3.2). A rank also keeps all that for `num_copies` others, whose
+    windows take up to `largest_window_bytes`.
     """
     # the next window is nearly complete before an older one is dropped
     num_windows = keep_windows + 1
@@ -97,7 +113,10 @@ def forecast(
         boundary_log_bytes=boundary_log_bytes,
         step_log_bytes=step_log_bytes,
         copies_bytes=copies_bytes,
-        total_bytes=snapshots_bytes + boundary_log_bytes + step_log_bytes + copies_bytes,
+        total_bytes=snapshots_bytes
+        + boundary_log_bytes
+        + step_log_bytes
+        + copies_bytes,
         double_buffered_dense_bytes=2 * dense_bytes,
     )
 
@@ -106,7 +125,9 @@ def require_budget(budget_bytes: int | None, needed: MemoryForecast) -> None:
     """Raise ConfigError if a rank may need more than its budget."""
     if budget_bytes is not None and needed.total_bytes > budget_bytes:
         wanted = f"at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
-        raise ConfigError(f"ckpt.memory_budget_bytes: got {budget_bytes}, wanted {wanted}")
+        raise ConfigError(
+            f"ckpt.memory_budget_bytes: got {budget_bytes}, wanted {wanted}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +141,9 @@ class SharedUse:
     """The bytes that are free there."""
 
     held_bytes: int
-    """The bytes that the rank has there already, as after torchrun has started it again."""
+    """The bytes that the rank has there already, as after torchrun has started it
+    again.
+    """
 
     needed_bytes: int
     """The bytes that the rank will have there."""
@@ -144,8 +167,9 @@ def require_room(uses: Sequence[SharedUse]) -> None:
         needed_bytes = sum(uses[rank].needed_bytes for rank in ranks)
         if needed_bytes > room_bytes:
             raise ConfigError(
-                f"runtime.shared_memory: got {room_bytes} bytes for ranks {', '.join(map(str, ranks))}, of which "
-                f"{free_bytes} are free, wanted the {needed_bytes} that their snapshots and copies will take: enlarge "
-                "the memory (docker run --shm-size), take smaller or fewer snapshots, or train without protection, "
-                "by ckpt=none"
+                f"runtime.shared_memory: got {room_bytes} bytes for ranks"
+                f" {', '.join(map(str, ranks))}, of which {free_bytes} are free, wanted"
+                f" the {needed_bytes} that their snapshots and copies will take:"
+                " enlarge the memory (docker run --shm-size), take smaller or fewer"
+                " snapshots, or train without protection, by ckpt=none"
             )

@@ -1,6 +1,8 @@
-"""`ckpt=moc`: K_snapshot experts of each layer to host memory, K_persist of them to storage (MoC, sections 3 and 5).
+"""`ckpt=moc`: K_snapshot experts of each layer to host memory, K_persist of them to
+storage (MoC, sections 3 and 5).
 
-Owns: the experts of each snapshot, and K. All ranks compute the same plan. Must not: measure.
+Owns: the experts of each snapshot, and K. All ranks compute the same plan. Must not:
+measure.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from moe_ckpt.policies.expert_selection import (
     sequential_experts,
 )
 from moe_ckpt.policies.memory_forecast import MemoryForecast, require_budget
-from moe_ckpt.policies.partial import MoeStage, PartialSnapshots, counted, forecast_units, marked
+from moe_ckpt.policies.partial import (
+    MoeStage,
+    PartialSnapshots,
+    counted,
+    forecast_units,
+    marked,
+)
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import ExpertChoice, IntArray, Measured
 
@@ -35,13 +43,19 @@ class PartialExperts(PartialSnapshots):
     Experts take turns, or those with the most unsaved tokens first. Raises ConfigError.
     """
 
-    def __init__(self, config: MocConfig, stages: Sequence[StageProfile], own_stage: int, ep: int) -> None:
+    def __init__(
+        self, config: MocConfig, stages: Sequence[StageProfile], own_stage: int, ep: int
+    ) -> None:
         stages_of_experts = [MoeStage(stage.table, config.partial) for stage in stages]
-        super().__init__(config, stages_of_experts, own_stage, ("k_snapshot", "k_persist"))
+        super().__init__(
+            config, stages_of_experts, own_stage, ("k_snapshot", "k_persist")
+        )
         self._config = config
         self._is_sequential = config.selection == "sequential"
         self._ep = ep
-        self._k = config.k_persist if config.k_snapshot == AUTO else int(config.k_snapshot)
+        self._k = (
+            config.k_persist if config.k_snapshot == AUTO else int(config.k_snapshot)
+        )
         self._first_k = self._k
         self._lost_before_k_iters = 0.0
         shape = (self._stage.num_layers, self._stage.num_experts)
@@ -52,30 +66,45 @@ class PartialExperts(PartialSnapshots):
 
     @property
     def facts(self) -> tuple[float, ...]:
-        """The facts that snapshots hold for `went_back`: K, and the tokens lost before K took its value."""
+        """The facts that snapshots hold for `went_back`: K, and the tokens lost before
+        K took its value.
+        """
         return float(self._k), self._lost_before_k_iters
 
     def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
-        """All ranks have gone back to `iteration`, with these facts; `plt` is the loss of all faults so far.
+        """All ranks have gone back to `iteration`, with these facts; `plt` is the loss
+        of all faults so far.
 
-        With Dynamic-K the number of experts doubles if faults since its last change have cost too much: earlier losses
-        count in iterations' worth of tokens, as PLT falls while training continues.
+        With Dynamic-K the number of experts doubles if faults since its last change
+        have cost too much: earlier losses count in iterations' worth of tokens, as PLT
+        falls while training continues.
         """
         k, self._lost_before_k_iters = facts
         self._k = int(k)
         if not self._config.dynamic_k or iteration == 0:
             return
         plt_since = plt - self._lost_before_k_iters / iteration
-        limit = limit_per_k(self._config.plt_limit, first_k=self._first_k, num_experts=self._num_experts)
-        doubled = next_k(self._k, num_experts=self._num_experts, plt_since=plt_since, limit=limit)
+        limit = limit_per_k(
+            self._config.plt_limit, first_k=self._first_k, num_experts=self._num_experts
+        )
+        doubled = next_k(
+            self._k, num_experts=self._num_experts, plt_since=plt_since, limit=limit
+        )
         if doubled != self._k:
             self._k, self._lost_before_k_iters = doubled, plt * iteration
 
     def notes(self) -> list[str]:
         """Return the costs, line by line, for the log."""
         k = "as many as fit" if self._config.k_snapshot == AUTO else str(self._k)
-        what = f"{k} of {self._num_experts} experts a layer, {self._config.k_persist} of them to storage"
-        return [f"host memory of the largest rank, {what}:", *self.forecast().lines(), *self._bytes_of_ranks()]
+        what = (
+            f"{k} of {self._num_experts} experts a layer, {self._config.k_persist} of"
+            " them to storage"
+        )
+        return [
+            f"host memory of the largest rank, {what}:",
+            *self.forecast().lines(),
+            *self._bytes_of_ranks(),
+        ]
 
     def _bytes_of_ranks(self) -> list[str]:
         """Return the bytes that each rank of this stage saves in a snapshot."""
@@ -83,8 +112,13 @@ class PartialExperts(PartialSnapshots):
         if not stage.num_layers:
             return []
         saved = stage.snapshot_bytes(self._in_turns(0, self._k)).tolist()
-        each = ", ".join(map(str, saved[:_MOST_SHOWN])) + (", ..." if len(saved) > _MOST_SHOWN else "")
-        return [f"a snapshot of this stage, bytes by rank: {each}; most {max(saved)}, least {min(saved)}"]
+        each = ", ".join(map(str, saved[:_MOST_SHOWN])) + (
+            ", ..." if len(saved) > _MOST_SHOWN else ""
+        )
+        return [
+            f"a snapshot of this stage, bytes by rank: {each}; most {max(saved)}, least"
+            f" {min(saved)}"
+        ]
 
     def _forecast(self, stage: MoeStage) -> MemoryForecast:
         return forecast_units(stage, 0)
@@ -97,42 +131,71 @@ class PartialExperts(PartialSnapshots):
         if not self._has_begun:
             self._unsaved_in_memory[:], self._unsaved_on_disk[:] = 0, 0
             on_disk = everything if to_disk else nothing
-            return ExpertChoice(memory=everything, on_peers=nothing, on_disk=on_disk, by_gradient=nothing)
+            return ExpertChoice(
+                memory=everything,
+                on_peers=nothing,
+                on_disk=on_disk,
+                by_gradient=nothing,
+            )
         memory = self._select(self._k_of(measured), to_disk=to_disk)
         on_disk = nothing
         if to_disk:
-            self._unsaved_on_disk += 1 if self._is_sequential else 0  # turns, in place of tokens
-            on_disk = most_unsaved_of(memory, self._unsaved_on_disk, self._config.k_persist, ep=self._ep)
+            # turns, in place of tokens
+            self._unsaved_on_disk += 1 if self._is_sequential else 0
+            on_disk = most_unsaved_of(
+                memory, self._unsaved_on_disk, self._config.k_persist, ep=self._ep
+            )
         self._unsaved_in_memory[marked(memory, tokens.shape)] = 0
         self._unsaved_on_disk[marked(on_disk, tokens.shape)] = 0
-        return ExpertChoice(memory=memory, on_peers=nothing, on_disk=on_disk, by_gradient=nothing)
+        return ExpertChoice(
+            memory=memory, on_peers=nothing, on_disk=on_disk, by_gradient=nothing
+        )
 
     def _select(self, k: int, *, to_disk: bool) -> Selection:
         if not self._is_sequential:
-            return most_popular(self._unsaved_in_memory, [k] * self._stage.num_layers)  # section 3.2
-        # turns apart: if each write takes as long as some snapshots, one count would keep the same experts from storage
+            # section 3.2
+            return most_popular(self._unsaved_in_memory, [k] * self._stage.num_layers)
+        # turns apart: if each write takes as long as some snapshots, one count would
+        # keep the same experts from storage
         turn = self._turn_to_disk if to_disk else self._turn
-        self._turn_to_disk, self._turn = self._turn_to_disk + to_disk, self._turn + (not to_disk)
+        self._turn_to_disk, self._turn = (
+            self._turn_to_disk + to_disk,
+            self._turn + (not to_disk),
+        )
         return self._in_turns(turn, k)
 
     def _in_turns(self, turn: int, k: int) -> Selection:
         num_layers, num_experts = self._stage.num_layers, self._stage.num_experts
-        return sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=self._ep, k=k)
+        return sequential_experts(
+            turn, num_layers=num_layers, num_experts=num_experts, ep=self._ep, k=k
+        )
 
     def _k_of(self, measured: Measured) -> int:
-        """Return K_snapshot: the configured one, or that of Dynamic-K; for auto at least what is copied in time."""
+        """Return K_snapshot: the configured one, or that of Dynamic-K; for auto at
+        least what is copied in time.
+        """
         if self._config.k_snapshot != AUTO or measured.iteration_s <= 0:
             return self._k
         rate, overlap_s = measured.copy_bytes_per_s, measured.iteration_s
         # of the stage that copies most: all ranks wait for the slowest one
-        fitting = min(fitting_k(each, copy_bytes_per_s=rate, overlap_s=overlap_s) for each in self._bottlenecks)
+        fitting = min(
+            fitting_k(each, copy_bytes_per_s=rate, overlap_s=overlap_s)
+            for each in self._bottlenecks
+        )
         return max(self._k, fitting)
 
     @cached_property
     def _bottlenecks(self) -> list[IntArray]:
-        """By number of experts, the most bytes that a rank copies, for each stage with experts."""
+        """By number of experts, the most bytes that a rank copies, for each stage with
+        experts.
+        """
         return [
-            bottleneck_by_k(each.core_bytes, each.expert_bytes, ep=self._ep, sequential=self._is_sequential)
+            bottleneck_by_k(
+                each.core_bytes,
+                each.expert_bytes,
+                ep=self._ep,
+                sequential=self._is_sequential,
+            )
             for each in self._stages
             if each.num_layers
         ]

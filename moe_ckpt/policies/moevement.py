@@ -1,7 +1,9 @@
-"""`ckpt=moevement`: the operators that each iteration's snapshot takes (MoEvement, section 3.5 and Algorithm 1).
+"""`ckpt=moevement`: the operators that each iteration's snapshot takes (MoEvement,
+section 3.5 and Algorithm 1).
 
-Owns: the window, the pause after it, its order, and their changes. All ranks compute the same plan, from the sizes of
-all stages' operators and from measurements that ranks agree on. Must not: measure.
+Owns: the window, the pause after it, its order, and their changes. All ranks compute
+the same plan, from the sizes of all stages' operators and from measurements that ranks
+agree on. Must not: measure.
 """
 
 from __future__ import annotations
@@ -26,21 +28,37 @@ from moe_ckpt.policies.window_cost import (
     window_terms,
 )
 from moe_ckpt.policies.window_sizes import WindowSizes
-from moe_ckpt.types import IntArray, Measured, OperatorTable, SlotPlan, SnapshotPlan, UnitPlan, WindowChoice
+from moe_ckpt.types import (
+    IntArray,
+    Measured,
+    OperatorTable,
+    SlotPlan,
+    SnapshotPlan,
+    UnitPlan,
+    WindowChoice,
+)
 
-_TRIAL_PAUSE_ITERS = 2  # between windows of which the cost is measured: iterations without copies to compare with
-_TRIAL_FACTOR = 4  # every other one has so many times the slots: bytes and number of snapshots cost each its own
-_TRIAL_SHARE = 0.03  # of the time, for trials: a small price for a choice that serves the rest of the job
+# between windows of which the cost is measured: iterations without copies to compare
+# with
+_TRIAL_PAUSE_ITERS = 2
+# every other one has so many times the slots: bytes and number of snapshots cost each
+# its own
+_TRIAL_FACTOR = 4
+# of the time, for trials: a small price for a choice that serves the rest of the job
+_TRIAL_SHARE = 0.03
 _STALE_ITERS = 16
 
 
 class SparseWindows:
-    """One window after another: a base that holds everything, then sparse ones. `num_copies` others' are kept, too.
+    """One window after another: a base that holds everything, then sparse ones.
+    `num_copies` others' are kept, too.
 
-    A stage is expected to replay an iteration in `alone_share` of its time, until that has been measured. With
-    `window=auto` the window and the pause after it are those that lose the least time. The first windows are trials, by
-    which that is measured. `sizes` are those of the same stages, if an earlier policy had them. Raises ConfigError,
-    with the numbers, if operators or the memory budget do not allow the configured window.
+    A stage is expected to replay an iteration in `alone_share` of its time, until that
+    has been measured. With `window=auto` the window and the pause after it are those
+    that lose the least time. The first windows are trials, by which that is measured.
+    `sizes` are those of the same stages, if an earlier policy had them. Raises
+    ConfigError, with the numbers, if operators or the memory budget do not allow the
+    configured window.
     """
 
     def __init__(
@@ -55,7 +73,8 @@ class SparseWindows:
         self._config = config
         own = stages[own_stage]
         self._own_stage = own_stage
-        # without logs all stages replay together, and wait for each other as in training
+        # without logs all stages replay together, and wait for each other as in
+        # training
         self._alone_share = alone_share if config.boundary_log else 1.0
         self._table = own.table
         self._fixed = schedule.fixed_order(self._table.operators)
@@ -79,11 +98,13 @@ class SparseWindows:
         return self._sizes.max_slots
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` steps: everything at first, then slot after slot.
+        """Return the plan for the state after `iteration` steps: everything at first,
+        then slot after slot.
 
-        Asks for measurements at the start of a window, and for window=auto also at first: without earlier measurements,
-        windows begin after `profile_iters` iterations; with them, and a window that all ranks still keep, they go on
-        from that one. An iteration that does not follow the last begins a window, too.
+        Asks for measurements at the start of a window, and for window=auto also at
+        first: without earlier measurements, windows begin after `profile_iters`
+        iterations; with them, and a window that all ranks still keep, they go on from
+        that one. An iteration that does not follow the last begins a window, too.
         """
         choice = None
         every = self._config.durable_every_iters
@@ -96,7 +117,11 @@ class SparseWindows:
             self._next_iteration = self._start
         if iteration < self._next_iteration:
             return SnapshotPlan(durable=durable, window=choice)
-        if self._window is None or iteration != self._next_iteration or iteration >= self._start + self._num_slots:
+        if (
+            self._window is None
+            or iteration != self._next_iteration
+            or iteration >= self._start + self._num_slots
+        ):
             # those that the base asked for serve its first window, and no other
             measured, self._known = self._known or measure(), None
             choice = self._begin(iteration, measured)
@@ -104,17 +129,25 @@ class SparseWindows:
         slot = iteration - self._start
         is_last = slot == self._num_slots - 1
         self._next_iteration = iteration + 1 + (self._pause_iters if is_last else 0)
-        to_disk = slot == 0 and is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
+        to_disk = slot == 0 and is_due(
+            iteration, self._newest_on_disk, self._config.disk_every_iters
+        )
         if to_disk:
             self._newest_on_disk = iteration
         plan = SlotPlan(
             window_start=self._start,
             slot=slot,
             num_slots=self._num_slots,
-            units=(UnitPlan(full=self._window.full(slot), compute=self._window.compute(slot)),),
+            units=(
+                UnitPlan(
+                    full=self._window.full(slot), compute=self._window.compute(slot)
+                ),
+            ),
             pause_iters=self._pause_iters,
         )
-        return SnapshotPlan(durable=durable, sparse=plan, window=choice, to_disk=to_disk)
+        return SnapshotPlan(
+            durable=durable, sparse=plan, window=choice, to_disk=to_disk
+        )
 
     @property
     def sizes(self) -> WindowSizes:
@@ -127,11 +160,17 @@ class SparseWindows:
 
     def own_forecast(self) -> MemoryForecast:
         """Return the host memory of the rank of this stage that needs the most."""
-        return self._sizes.forecast_of(self._own_stage, self.max_slots, self._pause_iters)
+        return self._sizes.forecast_of(
+            self._own_stage, self.max_slots, self._pause_iters
+        )
 
     def start_forecast(self) -> MemoryForecast:
-        """Return the host memory of a rank of this stage with the windows that training begins with."""
-        return self._sizes.forecast_of(self._own_stage, self._first_slots, self._pause_iters)
+        """Return the host memory of a rank of this stage with the windows that training
+        begins with.
+        """
+        return self._sizes.forecast_of(
+            self._own_stage, self._first_slots, self._pause_iters
+        )
 
     @property
     def _first_slots(self) -> int:
@@ -158,14 +197,21 @@ class SparseWindows:
         return SnapshotPlan(sparse=plan)
 
     def _can_go_on(self, measured: Measured) -> bool:
-        """Return whether all ranks keep a window of the last generation, and know how long iterations take."""
-        return measured.kept_since is not None and measured.iteration_s > 0 and not self._config.paper_exact
+        """Return whether all ranks keep a window of the last generation, and know how
+        long iterations take.
+        """
+        return (
+            measured.kept_since is not None
+            and measured.iteration_s > 0
+            and not self._config.paper_exact
+        )
 
     def _go_on(self, iteration: int, measured: Measured) -> WindowChoice:
-        """Choose the window that follows the newest one of the last generation; a base would stop training for longer.
+        """Choose the window that follows the newest one of the last generation; a base
+        would stop training for longer.
 
-        It begins a period after that one, or now if that is past. It has fewer slots if it would not end within two
-        periods, for which memory has room for logs.
+        It begins a period after that one, or now if that is past. It has fewer slots if
+        it would not end within two periods, for which memory has room for logs.
         """
         assert measured.kept_since is not None
         choice = self._begin(iteration, measured)
@@ -174,28 +220,41 @@ class SparseWindows:
         num_slots = max(1, measured.kept_since + 2 * period_iters - self._start)
         if num_slots < self._num_slots:
             self._num_slots = num_slots
-            self._pause_iters = max(self._pause_iters, self._copying_pause(num_slots, measured))
+            self._pause_iters = max(
+                self._pause_iters, self._copying_pause(num_slots, measured)
+            )
             self._window = self._kind.cut(self._order, num_slots)
         return replace(choice, num_slots=self._num_slots, pause_iters=self._pause_iters)
 
     def _copying_pause(self, num_slots: int, measured: Measured) -> int:
-        """Return the pause in which a window of so many slots reaches peers, within those that memory allows.
+        """Return the pause in which a window of so many slots reaches peers, within
+        those that memory allows.
 
-        A window that followed at once would make training wait for them; 0 where they have it with its last slot.
+        A window that followed at once would make training wait for them; 0 where they
+        have it with its last slot.
         """
         if self._config.paper_exact:
             return 0
         size = self._sizes.size(num_slots)
         copy_s = size.window_bytes / measured.peer_bytes_per_s
         iters = copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s)
-        return min(iters + 1 - num_slots, size.most_pause_iters) if iters > num_slots else 0
+        return (
+            min(iters + 1 - num_slots, size.most_pause_iters)
+            if iters > num_slots
+            else 0
+        )
 
     def _begin(self, iteration: int, measured: Measured) -> WindowChoice:
         terms = self._choose(measured) if self._config.window == AUTO else None
         reordered = self._reorder(measured.popularity)
         self._start = iteration
-        if reordered or self._window is None or self._window.num_slots != self._num_slots:
-            # a cut follows from the order and the number of slots, and sorts all pairs of a rank and an operator
+        if (
+            reordered
+            or self._window is None
+            or self._window.num_slots != self._num_slots
+        ):
+            # a cut follows from the order and the number of slots, and sorts all pairs
+            # of a rank and an operator
             self._window = self._kind.cut(self._order, self._num_slots)
         return WindowChoice(
             num_slots=self._num_slots,
@@ -208,40 +267,65 @@ class SparseWindows:
         )
 
     def _choose(self, measured: Measured) -> WindowTerms | None:
-        """Set the slots and the pause; return their expected costs, once these are known."""
+        """Set the slots and the pause; return their expected costs, once these are
+        known.
+        """
         if self._config.paper_exact:
-            windows = [_paper_window(kind.stage.table, measured) for kind in self._sizes.kinds]
+            windows = [
+                _paper_window(kind.stage.table, measured) for kind in self._sizes.kinds
+            ]
             fitting = min(self.max_slots, max(windows))
             is_first = self._window is None
-            kept = schedule.refit(self._num_slots, fitting, drift=self._config.window_drift)
+            kept = schedule.refit(
+                self._num_slots, fitting, drift=self._config.window_drift
+            )
             self._num_slots = fitting if is_first else kept
             return None
         job = self._job_cost(measured)
         if measured.dense_snapshot_s is None or not measured.costs_are_settled:
             self._try(job)
             return None
-        best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
-        if self._terms:  # the window so far, at the price by these measurements and not by earlier ones
-            current = window_terms(self._sizes.size(self._terms.num_slots), job, self._terms.pause_iters)
-            is_allowed = current.snapshot_share <= max(self._config.overhead, best.snapshot_share)
-            if is_allowed and (1 - self._config.window_drift) * current.lost_share <= best.lost_share:
+        best = cheapest_window(
+            self._sizes.candidates, job, overhead=self._config.overhead
+        )
+        # the window so far, at the price by these measurements and not by earlier ones
+        if self._terms:
+            current = window_terms(
+                self._sizes.size(self._terms.num_slots), job, self._terms.pause_iters
+            )
+            is_allowed = current.snapshot_share <= max(
+                self._config.overhead, best.snapshot_share
+            )
+            if (
+                is_allowed
+                and (1 - self._config.window_drift) * current.lost_share
+                <= best.lost_share
+            ):
                 best = current
         self._terms, self._num_slots = best, best.num_slots
-        # what iterations take by themselves may have changed since one was last measured without copies
+        # what iterations take by themselves may have changed since one was last
+        # measured without copies
         is_stale = best.pause_iters == 0 and measured.iters_since_quiet >= _STALE_ITERS
         self._pause_iters = self._within_pauses(1) if is_stale else best.pause_iters
         return best
 
     def _try(self, job: JobCost) -> None:
-        """Set a window whose cost will be measured, and a pause that keeps trials within a share of the time.
+        """Set a window whose cost will be measured, and a pause that keeps trials
+        within a share of the time.
 
-        Its slots are the best for the costs so far, or four times as many in every other trial.
+        Its slots are the best for the costs so far, or four times as many in every
+        other trial.
         """
         share = min(_TRIAL_SHARE, self._config.overhead)
-        best = cheapest_window(self._sizes.candidates, job, overhead=self._config.overhead)
+        best = cheapest_window(
+            self._sizes.candidates, job, overhead=self._config.overhead
+        )
         longer = self._sizes.size(min(_TRIAL_FACTOR * best.num_slots, self.max_slots))
         # faults may be so frequent that replays of a longer trial exceed the share
-        is_longer = self._num_trials % 2 == 1 and window_terms(longer, job, 0).replay_share <= share
+        is_longer = (
+            self._num_trials % 2 == 1
+            and window_terms(longer, job, 0).replay_share <= share
+        )
         self._num_slots = longer.num_slots if is_longer else best.num_slots
         size = self._sizes.size(self._num_slots)
         best = cheapest_window([size], job, overhead=self._config.overhead)
@@ -255,10 +339,19 @@ class SparseWindows:
         return min(max(pause_iters, size.least_pause_iters), size.most_pause_iters)
 
     def _job_cost(self, measured: Measured) -> JobCost:
-        """Return the measured costs; snapshots whose price is unknown cost nothing but waits for copies."""
-        empty_s, dense_s = measured.empty_snapshot_s or 0.0, measured.dense_snapshot_s or 0.0
+        """Return the measured costs; snapshots whose price is unknown cost nothing but
+        waits for copies.
+        """
+        empty_s, dense_s = (
+            measured.empty_snapshot_s or 0.0,
+            measured.dense_snapshot_s or 0.0,
+        )
         replayed_s = measured.replayed_iteration_s
-        replay_share = self._alone_share if replayed_s is None else replayed_s / measured.iteration_s
+        replay_share = (
+            self._alone_share
+            if replayed_s is None
+            else replayed_s / measured.iteration_s
+        )
         return JobCost(
             iteration_s=measured.iteration_s,
             overlap_s=measured.hidden_copy_s,
@@ -271,9 +364,12 @@ class SparseWindows:
         )
 
     def _reorder(self, popularity: npt.NDArray[np.float64]) -> bool:
-        # against the popularity of the last order: from window to window a slow drift would never exceed the limit
+        # against the popularity of the last order: from window to window a slow drift
+        # would never exceed the limit
         change, share = self._config.reorder_change, self._config.reorder_share
-        if self._reference is not None and not has_shifted(self._reference, popularity, change=change, share=share):
+        if self._reference is not None and not has_shifted(
+            self._reference, popularity, change=change, share=share
+        ):
             return False
         order = schedule.order_operators(self._fixed, popularity)
         if not self._is_within_forecast(order):
@@ -282,7 +378,9 @@ class SparseWindows:
         return True
 
     def _is_within_forecast(self, order: IntArray) -> bool:
-        """Return whether the budget allows an order: its windows may be larger than the forecast for another order."""
+        """Return whether the budget allows an order: its windows may be larger than the
+        forecast for another order.
+        """
         if self._config.memory_budget_bytes is None:
             return True
         taken = self._kind.window_in(order, self.max_slots)
@@ -290,7 +388,9 @@ class SparseWindows:
 
 
 def _paper_window(table: OperatorTable, measured: Measured) -> int:
-    """Return W of Algorithm 1 for the rank with the most bytes, with all operators of equal size."""
+    """Return W of Algorithm 1 for the rank with the most bytes, with all operators of
+    equal size.
+    """
     num_operators, owned = len(table.operators), table.owned
     window, _ = schedule.paper_window(
         num_operators=num_operators,

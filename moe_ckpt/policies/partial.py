@@ -1,4 +1,5 @@
-"""The common part of partial policies: a stage as MoE layers and the rest, plans of its units, and their iterations.
+"""The common part of partial policies: a stage as MoE layers and the rest, plans of its
+units, and their iterations.
 
 The core is all state but experts, in every snapshot; every expert is a unit of its own.
 """
@@ -31,13 +32,14 @@ from moe_ckpt.types import (
 PARTIAL_STATE = ("both", "weights", "moments")
 """The part of an expert that is a unit; the rest is in the core.
 
-Not MoC's W, O and WO (section 6.3): its W is the 2-byte weights, which follow from the masters here and are in no
-snapshot, so a checkpoint that leaves them out loses nothing.
+Not MoC's W, O and WO (section 6.3): its W is the 2-byte weights, which follow from the
+masters here and are in no snapshot, so a checkpoint that leaves them out loses nothing.
 """
 
 
 class MoeStage:
-    """The operators of a stage: experts by MoE layer, and all others; sizes in bytes of full state.
+    """The operators of a stage: experts by MoE layer, and all others; sizes in bytes of
+    full state.
 
     `expert_bytes` is int64 [ranks, layers, experts], `core_bytes` int64 [ranks].
     """
@@ -46,17 +48,32 @@ class MoeStage:
         assert partial_state in PARTIAL_STATE, partial_state
         self.table = table
         self._partial_state = partial_state
-        experts = [position for position, op in enumerate(table.operators) if op.kind is OperatorKind.EXPERT]
-        layers = {(table.operators[position].mtp_depth, table.operators[position].layer) for position in experts}
+        experts = [
+            position
+            for position, op in enumerate(table.operators)
+            if op.kind is OperatorKind.EXPERT
+        ]
+        layers = {
+            (table.operators[position].mtp_depth, table.operators[position].layer)
+            for position in experts
+        }
         self.num_layers = len(layers)
         self.num_experts = len(experts) // max(1, len(layers))
-        self._experts = np.array(experts, np.int64).reshape(self.num_layers, self.num_experts)
-        self._others = tuple(np.setdiff1d(np.arange(len(table.operators)), self._experts).tolist())
+        self._experts = np.array(experts, np.int64).reshape(
+            self.num_layers, self.num_experts
+        )
+        self._others = tuple(
+            np.setdiff1d(np.arange(len(table.operators)), self._experts).tolist()
+        )
         self._units: dict[tuple[int, ...], UnitPlan] = {}
         num_ranks = len(table.full_bytes)
         of_experts = table.bytes_of(partial_state)[:, experts]
-        self.expert_bytes: IntArray = of_experts.reshape(num_ranks, self.num_layers, self.num_experts)
-        self.core_bytes: IntArray = table.full_bytes.sum(axis=1) - self.expert_bytes.sum(axis=(1, 2))
+        self.expert_bytes: IntArray = of_experts.reshape(
+            num_ranks, self.num_layers, self.num_experts
+        )
+        self.core_bytes: IntArray = table.full_bytes.sum(
+            axis=1
+        ) - self.expert_bytes.sum(axis=(1, 2))
 
     @property
     def everything(self) -> Selection:
@@ -67,7 +84,14 @@ class MoeStage:
     def nothing(self) -> Selection:
         return ((),) * self.num_layers
 
-    def plan(self, iteration: int, places: ExpertChoice, *, core_on_disk: bool, facts: Sequence[float]) -> SlotPlan:
+    def plan(
+        self,
+        iteration: int,
+        places: ExpertChoice,
+        *,
+        core_on_disk: bool,
+        facts: Sequence[float],
+    ) -> SlotPlan:
         """Return the plan of a snapshot; the core goes to peers if there are any."""
         return SlotPlan(
             window_start=iteration,
@@ -77,7 +101,9 @@ class MoeStage:
         )
 
     def snapshot_bytes(self, selection: Selection) -> IntArray:
-        """Return the bytes of a snapshot with these experts on each rank, int64 [ranks]."""
+        """Return the bytes of a snapshot with these experts on each rank, int64
+        [ranks].
+        """
         taken = marked(selection, (self.num_layers, self.num_experts))
         return self.core_bytes + (self.expert_bytes * taken).sum(axis=(1, 2))
 
@@ -95,48 +121,87 @@ class MoeStage:
     def _expert_units(self, places: ExpertChoice) -> list[UnitPlan]:
         units: list[UnitPlan] = []
         for layer, experts in enumerate(places.memory):
-            others = places.on_peers[layer], places.on_disk[layer], places.by_gradient[layer]
+            others = (
+                places.on_peers[layer],
+                places.on_disk[layer],
+                places.by_gradient[layer],
+            )
             on_peers, on_disk, by_gradient = map(frozenset, others)
             units += [
-                self._expert_unit(layer, expert, expert in on_peers, expert in on_disk, expert in by_gradient)
+                self._expert_unit(
+                    layer,
+                    expert,
+                    expert in on_peers,
+                    expert in on_disk,
+                    expert in by_gradient,
+                )
                 for expert in experts
             ]
         return units
 
-    def _expert_unit(self, layer: int, expert: int, on_peers: bool, on_disk: bool, by_gradient: bool) -> UnitPlan:
+    def _expert_unit(
+        self, layer: int, expert: int, on_peers: bool, on_disk: bool, by_gradient: bool
+    ) -> UnitPlan:
         key = (layer, expert, on_peers, on_disk, by_gradient)
         if key not in self._units:
             position = int(self._experts[layer, expert])
-            field = {"both": "full", "weights": "weights", "moments": "moments"}[self._partial_state]
+            field = {"both": "full", "weights": "weights", "moments": "moments"}[
+                self._partial_state
+            ]
             name, taken = str(self.table.operators[position]), {field: (position,)}
-            self._units[key] = UnitPlan(name=name, on_peers=on_peers, on_disk=on_disk, by_gradient=by_gradient, **taken)
+            self._units[key] = UnitPlan(
+                name=name,
+                on_peers=on_peers,
+                on_disk=on_disk,
+                by_gradient=by_gradient,
+                **taken,
+            )
         return self._units[key]
 
     @cached_property
     def _checkpoint(self) -> tuple[UnitPlan, ...]:
         """All units, the same for every snapshot."""
         nothing = self.nothing
-        in_memory = ExpertChoice(memory=self.everything, on_peers=nothing, on_disk=nothing, by_gradient=nothing)
+        in_memory = ExpertChoice(
+            memory=self.everything,
+            on_peers=nothing,
+            on_disk=nothing,
+            by_gradient=nothing,
+        )
         return (self._core(on_disk=False), *self._expert_units(in_memory))
 
 
 class PartialSnapshots(StageForecasts[MoeStage]):
-    """Partial snapshots: their iterations, those of them that go to disk, and the iterations of whole checkpoints.
+    """Partial snapshots: their iterations, those of them that go to disk, and the
+    iterations of whole checkpoints.
 
-    All ranks compute the same plan. The constructor raises ConfigError unless the model has experts, and if one of the
-    settings named in `counts` asks for more experts of a layer than there are.
+    All ranks compute the same plan. The constructor raises ConfigError unless the model
+    has experts, and if one of the settings named in `counts` asks for more experts of a
+    layer than there are.
     """
 
     def __init__(
-        self, config: PartialConfig, stages: Sequence[MoeStage], own_stage: int, counts: Sequence[str]
+        self,
+        config: PartialConfig,
+        stages: Sequence[MoeStage],
+        own_stage: int,
+        counts: Sequence[str],
     ) -> None:
         if not any(stage.num_layers for stage in stages):
             wanted = "a policy for dense models: model.num_experts is 0"
             raise ConfigError(f"ckpt.policy: got {config.policy!r}, wanted {wanted}")
         self._num_experts = max(stage.num_experts for stage in stages)
         for name in counts:
-            got, wanted = getattr(config, name), f"at most {self._num_experts}, the experts of a layer"
-            require(got == AUTO or int(got) <= self._num_experts, f"ckpt.{name}", got, wanted)
+            got, wanted = (
+                getattr(config, name),
+                f"at most {self._num_experts}, the experts of a layer",
+            )
+            require(
+                got == AUTO or int(got) <= self._num_experts,
+                f"ckpt.{name}",
+                got,
+                wanted,
+            )
         super().__init__(stages, own_stage)
         self._intervals = config
         self._newest: int | None = None
@@ -152,9 +217,11 @@ class PartialSnapshots(StageForecasts[MoeStage]):
         """Return the experts of a snapshot; at first all, for all destinations."""
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` steps; at first everything, to all destinations.
+        """Return the plan for the state after `iteration` steps; at first everything,
+        to all destinations.
 
-        Everything again if that snapshot has failed: units that were not taken since would be missing.
+        Everything again if that snapshot has failed: units that were not taken since
+        would be missing.
         """
         every = self._intervals.durable_every_iters
         # no whole checkpoint at the first snapshot, which also follows a load
@@ -165,13 +232,20 @@ class PartialSnapshots(StageForecasts[MoeStage]):
         if measured.lacks_units:
             self._newest = self._newest_on_disk = None
         # a rank may still write the one before
-        to_disk = is_due(iteration, self._newest_on_disk, disk_every) and not measured.is_persisting
+        to_disk = (
+            is_due(iteration, self._newest_on_disk, disk_every)
+            and not measured.is_persisting
+        )
         places = self._choose(measured, to_disk=to_disk)
         self._newest = iteration
         if to_disk:
             self._newest_on_disk = iteration
-        plan = self._stage.plan(iteration, places, core_on_disk=to_disk, facts=self.facts)
-        return SnapshotPlan(durable=durable, sparse=plan, experts=places, to_disk=to_disk)
+        plan = self._stage.plan(
+            iteration, places, core_on_disk=to_disk, facts=self.facts
+        )
+        return SnapshotPlan(
+            durable=durable, sparse=plan, experts=places, to_disk=to_disk
+        )
 
     @property
     def _has_begun(self) -> bool:
@@ -191,16 +265,26 @@ def marked(selection: Selection, shape: tuple[int, int]) -> np.ndarray:
     return mask
 
 
-def forecast_units(stage: MoeStage, num_copies: int, *, by_gradient: bool = False) -> MemoryForecast:
-    """Return the most host memory that a rank of a stage can need: three copies of everything.
+def forecast_units(
+    stage: MoeStage, num_copies: int, *, by_gradient: bool = False
+) -> MemoryForecast:
+    """Return the most host memory that a rank of a stage can need: three copies of
+    everything.
 
-    These are the newest of each unit, the one in flight, and the one on disk or on peers (MoC, section 5.2: three
-    buffers); for `num_copies` other ranks the newest and the next; with `by_gradient` the gradients of all experts on
-    their way.
+    These are the newest of each unit, the one in flight, and the one on disk or on
+    peers (MoC, section 5.2: three buffers); for `num_copies` other ranks the newest and
+    the next; with `by_gradient` the gradients of all experts on their way.
     """
     dense_bytes = int((stage.core_bytes + stage.expert_bytes.sum(axis=(1, 2))).max())
-    gradient_bytes = int(stage.expert_bytes.sum(axis=(1, 2)).max()) // 3 if by_gradient and num_copies else 0
-    snapshots_bytes, copies_bytes = 3 * dense_bytes, 2 * num_copies * dense_bytes + gradient_bytes
+    gradient_bytes = (
+        int(stage.expert_bytes.sum(axis=(1, 2)).max()) // 3
+        if by_gradient and num_copies
+        else 0
+    )
+    snapshots_bytes, copies_bytes = (
+        3 * dense_bytes,
+        2 * num_copies * dense_bytes + gradient_bytes,
+    )
     return MemoryForecast(
         snapshots_bytes=snapshots_bytes,
         boundary_log_bytes=0,

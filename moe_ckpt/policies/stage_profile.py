@@ -1,4 +1,6 @@
-"""A stage before training, as all policies with snapshots in host memory use it, and due iterations. Pure."""
+"""A stage before training, as all policies with snapshots in host memory use it, and
+due iterations. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from moe_ckpt.types import OperatorTable, OwnedBytes, SlotPlan, UnitPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageProfile:
-    """A stage before training: its operators, and the bytes that one of its ranks logs in an iteration."""
+    """A stage before training: its operators, and the bytes that one of its ranks logs
+    in an iteration.
+    """
 
     table: OperatorTable
     """The operators, and each rank's bytes of them."""
@@ -30,8 +34,12 @@ class StageProfile:
 
 
 def have_equal_bytes(one: StageProfile, other: StageProfile) -> bool:
-    """Return whether two stages have the same kinds of operators with the same bytes, and equal logs."""
-    kinds = [[operator.kind for operator in each.table.operators] for each in (one, other)]
+    """Return whether two stages have the same kinds of operators with the same bytes,
+    and equal logs.
+    """
+    kinds = [
+        [operator.kind for operator in each.table.operators] for each in (one, other)
+    ]
     return (
         one.boundary_log_bytes == other.boundary_log_bytes
         and one.step_log_bytes == other.step_log_bytes
@@ -57,4 +65,7 @@ def is_due(iteration: int, newest: int | None, every_iters: int) -> bool:
 
 def everything_at(iteration: int, table: OperatorTable) -> SlotPlan:
     """Return the plan of a snapshot of all operators: a window of one slot."""
-    return SlotPlan(window_start=iteration, units=(UnitPlan(full=tuple(range(len(table.operators)))),))
+    return SlotPlan(
+        window_start=iteration,
+        units=(UnitPlan(full=tuple(range(len(table.operators)))),),
+    )

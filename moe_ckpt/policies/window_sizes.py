@@ -1,7 +1,8 @@
-"""Bytes of windows over all stages: copies and memory for each number of slots, and the windows that a budget allows.
+"""Bytes of windows over all stages: copies and memory for each number of slots, and the
+windows that a budget allows.
 
-Pure: every rank computes the same from the profiles of all stages. Sizes are those of the order without popularity.
-MoEvement, section 3.2.
+Pure: every rank computes the same from the profiles of all stages. Sizes are those of
+the order without popularity. MoEvement, section 3.2.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from moe_ckpt.policies.stage_profile import StageProfile, have_equal_bytes
 from moe_ckpt.policies.window_cost import WindowSize
 from moe_ckpt.types import IntArray
 
-_GROWTH = 1.25  # the factor between numbers of slots that are compared, beyond the first few
+# the factor between numbers of slots that are compared, beyond the first few
+_GROWTH = 1.25
 MOST_PAUSE_ITERS = 1024  # a longer pause saves less than a thousandth of a snapshot
 
 
@@ -59,7 +61,9 @@ class StageKind:
         """Return the slots of operators in an order."""
         if self._is_paper_exact:
             num_active = -(-len(order) // num_slots)
-            return schedule.paper_schedule(order, num_slots=num_slots, num_active=num_active)
+            return schedule.paper_schedule(
+                order, num_slots=num_slots, num_active=num_active
+            )
         middles = self._middles if order is self.natural else self._bytes.middles(order)
         return middles.cut(num_slots)
 
@@ -72,11 +76,14 @@ class StageKind:
     def window_in(self, order: IntArray, num_slots: int) -> StageWindow:
         """Return the bytes of a window in an order."""
         slots = self._bytes.slot_bytes(self.cut(order, num_slots))
-        return StageWindow(slot_bytes=slots.max(axis=1), window_bytes=int(slots.sum(axis=0).max()))
+        return StageWindow(
+            slot_bytes=slots.max(axis=1), window_bytes=int(slots.sum(axis=0).max())
+        )
 
 
 class WindowSizes:
-    """Bytes of the windows of all stages, which are computed once for each kind of stage.
+    """Bytes of the windows of all stages, which are computed once for each kind of
+    stage.
 
     Args:
         config: The settings.
@@ -84,14 +91,17 @@ class WindowSizes:
         num_copies: The other ranks whose windows each rank keeps, too.
 
     Raises:
-        ConfigError: The configured window has more slots than the largest stage has operators, or
-            the memory budget allows no window.
+        ConfigError: The configured window has more slots than the largest stage has
+            operators, or the memory budget allows no window.
     """
 
-    def __init__(self, config: MoevementConfig, stages: Sequence[StageProfile], num_copies: int) -> None:
+    def __init__(
+        self, config: MoevementConfig, stages: Sequence[StageProfile], num_copies: int
+    ) -> None:
         self._config = config
         self._num_copies = num_copies
-        # a window that is being written to the local disk stays in memory beside those that are kept
+        # a window that is being written to the local disk stays in memory beside those
+        # that are kept
         self._keep_windows = config.keep_windows + (config.disk_every_iters > 0)
         self.kinds: list[StageKind] = []
         """One of each kind of stage."""
@@ -108,7 +118,9 @@ class WindowSizes:
 
     @cached_property
     def candidates(self) -> Sequence[WindowSize]:
-        """The windows to choose from: some numbers of slots up to `max_slots`, with the pauses that memory allows."""
+        """The windows to choose from: some numbers of slots up to `max_slots`, with the
+        pauses that memory allows.
+        """
         return [self._size(num_slots) for num_slots in _trials(self.max_slots)]
 
     @cached_property
@@ -118,18 +130,26 @@ class WindowSizes:
 
     def size(self, num_slots: int) -> WindowSize:
         """Return the size of windows of this many slots."""
-        return next((each for each in self.candidates if each.num_slots == num_slots), None) or self._size(num_slots)
+        return next(
+            (each for each in self.candidates if each.num_slots == num_slots), None
+        ) or self._size(num_slots)
 
     def forecast(self, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
         """Return the host memory of the rank that needs the most."""
-        forecasts = [self._forecast_of(kind, num_slots, pause_iters) for kind in self.kinds]
+        forecasts = [
+            self._forecast_of(kind, num_slots, pause_iters) for kind in self.kinds
+        ]
         return max(forecasts, key=lambda forecast: forecast.total_bytes)
 
-    def forecast_of(self, stage: int, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
+    def forecast_of(
+        self, stage: int, num_slots: int, pause_iters: int = 0
+    ) -> MemoryForecast:
         """Return the host memory of the rank of one stage that needs the most."""
         return self._forecast_of(self.kind_of[stage], num_slots, pause_iters)
 
-    def _forecast_of(self, kind: StageKind, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
+    def _forecast_of(
+        self, kind: StageKind, num_slots: int, pause_iters: int = 0
+    ) -> MemoryForecast:
         return forecast(
             window_bytes=kind.window(num_slots).window_bytes,
             period_iters=num_slots + pause_iters,
@@ -138,21 +158,27 @@ class WindowSizes:
             dense_bytes=kind.stage.dense_bytes,
             step_log_bytes_per_iteration=kind.stage.step_log_bytes,
             num_copies=self._num_copies,
-            largest_window_bytes=max(each.window(num_slots).window_bytes for each in self.kinds),
+            largest_window_bytes=max(
+                each.window(num_slots).window_bytes for each in self.kinds
+            ),
         )
 
     def _size(self, num_slots: int) -> WindowSize:
         windows = [kind.window(num_slots) for kind in self.kinds]
         least_pause_iters, most_pause_iters = self._pauses(num_slots)
         return WindowSize(
-            slot_bytes=tuple(np.max([each.slot_bytes for each in windows], axis=0).tolist()),
+            slot_bytes=tuple(
+                np.max([each.slot_bytes for each in windows], axis=0).tolist()
+            ),
             window_bytes=max(each.window_bytes for each in windows),
             least_pause_iters=least_pause_iters,
             most_pause_iters=most_pause_iters,
         )
 
     def _pauses(self, num_slots: int) -> tuple[int, int]:
-        """Return the shortest and the longest pause: the configured one, or those that memory allows."""
+        """Return the shortest and the longest pause: the configured one, or those that
+        memory allows.
+        """
         if self._config.pause_iters != AUTO:
             return int(self._config.pause_iters), int(self._config.pause_iters)
         return 0, min(self._most_pause_of(kind, num_slots) for kind in self.kinds)
@@ -162,8 +188,14 @@ class WindowSizes:
         budget = self._config.memory_budget_bytes
         num_windows = self._keep_windows + 1  # logs of the one in progress, too
         log_bytes = profile.boundary_log_bytes + profile.step_log_bytes
-        if budget is None:  # logs up to the whole state: a pause needs no more memory than a second dense snapshot
-            free_bytes = profile.dense_bytes - shortest.boundary_log_bytes - shortest.step_log_bytes
+        # logs up to the whole state: a pause needs no more memory than a second dense
+        # snapshot
+        if budget is None:
+            free_bytes = (
+                profile.dense_bytes
+                - shortest.boundary_log_bytes
+                - shortest.step_log_bytes
+            )
         else:
             free_bytes = budget - shortest.total_bytes
             log_bytes += self._num_copies * profile.step_log_bytes
@@ -175,9 +207,14 @@ class WindowSizes:
         """Return the most slots that operators and the memory budget allow."""
         most = max(len(kind.natural) for kind in self.kinds)
         window, budget = self._config.window, self._config.memory_budget_bytes
-        pause_iters = 0 if self._config.pause_iters == AUTO else int(self._config.pause_iters)
+        pause_iters = (
+            0 if self._config.pause_iters == AUTO else int(self._config.pause_iters)
+        )
         if window != AUTO and int(window) > most:
-            raise ConfigError(f"ckpt.window: got {window}, wanted at most {most}, the operators of the largest stage")
+            raise ConfigError(
+                f"ckpt.window: got {window}, wanted at most {most}, the operators of"
+                " the largest stage"
+            )
         fewest, most = (1, most) if window == AUTO else (int(window), int(window))
         if budget is None:
             return most
@@ -185,19 +222,24 @@ class WindowSizes:
         def needed_bytes(num_slots: int) -> int:
             return self.forecast(num_slots, pause_iters).total_bytes
 
-        # in a window of more slots no operator's slot comes earlier (each step of `Middles.cut`
-        # rounds monotonically), so that its compute weights are in no fewer slots: a window
-        # has no fewer bytes, and logs reach no less far back
+        # in a window of more slots no operator's slot comes earlier (each step of
+        # `Middles.cut` rounds monotonically), so that its compute weights are in no
+        # fewer slots: a window has no fewer bytes, and logs reach no less far back
         num_fitting = bisect_right(range(fewest, most + 1), budget, key=needed_bytes)
         if num_fitting:
             return fewest + num_fitting - 1
         needed = self.forecast(fewest, pause_iters)
-        wanted = f"with a window of {fewest} at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
+        wanted = (
+            f"with a window of {fewest} at least {needed.total_bytes}:\n  "
+            + "\n  ".join(needed.lines())
+        )
         raise ConfigError(f"ckpt.memory_budget_bytes: got {budget}, wanted {wanted}")
 
 
 def _trials(limit: int) -> Iterator[int]:
-    """Yield numbers of slots to compare: all of the first few, then each a quarter larger."""
+    """Yield numbers of slots to compare: all of the first few, then each a quarter
+    larger.
+    """
     num_slots = 1
     while num_slots < limit:
         yield num_slots

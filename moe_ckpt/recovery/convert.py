@@ -1,7 +1,8 @@
-"""Converts one window's sparse snapshots into a dense state: operators to load, iterations to run.
+"""Converts one window's sparse snapshots into a dense state: operators to load,
+iterations to run.
 
-Pure: a plan of names and numbers. `engine.stage_recovery` loads, replays with the logged inputs and norms, and compares
-digests. MoEvement, section 3.3, Figures 7 and 8:
+Pure: a plan of names and numbers. `engine.stage_recovery` loads, replays with the
+logged inputs and norms, and compares digests. MoEvement, section 3.3, Figures 7 and 8:
 
     load 10: E1 E2 active    run 11    load 11: E3 E4 too    run 12    load 12: all active    run 13
 """
@@ -17,9 +18,11 @@ from moe_ckpt.errors import CheckpointLoadError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotContents:
-    """The contents of one sparse snapshot: the state after `iteration` steps, slot `slot` of `num_slots` of its window.
+    """The contents of one sparse snapshot: the state after `iteration` steps, slot
+    `slot` of `num_slots` of its window.
 
-    `full` are the names of operators with their whole state, `compute` of those with compute weights only.
+    `full` are the names of operators with their whole state, `compute` of those with
+    compute weights only.
     """
 
     iteration: int
@@ -34,8 +37,9 @@ class SnapshotContents:
 class ReplayStep:
     """Load a snapshot, then train one iteration.
 
-    `load_iteration` is None once all snapshots are loaded; `run_iteration` is None in a last step that only loads.
-    `frozen` names the operators of which only compute weights are loaded so far; all others are active.
+    `load_iteration` is None once all snapshots are loaded; `run_iteration` is None in a
+    last step that only loads. `frozen` names the operators of which only compute
+    weights are loaded so far; all others are active.
     """
 
     load_iteration: int | None
@@ -43,13 +47,17 @@ class ReplayStep:
     run_iteration: int | None
 
 
-def plan_conversion(snapshots: Sequence[SnapshotContents], target_iteration: int) -> tuple[ReplayStep, ...]:
-    """Return the steps after which every operator is active, at the state after `target_iteration`.
+def plan_conversion(
+    snapshots: Sequence[SnapshotContents], target_iteration: int
+) -> tuple[ReplayStep, ...]:
+    """Return the steps after which every operator is active, at the state after
+    `target_iteration`.
 
-    The snapshots are those of one window, in any order. Iterations count from 1; snapshot s is loaded, then iteration s
-    + 1 runs: snapshots 10, 11, 12 and target 14 make (10, 11), (11, 12), (12, 13), (None, 14), target 12 makes (10,
-    11), (11, 12), (12, None). Raises CheckpointLoadError if the snapshots do not make a complete window that ends at or
-    before the target. MoEvement, section 3.3.
+    The snapshots are those of one window, in any order. Iterations count from 1;
+    snapshot s is loaded, then iteration s + 1 runs: snapshots 10, 11, 12 and target 14
+    make (10, 11), (11, 12), (12, 13), (None, 14), target 12 makes (10, 11), (11, 12),
+    (12, None). Raises CheckpointLoadError if the snapshots do not make a complete
+    window that ends at or before the target. MoEvement, section 3.3.
     """
     window = sorted(snapshots, key=lambda snapshot: snapshot.slot)
     _check_window(window)
@@ -57,52 +65,85 @@ def plan_conversion(snapshots: Sequence[SnapshotContents], target_iteration: int
     last = window[-1].iteration
     if target_iteration < last:
         raise CheckpointLoadError(
-            f"conversion: got target iteration {target_iteration}, wanted at least {last}, the window's last snapshot"
+            f"conversion: got target iteration {target_iteration}, wanted at least"
+            f" {last}, the window's last snapshot"
         )
     replay = [
         ReplayStep(
             load_iteration=snapshot.iteration,
             frozen=snapshot.compute,
-            run_iteration=snapshot.iteration + 1 if snapshot.iteration < target_iteration else None,
+            run_iteration=snapshot.iteration + 1
+            if snapshot.iteration < target_iteration
+            else None,
         )
         for snapshot in window
     ]
-    beyond = range(last + 2, target_iteration + 1)  # iteration last + 1 runs after the window's last snapshot
-    return (*replay, *(ReplayStep(load_iteration=None, frozen=(), run_iteration=iteration) for iteration in beyond))
+    # iteration last + 1 runs after the window's last snapshot
+    beyond = range(last + 2, target_iteration + 1)
+    return (
+        *replay,
+        *(
+            ReplayStep(load_iteration=None, frozen=(), run_iteration=iteration)
+            for iteration in beyond
+        ),
+    )
 
 
 def _check_window(window: Sequence[SnapshotContents]) -> None:
-    """Raise unless the snapshots hold every slot of one window once, at consecutive iterations."""
+    """Raise unless the snapshots hold every slot of one window once, at consecutive
+    iterations.
+    """
     if not window:
-        raise CheckpointLoadError("conversion: got no snapshots, wanted those of one window")
-    windows = sorted({(snapshot.window_start, snapshot.num_slots) for snapshot in window})
+        raise CheckpointLoadError(
+            "conversion: got no snapshots, wanted those of one window"
+        )
+    windows = sorted(
+        {(snapshot.window_start, snapshot.num_slots) for snapshot in window}
+    )
     if len(windows) > 1:
-        raise CheckpointLoadError(f"conversion: got snapshots of windows (start, slots) {windows}, wanted one window")
+        raise CheckpointLoadError(
+            f"conversion: got snapshots of windows (start, slots) {windows}, wanted one"
+            " window"
+        )
     slots, wanted = [snapshot.slot for snapshot in window], range(window[0].num_slots)
     if slots != list(wanted):
         missing = sorted(set(wanted) - set(slots))
         raise CheckpointLoadError(
-            f"conversion: got slots {slots} of {len(wanted)}, wanted each once; no slot {missing}"
+            f"conversion: got slots {slots} of {len(wanted)}, wanted each once; no slot"
+            f" {missing}"
         )
     iterations = [snapshot.iteration for snapshot in window]
     if iterations != list(range(iterations[0], iterations[0] + len(wanted))):
-        raise CheckpointLoadError(f"conversion: got snapshots of iterations {iterations}, wanted consecutive ones")
+        raise CheckpointLoadError(
+            f"conversion: got snapshots of iterations {iterations}, wanted consecutive"
+            " ones"
+        )
 
 
 def _check_operators(window: Sequence[SnapshotContents]) -> None:
-    """Raise unless every operator is whole in one slot and present with compute weights in all slots before it."""
+    """Raise unless every operator is whole in one slot and present with compute weights
+    in all slots before it.
+    """
     times = Counter(name for snapshot in window for name in snapshot.full)
     for name, count in times.items():
         if count > 1:
-            raise CheckpointLoadError(f"conversion: got operator {name!r} whole {count} times, wanted once in a window")
+            raise CheckpointLoadError(
+                f"conversion: got operator {name!r} whole {count} times, wanted once in"
+                " a window"
+            )
     still_to_come = set(times)
     for snapshot in window:
         still_to_come -= set(snapshot.full)
         if never := sorted(set(snapshot.compute) - set(times)):
-            raise CheckpointLoadError(f"conversion: got operators {never} whole in no slot, wanted each whole in one")
-        # frozen operators take part in forward, and would do so with compute weights of another iteration
+            raise CheckpointLoadError(
+                f"conversion: got operators {never} whole in no slot, wanted each whole"
+                " in one"
+            )
+        # frozen operators take part in forward, and would do so with compute weights of
+        # another iteration
         if sorted(snapshot.compute) != sorted(still_to_come):
             raise CheckpointLoadError(
-                f"conversion: got compute weights of {sorted(snapshot.compute)} in the snapshot of iteration "
-                f"{snapshot.iteration}, wanted those of the operators still to come, {sorted(still_to_come)}"
+                f"conversion: got compute weights of {sorted(snapshot.compute)} in the"
+                f" snapshot of iteration {snapshot.iteration}, wanted those of the"
+                f" operators still to come, {sorted(still_to_come)}"
             )

@@ -1,4 +1,5 @@
-"""The plan of a recovery: stages that roll back, their windows, and ranks that fetch. Pure.
+"""The plan of a recovery: stages that roll back, their windows, and ranks that fetch.
+Pure.
 
 MoEvement, 3.4 and Appendix A.
 
@@ -24,12 +25,14 @@ from moe_ckpt.recovery.inventory import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback:
-    """A segment, which is neighbouring pipeline `stages` that recover together, and the window that it rolls back to.
+    """A segment, which is neighbouring pipeline `stages` that recover together, and the
+    window that it rolls back to.
 
     The window's snapshots were taken after the iterations `states`.
 
-    `resumed_at`: the iteration that an earlier replay of this window reached before it was cut off, on all ranks of the
-    segment; their states are still there. None: load the window.
+    `resumed_at`: the iteration that an earlier replay of this window reached before it
+    was cut off, on all ranks of the segment; their states are still there. None: load
+    the window.
     """
 
     stages: range
@@ -48,12 +51,18 @@ class Rollback:
     def neighbours(self, num_stages: int) -> tuple[int, ...]:
         """Return the stages next to the segment in a pipeline of `num_stages`."""
         # on both sides: the stage before sends activations, the one behind gradients
-        return tuple(stage for stage in (self.stages.start - 1, self.stages.stop) if 0 <= stage < num_stages)
+        return tuple(
+            stage
+            for stage in (self.stages.start - 1, self.stages.stop)
+            if 0 <= stage < num_stages
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetch:
-    """A rank copies its window and the step log of that window from a rank that holds a copy."""
+    """A rank copies its window and the step log of that window from a rank that holds a
+    copy.
+    """
 
     global_rank: int
     source_rank: int
@@ -62,7 +71,9 @@ class Fetch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryPlan:
-    """Rollbacks in the order of stages, and fetches in the order of ranks. All ranks end at the target iteration."""
+    """Rollbacks in the order of stages, and fetches in the order of ranks. All ranks
+    end at the target iteration.
+    """
 
     target_iteration: int
     num_stages: int
@@ -71,7 +82,9 @@ class RecoveryPlan:
 
     def rollback_of(self, stage: int) -> Rollback | None:
         """Return the rollback in which a stage takes part, or None."""
-        return next((rollback for rollback in self.rollbacks if stage in rollback.stages), None)
+        return next(
+            (rollback for rollback in self.rollbacks if stage in rollback.stages), None
+        )
 
     def lines(self) -> list[str]:
         """Return a readable description of the plan, one fact a line."""
@@ -84,11 +97,15 @@ class RecoveryPlan:
         }
         waiting = set(range(self.num_stages)) - rolling - sending
         return [
-            *(f"{_span('stage', rollback.stages)}: {self._replay(rollback)}" for rollback in self.rollbacks),
+            *(
+                f"{_span('stage', rollback.stages)}: {self._replay(rollback)}"
+                for rollback in self.rollbacks
+            ),
             *([f"{_list(sending)}: wait and send logs"] if sending else []),
             *([f"{_list(waiting)}: wait"] if rolling and waiting else []),
             *(
-                f"rank {fetch.global_rank}: get the window at {fetch.window_start} from rank {fetch.source_rank}"
+                f"rank {fetch.global_rank}: get the window at {fetch.window_start} from"
+                f" rank {fetch.source_rank}"
                 for fetch in self.fetches
             ),
             f"all stages: go on after iteration {self.target_iteration}",
@@ -98,13 +115,26 @@ class RecoveryPlan:
         iterations = range(rollback.starts_from + 1, self.target_iteration + 1)
         window = f"the window at {rollback.window_start}"
         if rollback.resumed_at is not None:
-            rest = f"replay {_span('iteration', iterations)}" if iterations else "nothing is left to replay"
-            return f"{rest}, after the replay of {window} that was cut off at {rollback.resumed_at}"
-        return f"replay {_span('iteration', iterations)} from {window}" if iterations else f"load {window}"
+            rest = (
+                f"replay {_span('iteration', iterations)}"
+                if iterations
+                else "nothing is left to replay"
+            )
+            return (
+                f"{rest}, after the replay of {window} that was cut off at"
+                f" {rollback.resumed_at}"
+            )
+        return (
+            f"replay {_span('iteration', iterations)} from {window}"
+            if iterations
+            else f"load {window}"
+        )
 
 
 def _segments(stages: Collection[int]) -> list[range]:
-    """Return the runs of neighbours among stages, in order: stages 1, 2 and 5 make the segments 1 to 2 and 5."""
+    """Return the runs of neighbours among stages, in order: stages 1, 2 and 5 make the
+    segments 1 to 2 and 5.
+    """
     firsts = sorted(stage for stage in stages if stage - 1 not in stages)
     lasts = sorted(stage for stage in stages if stage + 1 not in stages)
     return [range(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
@@ -117,28 +147,33 @@ def plan_recovery(
     target_iteration: int | None,
     boundary_log: bool,
 ) -> RecoveryPlan:
-    """Return a plan in which as few stages as possible roll back, each to its newest window.
+    """Return a plan in which as few stages as possible roll back, each to its newest
+    window.
 
     `inventories`: of all ranks.
 
-    Each run of neighbouring lost stages recovers on its own, fed by the logs of the stages next to it: stages 1, 2 and
-    5 of 8 recover as 1 to 2 and as 5. If stage 3 did not log the boundary, 1 to 3 roll back, fed by stage 4. A segment
-    whose replay of its newest window was cut off goes on with it. All stages
-    roll back to the newest window that all ranks can get if logs do not suffice, without `boundary_log`, or if no rank
-    has state (`target_iteration` is None). The job may then end up at another iteration: a window of 10 to 12 with
-    steps to 13 leads to 13 if 14 was the target, and to 12 if 11 or None was. After a further loss, plan again.
-    MoEvement, Appendix A.
+    Each run of neighbouring lost stages recovers on its own, fed by the logs of the
+    stages next to it: stages 1, 2 and 5 of 8 recover as 1 to 2 and as 5. If stage 3 did
+    not log the boundary, 1 to 3 roll back, fed by stage 4. A segment whose replay of
+    its newest window was cut off goes on with it. All stages roll back to the newest
+    window that all ranks can get if logs do not suffice, without `boundary_log`, or if
+    no rank has state (`target_iteration` is None). The job may then end up at another
+    iteration: a window of 10 to 12 with steps to 13 leads to 13 if 14 was the target,
+    and to 12 if 11 or None was. After a further loss, plan again. MoEvement, Appendix
+    A.
 
     Raises NothingLeftError, with a list of the sources, if no such window exists.
     """
-    # every rank plans for itself, and all have to come to the same plan, whatever the order of inventories
+    # every rank plans for itself, and all have to come to the same plan, whatever the
+    # order of inventories
     ranks = sorted(inventories, key=lambda inventory: inventory.global_rank)
     memories = find_memories(ranks)
     stages = combine_stages(ranks, memories)
     lost = set(lost_stages)
     assert lost <= set(range(len(stages))), (sorted(lost), len(stages))
     target, rollbacks = target_iteration, None
-    if target is not None and (boundary_log or not lost):  # without logs, any loss takes all stages back
+    # without logs, any loss takes all stages back
+    if target is not None and (boundary_log or not lost):
         rollbacks = _plan_local(lost, stages, target)
     if target is None or rollbacks is None:
         whole = _common_windows(stages)
@@ -146,55 +181,96 @@ def plan_recovery(
             raise NothingLeftError(_nothing_found(lost, target, ranks, memories))
         states = _newest(whole)
         # not at the target where the common steps end before it, or the window after it
-        target = max(states[-1], min(states[-1] if target is None else target, whole[states]))
+        target = max(
+            states[-1], min(states[-1] if target is None else target, whole[states])
+        )
         rollbacks = (Rollback(stages=range(len(stages)), states=states),)
     fetches = _plan_fetches(ranks, memories, stages, rollbacks, target)
-    return RecoveryPlan(target_iteration=target, num_stages=len(stages), rollbacks=rollbacks, fetches=fetches)
+    return RecoveryPlan(
+        target_iteration=target,
+        num_stages=len(stages),
+        rollbacks=rollbacks,
+        fetches=fetches,
+    )
 
 
-def _plan_local(lost: set[int], stages: Sequence[StageInventory], target: int) -> tuple[Rollback, ...] | None:
-    """Return the rollbacks of the fewest stages that reach the target by logs, or None if logs do not suffice."""
+def _plan_local(
+    lost: set[int], stages: Sequence[StageInventory], target: int
+) -> tuple[Rollback, ...] | None:
+    """Return the rollbacks of the fewest stages that reach the target by logs, or None
+    if logs do not suffice.
+    """
     rolling = set(lost)
     while True:
         rollbacks, missing = [], set()
         for segment in _segments(rolling):
             steps_to = _common_windows([stages[stage] for stage in segment])
-            # a window whose steps end before the target would leave its stages behind the others
-            usable = [states for states in steps_to if states[-1] <= target <= steps_to[states]]
+            # a window whose steps end before the target would leave its stages behind
+            # the others
+            usable = [
+                states
+                for states in steps_to
+                if states[-1] <= target <= steps_to[states]
+            ]
             if not usable:
                 return None
-            rollback = _resumed(Rollback(stages=segment, states=_newest(usable)), stages, target)
+            rollback = _resumed(
+                Rollback(stages=segment, states=_newest(usable)), stages, target
+            )
             rollbacks.append(rollback)
-            # logs are needed from the first iteration that runs: the state before it is loaded
-            neighbours, first = rollback.neighbours(len(stages)), rollback.starts_from + 1
-            # no choice to make: a log that does not cover the newest window of a segment covers no older one either,
-            # nor one of a larger segment, which has no newer window: so the neighbour has to roll back
-            missing |= {stage for stage in neighbours if not stages[stage].has_logged(first, target)}
+            # logs are needed from the first iteration that runs: the state before it is
+            # loaded
+            neighbours, first = (
+                rollback.neighbours(len(stages)),
+                rollback.starts_from + 1,
+            )
+            # no choice to make: a log that does not cover the newest window of a
+            # segment covers no older one either, nor one of a larger segment, which has
+            # no newer window: so the neighbour has to roll back
+            missing |= {
+                stage
+                for stage in neighbours
+                if not stages[stage].has_logged(first, target)
+            }
         if not missing:
             return tuple(rollbacks)
         rolling |= missing
 
 
 def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
-    """Return the windows that all these stages have, by states, with the last iteration of their common steps."""
+    """Return the windows that all these stages have, by states, with the last iteration
+    of their common steps.
+    """
     shared = set(stages[0].windows).intersection(*(stage.windows for stage in stages))
-    return {states: min(stage.windows[states].steps_to for stage in stages) for states in shared}
+    return {
+        states: min(stage.windows[states].steps_to for stage in stages)
+        for states in shared
+    }
 
 
 def _newest(windows: Iterable[range]) -> range:
-    # of one start the window with fewer slots: the replay begins at the same iteration and has fewer frozen ones
+    # of one start the window with fewer slots: the replay begins at the same iteration
+    # and has fewer frozen ones
     return max(windows, key=lambda states: (states.start, -len(states)))
 
 
-def _resumed(rollback: Rollback, stages: Sequence[StageInventory], target: int) -> Rollback:
-    """Return the rollback from the state of a replay that was cut off, if the whole segment has that state.
+def _resumed(
+    rollback: Rollback, stages: Sequence[StageInventory], target: int
+) -> Rollback:
+    """Return the rollback from the state of a replay that was cut off, if the whole
+    segment has that state.
 
-    So a stage goes on with its recovery when a stage that is no neighbour fails meanwhile. MoEvement, Appendix A.
+    So a stage goes on with its recovery when a stage that is no neighbour fails
+    meanwhile. MoEvement, Appendix A.
     """
     reached = {stages[stage].has_replayed(rollback.states) for stage in rollback.stages}
     resumed_at = reached.pop() if len(reached) == 1 else None
     # a state past the target cannot be taken back: the segment loads its window
-    return rollback if resumed_at is None or resumed_at > target else replace(rollback, resumed_at=resumed_at)
+    return (
+        rollback
+        if resumed_at is None or resumed_at > target
+        else replace(rollback, resumed_at=resumed_at)
+    )
 
 
 def _plan_fetches(
@@ -204,25 +280,38 @@ def _plan_fetches(
     rollbacks: Iterable[Rollback],
     target: int,
 ) -> tuple[Fetch, ...]:
-    """Return the fetches of ranks that lack their window or steps up to the target, each from the least used holder."""
-    states = {stage: rollback.states for rollback in rollbacks for stage in rollback.stages}
+    """Return the fetches of ranks that lack their window or steps up to the target,
+    each from the least used holder.
+    """
+    states = {
+        stage: rollback.states for rollback in rollbacks for stage in rollback.stages
+    }
     asked: Counter[int] = Counter()
     fetches = []
     for rank in ranks:
         if rank.stage not in states:
             continue
         wanted = stages[rank.stage].windows[states[rank.stage]]
-        # with all steps to the target: a window of an older copy would end the replay before it
+        # with all steps to the target: a window of an older copy would end the replay
+        # before it
         holders = [
             holder
             for holder, windows in memories[rank.global_rank].items()
-            if any(window.is_of(wanted) and window.steps_to >= target for window in windows)
+            if any(
+                window.is_of(wanted) and window.steps_to >= target for window in windows
+            )
         ]
         if rank.global_rank in holders:
             continue
         source = min(holders, key=lambda holder: (asked[holder], holder))
         asked[source] += 1
-        fetches.append(Fetch(global_rank=rank.global_rank, source_rank=source, window_start=wanted.start))
+        fetches.append(
+            Fetch(
+                global_rank=rank.global_rank,
+                source_rank=source,
+                window_start=wanted.start,
+            )
+        )
     return tuple(fetches)
 
 
@@ -234,8 +323,9 @@ def after_fetches(
 ) -> list[Inventory]:
     """Return the sources that are left after fetches of which some have failed.
 
-    A fetch that succeeded has replaced its rank's own windows; one that failed has left them. The copy is still on its
-    holder, and the next plan may need another window of it.
+    A fetch that succeeded has replaced its rank's own windows; one that failed has left
+    them. The copy is still on its holder, and the next plan may need another window of
+    it.
 
     Args:
         inventories: The sources before, by rank.
@@ -247,38 +337,67 @@ def after_fetches(
         The sources, by rank.
     """
     fetches = tuple(fetches)
-    without_own = {fetch.global_rank for fetch in fetches}.difference(failed).union(emptied)
-    bad = {(fetch.source_rank, fetch.global_rank) for fetch in fetches if fetch.global_rank in failed}
+    without_own = {fetch.global_rank for fetch in fetches}.difference(failed).union(
+        emptied
+    )
+    bad = {
+        (fetch.source_rank, fetch.global_rank)
+        for fetch in fetches
+        if fetch.global_rank in failed
+    }
     left: list[Inventory] = []
     for inventory in inventories:
         mine = inventory.global_rank
-        held = {owner: windows for owner, windows in inventory.held.items() if (mine, owner) not in bad}
+        held = {
+            owner: windows
+            for owner, windows in inventory.held.items()
+            if (mine, owner) not in bad
+        }
         own = () if mine in without_own else inventory.windows
         left.append(replace(inventory, windows=own, held=held))
     return left
 
 
-def _nothing_found(lost: Collection[int], target: int | None, ranks: Iterable[Inventory], memories: Memories) -> str:
+def _nothing_found(
+    lost: Collection[int],
+    target: int | None,
+    ranks: Iterable[Inventory],
+    memories: Memories,
+) -> str:
     return (
-        f"stages {sorted(lost)} cannot be rebuilt{'' if target is None else f' at iteration {target}'}: looked for a "
-        f"complete window from which logs lead there, or that all ranks have; got "
+        f"stages {sorted(lost)} cannot be"
+        f" rebuilt{'' if target is None else f' at iteration {target}'}: looked for a"
+        " complete window from which logs lead there, or that all ranks have; got "
         + "; ".join(_describe(rank, memories[rank.global_rank]) for rank in ranks)
     )
 
 
 def _describe(rank: Inventory, memories: Mapping[int, Collection[WindowRef]]) -> str:
     windows = [
-        f"{window} in rank {holder}'s memory" for holder, windows in sorted(memories.items()) for window in windows
+        f"{window} in rank {holder}'s memory"
+        for holder, windows in sorted(memories.items())
+        for window in windows
     ]
-    logged = f"{rank.logged_from} to {rank.logged_to}" if rank.logged_from <= rank.logged_to else "none"
+    logged = (
+        f"{rank.logged_from} to {rank.logged_to}"
+        if rank.logged_from <= rank.logged_to
+        else "none"
+    )
     return (
-        f"rank {rank.global_rank} of stage {rank.stage}: windows {', '.join(windows) or 'none'}, boundary log {logged}"
+        f"rank {rank.global_rank} of stage {rank.stage}: windows"
+        f" {', '.join(windows) or 'none'}, boundary log {logged}"
     )
 
 
 def _span(noun: str, numbers: range) -> str:
-    return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {numbers[0]} to {numbers[-1]}"
+    return (
+        f"{noun} {numbers[0]}"
+        if len(numbers) == 1
+        else f"{noun}s {numbers[0]} to {numbers[-1]}"
+    )
 
 
 def _list(stages: Collection[int]) -> str:
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, sorted(stages)))}"
+    return (
+        f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, sorted(stages)))}"
+    )

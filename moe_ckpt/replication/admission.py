@@ -1,15 +1,18 @@
-"""Admission to a server: both ends prove that they have the run's token, and neither sends it.
+"""Admission to a server: both ends prove that they have the run's token, and neither
+sends it.
 
     server -> client   Challenge: a random nonce
     client -> server   Hello: the run, a nonce of its own, HMAC of "client", the server's address and both nonces
                        under the token
     server -> client   Welcome: HMAC of "server", the address and both nonces; or Refused
 
-The address is that to which the client has connected and which the server has announced. So a process that puts its own
-address into the job's store, and passes on all bytes between a client and a server, is admitted by neither.
+The address is that to which the client has connected and which the server has
+announced. So a process that puts its own address into the job's store, and passes on
+all bytes between a client and a server, is admitted by neither.
 
-Before that, messages have at most MOST_GREETING_BYTES. With `Ticket.tls` all of it is inside TLS. A server whose
-strangers are too many closes a connection without an answer (`strangers`): the client then connects again.
+Before that, messages have at most MOST_GREETING_BYTES. With `Ticket.tls` all of it is
+inside TLS. A server whose strangers are too many closes a connection without an answer
+(`strangers`): the client then connects again.
 """
 
 from __future__ import annotations
@@ -24,20 +27,38 @@ import time
 from collections.abc import Callable, Iterator
 
 from moe_ckpt.replication.connection import Connection, RefusedError
-from moe_ckpt.replication.messages import Address, Challenge, Hello, Refused, Ticket, Welcome
+from moe_ckpt.replication.messages import (
+    Address,
+    Challenge,
+    Hello,
+    Refused,
+    Ticket,
+    Welcome,
+)
 from moe_ckpt.replication.tls import describe_refusal
 
 MOST_GREETING_BYTES = 4096
 _NONCE_BYTES = 16
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5  # before a client that was not admitted connects again
+# before a client that was not admitted connects again
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _LEAST_S = 0.001  # 0 would be no wait at all
-_CLOSED = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+_CLOSED = (
+    ConnectionResetError,
+    ConnectionAbortedError,
+    BrokenPipeError,
+    ssl.SSLEOFError,
+    ssl.SSLZeroReturnError,
+)
 
 
 def open_connection(
-    address: Address, ticket: Ticket, timeout_s: float, pause: Callable[[float], object] = time.sleep
+    address: Address,
+    ticket: Ticket,
+    timeout_s: float,
+    pause: Callable[[float], object] = time.sleep,
 ) -> Connection:
-    """Connect to a server and be admitted; a server that accepts and closes the connection is tried again.
+    """Connect to a server and be admitted; a server that accepts and closes the
+    connection is tried again.
 
     Args:
         address: The server's address.
@@ -50,13 +71,16 @@ def open_connection(
 
     Raises:
         OSError: Nothing listens at the address, or the time is over.
-        RefusedError: One end does not have the other's token, run, or authority of certificates.
+        RefusedError: One end does not have the other's token, run, or authority of
+            certificates.
     """
     until_s = time.monotonic() + timeout_s
     pause_s = _FIRST_PAUSE_S
     while True:
         left_s = max(_LEAST_S, until_s - time.monotonic())
-        link = Connection(socket.create_connection((address.host, address.port), left_s))
+        link = Connection(
+            socket.create_connection((address.host, address.port), left_s)
+        )
         try:
             return _admitted(link, address, ticket, until_s)
         except _CLOSED:
@@ -66,7 +90,9 @@ def open_connection(
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _admitted(link: Connection, address: Address, ticket: Ticket, until_s: float) -> Connection:
+def _admitted(
+    link: Connection, address: Address, ticket: Ticket, until_s: float
+) -> Connection:
     """Return a new connection once it is admitted; close it after a failure."""
     try:
         link.allow(until_s - time.monotonic())
@@ -92,11 +118,23 @@ def _naming_refusals() -> Iterator[None]:
 
 
 def _be_admitted(link: Connection, address: Address, ticket: Ticket) -> None:
-    theirs, own = link.expect(Challenge, MOST_GREETING_BYTES).nonce, secrets.token_hex(_NONCE_BYTES)
-    link.send(Hello(run_id=ticket.run_id, nonce=own, proof=_proof(ticket, "client", address, theirs, own)))
+    theirs, own = (
+        link.expect(Challenge, MOST_GREETING_BYTES).nonce,
+        secrets.token_hex(_NONCE_BYTES),
+    )
+    link.send(
+        Hello(
+            run_id=ticket.run_id,
+            nonce=own,
+            proof=_proof(ticket, "client", address, theirs, own),
+        )
+    )
     proof = link.expect(Welcome, MOST_GREETING_BYTES).proof
     if not _equal(proof, _proof(ticket, "server", address, theirs, own)):
-        raise RefusedError(f"the server has another token than that of run {ticket.run_id}", garbled=False)
+        raise RefusedError(
+            f"the server has another token than that of run {ticket.run_id}",
+            garbled=False,
+        )
 
 
 def admit(link: Connection, address: Address, ticket: Ticket) -> str | None:
@@ -134,8 +172,12 @@ def admit(link: Connection, address: Address, ticket: Ticket) -> str | None:
     return reason
 
 
-def _proof(ticket: Ticket, role: str, address: Address, server_nonce: str, client_nonce: str) -> str:
-    """Return an HMAC-SHA-256, in hex; `role` keeps one end's proof from serving as the other's."""
+def _proof(
+    ticket: Ticket, role: str, address: Address, server_nonce: str, client_nonce: str
+) -> str:
+    """Return an HMAC-SHA-256, in hex; `role` keeps one end's proof from serving as the
+    other's.
+    """
     content = f"{role}|{ticket.run_id}|{address}|{server_nonce}|{client_nonce}"
     return hmac.new(ticket.token.encode(), content.encode(), hashlib.sha256).hexdigest()
 

@@ -1,7 +1,8 @@
 """The worker's end of the socket to the replica daemon of its rank.
 
-Owns: the requests that have no answer yet. Must not: wait for the daemon on the training thread. When a daemon dies,
-its unanswered requests fail; the next request connects to its successor.
+Owns: the requests that have no answer yet. Must not: wait for the daemon on the
+training thread. When a daemon dies, its unanswered requests fail; the next request
+connects to its successor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from typing import Any
 
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.replication.connection import Connection
-from moe_ckpt.replication.messages import Address, Copied, Copy, Forget, Message, Persist, UsePeers
+from moe_ckpt.replication.messages import (
+    Address,
+    Copied,
+    Copy,
+    Forget,
+    Message,
+    Persist,
+    UsePeers,
+)
 from moe_ckpt.replication.server_work import ServerWork
 
 _RETRY_S = 0.02
@@ -56,7 +65,8 @@ class DaemonClient:
         Raises CheckpointSaveError if no daemon answers in time.
         """
         with self._lock:
-            # kept before it is sent: `_connected` gives it to each successor of the daemon, which begins without peers
+            # kept before it is sent: `_connected` gives it to each successor of the
+            # daemon, which begins without peers
             self._peers = UsePeers(addresses=tuple(map(str, addresses)))
             try:
                 self._connected(wait_s=self._timeout_s).send(self._peers)
@@ -66,22 +76,37 @@ class DaemonClient:
     def copy(self, keys: Sequence[str]) -> Future[ServerWork]:
         """Start copying own blobs to all peers.
 
-        The future is done once all peers hold all of the blobs, or fails with a CheckpointSaveError. Without keys, it
-        is done once all earlier requests are. Its result is the work of the slowest checkpoint server among the peers.
+        The future is done once all peers hold all of the blobs, or fails with a
+        CheckpointSaveError. Without keys, it is done once all earlier requests are. Its
+        result is the work of the slowest checkpoint server among the peers.
         """
         return self._ask(lambda number: Copy(number=number, keys=tuple(keys)))
 
-    def persist(self, keys: Sequence[str], stale: Sequence[str], path: Path, limit_bytes: int | None) -> Future[None]:
-        """Start copying own blobs to a folder on disk; blobs named in `stale` are deleted there first.
+    def persist(
+        self,
+        keys: Sequence[str],
+        stale: Sequence[str],
+        path: Path,
+        limit_bytes: int | None,
+    ) -> Future[None]:
+        """Start copying own blobs to a folder on disk; blobs named in `stale` are
+        deleted there first.
 
-        The future is done once the blobs are on disk, or fails with a CheckpointSaveError. One request is executed at a
-        time.
+        The future is done once the blobs are on disk, or fails with a
+        CheckpointSaveError. One request is executed at a time.
         """
-        request = {"keys": tuple(keys), "stale": tuple(stale), "path": str(path), "limit_bytes": limit_bytes}
+        request = {
+            "keys": tuple(keys),
+            "stale": tuple(stale),
+            "path": str(path),
+            "limit_bytes": limit_bytes,
+        }
         return self._ask(lambda number: Persist(number=number, **request))
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Let all peers drop their copies, after all earlier requests. A failure is logged."""
+        """Let all peers drop their copies, after all earlier requests. A failure is
+        logged.
+        """
         with self._lock:
             try:
                 self._connected().send(Forget(keys=tuple(keys)))
@@ -96,14 +121,16 @@ class DaemonClient:
         with self._lock:
             self._is_closed = True
             connection, self._connection = self._connection, None
-        if connection:  # without the lock: callbacks of requests that fail now may send more requests
+        # without the lock: callbacks of requests that fail now may send more requests
+        if connection:
             connection.close()
             connection.join()
 
     def _ask(self, request: Callable[[int], Message]) -> Future[Any]:
         with self._lock:
             future: Future[Any] = Future()
-            future.set_running_or_notify_cancel()  # no caller can cancel it from here on
+            # no caller can cancel it from here on
+            future.set_running_or_notify_cancel()
             try:
                 self._connected().ask(request, future)
             except CheckpointSaveError as error:
@@ -114,10 +141,13 @@ class DaemonClient:
         if self._is_closed:
             raise CheckpointSaveError("the connection to the daemon was closed")
         if self._connection and self._connection.is_over:
-            self._connection.close()  # and no wait for its thread: callbacks there may need locks of this caller
+            # and no wait for its thread: callbacks there may need locks of this caller
+            self._connection.close()
             self._connection = None
         if self._connection is None:
-            self._connection = _Connection(_dial(self._path, wait_s, self._timeout_s), self._timeout_s)
+            self._connection = _Connection(
+                _dial(self._path, wait_s, self._timeout_s), self._timeout_s
+            )
             if self._peers:
                 self._connection.send(self._peers)
         return self._connection
@@ -131,8 +161,14 @@ class _Connection:
         self._timeout_s = timeout_s
         self._lock = Lock()
         self._numbers = count()
-        self._unanswered: dict[int, Future[Any]] | None = {}  # by number; None once the connection is closed
-        self._thread = Thread(target=self._read_all, args=(link.twin(),), name="daemon-client", daemon=True)
+        # by number; None once the connection is closed
+        self._unanswered: dict[int, Future[Any]] | None = {}
+        self._thread = Thread(
+            target=self._read_all,
+            args=(link.twin(),),
+            name="daemon-client",
+            daemon=True,
+        )
         self._thread.start()
 
     @property
@@ -141,14 +177,17 @@ class _Connection:
             return self._unanswered is None
 
     def ask(self, request: Callable[[int], Message], future: Future[Any]) -> None:
-        """Send a request with a new number. Raises CheckpointSaveError only if the future will not be set."""
+        """Send a request with a new number. Raises CheckpointSaveError only if the
+        future will not be set.
+        """
         number = next(self._numbers)
         with self._lock:
             if self._unanswered is None:
                 raise CheckpointSaveError("the daemon is gone")
             # before the request is sent: its answer may arrive before `send` returns
             self._unanswered[number] = future
-        with contextlib.suppress(CheckpointSaveError):  # then the reading thread ends, and fails the future
+        # then the reading thread ends, and fails the future
+        with contextlib.suppress(CheckpointSaveError):
             self.send(request(number))
 
     def send(self, message: Message) -> None:
@@ -158,7 +197,9 @@ class _Connection:
             self._link.send(message)
         except OSError as error:
             self._link.shut_down()
-            raise CheckpointSaveError(f"the daemon does not take requests: {error}") from error
+            raise CheckpointSaveError(
+                f"the daemon does not take requests: {error}"
+            ) from error
 
     def close(self) -> None:
         self._link.shut_down()
@@ -171,7 +212,8 @@ class _Connection:
     def _read_all(self, link: Connection) -> None:
         reason: Exception | None = None
         try:
-            while link.is_readable(None):  # the kernel closes the socket of any local process that ends
+            # the kernel closes the socket of any local process that ends
+            while link.is_readable(None):
                 link.allow(self._timeout_s)
                 self._finish(link.expect(Copied))
         except Exception as error:  # the top of a thread: waiting callers get the error
@@ -181,16 +223,23 @@ class _Connection:
         with self._lock:
             futures, self._unanswered = list((self._unanswered or {}).values()), None
         for future in futures:
-            # without the lock, which `is_over` takes: callbacks may send further requests
+            # without the lock, which `is_over` takes: callbacks may send further
+            # requests
             future.set_exception(CheckpointSaveError(f"the daemon is gone: {reason}"))
 
     def _finish(self, answer: Copied) -> None:
         with self._lock:
-            future = self._unanswered.pop(answer.number, None) if self._unanswered else None
+            future = (
+                self._unanswered.pop(answer.number, None) if self._unanswered else None
+            )
         if future is None:
-            raise ConnectionError(f"got an answer with number {answer.number}, which was not asked")
+            raise ConnectionError(
+                f"got an answer with number {answer.number}, which was not asked"
+            )
         if answer.failure is None:
-            future.set_result(ServerWork(busy_us=answer.busy_us, after_us=answer.after_us))
+            future.set_result(
+                ServerWork(busy_us=answer.busy_us, after_us=answer.after_us)
+            )
         else:
             future.set_exception(CheckpointSaveError(answer.failure))
 

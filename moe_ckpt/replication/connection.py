@@ -1,6 +1,7 @@
 """One connection: messages and streams of bytes, each within the time that is left.
 
-Owns: framing, checksums of all bytes, and the limit on every wait. Must not: interpret messages, or unpickle.
+Owns: framing, checksums of all bytes, and the limit on every wait. Must not: interpret
+messages, or unpickle.
 
     length, 4 bytes | its complement | XXH3 of the message, 8 bytes | MessagePack      a message
     bytes of an agreed number                                                   a stream; both ends compute its XXH3
@@ -19,7 +20,12 @@ from typing import TypeVar
 
 import xxhash
 
-from moe_ckpt.replication.messages import Message, Refused, message_from_bytes, message_to_bytes
+from moe_ckpt.replication.messages import (
+    Message,
+    Refused,
+    message_from_bytes,
+    message_to_bytes,
+)
 
 CHUNK_BYTES = 1 << 20
 MOST_MESSAGE_BYTES = 16 << 20
@@ -28,11 +34,15 @@ _ALL_BITS = 0xFFFFFFFF
 
 M = TypeVar("M", bound=Message)
 Pace = Callable[[int], None]
-"""Called before each chunk of a stream with its size in bytes. It may wait, allow more time, or raise."""
+"""Called before each chunk of a stream with its size in bytes. It may wait, allow more
+time, or raise.
+"""
 
 
 class RefusedError(Exception):
-    """The other side refused. `garbled`: the bytes arrived damaged, so that another attempt may succeed."""
+    """The other side refused. `garbled`: the bytes arrived damaged, so that another
+    attempt may succeed.
+    """
 
     def __init__(self, reason: str, *, garbled: bool) -> None:
         super().__init__(reason)
@@ -40,27 +50,35 @@ class RefusedError(Exception):
 
 
 class Connection:
-    """One end of a connection, for one thread; another thread may use a `twin` for the other direction.
+    """One end of a connection, for one thread; another thread may use a `twin` for the
+    other direction.
 
-    A failure raises OSError (TimeoutError after the time that `allow` set) and makes the connection unusable.
+    A failure raises OSError (TimeoutError after the time that `allow` set) and makes
+    the connection unusable.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small requests must not wait
+            # small requests must not wait
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket: socket.socket = connection
         self._until_s = time.monotonic()
 
     def twin(self) -> Connection:
-        """Return another end of the same connection, which is without TLS, with its own time limit."""
+        """Return another end of the same connection, which is without TLS, with its own
+        time limit.
+        """
         return Connection(self._socket.dup())
 
     def secure(self, context: ssl.SSLContext, *, server_side: bool) -> None:
-        """Use TLS from here on. Raises ssl.SSLError, an OSError, if one end refuses the other's certificate.
+        """Use TLS from here on. Raises ssl.SSLError, an OSError, if one end refuses the
+        other's certificate.
 
         A client learns of its own refusal only as it receives the first message.
         """
-        encrypted = context.wrap_socket(self._socket, server_side=server_side, do_handshake_on_connect=False)
+        encrypted = context.wrap_socket(
+            self._socket, server_side=server_side, do_handshake_on_connect=False
+        )
         self._socket = encrypted  # first: `shut_down` ends the handshake, too
         encrypted.settimeout(self._left_s())
         try:
@@ -70,7 +88,9 @@ class Connection:
             raise
 
     def peer_host(self) -> str:
-        """Return the address of the other end, without its port. Raises OSError if the connection has ended."""
+        """Return the address of the other end, without its port. Raises OSError if the
+        connection has ended.
+        """
         return self._socket.getpeername()[0]
 
     def allow(self, timeout_s: float) -> None:
@@ -78,7 +98,9 @@ class Connection:
         self._until_s = time.monotonic() + timeout_s
 
     def is_readable(self, timeout_s: float | None) -> bool:
-        """Wait for bytes or for the end of the connection, for `timeout_s` seconds or, with None, without limit."""
+        """Wait for bytes or for the end of the connection, for `timeout_s` seconds or,
+        with None, without limit.
+        """
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return True  # decrypted already
         poll = select.poll()
@@ -90,27 +112,38 @@ class Connection:
         self._send(memoryview(b"".join(map(_framed, messages))))
 
     def receive(self, most_bytes: int = MOST_MESSAGE_BYTES) -> Message:
-        """Return the next message, of at most `most_bytes`. Its memory is allocated after that check."""
+        """Return the next message, of at most `most_bytes`. Its memory is allocated
+        after that check.
+        """
         length, complement, wanted = _HEAD.unpack(self._receive(_HEAD.size))
-        # a damaged length would be allocated, and waited for, before the message's hash is compared
+        # a damaged length would be allocated, and waited for, before the message's hash
+        # is compared
         if length != complement ^ _ALL_BITS or length > most_bytes:
-            raise ConnectionError(f"got no message, or one of more than {most_bytes} bytes")
+            raise ConnectionError(
+                f"got no message, or one of more than {most_bytes} bytes"
+            )
         body = self._receive(length)
         found = xxhash.xxh3_64_intdigest(body)
         if found != wanted:
-            raise ConnectionError(f"got a message with XXH3 {found:016x}, wanted {wanted:016x}")
+            raise ConnectionError(
+                f"got a message with XXH3 {found:016x}, wanted {wanted:016x}"
+            )
         try:
             return message_from_bytes(body)
         except ValueError as error:
             raise ConnectionError(str(error)) from error
 
     def expect(self, kind: type[M], most_bytes: int = MOST_MESSAGE_BYTES) -> M:
-        """Return the next message, which must be of this kind. Raises RefusedError if it is a refusal."""
+        """Return the next message, which must be of this kind. Raises RefusedError if
+        it is a refusal.
+        """
         message = self.receive(most_bytes)
         if isinstance(message, Refused):
             raise RefusedError(message.reason, garbled=message.garbled)
         if not isinstance(message, kind):
-            raise ConnectionError(f"got {type(message).__name__}, wanted {kind.__name__}")
+            raise ConnectionError(
+                f"got {type(message).__name__}, wanted {kind.__name__}"
+            )
         return message
 
     def ask(self, request: Message, kind: type[M]) -> M:
@@ -121,7 +154,9 @@ class Connection:
         self.send(request)
         return self.expect(kind)
 
-    def send_stream(self, content: memoryview, pace: Pace, known_xxh3: int | None = None) -> int:
+    def send_stream(
+        self, content: memoryview, pace: Pace, known_xxh3: int | None = None
+    ) -> int:
         """Send bytes in chunks.
 
         Args:
@@ -154,13 +189,16 @@ class Connection:
     def shut_down(self) -> None:
         """End the connection, from any thread; operations that wait on it raise."""
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of SSLSocket lets others go on in clear
+            # that of SSLSocket lets others go on in clear
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
 
     def _let_the_reason_arrive(self) -> None:
-        """Wait for the other end to close: to close over unread bytes would reset the connection and lose the alert."""
+        """Wait for the other end to close: to close over unread bytes would reset the
+        connection and lose the alert.
+        """
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
             while socket.socket.recv(self._socket, CHUNK_BYTES):
@@ -176,7 +214,8 @@ class Connection:
         return content
 
     def _receive_into(self, target: memoryview) -> None:
-        # the time is set anew for each part: a peer that sends byte by byte must not exceed the limit
+        # the time is set anew for each part: a peer that sends byte by byte must not
+        # exceed the limit
         while target:
             self._socket.settimeout(self._left_s())
             received_bytes = self._socket.recv_into(target)
@@ -192,9 +231,14 @@ class Connection:
 
 
 def _framed(message: Message) -> bytes:
-    """Return a message's head and body. Raises OSError for a message that no receiver takes."""
+    """Return a message's head and body. Raises OSError for a message that no receiver
+    takes.
+    """
     body = message_to_bytes(message)
     if len(body) > MOST_MESSAGE_BYTES:
-        raise OSError(f"got a message of {len(body)} bytes to send, wanted at most {MOST_MESSAGE_BYTES}")
+        raise OSError(
+            f"got a message of {len(body)} bytes to send, wanted at most"
+            f" {MOST_MESSAGE_BYTES}"
+        )
     head = _HEAD.pack(len(body), len(body) ^ _ALL_BITS, xxhash.xxh3_64_intdigest(body))
     return head + body

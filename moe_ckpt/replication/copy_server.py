@@ -1,7 +1,9 @@
-"""Serves one rank's folder to other ranks: stores copies for them, and returns blobs to ranks that lost theirs.
+"""Serves one rank's folder to other ranks: stores copies for them, and returns blobs to
+ranks that lost theirs.
 
-Owns: the answers to requests. Its only state is the file system, where the folder may be deleted at any time. Must not:
-send anything without a request, or serve a client that has not proved that it has the run's token.
+Owns: the answers to requests. Its only state is the file system, where the folder may
+be deleted at any time. Must not: send anything without a request, or serve a client
+that has not proved that it has the run's token.
 
     own/              this rank's blobs: read only
     held/rank0001/    copies for rank 1
@@ -46,17 +48,20 @@ from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
 
 _ADMISSION_S = 10.0  # a client that is not admitted by then is disconnected
 _MOST_STRANGERS = 64  # connections before admission; each has a thread
-_MOST_UPDATERS = 64  # threads, of which those in use are as many as the owners that send at the same time
+# threads, of which those in use are as many as the owners that send at the same time
+_MOST_UPDATERS = 64
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HoldingRules:
-    """The copies that a server accepts: `most_bytes_per_owner` of payloads for each owner; None: as much as there is.
+    """The copies that a server accepts: `most_bytes_per_owner` of payloads for each
+    owner; None: as much as there is.
 
-    A checkpoint server (`serves_itself`) computes states from gradients, also for its own rank, and stores them as
-    copies. `captured` returns the gradients that it reads from a mirror port.
+    A checkpoint server (`serves_itself`) computes states from gradients, also for its
+    own rank, and stores them as copies. `captured` returns the gradients that it reads
+    from a mirror port.
     """
 
     serves_itself: bool = False
@@ -65,9 +70,11 @@ class HoldingRules:
 
 
 class CopyServer:
-    """Serves `rank_folder` at a free port of `host`, to clients with the ticket, until `close`.
+    """Serves `rank_folder` at a free port of `host`, to clients with the ticket, until
+    `close`.
 
-    A connection without traffic for `timeout_s` is closed; its client connects again when necessary.
+    A connection without traffic for `timeout_s` is closed; its client connects again
+    when necessary.
     """
 
     def __init__(
@@ -87,11 +94,17 @@ class CopyServer:
         self._timeout_s = timeout_s
         self._own = BlobFolder(own_path(rank_folder))
         self._lock = Lock()
-        name = f"rank {global_rank}'s daemon" if global_rank >= 0 else "a checkpoint server"
+        name = (
+            f"rank {global_rank}'s daemon"
+            if global_rank >= 0
+            else "a checkpoint server"
+        )
         self._refusals = RareWarning(_log, f"{name} refused a connection")
         self._strangers = Strangers(_MOST_STRANGERS, RareWarning(_log, name))
         self._held: dict[int, ReplicaFolder] = {}  # by the owner's rank
-        self._updaters = ThreadPoolExecutor(max_workers=_MOST_UPDATERS, thread_name_prefix="updater")
+        self._updaters = ThreadPoolExecutor(
+            max_workers=_MOST_UPDATERS, thread_name_prefix="updater"
+        )
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, 0), family=family)
         self.address = Address(host=host, port=listening.getsockname()[1])
@@ -131,7 +144,13 @@ class CopyServer:
                 self._put(link, owner_rank, key, link.expect(Found))
             case Get(owner_rank=owner_rank, key=key):
                 folder = self._folder(owner_rank, [key])
-                send_blob(link, folder, key, folder.get(key), lambda _: link.allow(self._timeout_s))
+                send_blob(
+                    link,
+                    folder,
+                    key,
+                    folder.get(key),
+                    lambda _: link.allow(self._timeout_s),
+                )
             case ListKeys(owner_rank=owner_rank):
                 link.send(Keys(keys=tuple(self._folder(owner_rank).keys())))
             case Drop(owner_rank=owner_rank, keys=keys):
@@ -146,7 +165,10 @@ class CopyServer:
                 raise ConnectionError(f"got {type(request).__name__}, wanted a request")
 
     def _put(self, link: Connection, owner_rank: int, key: str, found: Found) -> None:
-        folder, pace = self._held_folder(owner_rank, [key]), lambda _: link.allow(self._timeout_s)
+        folder, pace = (
+            self._held_folder(owner_rank, [key]),
+            lambda _: link.allow(self._timeout_s),
+        )
         if not is_update(key):
             receive_blob(link, found, folder, key, pace)
             link.send(Done())
@@ -154,7 +176,11 @@ class CopyServer:
         updates: list[_TimedUpdate] = []
 
         def begin(*blob: *BlobParts) -> _TimedUpdate:
-            updates.append(_TimedUpdate(ArrivingUpdate(*blob, self._rules.captured), self._updaters))
+            updates.append(
+                _TimedUpdate(
+                    ArrivingUpdate(*blob, self._rules.captured), self._updaters
+                )
+            )
             return updates[0]
 
         receive_blob(link, found, folder, key, pace, begin)
@@ -174,17 +200,24 @@ class CopyServer:
         """
         _require_keys(keys)
         if owner_rank == self._global_rank and not self._rules.serves_itself:
-            raise RefusedError(f"rank {owner_rank} keeps no copies for itself", garbled=False)
+            raise RefusedError(
+                f"rank {owner_rank} keeps no copies for itself", garbled=False
+            )
         with self._lock:
-            # one for all connections of an owner: they share its limit and its pool of free memory
+            # one for all connections of an owner: they share its limit and its pool of
+            # free memory
             if owner_rank not in self._held:
                 path = held_path(self._rank_folder, owner_rank)
-                self._held[owner_rank] = ReplicaFolder(path, most_bytes=self._rules.most_bytes_per_owner)
+                self._held[owner_rank] = ReplicaFolder(
+                    path, most_bytes=self._rules.most_bytes_per_owner
+                )
             return self._held[owner_rank]
 
 
 class _TimedUpdate:
-    """One update: this connection's thread receives, another takes the steps; and the time that they take."""
+    """One update: this connection's thread receives, another takes the steps; and the
+    time that they take.
+    """
 
     def __init__(self, update: ArrivingUpdate, updaters: Executor) -> None:
         self._update = update
@@ -204,10 +237,15 @@ class _TimedUpdate:
     def done(self) -> Done:
         """Return the answer to an update that was kept."""
         after_s = time.monotonic() - self._last_byte_s
-        return Done(busy_us=round(1e6 * self._update.busy_s), after_us=round(1e6 * after_s))
+        return Done(
+            busy_us=round(1e6 * self._update.busy_s), after_us=round(1e6 * after_s)
+        )
 
 
 def _require_keys(keys: Sequence[str]) -> None:
     for key in keys:
         if not is_key(key):
-            raise RefusedError(f"got key {key!r}, wanted letters, digits, '.', '_' and '-'", garbled=False)
+            raise RefusedError(
+                f"got key {key!r}, wanted letters, digits, '.', '_' and '-'",
+                garbled=False,
+            )

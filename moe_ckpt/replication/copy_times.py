@@ -18,7 +18,9 @@ _RECENT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentCopy:
-    """The time spent on sending some snapshots: `seconds` out of `span_s`, which ended `ago_s` ago."""
+    """The time spent on sending some snapshots: `seconds` out of `span_s`, which ended
+    `ago_s` ago.
+    """
 
     size_bytes: int
     seconds: float
@@ -40,7 +42,8 @@ class CopyTimes:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._lock = Lock()  # a copy ends on the thread of its answer, while the training thread reads rates
+        # a copy ends on the thread of its answer, while the training thread reads rates
+        self._lock = Lock()
         self._copies: dict[str, _Copy] = {}
         self._busy: deque[_Copy] = deque(maxlen=_RECENT)
 
@@ -49,10 +52,16 @@ class CopyTimes:
         with self._lock:
             copy = _Copy(size_bytes=size_bytes, since_s=since_s, until_s=self._now())
             self._copies[key] = copy
-            if self._busy and since_s < self._busy[-1].until_s:  # it shared the link with other copies
+            # it shared the link with other copies
+            if self._busy and since_s < self._busy[-1].until_s:
                 before = self._busy.pop()
-                since_s, size_bytes = min(since_s, before.since_s), size_bytes + before.size_bytes
-            self._busy.append(_Copy(size_bytes=size_bytes, since_s=since_s, until_s=copy.until_s))
+                since_s, size_bytes = (
+                    min(since_s, before.since_s),
+                    size_bytes + before.size_bytes,
+                )
+            self._busy.append(
+                _Copy(size_bytes=size_bytes, since_s=since_s, until_s=copy.until_s)
+            )
 
     def drop(self, key: str) -> None:
         """The blob is not copied any more."""
@@ -60,13 +69,20 @@ class CopyTimes:
             self._copies.pop(key, None)
 
     def bytes_per_s(self) -> float:
-        """Return the recent rate of copies while any was in progress, including waits; inf without copies."""
+        """Return the recent rate of copies while any was in progress, including waits;
+        inf without copies.
+        """
         with self._lock:
-            rates = [each.size_bytes / max(each.until_s - each.since_s, 1e-9) for each in self._busy]
+            rates = [
+                each.size_bytes / max(each.until_s - each.since_s, 1e-9)
+                for each in self._busy
+            ]
         return statistics.median(rates) if rates else math.inf
 
     def of(self, keys: Iterable[str]) -> SentCopy | None:
-        """Return the time spent on sending these blobs, or on those of them that were sent; None for none of them."""
+        """Return the time spent on sending these blobs, or on those of them that were
+        sent; None for none of them.
+        """
         with self._lock:
             copies = [copy for key in keys if (copy := self._copies.get(key))]
         if not copies:
@@ -81,7 +97,9 @@ class CopyTimes:
 
 
 def _covered_s(copies: Iterable[_Copy]) -> float:
-    """Return the time in which at least one copy was in progress: 1 to 3, 2 to 4 and 6 to 7 make 4."""
+    """Return the time in which at least one copy was in progress: 1 to 3, 2 to 4 and 6
+    to 7 make 4.
+    """
     covered_s, reached_s = 0.0, -math.inf
     for copy in sorted(copies, key=lambda each: each.since_s):
         covered_s += max(0.0, copy.until_s - max(copy.since_s, reached_s))

@@ -1,7 +1,9 @@
-"""The replica daemon of one rank: a process that lives as long as the supervisor, and so longer than any worker.
+"""The replica daemon of one rank: a process that lives as long as the supervisor, and
+so longer than any worker.
 
-Owns: the rank's server of copies, the threads that send copies of its own blobs, and the socket for its worker. Must
-not: train, touch a process group, or keep state in its memory: all state is in the rank's folder, which may be deleted.
+Owns: the rank's server of copies, the threads that send copies of its own blobs, and
+the socket for its worker. Must not: train, touch a process group, or keep state in its
+memory: all state is in the rank's folder, which may be deleted.
 
     supervisor --fork--> daemon <--Unix socket-- worker 0, 1, ...     daemon <--TCP--> daemons and workers of other
     ranks
@@ -49,14 +51,16 @@ from moe_ckpt.snapshot.arriving_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.token_bucket import Throttle
 
-_LOOK_EVERY_S = 1.0  # whether the folder is there: only a loss of the node's memory deletes it
+# whether the folder is there: only a loss of the node's memory deletes it
+_LOOK_EVERY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MirrorSettings:
-    """The mirror port of a checkpoint server: the watched ranks of each ring, and frames to drop on purpose.
+    """The mirror port of a checkpoint server: the watched ranks of each ring, and
+    frames to drop on purpose.
 
     Captured gradients of the last `keep_iters` iterations stay.
     """
@@ -69,10 +73,12 @@ class MirrorSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonSettings:
-    """A daemon's settings and time limits: for progress on a connection, and for a whole copy.
+    """A daemon's settings and time limits: for progress on a connection, and for a
+    whole copy.
 
-    `serves_itself`: the daemon is also a checkpoint server of its own rank, and may read a `mirror` port.
-    `most_bytes_per_owner`: limit of the payloads that it holds for one rank.
+    `serves_itself`: the daemon is also a checkpoint server of its own rank, and may
+    read a `mirror` port. `most_bytes_per_owner`: limit of the payloads that it holds
+    for one rank.
     """
 
     rank_folder: Path
@@ -88,16 +94,22 @@ class DaemonSettings:
 
 
 def run_daemon(
-    place: DaemonSettings, *, supervisor_pid: int, may_send: Callable[[], bool], announce: Callable[[Address], None]
+    place: DaemonSettings,
+    *,
+    supervisor_pid: int,
+    may_send: Callable[[], bool],
+    announce: Callable[[Address], None],
 ) -> NoReturn:
-    """Run the daemon until the supervisor ends: the kernel then ends this process, which the supervisor has forked.
+    """Run the daemon until the supervisor ends: the kernel then ends this process,
+    which the supervisor has forked.
 
-    `announce` is called once, with the server's address, when the daemon is ready for its worker. Raises OSError if it
-    cannot listen.
+    `announce` is called once, with the server's address, when the daemon is ready for
+    its worker. Raises OSError if it cannot listen.
     """
     die_with_parent(signal.SIGKILL, parent=supervisor_pid)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # signals to the whole job: this process ends with its supervisor
+        # signals to the whole job: this process ends with its supervisor
+        signal.signal(number, signal.SIG_IGN)
     deadline_s = place.copy_deadline_s
     server = CopyServer(
         place.rank_folder,
@@ -107,7 +119,9 @@ def run_daemon(
         timeout_s=place.timeout_s,
         rules=HoldingRules(
             serves_itself=place.serves_itself,
-            captured=open_mirror(place.mirror, place.global_rank).sums if place.mirror else no_capture,
+            captured=open_mirror(place.mirror, place.global_rank).sums
+            if place.mirror
+            else no_capture,
             most_bytes_per_owner=place.most_bytes_per_owner,
         ),
     )
@@ -120,41 +134,65 @@ def run_daemon(
         deadline_s=deadline_s,
         throttle=Throttle(place.caps.peers),
     )
-    door = WorkerServer(place.rank_folder, replicator, timeout_s=place.timeout_s, disk=Throttle(place.caps.disk))
+    door = WorkerServer(
+        place.rank_folder,
+        replicator,
+        timeout_s=place.timeout_s,
+        disk=Throttle(place.caps.disk),
+    )
     announce(server.address)
     while True:
         time.sleep(_LOOK_EVERY_S)
         try:
             door.keep_open()
-        except OSError as error:  # the folder is being deleted right now, or the disk is full
-            _log.warning("rank %d's daemon cannot listen to its worker yet: %s", place.global_rank, error)
+        except OSError as error:
+            # the folder is being deleted right now, or the disk is full
+            _log.warning(
+                "rank %d's daemon cannot listen to its worker yet: %s",
+                place.global_rank,
+                error,
+            )
 
 
 def open_mirror(mirror: MirrorSettings, seed: int) -> MirrorCapture:
     """Begin to read the mirror port. Raises ConfigError."""
     watcher = Watcher(mirror.captures, loss=mirror.loss, seed=seed)
-    return MirrorCapture(MirrorPort(mirror.interface), watcher, keep_iters=mirror.keep_iters)
+    return MirrorCapture(
+        MirrorPort(mirror.interface), watcher, keep_iters=mirror.keep_iters
+    )
 
 
 class WorkerServer:
-    """Serves the workers of one rank, one after another, at a socket in the rank's folder."""
+    """Serves the workers of one rank, one after another, at a socket in the rank's
+    folder.
+    """
 
     def __init__(
-        self, rank_folder: Path, replicator: Replicator, *, timeout_s: float, disk: Throttle | None = None
+        self,
+        rank_folder: Path,
+        replicator: Replicator,
+        *,
+        timeout_s: float,
+        disk: Throttle | None = None,
     ) -> None:
         self._disk = disk or Throttle()
         self._path = daemon_socket(rank_folder)
         self._own = BlobFolder(own_path(rank_folder))
         self._replicator = replicator
-        # one thread: each write sweeps unfinished files, which must not be those of another write
-        self._disk_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="local-disk")
+        # one thread: each write sweeps unfinished files, which must not be those of
+        # another write
+        self._disk_thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="local-disk"
+        )
         self._timeout_s = timeout_s
         self._listener: ConnectionServer | None = None
         self._inode: int | None = None
         self.keep_open()
 
     def keep_open(self) -> None:
-        """Listen at the path, again if its folder was deleted. Raises OSError if that fails."""
+        """Listen at the path, again if its folder was deleted. Raises OSError if that
+        fails.
+        """
         if self._inode is not None and self._inode == _inode(self._path):
             return
         self.close()
@@ -172,7 +210,8 @@ class WorkerServer:
         # a twin: threads of copies answer while this one waits for requests
         worker = _Worker(link.twin(), self._timeout_s)
         try:
-            while link.is_readable(None):  # the kernel closes the socket of any local process that ends
+            # the kernel closes the socket of any local process that ends
+            while link.is_readable(None):
                 link.allow(self._timeout_s)
                 self._carry_out(worker, link.receive())
         finally:
@@ -181,20 +220,35 @@ class WorkerServer:
     def _carry_out(self, worker: _Worker, request: Message) -> None:
         match request:
             case Copy(number=number, keys=keys):
-                self._replicator.copy(keys).add_done_callback(lambda copied: worker.answer(number, copied))
-            case Persist(number=number, keys=keys, stale=stale, path=path, limit_bytes=limit_bytes):
-                # nothing to write: a recovery waits for all earlier requests, and no training runs meanwhile
+                self._replicator.copy(keys).add_done_callback(
+                    lambda copied: worker.answer(number, copied)
+                )
+            case Persist(
+                number=number,
+                keys=keys,
+                stale=stale,
+                path=path,
+                limit_bytes=limit_bytes,
+            ):
+                # nothing to write: a recovery waits for all earlier requests, and no
+                # training runs meanwhile
                 (self._disk.apply if keys else self._disk.lift)()
                 persisted = self._disk_thread.submit(
                     persist, self._own, Path(path), keys, stale, limit_bytes, self._disk
                 )
-                persisted.add_done_callback(lambda persisted: worker.answer(number, persisted))
+                persisted.add_done_callback(
+                    lambda persisted: worker.answer(number, persisted)
+                )
             case Forget(keys=keys):
                 self._replicator.drop(keys)
             case UsePeers(addresses=addresses):
-                self._replicator.use_peers([parse_address(address) for address in addresses])
+                self._replicator.use_peers(
+                    [parse_address(address) for address in addresses]
+                )
             case _:
-                raise ConnectionError(f"got {type(request).__name__}, wanted a worker's request")
+                raise ConnectionError(
+                    f"got {type(request).__name__}, wanted a worker's request"
+                )
 
 
 class _Worker:
@@ -209,7 +263,9 @@ class _Worker:
         failure = copied.exception()
         work = NO_WORK if failure else copied.result() or NO_WORK
         reason = None if failure is None else str(failure)
-        message = Copied(number=number, failure=reason, busy_us=work.busy_us, after_us=work.after_us)
+        message = Copied(
+            number=number, failure=reason, busy_us=work.busy_us, after_us=work.after_us
+        )
         with self._lock:
             self._link.allow(self._timeout_s)
             try:
@@ -228,7 +284,8 @@ def _listen(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX)
     try:
-        os.fchmod(listening.fileno(), FILE_MODE)  # before bind: the socket's file has this mode from the start
+        # before bind: the socket's file has this mode from the start
+        os.fchmod(listening.fileno(), FILE_MODE)
         listening.bind(str(path))
         listening.listen()
     except OSError:

@@ -1,7 +1,9 @@
-"""The last save of a rank whose job is being stopped: complete windows go from shared memory to disk.
+"""The last save of a rank whose job is being stopped: complete windows go from shared
+memory to disk.
 
-Owns: the choice of the blobs, and the file in which a worker leaves the place for them. Must not: need the worker or
-the daemon, which are dead by then: a worker may hang, and two processes must not write one folder.
+Owns: the choice of the blobs, and the file in which a worker leaves the place for them.
+Must not: need the worker or the daemon, which are dead by then: a worker may hang, and
+two processes must not write one folder.
 
     worker      write_save_target(rank folder, target)          once, as it opens its memory
     process that the supervisor starts after both have ended    save_last(rank folder), saved_iterations(rank folder)
@@ -53,7 +55,8 @@ class SaveTarget:
 def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
     """Leave the target for the last save, in place of an earlier worker's.
 
-    The first worker's target takes its room before any snapshot; a replacement needs none.
+    The first worker's target takes its room before any snapshot; a replacement needs
+    none.
 
     Args:
         rank_folder: The rank's folder in shared memory.
@@ -72,19 +75,24 @@ def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
 def save_last(rank_folder: Path) -> None:
     """Copy all complete windows of a rank to its disk, the oldest first.
 
-    All ranks have the oldest one, and may lack a newer one. A rank that has not opened its memory yet saves nothing.
-    Raises CheckpointSaveError if the disk has no room; windows
-    that are on the disk by then stay.
+    All ranks have the oldest one, and may lack a newer one. A rank that has not opened
+    its memory yet saves nothing. Raises CheckpointSaveError if the disk has no room;
+    windows that are on the disk by then stay.
     """
     target = _target_of(rank_folder)
     if target is None:
         return
-    own, served = BlobFolder(own_path(rank_folder)), BlobFolder(held_path(rank_folder, target.shard.global_rank))
+    own, served = (
+        BlobFolder(own_path(rank_folder)),
+        BlobFolder(held_path(rank_folder, target.shard.global_rank)),
+    )
     disk = Path(target.path)
-    for folder in (own, served):  # a checkpoint server of the rank itself has newer states than the rank
+    # a checkpoint server of the rank itself has newer states than the rank
+    for folder in (own, served):
         folder.settle()  # a worker may have died as it replaced what is there
         for keys in windows_in(folder):
-            # nothing is stale: if another rank saves less, all ranks go on from an older state
+            # nothing is stale: if another rank saves less, all ranks go on from an
+            # older state
             persist(folder, disk, keys, [], target.limit_bytes)
 
 
@@ -111,7 +119,9 @@ def saved_iterations(rank_folder: Path) -> list[int]:
             continue
         steps_to = steps.reaches(window.start + 1)
         try:
-            ref = verified_window(window.snapshots, target.identity, target.shard, steps_to)
+            ref = verified_window(
+                window.snapshots, target.identity, target.shard, steps_to
+            )
         except CheckpointLoadError as error:
             _log.warning("on disk, and of no use to a start: %s", error)
             continue
@@ -129,11 +139,18 @@ def _target_of(rank_folder: Path) -> SaveTarget | None:
 
 
 def windows_in(folder: BlobFolder) -> Iterator[list[str]]:
-    """Yield the keys of each complete window with its steps, the oldest window first; the first key is its end's."""
+    """Yield the keys of each complete window with its steps, the oldest window first;
+    the first key is its end's.
+    """
     by_key = read_snapshots(folder)
     of_payload = {id(snapshot.payload): key for key, snapshot in by_key.items()}
     there = set(folder.keys())
-    for window in sorted(group_windows(by_key.values()), key=lambda window: window.start):
-        keys = [*window_steps(window.snapshots), *(of_payload[id(snapshot.payload)] for snapshot in window.snapshots)]
+    for window in sorted(
+        group_windows(by_key.values()), key=lambda window: window.start
+    ):
+        keys = [
+            *window_steps(window.snapshots),
+            *(of_payload[id(snapshot.payload)] for snapshot in window.snapshots),
+        ]
         if window.complete and there.issuperset(keys):
             yield keys

@@ -1,7 +1,8 @@
-"""One rank's gradients on their way to its checkpoint servers, which take the optimizer's steps themselves.
+"""One rank's gradients on their way to its checkpoint servers, which take the
+optimizer's steps themselves.
 
-Owns: the iterations that servers have received and completed, and the limit on their lag. Must not: know parameters, or
-agree with other ranks. FlowCheck, sections 4 and 5.
+Owns: the iterations that servers have received and completed, and the limit on their
+lag. Must not: know parameters, or agree with other ranks. FlowCheck, sections 4 and 5.
 
     reduction          tap: gradients into shared memory
     step committed     hand over: header, Adam's numbers, buffers -> replica daemon -> servers: state t - 1 -> state t
@@ -20,7 +21,12 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.mirror.plan import Mirrored
 from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.replication.server_work import ServerWork
-from moe_ckpt.snapshot.adam_update import AdamStep, buffer_parts, follows_from_gradients, steps_of
+from moe_ckpt.snapshot.adam_update import (
+    AdamStep,
+    buffer_parts,
+    follows_from_gradients,
+    steps_of,
+)
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader
 
 NOTHING = -1
@@ -29,7 +35,9 @@ NOTHING = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The newest iteration that all servers of a rank have, or `NOTHING`, and the reason if the stream is cut."""
+    """The newest iteration that all servers of a rank have, or `NOTHING`, and the
+    reason if the stream is cut.
+    """
 
     completed: int
     lost: str
@@ -37,7 +45,9 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandedOver:
-    """Gradients sent to servers: their bytes, the seconds that copying them took, and the servers' lag at that time."""
+    """Gradients sent to servers: their bytes, the seconds that copying them took, and
+    the servers' lag at that time.
+    """
 
     size_bytes: int
     tap_s: float
@@ -46,7 +56,9 @@ class HandedOver:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Tapped:
-    """Gradients in shared memory, of these master weights, followed by space for the buffers."""
+    """Gradients in shared memory, of these master weights, followed by space for the
+    buffers.
+    """
 
     masters: tuple[PartKey, ...]
     packed: torch.Tensor
@@ -55,15 +67,18 @@ class _Tapped:
 
 
 class GradientStream:
-    """For one thread. With `max_lag_iters` 0, training waits for the servers in every iteration.
+    """For one thread. With `max_lag_iters` 0, training waits for the servers in every
+    iteration.
 
-    If servers lag by more iterations, the stream is cut, and begins again with a whole snapshot.
+    If servers lag by more iterations, the stream is cut, and begins again with a whole
+    snapshot.
     """
 
     def __init__(self, publisher: Publisher, max_lag_iters: int) -> None:
         self._publisher = publisher
         self._max_lag_iters = max_lag_iters
-        self._keys: dict[int, str] = {}  # keys of states that servers may have, by iteration
+        # keys of states that servers may have, by iteration
+        self._keys: dict[int, str] = {}
         self._tapped: _Tapped | None = None
         self._base: int | None = None
         self._completed = NOTHING
@@ -78,7 +93,11 @@ class GradientStream:
     @property
     def lag_iters(self) -> int:
         """The number of iterations by which the slowest server is behind."""
-        return 0 if self._base is None else max(self._keys) - max(self._completed, self._base - 1)
+        return (
+            0
+            if self._base is None
+            else max(self._keys) - max(self._completed, self._base - 1)
+        )
 
     @property
     def num_states(self) -> int:
@@ -91,18 +110,24 @@ class GradientStream:
         return self._publisher.updates.total_bytes
 
     def begin(self, base: Snapshot) -> None:
-        """Servers have this snapshot, or will receive it: gradients of the next iteration follow."""
+        """Servers have this snapshot, or will receive it: gradients of the next
+        iteration follow.
+        """
         self._base = base.header.iteration
         self._keys[self._base] = self._publisher.begin_states(base)
 
     def cut(self, reason: str) -> None:
-        """An iteration is missing from the stream: nothing follows until it begins again."""
+        """An iteration is missing from the stream: nothing follows until it begins
+        again.
+        """
         # the first reason: later ones follow from it
         self._lost = self._lost or reason
         self._release()
 
     def reset(self) -> None:
-        """A whole snapshot is being taken, with which the stream begins. Older states stay until servers have it."""
+        """A whole snapshot is being taken, with which the stream begins. Older states
+        stay until servers have it.
+        """
         self._release()
         self._base, self._completed, self._lost = None, NOTHING, ""
 
@@ -112,9 +137,11 @@ class GradientStream:
         self._keys.clear()
 
     def tap(self, gradients: Mapping[PartKey, torch.Tensor], buffer_bytes: int) -> None:
-        """Copy the gradients of an iteration (float32, flat) into shared memory as they leave the reduction.
+        """Copy the gradients of an iteration (float32, flat) into shared memory as they
+        leave the reduction.
 
-        `buffer_bytes`: the bytes of buffers that follow them. Waits for servers if they lag too far.
+        `buffer_bytes`: the bytes of buffers that follow them. Waits for servers if they
+        lag too far.
         """
         self._release()
         self._keep_up()
@@ -130,7 +157,12 @@ class GradientStream:
         _copy_all([*gradients.values()], packed[:gradient_bytes].view(torch.float32))
         seconds = time.monotonic() - began_s
         masters = tuple(gradients)
-        self._tapped = _Tapped(masters=masters, packed=packed, gradient_bytes=gradient_bytes, seconds=seconds)
+        self._tapped = _Tapped(
+            masters=masters,
+            packed=packed,
+            gradient_bytes=gradient_bytes,
+            seconds=seconds,
+        )
 
     def hand_over(
         self,
@@ -139,21 +171,32 @@ class GradientStream:
         buffers: Mapping[PartKey, torch.Tensor],
         mirrored: Mirrored | None = None,
     ) -> HandedOver | None:
-        """Let servers compute the state of `header`, without a checksum, from the tapped gradients.
+        """Let servers compute the state of `header`, without a checksum, from the
+        tapped gradients.
 
-        Servers capture those that are `mirrored`. Returns None if that fails; the stream is then cut.
+        Servers capture those that are `mirrored`. Returns None if that fails; the
+        stream is then cut.
         """
         tapped, self._tapped = self._tapped, None
         if tapped is None or self._base is None:
-            self.cut(f"iteration {header.iteration}: no gradients, or nothing that they follow")
+            self.cut(
+                f"iteration {header.iteration}: no gradients, or nothing that they"
+                " follow"
+            )
             return None
         try:
-            self._keys[header.iteration] = self._send(tapped, header, steps, buffers, mirrored)
+            self._keys[header.iteration] = self._send(
+                tapped, header, steps, buffers, mirrored
+            )
         except CheckpointSaveError as error:
             self.cut(str(error))
             return None
-        size_bytes = tapped.gradient_bytes + sum(buffer.nbytes for buffer in buffers.values())
-        return HandedOver(size_bytes=size_bytes, tap_s=tapped.seconds, lag_iters=self.lag_iters)
+        size_bytes = tapped.gradient_bytes + sum(
+            buffer.nbytes for buffer in buffers.values()
+        )
+        return HandedOver(
+            size_bytes=size_bytes, tap_s=tapped.seconds, lag_iters=self.lag_iters
+        )
 
     def progress(self) -> Progress:
         """Return the newest iteration that all servers have."""
@@ -165,12 +208,16 @@ class GradientStream:
         return Progress(completed=self._completed, lost=self._lost)
 
     def take_works(self) -> list[tuple[int, ServerWork]]:
-        """Return the slowest server's work for each state that all servers have completed since the last call."""
+        """Return the slowest server's work for each state that all servers have
+        completed since the last call.
+        """
         works, self._works = self._works, []
         return works
 
     def drop_before(self, iteration: int) -> None:
-        """Let servers drop states older than `iteration`, which the servers of all ranks have."""
+        """Let servers drop states older than `iteration`, which the servers of all
+        ranks have.
+        """
         old = [each for each in self._keys if each < iteration]
         self._publisher.drop([self._keys.pop(each) for each in old])
 
@@ -179,15 +226,21 @@ class GradientStream:
         if self._base is None or self._lost:
             return
         try:
-            # a stream that is cut begins again with a whole snapshot: while servers lack that, training waits, as the
-            # stream would else be cut again and again
+            # a stream that is cut begins again with a whole snapshot: while servers
+            # lack that, training waits, as the stream would else be cut again and again
             has_base = self._completed != NOTHING
-            self._look(wait=not self._max_lag_iters or (not has_base and self.lag_iters > self._max_lag_iters))
+            self._look(
+                wait=not self._max_lag_iters
+                or (not has_base and self.lag_iters > self._max_lag_iters)
+            )
         except CheckpointSaveError as error:
             self.cut(str(error))
             return
         if self.lag_iters > self._max_lag_iters:
-            self.cut(f"a server lags by {self.lag_iters} iterations, wanted at most ckpt.max_lag_iters")
+            self.cut(
+                f"a server lags by {self.lag_iters} iterations, wanted at most"
+                " ckpt.max_lag_iters"
+            )
 
     def _look(self, *, wait: bool) -> None:
         """Count the states that all servers have, in order.
@@ -196,11 +249,15 @@ class GradientStream:
         """
         assert self._base is not None
         while (following := max(self._completed + 1, self._base)) in self._keys:
-            if not self._publisher.has_state(self._keys[following], following, wait=wait):
+            if not self._publisher.has_state(
+                self._keys[following], following, wait=wait
+            ):
                 return
             self._completed = following
             if following != self._base:
-                self._works.append((following, self._publisher.work_for(self._keys[following])))
+                self._works.append(
+                    (following, self._publisher.work_for(self._keys[following]))
+                )
 
     def _send(
         self,
@@ -210,18 +267,24 @@ class GradientStream:
         buffers: Mapping[PartKey, torch.Tensor],
         mirrored: Mirrored | None,
     ) -> str:
-        """Return the key of the state that servers compute. Raises CheckpointSaveError if they cannot."""
+        """Return the key of the state that servers compute. Raises CheckpointSaveError
+        if they cannot.
+        """
         try:
             _require_complete(tapped, header, steps, buffers, mirrored)
             offset = tapped.gradient_bytes
             for part in buffer_parts(header):
-                flat = buffers[part.key].detach().contiguous().view(-1).view(torch.uint8)
+                flat = (
+                    buffers[part.key].detach().contiguous().view(-1).view(torch.uint8)
+                )
                 tapped.packed[offset : offset + part.nbytes].copy_(flat)
                 offset += part.nbytes
         except BaseException:
             self._publisher.updates.release(tapped.packed)
             raise
-        return self._publisher.hand_over(header, steps_of(header, steps), tapped.packed, offset, mirrored)
+        return self._publisher.hand_over(
+            header, steps_of(header, steps), tapped.packed, offset, mirrored
+        )
 
     def _release(self) -> None:
         tapped, self._tapped = self._tapped, None
@@ -230,7 +293,9 @@ class GradientStream:
 
 
 def _copy_all(gradients: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-    """Copy gradients one after another into host memory; return when all copies are complete."""
+    """Copy gradients one after another into host memory; return when all copies are
+    complete.
+    """
     places = packed.split([gradient.numel() for gradient in gradients])
     for gradient, place in zip(gradients, places, strict=True):
         place.copy_(gradient, non_blocking=True)
@@ -245,7 +310,9 @@ def _require_complete(
     buffers: Mapping[PartKey, torch.Tensor],
     mirrored: Mirrored | None,
 ) -> None:
-    """Raise CheckpointSaveError unless the header's state follows from the gradients and these buffers."""
+    """Raise CheckpointSaveError unless the header's state follows from the gradients
+    and these buffers.
+    """
     stepping = [part.key for part in header.parts if part.key in steps]
     if mirrored:
         places = zip(stepping, mirrored.places, strict=True)
@@ -253,8 +320,16 @@ def _require_complete(
     room_bytes = tapped.packed.numel() - tapped.gradient_bytes
     buffer_bytes = sum(part.nbytes for part in buffer_parts(header))
     if not follows_from_gradients(header):
-        raise CheckpointSaveError(f"{header}: got a state that is not all FP32 masters and moments")
+        raise CheckpointSaveError(
+            f"{header}: got a state that is not all FP32 masters and moments"
+        )
     if stepping != list(tapped.masters):
-        raise CheckpointSaveError(f"{header}: got gradients of {len(tapped.masters)} tensors, wanted {len(stepping)}")
+        raise CheckpointSaveError(
+            f"{header}: got gradients of {len(tapped.masters)} tensors, wanted"
+            f" {len(stepping)}"
+        )
     if buffer_bytes > room_bytes or len(buffers) != len(buffer_parts(header)):
-        raise CheckpointSaveError(f"{header}: got {buffer_bytes} bytes of buffers, wanted at most {room_bytes}")
+        raise CheckpointSaveError(
+            f"{header}: got {buffer_bytes} bytes of buffers, wanted at most"
+            f" {room_bytes}"
+        )

@@ -1,15 +1,18 @@
-"""A rank's newest windows on a local disk, for a start after all processes and all memory are gone.
+"""A rank's newest windows on a local disk, for a start after all processes and all
+memory are gone.
 
-Owns: the blobs of one rank in one folder, synced, and the limit on their bytes. Must not: choose the blobs. The replica
-daemon writes, so that the death of a worker leaves no torn file.
+Owns: the blobs of one rank in one folder, synced, and the limit on their bytes. Must
+not: choose the blobs. The replica daemon writes, so that the death of a worker leaves
+no torn file.
 
     begin      all ranks start from nothing: drop leftovers, and mark the disk as one that never held a state
     persist    drop what all ranks have newer of ---> copy blob after blob, each synced before its entry appears
                ---> remove the mark
     restore    copy all intact blobs back into shared memory
 
-A disk with the mark proves that no state was ever on all disks: the next start may begin anew, although other disks
-hold states. A disk that was lost, or replaced, has no mark.
+A disk with the mark proves that no state was ever on all disks: the next start may
+begin anew, although other disks hold states. A disk that was lost, or replaced, has no
+mark.
 """
 
 from __future__ import annotations
@@ -32,15 +35,25 @@ _NEVER_HELD = "never_held"
 
 
 class LocalDisk:
-    """A worker's access to the disk: it writes through its daemon, if it has one, and reads by itself."""
+    """A worker's access to the disk: it writes through its daemon, if it has one, and
+    reads by itself.
+    """
 
-    def __init__(self, folder: Path, global_rank: int, daemon: DaemonClient | None, limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        global_rank: int,
+        daemon: DaemonClient | None,
+        limit_bytes: int | None,
+    ) -> None:
         self.path = folder / f"rank{global_rank:04d}"
         self._daemon = daemon
         self.limit_bytes = limit_bytes
 
     def begin(self) -> None:
-        """Empty the disk, while no write is in progress, and mark it: all ranks start from nothing."""
+        """Empty the disk, while no write is in progress, and mark it: all ranks start
+        from nothing.
+        """
         self.drop(lambda _: True)
         make_private(self.path)
         # last: beside states of an earlier start the mark would be wrong
@@ -48,22 +61,29 @@ class LocalDisk:
 
     @property
     def never_held(self) -> bool:
-        """Whether the disk is marked: no write has succeeded since all ranks started from nothing."""
+        """Whether the disk is marked: no write has succeeded since all ranks started
+        from nothing.
+        """
         try:
             return (self.path / _NEVER_HELD).exists()
         except OSError:  # a disk that cannot be read proves nothing
             return False
 
     def persist(self, keys: Sequence[str], stale: Sequence[str]) -> Future[None]:
-        """Start `persist`. The future is done when it has ended, or fails with a CheckpointSaveError."""
+        """Start `persist`. The future is done when it has ended, or fails with a
+        CheckpointSaveError.
+        """
         assert self._daemon is not None, "ckpt.disk_every_iters needs a daemon"
         return self._daemon.persist(keys, stale, self.path, self.limit_bytes)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all requested writes have ended, without the cap on traffic: a recovery waits for them."""
+        """Wait until all requested writes have ended, without the cap on traffic: a
+        recovery waits for them.
+        """
         if self._daemon is None:
             return
-        with contextlib.suppress(CheckpointSaveError, TimeoutError):  # the daemon has died, and its writes with it
+        # the daemon has died, and its writes with it
+        with contextlib.suppress(CheckpointSaveError, TimeoutError):
             self.persist([], []).result(timeout_s)
 
     def drop(self, is_stale: Callable[[str], bool]) -> None:
@@ -85,10 +105,12 @@ def persist(
     limit_bytes: int | None,
     throttle: Throttle | None = None,
 ) -> None:
-    """Drop stale blobs on disk, then copy these blobs there, each once `throttle` lets it pass.
+    """Drop stale blobs on disk, then copy these blobs there, each once `throttle` lets
+    it pass.
 
-    Raises CheckpointSaveError if the disk is full or cannot be written, or old and new blobs exceed `limit_bytes`, and
-    CheckpointLoadError for a blob that was withdrawn meanwhile. Nothing has been added then.
+    Raises CheckpointSaveError if the disk is full or cannot be written, or old and new
+    blobs exceed `limit_bytes`, and CheckpointLoadError for a blob that was withdrawn
+    meanwhile. Nothing has been added then.
     """
     if not keys:
         return
@@ -102,7 +124,11 @@ def persist(
         before = disk.keys()
         found = {key: own.get(key) for key in keys}
         # blobs without a payload are small, and may have changed
-        blobs = {key: blob for key, blob in found.items() if key not in before or blob.payload is None}
+        blobs = {
+            key: blob
+            for key, blob in found.items()
+            if key not in before or blob.payload is None
+        }
         _check_room(disk, blobs, limit_bytes)
         try:
             for key, blob in blobs.items():
@@ -112,26 +138,32 @@ def persist(
                 with contextlib.suppress(OSError):  # the future gets the first error
                     disk.discard(key)
             raise
-        # after the last blob: if a fault cuts the write off, the mark still allows a new start
+        # after the last blob: if a fault cuts the write off, the mark still allows a
+        # new start
         (path / _NEVER_HELD).unlink(missing_ok=True)
         sync(path)
 
 
 @contextlib.contextmanager
 def _naming_the_disk(path: Path) -> Iterator[None]:
-    """Raise CheckpointSaveError for any error of the file system, as of one that has become read-only."""
+    """Raise CheckpointSaveError for any error of the file system, as of one that has
+    become read-only.
+    """
     try:
         yield
     except CheckpointSaveError:
         raise
     except OSError as error:
-        raise CheckpointSaveError(f"local disk, {path}: got {error}, wanted to write there") from error
+        raise CheckpointSaveError(
+            f"local disk, {path}: got {error}, wanted to write there"
+        ) from error
 
 
 def restore(path: Path, own: BlobFolder) -> int:
     """Copy all intact blobs on disk into shared memory; return their bytes.
 
-    A damaged blob stays behind: its window may not be needed. Raises CheckpointSaveError if there is no room.
+    A damaged blob stays behind: its window may not be needed. Raises
+    CheckpointSaveError if there is no room.
     """
     disk = BlobFolder(path)
     return sum(_copy(key, blob, disk, own, Throttle()) for key, blob in _intact(disk))
@@ -148,12 +180,15 @@ def _intact(folder: BlobFolder) -> Iterator[tuple[str, Blob]]:
 def copy_blobs(source: BlobFolder, target: BlobFolder, keys: Iterable[str]) -> int:
     """Copy blobs from a folder of this node into another; return their bytes.
 
-    Raises CheckpointLoadError for the first damaged blob, and CheckpointSaveError if there is no room.
+    Raises CheckpointLoadError for the first damaged blob, and CheckpointSaveError if
+    there is no room.
     """
     return sum(_copy(key, source.get(key), source, target, Throttle()) for key in keys)
 
 
-def _copy(key: str, blob: Blob, source: BlobFolder, target: BlobFolder, throttle: Throttle) -> int:
+def _copy(
+    key: str, blob: Blob, source: BlobFolder, target: BlobFolder, throttle: Throttle
+) -> int:
     payload = None
     throttle.wait(len(blob.header))
     if blob.payload is not None:
@@ -173,13 +208,15 @@ def _copy(key: str, blob: Blob, source: BlobFolder, target: BlobFolder, throttle
     return len(blob.header) + blob.payload_bytes
 
 
-def _check_room(disk: BlobFolder, blobs: dict[str, Blob], limit_bytes: int | None) -> None:
+def _check_room(
+    disk: BlobFolder, blobs: dict[str, Blob], limit_bytes: int | None
+) -> None:
     used_bytes = _total(disk.get(key) for key in disk.keys())  # noqa: SIM118 - not a mapping
     more_bytes = _total(blobs.values())
     if limit_bytes is not None and used_bytes + more_bytes > limit_bytes:
         raise CheckpointSaveError(
-            f"local disk, {disk.path}: got {used_bytes} bytes in use and {more_bytes} more to hold, "
-            f"wanted at most ckpt.disk_budget_bytes={limit_bytes}"
+            f"local disk, {disk.path}: got {used_bytes} bytes in use and {more_bytes}"
+            f" more to hold, wanted at most ckpt.disk_budget_bytes={limit_bytes}"
         )
 
 

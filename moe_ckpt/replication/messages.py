@@ -1,6 +1,7 @@
 """The messages between daemons and workers: values, and their form as MessagePack.
 
-Owns: the kinds of messages, and strict reading. Must not: send messages, or execute their requests.
+Owns: the kinds of messages, and strict reading. Must not: send messages, or execute
+their requests.
 
     worker -> its daemon   Copy, Forget, UsePeers, Persist        answers: Copied
     a daemon -> a client    Challenge                              answer: Hello; then Welcome, Refused
@@ -47,7 +48,8 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Ticket:
     """The run of a process, and the secret that all processes of the run share.
 
-    The secret is never sent: see `admission`. `tls`: connections to other nodes use TLS.
+    The secret is never sent: see `admission`. `tls`: connections to other nodes use
+    TLS.
     """
 
     run_id: str
@@ -62,7 +64,9 @@ class Challenge(Message, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """A client's first message: its run, a nonce of its own, and the proof that it has the run's token."""
+    """A client's first message: its run, a nonce of its own, and the proof that it has
+    the run's token.
+    """
 
     run_id: str
     nonce: str
@@ -96,7 +100,9 @@ class Clear(Message, frozen=True, kw_only=True):
 
 
 class ListKeys(Message, frozen=True, kw_only=True):
-    """List the copies of a rank's blobs; for the server's own rank, its published blobs."""
+    """List the copies of a rank's blobs; for the server's own rank, its published
+    blobs.
+    """
 
     owner_rank: Count
 
@@ -137,7 +143,8 @@ class Sent(Message, frozen=True, kw_only=True):
 class Done(Message, frozen=True, kw_only=True):
     """The request has been executed.
 
-    By a checkpoint server: in `busy_us` microseconds of work, of which `after_us` came after the last byte.
+    By a checkpoint server: in `busy_us` microseconds of work, of which `after_us` came
+    after the last byte.
     """
 
     busy_us: Count = 0
@@ -152,14 +159,18 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 class Copy(Message, frozen=True, kw_only=True):
-    """Copy these blobs of the worker's rank to all peers; the answer has the same number."""
+    """Copy these blobs of the worker's rank to all peers; the answer has the same
+    number.
+    """
 
     number: Count
     keys: tuple[str, ...]
 
 
 class Persist(Message, frozen=True, kw_only=True):
-    """Copy these blobs to a folder on disk, and delete `stale` there; the answer has the same number."""
+    """Copy these blobs to a folder on disk, and delete `stale` there; the answer has
+    the same number.
+    """
 
     number: Count
     keys: tuple[str, ...]
@@ -169,9 +180,11 @@ class Persist(Message, frozen=True, kw_only=True):
 
 
 class Copied(Message, frozen=True, kw_only=True):
-    """All peers have confirmed the copies, or the blobs are on disk; else the reason of the failure.
+    """All peers have confirmed the copies, or the blobs are on disk; else the reason of
+    the failure.
 
-    The slowest checkpoint server worked for `busy_us` microseconds, and `after_us` after the last byte.
+    The slowest checkpoint server worked for `busy_us` microseconds, and `after_us`
+    after the last byte.
     """
 
     number: Count
@@ -192,20 +205,26 @@ class UsePeers(Message, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
 
 
-# made at import: two threads that first decoded a type at the same time crashed a daemon inside msgspec 0.22
+# made at import: two threads that first decoded a type at the same time crashed a
+# daemon inside msgspec 0.22
 _NAMED = msgspec.msgpack.Decoder(dict[str, Raw])
 _KINDS = {kind.__name__: kind for kind in Message.__subclasses__()}
 _DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()}
 
 
 def message_to_bytes(message: Message) -> bytes:
-    """Return a map with one entry: the name of the message's kind, with the message's fields."""
-    # MessagePack: JSON would have headers of blobs in base 64, and each iteration sends one
+    """Return a map with one entry: the name of the message's kind, with the message's
+    fields.
+    """
+    # MessagePack: JSON would have headers of blobs in base 64, and each iteration sends
+    # one
     return msgspec.msgpack.encode({type(message).__name__: message})
 
 
 def message_from_bytes(data: bytes | bytearray) -> Message:
-    """Return the message that `message_to_bytes` wrote. Raises ValueError if the bytes are anything else."""
+    """Return the message that `message_to_bytes` wrote. Raises ValueError if the bytes
+    are anything else.
+    """
     try:
         ((name, content),) = _NAMED.decode(data).items()
         return _DECODERS[name].decode(content)

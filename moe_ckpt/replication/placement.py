@@ -1,14 +1,18 @@
-"""The ranks that hold each rank's copies. Pure. A node is `ranks_per_node` consecutive ranks, which fail together.
+"""The ranks that hold each rank's copies. Pure. A node is `ranks_per_node` consecutive
+ranks, which fail together.
 
-`copy_holders` places the memory of every rank in groups of nodes, the last of them a ring (Gemini, SOSP '23, section
-4.1), among data-parallel peers if these are given (MoEtion, section 5.1, Algorithm 2). All ranks compute the same
-placement. Must not: know which ranks are alive.
+`copy_holders` places the memory of every rank in groups of nodes, the last of them a
+ring (Gemini, SOSP '23, section 4.1), among data-parallel peers if these are given
+(MoEtion, section 5.1, Algorithm 2). All ranks compute the same placement. Must not:
+know which ranks are alive.
 """
 
 from __future__ import annotations
 
 LISTED_NODES = 16
-"""For more nodes than this, `placement_lines` describes all groups but the last in one line."""
+"""For more nodes than this, `placement_lines` describes all groups but the last in one
+line.
+"""
 
 
 def num_nodes(world_size: int, ranks_per_node: int) -> int:
@@ -17,21 +21,31 @@ def num_nodes(world_size: int, ranks_per_node: int) -> int:
 
 
 def copy_holders(
-    global_rank: int, *, world_size: int, ranks_per_node: int, replicas: int, peers: int | None = None
+    global_rank: int,
+    *,
+    world_size: int,
+    ranks_per_node: int,
+    replicas: int,
+    peers: int | None = None,
 ) -> tuple[int, ...]:
-    """Return the ranks that hold this rank's copies: the rank in its place on each of `replicas` nodes of its group.
+    """Return the ranks that hold this rank's copies: the rank in its place on each of
+    `replicas` nodes of its group.
 
-    8 ranks, 2 a node, 1 replica: nodes 0 and 1 hold each other's copies, and so do 2 and 3; rank 1 holds those of rank
-    3. 5 nodes, 1 replica: nodes 0 and 1 hold each other's copies, 3 those of 2, 4 those of 3, 2 those of 4. Needs
-    replicas < nodes and nodes of equal size. Gemini, section 4.1, mixed strategy, whose m counts the owner's own copy:
-    m = replicas + 1. Every rank holds the copies of `replicas` other ranks; any `replicas` nodes may be lost, and most
-    sets of one more.
+    8 ranks, 2 a node, 1 replica: nodes 0 and 1 hold each other's copies, and so do 2
+    and 3; rank 1 holds those of rank
+    3. 5 nodes, 1 replica: nodes 0 and 1 hold each other's copies, 3 those of 2, 4 those
+       of 3, 2 those of 4. Needs replicas < nodes and nodes of equal size. Gemini,
+       section 4.1, mixed strategy, whose m counts the owner's own copy: m = replicas +
+       1. Every rank holds the copies of `replicas` other ranks; any `replicas` nodes
+       may be lost, and most sets of one more.
 
-    `peers`: this many consecutive ranks train one stage as data-parallel peers; groups stay among them if they fill
-    more than `replicas` nodes. 6 nodes, 3 a stage, 1 replica: nodes 0 to 2 form a ring, and so do 3 to 5. This is
-    MoEtion, section 5.1, Algorithm 2, as its text describes it: each rank contributes a shard. The printed algorithm
-    differs: it calls a pipeline a data-parallel group, ignores nodes, lets the lowest worker of a group hold all copies
-    of the others, and outside of groups leaves the last worker without a copy.
+    `peers`: this many consecutive ranks train one stage as data-parallel peers; groups
+    stay among them if they fill more than `replicas` nodes. 6 nodes, 3 a stage, 1
+    replica: nodes 0 to 2 form a ring, and so do 3 to 5. This is MoEtion, section 5.1,
+    Algorithm 2, as its text describes it: each rank contributes a shard. The printed
+    algorithm differs: it calls a pipeline a data-parallel group, ignores nodes, lets
+    the lowest worker of a group hold all copies of the others, and outside of groups
+    leaves the last worker without a copy.
     """
     first, near = _near(global_rank, world_size, ranks_per_node, replicas, peers)
     nodes = _equal_nodes(near, ranks_per_node, replicas)
@@ -40,60 +54,109 @@ def copy_holders(
     return tuple(first + holder for holder in holders)
 
 
-def placement_lines(*, world_size: int, ranks_per_node: int, replicas: int, peers: int | None = None) -> list[str]:
-    """Return a readable table of `copy_holders`: a line a node, the first rank of a range held by the first of each.
+def placement_lines(
+    *, world_size: int, ranks_per_node: int, replicas: int, peers: int | None = None
+) -> list[str]:
+    """Return a readable table of `copy_holders`: a line a node, the first rank of a
+    range held by the first of each.
 
-    For more than LISTED_NODES nodes, all groups but the last, which may be a ring, share a line. If groups stay among
-    data-parallel peers, the first stage stands for all.
+    For more than LISTED_NODES nodes, all groups but the last, which may be a ring,
+    share a line. If groups stay among data-parallel peers, the first stage stands for
+    all.
     """
     _, near = _near(0, world_size, ranks_per_node, replicas, peers)
     nodes = _equal_nodes(near, ranks_per_node, replicas)
     if replicas == 0:
         return ["no node keeps copies of another's memory"]
-    num_summed = _group(nodes[-1], nodes, replicas).start if len(nodes) > LISTED_NODES else 0
+    num_summed = (
+        _group(nodes[-1], nodes, replicas).start if len(nodes) > LISTED_NODES else 0
+    )
     rows = [("node", "ranks", "copies are kept by ranks")]
     if num_summed:
-        others = f"in their place on the other nodes: {replicas + 1} in a row keep each other's"
-        rows.append((_span(0, num_summed), _span(0, num_summed * ranks_per_node), others))
+        others = (
+            f"in their place on the other nodes: {replicas + 1} in a row keep each"
+            " other's"
+        )
+        rows.append(
+            (_span(0, num_summed), _span(0, num_summed * ranks_per_node), others)
+        )
     for node in nodes[num_summed:]:
         first = node * ranks_per_node
-        holders = copy_holders(first, world_size=near, ranks_per_node=ranks_per_node, replicas=replicas)
+        holders = copy_holders(
+            first, world_size=near, ranks_per_node=ranks_per_node, replicas=replicas
+        )
         spans = [_span(rank, ranks_per_node) for rank in (first, *holders)]
         rows.append((str(node), spans[0], ", ".join(spans[1:])))
-    node_width, ranks_width = (max(len(row[column]) for row in rows) for column in (0, 1))
-    lines = [f"{node:>{node_width}}  {ranks:>{ranks_width}}  {kept_by}" for node, ranks, kept_by in rows]
-    return lines if near == world_size else [*lines, f"and so on, {len(nodes)} nodes a stage: copies stay within it"]
+    node_width, ranks_width = (
+        max(len(row[column]) for row in rows) for column in (0, 1)
+    )
+    lines = [
+        f"{node:>{node_width}}  {ranks:>{ranks_width}}  {kept_by}"
+        for node, ranks, kept_by in rows
+    ]
+    return (
+        lines
+        if near == world_size
+        else [*lines, f"and so on, {len(nodes)} nodes a stage: copies stay within it"]
+    )
 
 
-def _near(global_rank: int, world_size: int, ranks_per_node: int, replicas: int, peers: int | None) -> tuple[int, int]:
-    """Return the first of the ranks among which this rank's copies stay, and their number."""
+def _near(
+    global_rank: int,
+    world_size: int,
+    ranks_per_node: int,
+    replicas: int,
+    peers: int | None,
+) -> tuple[int, int]:
+    """Return the first of the ranks among which this rank's copies stay, and their
+    number.
+    """
     # groups are of whole nodes: a node with ranks of two stages would be in two rings
-    if peers is None or peers % ranks_per_node or num_nodes(peers, ranks_per_node) <= replicas:
+    if (
+        peers is None
+        or peers % ranks_per_node
+        or num_nodes(peers, ranks_per_node) <= replicas
+    ):
         return 0, world_size
     return global_rank // peers * peers, peers
 
 
 def _equal_nodes(world_size: int, ranks_per_node: int, replicas: int) -> range:
-    assert 0 <= replicas < num_nodes(world_size, ranks_per_node), (replicas, world_size, ranks_per_node)
+    assert 0 <= replicas < num_nodes(world_size, ranks_per_node), (
+        replicas,
+        world_size,
+        ranks_per_node,
+    )
     assert world_size % ranks_per_node == 0, (world_size, ranks_per_node)
     return range(world_size // ranks_per_node)
 
 
 def _group(node: int, nodes: range, replicas: int) -> range:
-    """Return the nodes that `node` shares copies with: replicas + 1 in a row; the last group takes the remaining nodes.
+    """Return the nodes that `node` shares copies with: replicas + 1 in a row; the last
+    group takes the remaining nodes.
 
-    The last group has up to 2 * replicas + 1 nodes. A ring fits all sizes: in a full group it reaches all others.
+    The last group has up to 2 * replicas + 1 nodes. A ring fits all sizes: in a full
+    group it reaches all others.
     """
     size = replicas + 1
     last = len(nodes) // size - 1
     index = min(node // size, last)
-    return nodes[index * size :] if index == last else nodes[index * size : (index + 1) * size]
+    return (
+        nodes[index * size :]
+        if index == last
+        else nodes[index * size : (index + 1) * size]
+    )
 
 
-def _next_in_ring(global_rank: int, ring: range, ranks_per_node: int, replicas: int) -> tuple[int, ...]:
+def _next_in_ring(
+    global_rank: int, ring: range, ranks_per_node: int, replicas: int
+) -> tuple[int, ...]:
     node, place = divmod(global_rank, ranks_per_node)
     position = ring.index(node)
-    return tuple(ring[(position + hop) % len(ring)] * ranks_per_node + place for hop in range(1, replicas + 1))
+    return tuple(
+        ring[(position + hop) % len(ring)] * ranks_per_node + place
+        for hop in range(1, replicas + 1)
+    )
 
 
 def _span(first: int, length: int) -> str:

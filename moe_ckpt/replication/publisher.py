@@ -1,8 +1,10 @@
-"""The part of a rank's host memory that outlives its worker: snapshots and step log, in shared memory and copied.
+"""The part of a rank's host memory that outlives its worker: snapshots and step log, in
+shared memory and copied.
 
-Owns: the keys of blobs, and the set of confirmed copies. Must not: store snapshots or steps itself (`snapshot.windows`
-and `snapshot.step_log` do), or decide how long they stay. The boundary log is not part of it: a lost rank replays, and
-logs again what it sent.
+Owns: the keys of blobs, and the set of confirmed copies. Must not: store snapshots or
+steps itself (`snapshot.windows` and `snapshot.step_log` do), or decide how long they
+stay. The boundary log is not part of it: a lost rank replays, and logs again what it
+sent.
 """
 
 from __future__ import annotations
@@ -39,24 +41,40 @@ from moe_ckpt.snapshot.adam_update import (
     update_to_bytes,
 )
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
-from moe_ckpt.snapshot.codec import Snapshot, SnapshotHeader, header_from_json, header_to_json
-from moe_ckpt.snapshot.step_codec import start_from_bytes, start_to_bytes, step_from_bytes, step_to_bytes
+from moe_ckpt.snapshot.codec import (
+    Snapshot,
+    SnapshotHeader,
+    header_from_json,
+    header_to_json,
+)
+from moe_ckpt.snapshot.step_codec import (
+    start_from_bytes,
+    start_to_bytes,
+    step_from_bytes,
+    step_to_bytes,
+)
 from moe_ckpt.snapshot.step_log import START, STEP, StepRecord, window_steps
 from moe_ckpt.snapshot.windows import HostBuffers
 
 _log = logging.getLogger(__name__)
 _SNAPSHOT, _LOCAL = "snapshot-", "local-"
 _OLDER_STEP = "record-"
-"""How keys of records begin in windows of older versions, in which each start is a blob of its own."""
+"""How keys of records begin in windows of older versions, in which each start is a blob
+of its own.
+"""
 
-_KEY = re.compile(rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{STEP}|{_OLDER_STEP})([0-9]+))")
+_KEY = re.compile(
+    rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{STEP}|{_OLDER_STEP})([0-9]+))"
+)
 
 
 class Copies(Protocol):
     """Copies own blobs to peers, in the background."""
 
     def copy(self, keys: list[str]) -> Future[Any]:
-        """Start copying; the future is done when all peers have all of the blobs, with the work of servers."""
+        """Start copying; the future is done when all peers have all of the blobs, with
+        the work of servers.
+        """
         ...
 
     def drop(self, keys: list[str]) -> None:
@@ -76,7 +94,9 @@ class NoCopies:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FolderContents:
-    """The contents of a folder: snapshots in any order, and starts and records by iteration."""
+    """The contents of a folder: snapshots in any order, and starts and records by
+    iteration.
+    """
 
     snapshots: tuple[Snapshot, ...]
     starts: Mapping[int, Mapping[str, torch.Tensor]]
@@ -84,36 +104,54 @@ class FolderContents:
 
 
 class Publisher:
-    """Publishes one rank's snapshots and steps in `folder`. Any thread may add snapshots; all else is for one thread.
+    """Publishes one rank's snapshots and steps in `folder`. Any thread may add
+    snapshots; all else is for one thread.
 
-    A copy may take `copy_s` seconds. Methods that wait for one raise PeersLostError as soon as ranks are lost.
+    A copy may take `copy_s` seconds. Methods that wait for one raise PeersLostError as
+    soon as ranks are lost.
 
-    Peers receive nothing before `begin_copying` and after `stop_copying`: their copies may be the last ones. `on_wait`
-    is called when a wait for peers begins (True) and ends (False).
+    Peers receive nothing before `begin_copying` and after `stop_copying`: their copies
+    may be the last ones. `on_wait` is called when a wait for peers begins (True) and
+    ends (False).
     """
 
-    def __init__(self, folder: BlobFolder, copies: Copies, copy_s: float, on_wait: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        folder: BlobFolder,
+        copies: Copies,
+        copy_s: float,
+        on_wait: Callable[[bool], None],
+    ) -> None:
         self.folder = folder
         self._copies = copies
         self._copy_s = copy_s
         self._on_wait = on_wait
-        # reentrant: a copy that is done at once, as all are without peers, calls back inside the lock
+        # reentrant: a copy that is done at once, as all are without peers, calls back
+        # inside the lock
         self._lock = RLock()
         self._times = CopyTimes()
         self.num_peers = 0
         self._keys: dict[int, str] = {}  # keys of snapshots, by the payload's id
         self._copying: dict[str, Future[Any]] | None = None
-        self._changed: set[str] = set()  # since copying stopped: peers may hold other contents under these keys
-        self._stale: set[str] = set()  # keys that peers hold and drop once they hold the folder's blobs
+        # since copying stopped: peers may hold other contents under these keys
+        self._changed: set[str] = set()
+        # keys that peers hold and drop once they hold the folder's blobs
+        self._stale: set[str] = set()
         self._withdrawn: set[str] = set()  # since copying stopped
         self._copies_fail = False
-        self._interrupted: Future[None] = Future()  # no event: a wait for a copy ends with whichever comes first
-        self._newest: dict[str | None, str] = {}  # by unit: the key that peers received last
-        self.updates = HostBuffers(folder)  # gradients on their way to peers; a stream acquires memory for its own here
+        # no event: a wait for a copy ends with whichever comes first
+        self._interrupted: Future[None] = Future()
+        # by unit: the key that peers received last
+        self._newest: dict[str | None, str] = {}
+        # gradients on their way to peers; a stream acquires memory for its own here
+        self.updates = HostBuffers(folder)
         self._packed: dict[str, torch.Tensor] = {}  # by the update's key
 
-    def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
-        """Publish a finished snapshot, whose payload is memory of the folder. Raises CheckpointSaveError.
+    def add_snapshot(
+        self, snapshot: Snapshot, gradients: Gradients | None = None
+    ) -> None:
+        """Publish a finished snapshot, whose payload is memory of the folder. Raises
+        CheckpointSaveError.
 
         Peers that have the unit of the previous iteration receive `gradients` only.
         """
@@ -122,27 +160,47 @@ class Publisher:
         key = _new_key(kind, header)
         with self._lock:
             content = header_to_json(header)
-            self.folder.publish(key, content, snapshot.payload, header.payload_bytes, header.checksum)
+            self.folder.publish(
+                key, content, snapshot.payload, header.payload_bytes, header.checksum
+            )
             self._keys[id(snapshot.payload)] = key
             if kind == _SNAPSHOT:
                 unit = header.unit.name if header.unit else None
                 base, self._newest[unit] = self._newest.get(unit), key
-                sent = self._publish_update(base, key, header, gradients) if base and gradients else key
+                sent = (
+                    self._publish_update(base, key, header, gradients)
+                    if base and gradients
+                    else key
+                )
                 self._copy(key, header.payload_bytes, sent)
 
-    def _publish_update(self, base: str, key: str, header: SnapshotHeader, gradients: Gradients) -> str:
-        """Publish the update that leads from `base` to the snapshot `key`, and return its key.
+    def _publish_update(
+        self, base: str, key: str, header: SnapshotHeader, gradients: Gradients
+    ) -> str:
+        """Publish the update that leads from `base` to the snapshot `key`, and return
+        its key.
 
-        Returns `key` itself if peers did not receive the base, or if the snapshot cannot be computed from it.
+        Returns `key` itself if peers did not receive the base, or if the snapshot
+        cannot be computed from it.
         """
-        if self._copying is None or base not in self._copying or not can_be_updated(header):
+        if (
+            self._copying is None
+            or base not in self._copying
+            or not can_be_updated(header)
+        ):
             return key
         steps = {part: step for part, (_, step) in gradients.items()}
-        update = Update(base=base, target=key, steps=steps_of(header, steps), header=header)
+        update = Update(
+            base=base, target=key, steps=steps_of(header, steps), header=header
+        )
         try:
-            packed, packed_bytes = pack_gradients(header, gradients, self.updates.acquire)
+            packed, packed_bytes = pack_gradients(
+                header, gradients, self.updates.acquire
+            )
             self._packed[update_key(key)] = packed
-            self.folder.publish(update_key(key), update_to_bytes(update), packed, packed_bytes)
+            self.folder.publish(
+                update_key(key), update_to_bytes(update), packed, packed_bytes
+            )
         except CheckpointSaveError as error:
             _log.warning("%s goes to peers as a whole: %s", header, error)
             self._drop_update(update_key(key))
@@ -150,7 +208,9 @@ class Publisher:
         return update_key(key)
 
     def begin_states(self, base: Snapshot) -> str:
-        """Begin the states that peers compute, from this snapshot, which is published here; return its key."""
+        """Begin the states that peers compute, from this snapshot, which is published
+        here; return its key.
+        """
         with self._lock:
             key = self._newest[None] = self._keys[id(base.payload)]
             return key
@@ -163,10 +223,11 @@ class Publisher:
         packed_bytes: int,
         mirrored: Mirrored | None = None,
     ) -> str:
-        """Let peers compute the state of `header`, which is not stored here, from the one before; return its key.
+        """Let peers compute the state of `header`, which is not stored here, from the
+        one before; return its key.
 
-        Peers capture the gradients that are `mirrored`. `packed` is of `updates`, and is released once peers have it.
-        Raises CheckpointSaveError; it is then released.
+        Peers capture the gradients that are `mirrored`. `packed` is of `updates`, and
+        is released once peers have it. Raises CheckpointSaveError; it is then released.
         """
         key = _new_key(_SNAPSHOT, header)
         with self._lock:
@@ -174,9 +235,20 @@ class Publisher:
             base = self._newest.get(None)
             try:
                 if base is None or self._copying is None or base not in self._copying:
-                    raise CheckpointSaveError(f"{header}: peers have no state that it follows from")
-                update = Update(base=base, target=key, steps=tuple(steps), header=header, seals=True, mirrored=mirrored)
-                self.folder.publish(update_key(key), update_to_bytes(update), packed, packed_bytes)
+                    raise CheckpointSaveError(
+                        f"{header}: peers have no state that it follows from"
+                    )
+                update = Update(
+                    base=base,
+                    target=key,
+                    steps=tuple(steps),
+                    header=header,
+                    seals=True,
+                    mirrored=mirrored,
+                )
+                self.folder.publish(
+                    update_key(key), update_to_bytes(update), packed, packed_bytes
+                )
             except CheckpointSaveError:
                 self._drop_update(update_key(key))
                 raise
@@ -185,36 +257,51 @@ class Publisher:
         return key
 
     def has_state(self, key: str, iteration: int, *, wait: bool) -> bool:
-        """Return whether peers have a state, and the start of the iteration after it; with `wait`, wait for both.
+        """Return whether peers have a state, and the start of the iteration after it;
+        with `wait`, wait for both.
 
         Raises CheckpointSaveError if peers cannot compute it.
         """
         keys = (key, f"{START}{iteration + 1}")
         with self._lock:
-            copies = [self._copying.get(each) if self._copying else None for each in keys]
+            copies = [
+                self._copying.get(each) if self._copying else None for each in keys
+            ]
         if wait:
             # without the lock: other threads add snapshots meanwhile
             self._wait_for([copy for copy in copies if copy])
         for copy in copies:
             if copy is None:
-                raise CheckpointSaveError(f"the state of iteration {iteration} was not sent")
+                raise CheckpointSaveError(
+                    f"the state of iteration {iteration} was not sent"
+                )
             if copy.done() and (reason := copy.exception()):
-                raise CheckpointSaveError(f"the state of iteration {iteration}: {reason}")
+                raise CheckpointSaveError(
+                    f"the state of iteration {iteration}: {reason}"
+                )
         return all(copy is not None and copy.done() for copy in copies)
 
     def work_for(self, key: str) -> ServerWork:
         """Return the work of the slowest server for a state that all servers have."""
         with self._lock:
             copy = self._copying.get(key) if self._copying else None
-        return copy.result() if copy and copy.done() and isinstance(copy.result(), ServerWork) else NO_WORK
+        return (
+            copy.result()
+            if copy and copy.done() and isinstance(copy.result(), ServerWork)
+            else NO_WORK
+        )
 
     def interrupt_waits(self) -> None:
-        """End this and all later waits for copies until copying begins again: ranks were lost. For another thread."""
-        with contextlib.suppress(InvalidStateError):  # a second loss, before copying began
+        """End this and all later waits for copies until copying begins again: ranks
+        were lost. For another thread.
+        """
+        # a second loss, before copying began
+        with contextlib.suppress(InvalidStateError):
             self._interrupted.set_result(None)
 
     def _wait_for(self, copies: Sequence[Future[Any]]) -> None:
-        """Return once these copies are done, or one has failed, or after the time that a copy may take.
+        """Return once these copies are done, or one has failed, or after the time that
+        a copy may take.
 
         Raises PeersLostError if ranks are lost meanwhile: they would wait for this one.
         """
@@ -256,8 +343,12 @@ class Publisher:
         """Publish the state that an iteration starts from."""
         self._put(f"{START}{iteration}", start_to_bytes(start))
 
-    def add_step(self, record: StepRecord, start: Mapping[str, torch.Tensor] | None) -> None:
-        """Publish an iteration's record, and the start of the iteration unless it is None."""
+    def add_step(
+        self, record: StepRecord, start: Mapping[str, torch.Tensor] | None
+    ) -> None:
+        """Publish an iteration's record, and the start of the iteration unless it is
+        None.
+        """
         self._put(f"{STEP}{record.iteration}", step_to_bytes(record, start))
 
     def drop_steps(self, starts: Iterable[int], steps: Iterable[int]) -> None:
@@ -265,34 +356,51 @@ class Publisher:
         self.drop([f"{START}{i}" for i in starts] + [f"{STEP}{i}" for i in steps])
 
     def has_copies_of_step(self, iteration: int) -> bool:
-        """Wait until peers hold the record of `iteration`, with its start; return whether they do.
+        """Wait until peers hold the record of `iteration`, with its start; return
+        whether they do.
 
-        If a copy has failed since copying began, training does not wait again: every iteration would.
+        If a copy has failed since copying began, training does not wait again: every
+        iteration would.
         """
         return not self._copies_fail and self._are_copied([f"{STEP}{iteration}"])
 
     def has_copies(self, snapshots: Sequence[Snapshot]) -> bool:
-        """Wait until peers hold these snapshots of a window and its steps; return whether they do."""
+        """Wait until peers hold these snapshots of a window and its steps; return
+        whether they do.
+        """
         return self._are_copied(self._copied_keys_of(snapshots))
 
     def awaits_copies(self, snapshots: Sequence[Snapshot]) -> bool:
         """Return whether `has_copies` would wait."""
-        assert self._copying is not None, "asked for copies before peers were told of anything"
+        assert self._copying is not None, (
+            "asked for copies before peers were told of anything"
+        )
         copies = [self._copying.get(key) for key in self._copied_keys_of(snapshots)]
         return any(copy is not None and not copy.done() for copy in copies)
 
-    def persist(self, disk: LocalDisk, snapshots: Sequence[Snapshot], *, keep: int | None) -> Future[None]:
+    def persist(
+        self, disk: LocalDisk, snapshots: Sequence[Snapshot], *, keep: int | None
+    ) -> Future[None]:
         """Start copying a window to disk, with its steps.
 
-        Of the windows on disk only the one that starts at `keep` stays; None: all of them stay.
+        Of the windows on disk only the one that starts at `keep` stays; None: all of
+        them stay.
         """
         keys = self._keys_of(snapshots)
         there = BlobFolder(disk.path).keys()
-        stale = [] if keep is None else [key for key in there if key not in keys and not belongs_to(key, keep)]
+        stale = (
+            []
+            if keep is None
+            else [key for key in there if key not in keys and not belongs_to(key, keep)]
+        )
         return disk.persist(keys, stale)
 
     def persist_units(
-        self, disk: LocalDisk, units: Sequence[Snapshot], *, also: Sequence[Snapshot] | None
+        self,
+        disk: LocalDisk,
+        units: Sequence[Snapshot],
+        *,
+        also: Sequence[Snapshot] | None,
     ) -> Future[None]:
         """Start copying units of a partial checkpoint to disk.
 
@@ -306,7 +414,8 @@ class Publisher:
     def wait_for(self, persisted: Future[None]) -> None:
         """Wait for a write that `persist` has started.
 
-        Raises CheckpointSaveError if it failed, or takes too long, and PeersLostError if ranks are lost meanwhile.
+        Raises CheckpointSaveError if it failed, or takes too long, and PeersLostError
+        if ranks are lost meanwhile.
         """
         self._wait_for([persisted])
         if not persisted.done():
@@ -314,15 +423,25 @@ class Publisher:
         persisted.result()
 
     def copy_bytes_per_s(self) -> float:
-        """Return the recent rate at which snapshots reached all peers, including waits; inf without peers."""
+        """Return the recent rate at which snapshots reached all peers, including waits;
+        inf without peers.
+        """
         return self._times.bytes_per_s()
 
     def sent(self, snapshots: Sequence[Snapshot]) -> SentCopy | None:
-        """Return the time until all peers had these snapshots; None without peers, or for an earlier worker's."""
-        return self._times.of(self._copied_keys_of(snapshots)) if self.num_peers else None
+        """Return the time until all peers had these snapshots; None without peers, or
+        for an earlier worker's.
+        """
+        return (
+            self._times.of(self._copied_keys_of(snapshots)) if self.num_peers else None
+        )
 
-    def num_copies(self, snapshots: Sequence[Snapshot], held: Iterable[Collection[str]]) -> int:
-        """Return the number of peers that have all of a window and its steps. `held`: the keys that each peer has."""
+    def num_copies(
+        self, snapshots: Sequence[Snapshot], held: Iterable[Collection[str]]
+    ) -> int:
+        """Return the number of peers that have all of a window and its steps. `held`:
+        the keys that each peer has.
+        """
         wanted = set(self._copied_keys_of(snapshots))
         return sum(wanted.issubset(keys) for keys in held)
 
@@ -331,37 +450,57 @@ class Publisher:
         with self._lock:
             self._copying, self._stale = None, set()
 
-    def begin_copying(self, held: Sequence[Collection[str]], *, drop_stale: bool) -> None:
-        """Copy the folder's blobs to peers; `drop_stale`: peers drop all others once they have them.
+    def begin_copying(
+        self, held: Sequence[Collection[str]], *, drop_stale: bool
+    ) -> None:
+        """Copy the folder's blobs to peers; `drop_stale`: peers drop all others once
+        they have them.
 
-        `held`: the keys that each peer has. If a copy fails, peers keep what they have until copying begins again.
+        `held`: the keys that each peer has. If a copy fails, peers keep what they have
+        until copying begins again.
         """
         with self._lock:
             self.num_peers = len(held)
             here = self.folder.keys()
-            kept = [key for key in here if not (key.startswith(_LOCAL) or is_update(key))]
-            # the same key is not enough: a record that was logged again has other contents
+            kept = [
+                key for key in here if not (key.startswith(_LOCAL) or is_update(key))
+            ]
+            # the same key is not enough: a record that was logged again has other
+            # contents
             everywhere = set(kept).intersection(*held).difference(self._changed)
-            self._copying, self._copies_fail, self._changed = {key: _done() for key in everywhere}, False, set()
+            self._copying, self._copies_fail, self._changed = (
+                {key: _done() for key in everywhere},
+                False,
+                set(),
+            )
             self._interrupted = Future()
             for key in kept:
                 if key not in everywhere:
                     self._copy(key)
             if drop_stale:
-                # a copy of a withdrawn blob may have been on its way when peers said what they hold
-                self._stale, self._withdrawn = self._withdrawn.union(*held).difference(kept), set()
+                # a copy of a withdrawn blob may have been on its way when peers said
+                # what they hold
+                self._stale, self._withdrawn = (
+                    self._withdrawn.union(*held).difference(kept),
+                    set(),
+                )
                 self._drop_later(self._copying)
 
     def _drop_later(self, copying: Mapping[str, Future[Any]]) -> None:
-        """Let peers drop stale blobs once these copies are complete: until then a stale blob may be the last source."""
+        """Let peers drop stale blobs once these copies are complete: until then a stale
+        blob may be the last source.
+        """
         copies = list(copying.values())
 
         def drop(copied: Future[Any]) -> None:
             if copied.exception():
                 return  # on a thread for which the holder of the lock may wait
             with self._lock:
-                # not once copying has stopped or begun anew: then the stale blobs may be the last source again
-                if self._copying is copying and all(copy.done() and not copy.exception() for copy in copies):
+                # not once copying has stopped or begun anew: then the stale blobs may
+                # be the last source again
+                if self._copying is copying and all(
+                    copy.done() and not copy.exception() for copy in copies
+                ):
                     self._copies.drop(sorted(self._stale))
                     self._stale = set()
 
@@ -369,15 +508,19 @@ class Publisher:
             copy.add_done_callback(drop)
 
     def adopt(self) -> FolderContents:
-        """Return the contents of the folder, left there by an earlier process or fetched from a peer.
+        """Return the contents of the folder, left there by an earlier process or
+        fetched from a peer.
 
         Of a replacement that an earlier process had begun, only whole contents count.
         """
         self.folder.settle()
         for key in filter(is_update, self.folder.keys()):
-            self.folder.discard(key)  # of a process that died before it saw the copy complete
+            # of a process that died before it saw the copy complete
+            self.folder.discard(key)
         blobs = self.folder.adopt()
-        self._keys = {id(blob.payload): key for key, blob in blobs.items() if _is_snapshot(key)}
+        self._keys = {
+            id(blob.payload): key for key, blob in blobs.items() if _is_snapshot(key)
+        }
         kept = _kept(blobs)
         for iteration, record in kept.records.items():
             if (older := f"{_OLDER_STEP}{iteration}") in blobs:
@@ -385,8 +528,11 @@ class Publisher:
                 self.folder.withdraw(older)
         return kept
 
-    def replace(self, fetch: Callable[[BlobFolder], int], forget: Callable[[], None]) -> int:
-        """Replace the folder's contents by those that `fetch` puts into the folder that it is given.
+    def replace(
+        self, fetch: Callable[[BlobFolder], int], forget: Callable[[], None]
+    ) -> int:
+        """Replace the folder's contents by those that `fetch` puts into the folder that
+        it is given.
 
         Until the new contents are whole, the others stay, also after a death.
 
@@ -398,7 +544,8 @@ class Publisher:
             The result of `fetch`.
 
         Raises:
-            Exception: An error of `fetch`; the folder then has its contents from before.
+            Exception: An error of `fetch`; the folder then has its contents from
+                before.
         """
         assert self._copying is None, "peers would drop what is being fetched"
         incoming = self.folder.incoming()
@@ -415,7 +562,9 @@ class Publisher:
         return result
 
     def _keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
-        return window_steps(snapshots) + [self._keys[id(snapshot.payload)] for snapshot in snapshots]
+        return window_steps(snapshots) + [
+            self._keys[id(snapshot.payload)] for snapshot in snapshots
+        ]
 
     def _copied_keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
         return [key for key in self._keys_of(snapshots) if not key.startswith(_LOCAL)]
@@ -429,7 +578,9 @@ class Publisher:
         self._copy(key)
 
     def _copy(self, key: str, measured_bytes: int = 0, by: str | None = None) -> None:
-        """Copy a blob to peers; `by`: send this other blob instead, which is dropped afterwards."""
+        """Copy a blob to peers; `by`: send this other blob instead, which is dropped
+        afterwards.
+        """
         began_s, sent = time.monotonic(), by or key
 
         def finish(copied: Future[Any]) -> None:
@@ -442,12 +593,15 @@ class Publisher:
             if self._copying is None:
                 self._changed.add(key)
                 return
-            self._stale.discard(key)  # else the answer to another copy would let peers drop what they receive now
+            # else the answer to another copy would let peers drop what they receive now
+            self._stale.discard(key)
             copy = self._copying[key] = self._copies.copy([sent])
         copy.add_done_callback(finish)
 
     def drop(self, keys: list[str]) -> None:
-        """Withdraw blobs, and let peers drop their copies, or states that they have computed."""
+        """Withdraw blobs, and let peers drop their copies, or states that they have
+        computed.
+        """
         for key in keys:
             self.folder.withdraw(key)
         with self._lock:
@@ -459,7 +613,9 @@ class Publisher:
             self._copies.drop(keys)
 
     def _are_copied(self, keys: Iterable[str]) -> bool:
-        assert self._copying is not None, "asked for copies before peers were told of anything"
+        assert self._copying is not None, (
+            "asked for copies before peers were told of anything"
+        )
         try:
             copies = [self._copying[key] for key in keys]
             self._wait_for(copies)
@@ -467,21 +623,26 @@ class Publisher:
                 copy.result(0.0)
         # KeyError: a step for which the folder had no room was never sent
         except (CheckpointSaveError, NotInTimeError, KeyError) as error:
-            _log.warning("not copied, training goes on: %s", str(error) or f"no answer in {self._copy_s:g} s")
+            _log.warning(
+                "not copied, training goes on: %s",
+                str(error) or f"no answer in {self._copy_s:g} s",
+            )
             self._copies_fail = True
             return False
         return True
 
 
 def _new_key(kind: str, header: SnapshotHeader) -> str:
-    # random: after a rollback the same slot is taken again, and peers may still hold the earlier one
+    # random: after a rollback the same slot is taken again, and peers may still hold
+    # the earlier one
     return f"{kind}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
 
 
 def newest_snapshot(keys: Iterable[str]) -> int | None:
     """Return the newest iteration of any snapshot, complete or not; None for none.
 
-    Raises CheckpointLoadError for a key that begins as a snapshot's does, and has no iteration.
+    Raises CheckpointLoadError for a key that begins as a snapshot's does, and has no
+    iteration.
     """
     return max((sum(_numbers(key)) for key in keys if _is_snapshot(key)), default=None)
 
@@ -491,19 +652,27 @@ def _is_snapshot(key: str) -> bool:
 
 
 def belongs_to(key: str, window_start: int) -> bool:
-    """Return whether a blob belongs to the window that starts there, or to an iteration after that.
+    """Return whether a blob belongs to the window that starts there, or to an iteration
+    after that.
 
     Raises CheckpointLoadError for a key that is neither a snapshot's nor a step's.
     """
     number = _numbers(key)[0]
-    return number == window_start if key.startswith(_SNAPSHOT) else number > window_start
+    return (
+        number == window_start if key.startswith(_SNAPSHOT) else number > window_start
+    )
 
 
 def _numbers(key: str) -> list[int]:
-    """Return the start and the slot of a snapshot, or the iteration of a start or a step, from the key."""
+    """Return the start and the slot of a snapshot, or the iteration of a start or a
+    step, from the key.
+    """
     found = _KEY.fullmatch(key)
     if found is None:
-        wanted = f"{_SNAPSHOT}START-SLOT-ID, {_LOCAL}START-SLOT-ID, {START}ITERATION or {STEP}ITERATION"
+        wanted = (
+            f"{_SNAPSHOT}START-SLOT-ID, {_LOCAL}START-SLOT-ID, {START}ITERATION or"
+            f" {STEP}ITERATION"
+        )
         raise CheckpointLoadError(f"key of a blob: got {key!r}, wanted {wanted}")
     return [int(number) for number in found.groups() if number is not None]
 
@@ -520,19 +689,27 @@ def _done() -> Future[None]:
 
 
 def read_snapshots(folder: BlobFolder) -> dict[str, Snapshot]:
-    """Return a rank's snapshots by key, with intact headers; the folder may change meanwhile."""
+    """Return a rank's snapshots by key, with intact headers; the folder may change
+    meanwhile.
+    """
     found: dict[str, Snapshot] = {}
     for key in filter(_is_snapshot, folder.keys()):
         with contextlib.suppress(CheckpointLoadError):
             blob = folder.get(key)
             if blob.payload is not None:
-                found[key] = Snapshot(header=header_from_json(blob.header), payload=blob.payload)
+                found[key] = Snapshot(
+                    header=header_from_json(blob.header), payload=blob.payload
+                )
     return found
 
 
 def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
     """Return a rank's units of partial checkpoints by key, as `read_snapshots` does."""
-    return {key: unit for key, unit in read_snapshots(folder).items() if unit.header.unit is not None}
+    return {
+        key: unit
+        for key, unit in read_snapshots(folder).items()
+        if unit.header.unit is not None
+    }
 
 
 def read_kept(folder: BlobFolder) -> FolderContents:
@@ -551,14 +728,17 @@ def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
     for key, blob in blobs.items():
         try:
             if _is_snapshot(key) and blob.payload is not None:
-                snapshots.append(Snapshot(header=header_from_json(blob.header), payload=blob.payload))
+                snapshots.append(
+                    Snapshot(header=header_from_json(blob.header), payload=blob.payload)
+                )
             elif key.startswith(START):
                 starts[_numbers(key)[0]] = start_from_bytes(blob.header)
             elif key.startswith((STEP, _OLDER_STEP)):
                 iteration = _numbers(key)[0]
                 records[iteration], start = step_from_bytes(iteration, blob.header)
                 if start:
-                    starts.setdefault(iteration, start)  # one that was published alone is as new, or newer
+                    # one that was published alone is as new, or newer
+                    starts.setdefault(iteration, start)
         except CheckpointLoadError as error:
             _log.warning("%s cannot be used: %s", key, error)
     return FolderContents(snapshots=tuple(snapshots), starts=starts, records=records)

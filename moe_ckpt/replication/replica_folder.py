@@ -1,7 +1,8 @@
-"""The copies that a rank holds for another, in reused memory: new pages cost more than their contents.
+"""The copies that a rank holds for another, in reused memory: new pages cost more than
+their contents.
 
-Owns: the pool of free memory, never more than was in use at one time, and the limit of all. Must not: rely on files of
-free memory.
+Owns: the pool of free memory, never more than was in use at one time, and the limit of
+all. Must not: rely on files of free memory.
 """
 
 from __future__ import annotations
@@ -16,27 +17,37 @@ from moe_ckpt.snapshot.blobs import BlobFolder
 
 
 class ReplicaFolder(BlobFolder):
-    """A folder of deposited blobs that keeps their memory for later blobs. It adopts existing files.
+    """A folder of deposited blobs that keeps their memory for later blobs. It adopts
+    existing files.
 
-    `most_bytes`: the memory that all payloads of the owner may take; None: as much as there is.
+    `most_bytes`: the memory that all payloads of the owner may take; None: as much as
+    there is.
     """
 
     def __init__(self, path: Path, *, most_bytes: int | None = None) -> None:
         super().__init__(path)
         self._most_bytes = most_bytes
-        self._free: dict[int, torch.Tensor] = {}  # by id; the memory that has been free for longest comes first
+        # by id; the memory that has been free for longest comes first
+        self._free: dict[int, torch.Tensor] = {}
         adopted = self.adopt().items()
-        self._payloads = {key: blob.payload for key, blob in adopted if blob.payload is not None}
+        self._payloads = {
+            key: blob.payload for key, blob in adopted if blob.payload is not None
+        }
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return shared memory: uint8, [nbytes], of arbitrary contents.
 
-        Raises CheckpointSaveError if the file system has no room, or the owner may not hold so much more.
+        Raises CheckpointSaveError if the file system has no room, or the owner may not
+        hold so much more.
         """
         with self._lock:
             for tensor in self._free.values():
-                # its file may be gone, with the whole folder: an entry for it would name nothing
-                if tensor.numel() == nbytes and self._buffer_path(self._names[id(tensor)]).exists():
+                # its file may be gone, with the whole folder: an entry for it would
+                # name nothing
+                if (
+                    tensor.numel() == nbytes
+                    and self._buffer_path(self._names[id(tensor)]).exists()
+                ):
                     return self._free.pop(id(tensor))
             self._require_allowed(nbytes)
             self._give_back(nbytes)
@@ -44,12 +55,17 @@ class ReplicaFolder(BlobFolder):
 
     def free(self, tensor: torch.Tensor) -> None:
         with self._lock:
-            assert id(tensor) in self._names, "a tensor that was not allocated in this folder"
+            assert id(tensor) in self._names, (
+                "a tensor that was not allocated in this folder"
+            )
             self._free[id(tensor)] = tensor
 
-    def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
+    def deposit(
+        self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int
+    ) -> None:
         with self._lock:
-            # before the old payload is freed: the entry must not name memory that another blob may be given
+            # before the old payload is freed: the entry must not name memory that
+            # another blob may be given
             self.publish(key, header, payload, payload_bytes)
             self._free_payload(key)
             if payload is not None:
@@ -66,11 +82,17 @@ class ReplicaFolder(BlobFolder):
             self._give_back(math.inf)
 
     def _require_allowed(self, nbytes: int) -> None:
-        used_bytes = sum(tensor.numel() for tensor in self._mapped.values() if id(tensor) not in self._free)
+        used_bytes = sum(
+            tensor.numel()
+            for tensor in self._mapped.values()
+            if id(tensor) not in self._free
+        )
         if self._most_bytes is not None and used_bytes + nbytes > self._most_bytes:
             reason = f"got {used_bytes} bytes there and {nbytes} more"
             wanted = f"at most ckpt.memory_budget_bytes={self._most_bytes}"
-            raise CheckpointSaveError(f"copies in {self.path}: {reason}, wanted {wanted}")
+            raise CheckpointSaveError(
+                f"copies in {self.path}: {reason}, wanted {wanted}"
+            )
 
     def _free_payload(self, key: str) -> None:
         payload = self._payloads.pop(key, None)
@@ -78,7 +100,9 @@ class ReplicaFolder(BlobFolder):
             self.free(payload)
 
     def _give_back(self, nbytes: float) -> None:
-        """Release pooled buffers, the oldest first, until `nbytes` are free, so that the pool does not grow."""
+        """Release pooled buffers, the oldest first, until `nbytes` are free, so that
+        the pool does not grow.
+        """
         while self._free and nbytes > 0:
             tensor = self._free.pop(next(iter(self._free)))
             nbytes -= tensor.numel()

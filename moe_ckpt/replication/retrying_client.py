@@ -16,15 +16,20 @@ from moe_ckpt.replication.admission import open_connection
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Ticket
 
-_DELAYS_S = (0.0, 0.05, 0.1, 0.2, 0.4)  # before each attempt; the successor of a daemon is ready after a fork
+# before each attempt; the successor of a daemon is ready after a fork
+_DELAYS_S = (0.0, 0.05, 0.1, 0.2, 0.4)
 
 T = TypeVar("T")
 
 
 class RetryingClient:
-    """Calls one server, from one thread. A final failure raises `failure`, naming the server and the last reason."""
+    """Calls one server, from one thread. A final failure raises `failure`, naming the
+    server and the last reason.
+    """
 
-    def __init__(self, address: Address, ticket: Ticket, failure: type[MoeCkptError]) -> None:
+    def __init__(
+        self, address: Address, ticket: Ticket, failure: type[MoeCkptError]
+    ) -> None:
         self.address = address
         self._ticket = ticket
         self._failure = failure
@@ -32,9 +37,11 @@ class RetryingClient:
         self._closing = Event()
 
     def call(self, what: str, act: Callable[[Connection], T], until_s: float) -> T:
-        """Return the result of `act` over a connection. It is repeated if the connection breaks or garbles bytes.
+        """Return the result of `act` over a connection. It is repeated if the
+        connection breaks or garbles bytes.
 
-        There are at most 5 attempts, and none after `until_s` (of `time.monotonic`). Raises `failure`.
+        There are at most 5 attempts, and none after `until_s` (of `time.monotonic`).
+        Raises `failure`.
         """
         reason: Exception | None = None
         num_attempts = 0
@@ -44,16 +51,21 @@ class RetryingClient:
             num_attempts += 1
             try:
                 return self._attempt(act, until_s)
-            # of this end (a blob that was withdrawn, a full disk): another attempt would fail as well
+            # of this end (a blob that was withdrawn, a full disk): another attempt
+            # would fail as well
             except MoeCkptError as error:
                 raise self._failure(f"{what}, {self.address}: {error}") from error
             except RefusedError as error:
                 if not error.garbled:
-                    raise self._failure(f"{what}, refused by {self.address}: {error}") from error
+                    raise self._failure(
+                        f"{what}, refused by {self.address}: {error}"
+                    ) from error
                 reason = error
             except OSError as error:
                 reason = error
-        raise self._failure(f"{what}, {self.address}: {reason}, after {num_attempts} attempts") from reason
+        raise self._failure(
+            f"{what}, {self.address}: {reason}, after {num_attempts} attempts"
+        ) from reason
 
     def shut_down(self) -> None:
         """End the operation in progress, from any thread; later calls fail."""
@@ -88,5 +100,7 @@ class RetryingClient:
             raise TimeoutError("no time is left")
         if self._link is None:
             self._link = open_connection(self.address, self._ticket, left_s, self.pause)
-        self.pause(0)  # a thread that called `shut_down` before this connection existed has not ended it
+        # a thread that called `shut_down` before this connection existed has not ended
+        # it
+        self.pause(0)
         return self._link

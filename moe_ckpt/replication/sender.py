@@ -1,8 +1,9 @@
 """Copies one rank's blobs to its peers while training goes on.
 
-Owns: two sending threads per peer, their order, yielding to training traffic, and waits for the cap. Must not: choose
-the blobs, or keep a payload mapped longer than its copy takes. A chunk waits a bounded time while training
-communicates; nothing profiles idle spans of the network, as Gemini does (section 5).
+Owns: two sending threads per peer, their order, yielding to training traffic, and waits
+for the cap. Must not: choose the blobs, or keep a payload mapped longer than its copy
+takes. A chunk waits a bounded time while training communicates; nothing profiles idle
+spans of the network, as Gemini does (section 5).
 
     copy a, copy b, drop a       in this order to each peer, each peer at its own speed; confirmed when all have it
     steps                        in a thread and a connection of their own: every iteration waits for its step, which
@@ -31,19 +32,23 @@ from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 from moe_ckpt.snapshot.step_log import is_step
 from moe_ckpt.snapshot.token_bucket import Throttle
 
-_LONGEST_YIELD_S = 0.02  # a chunk: copying goes on, at 50 MB/s or more, however busy training is
+# a chunk: copying goes on, at 50 MB/s or more, however busy training is
+_LONGEST_YIELD_S = 0.02
 _YIELD_S = 0.005  # no event: the flag of training is memory that its process writes
-_LOOK_EVERY_S = 0.1  # while a chunk waits for tokens: how often to check that its snapshot is still wanted
+# while a chunk waits for tokens: how often to check that its snapshot is still wanted
+_LOOK_EVERY_S = 0.1
 _MOST_REFUSED = 3  # a peer whose arithmetic differs never computes the same state
 
 _log = logging.getLogger(__name__)
 
 
 class Replicator:
-    """Copies blobs of `own`, those of rank `owner_rank`, to the peers of the last `use_peers`; for any thread.
+    """Copies blobs of `own`, those of rank `owner_rank`, to the peers of the last
+    `use_peers`; for any thread.
 
-    A copy without confirmation `deadline_s` after its request has failed. While `may_send()` is False, every chunk
-    waits up to 20 ms. Bytes to all peers together wait for tokens of `throttle`.
+    A copy without confirmation `deadline_s` after its request has failed. While
+    `may_send()` is False, every chunk waits up to 20 ms. Bytes to all peers together
+    wait for tokens of `throttle`.
     """
 
     def __init__(
@@ -66,17 +71,25 @@ class Replicator:
         self._peers: dict[Address, tuple[_Lane, _Lane]] | None = None
 
     def use_peers(self, addresses: Sequence[Address]) -> None:
-        """Copy to these addresses from now on; copies to others fail, including those in progress."""
+        """Copy to these addresses from now on; copies to others fail, including those
+        in progress.
+        """
         with self._lock:
             before = self._peers or {}
             # a peer that stays keeps its lanes: requests to it stay in order
-            self._peers = {address: before.get(address) or self._peer(address) for address in addresses}
-            gone = [peer for address, peer in before.items() if address not in self._peers]
+            self._peers = {
+                address: before.get(address) or self._peer(address)
+                for address in addresses
+            }
+            gone = [
+                peer for address, peer in before.items() if address not in self._peers
+            ]
         for lane in itertools.chain(*gone):
             lane.close()
 
     def copy(self, keys: Sequence[str]) -> Future[ServerWork]:
-        """Start copying; the future is done when all peers hold all of it, or fails with a CheckpointSaveError.
+        """Start copying; the future is done when all peers hold all of it, or fails
+        with a CheckpointSaveError.
 
         Its result is the work of the slowest checkpoint server among the peers.
 
@@ -86,12 +99,20 @@ class Replicator:
         with self._lock:
             if self._peers is None and keys:
                 failed: Future[ServerWork] = Future()
-                failed.set_exception(CheckpointSaveError("copies: got no peers yet, wanted to be told which to use"))
+                failed.set_exception(
+                    CheckpointSaveError(
+                        "copies: got no peers yet, wanted to be told which to use"
+                    )
+                )
                 return failed
-            return _all_done([lane.copy(part, until_s) for lane, part in self._split(keys)])
+            return _all_done(
+                [lane.copy(part, until_s) for lane, part in self._split(keys)]
+            )
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Let all peers drop their copies, after all earlier requests of the same kind. A failure is logged."""
+        """Let all peers drop their copies, after all earlier requests of the same kind.
+        A failure is logged.
+        """
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
             for lane, part in self._split(keys):
@@ -105,12 +126,16 @@ class Replicator:
 
     def _peer(self, address: Address) -> tuple[_Lane, _Lane]:
         """Return the two ways to a peer: for steps, and for all other blobs."""
-        steps, others = (RetryingClient(address, self._ticket, CheckpointSaveError) for _ in range(2))
+        steps, others = (
+            RetryingClient(address, self._ticket, CheckpointSaveError) for _ in range(2)
+        )
         common = self._own, self._owner_rank, self._may_send, self._throttle
         return _Lane(steps, *common), _Lane(others, *common)
 
     def _split(self, keys: Sequence[str]) -> Iterator[tuple[_Lane, list[str]]]:
-        """Yield the lanes of all peers that have keys to send, with these; without keys, all lanes."""
+        """Yield the lanes of all peers that have keys to send, with these; without
+        keys, all lanes.
+        """
         for peer in (self._peers or {}).values():
             for lane, is_mine in zip(peer, (True, False), strict=True):
                 part = [key for key in keys if is_step(key) == is_mine]
@@ -122,7 +147,12 @@ class _Lane:
     """A sending thread to one peer, and its connection."""
 
     def __init__(
-        self, caller: RetryingClient, own: BlobFolder, owner_rank: int, may_send: Callable[[], bool], throttle: Throttle
+        self,
+        caller: RetryingClient,
+        own: BlobFolder,
+        owner_rank: int,
+        may_send: Callable[[], bool],
+        throttle: Throttle,
     ) -> None:
         self._throttle = throttle
         self._own = own
@@ -130,7 +160,9 @@ class _Lane:
         self._caller = caller
         self._may_send = may_send
         self._refused = Counter[str]()  # updates, one after the other, by unit
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replicator")
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="replicator"
+        )
 
     def copy(self, keys: Sequence[str], until_s: float) -> Future[ServerWork]:
         return self._thread.submit(self._copy_all, tuple(keys), until_s)
@@ -142,14 +174,20 @@ class _Lane:
         self._caller.shut_down()
         # on the lane's thread, to which the connection belongs
         self._thread.submit(self._caller.close)
-        self._thread.shutdown(wait=False)  # the thread may be connecting, until its deadline
+        # the thread may be connecting, until its deadline
+        self._thread.shutdown(wait=False)
 
     def _copy_all(self, keys: Sequence[str], until_s: float) -> ServerWork:
-        return slowest(self._caller.call(f"copy of {key}", partial(self._put, key), until_s) for key in keys)
+        return slowest(
+            self._caller.call(f"copy of {key}", partial(self._put, key), until_s)
+            for key in keys
+        )
 
     def _drop(self, keys: Sequence[str], until_s: float) -> None:
         request = Drop(owner_rank=self._owner_rank, keys=tuple(keys))
-        self._caller.call(f"dropping {', '.join(keys)}", lambda link: link.ask(request, Done), until_s)
+        self._caller.call(
+            f"dropping {', '.join(keys)}", lambda link: link.ask(request, Done), until_s
+        )
 
     def _put(self, key: str, link: Connection) -> ServerWork:
         if not is_update(key):
@@ -167,11 +205,16 @@ class _Lane:
         try:
             self._send(link, key)
         except RefusedError as error:
-            # damage on the way is no difference in arithmetic: the client sends the update again
+            # damage on the way is no difference in arithmetic: the client sends the
+            # update again
             if error.garbled:
                 raise
             self._refused[unit] += 1
-            _log.warning("the whole state goes to %s, not its gradients: %s", self._caller.address, error)
+            _log.warning(
+                "the whole state goes to %s, not its gradients: %s",
+                self._caller.address,
+                error,
+            )
             return False
         self._refused[unit] = 0
         return True
@@ -181,15 +224,21 @@ class _Lane:
 
         def pace(nbytes: int) -> None:
             if not is_step(key):  # these are few bytes, for which every iteration waits
-                self._throttle.wait(nbytes, lambda seconds: self._sleep(seconds, key, blob))
+                self._throttle.wait(
+                    nbytes, lambda seconds: self._sleep(seconds, key, blob)
+                )
             self._yield_to_training()
 
-        send_blob(link, self._own, key, blob, pace, Put(owner_rank=self._owner_rank, key=key))
+        send_blob(
+            link, self._own, key, blob, pace, Put(owner_rank=self._owner_rank, key=key)
+        )
         done = link.expect(Done)
         return ServerWork(busy_us=done.busy_us, after_us=done.after_us)
 
     def _sleep(self, seconds: float, key: str, blob: Blob) -> bool:
-        """Sleep; raise if this peer is given up or the blob is dropped, and return the unused tokens."""
+        """Sleep; raise if this peer is given up or the blob is dropped, and return the
+        unused tokens.
+        """
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
             self._caller.pause(min(left_s, _LOOK_EVERY_S))
@@ -205,7 +254,9 @@ class _Lane:
 
 
 def _all_done(parts: Sequence[Future[ServerWork]]) -> Future[ServerWork]:
-    """Return a future that is done once all parts are, and fails with all reasons if any part has failed."""
+    """Return a future that is done once all parts are, and fails with all reasons if
+    any part has failed.
+    """
     whole: Future[ServerWork] = Future()
     whole.set_running_or_notify_cancel()  # no caller can cancel it from here on
     lock, num_left = Lock(), len(parts)

@@ -1,6 +1,7 @@
 """Accepts connections and serves each in a thread of its own.
 
-Owns: the listening socket, the threads and their connections. Must not: know the messages on a connection.
+Owns: the listening socket, the threads and their connections. Must not: know the
+messages on a connection.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectionServer:
-    """Serves connections to `listening`, which it owns, until `close`. `serve(link)` returns or raises to end one."""
+    """Serves connections to `listening`, which it owns, until `close`. `serve(link)`
+    returns or raises to end one.
+    """
 
-    def __init__(self, listening: socket.socket, serve: Callable[[Connection], None]) -> None:
+    def __init__(
+        self, listening: socket.socket, serve: Callable[[Connection], None]
+    ) -> None:
         self._listening = listening
         self._serve = serve
         self._lock = Lock()
@@ -50,14 +55,16 @@ class ConnectionServer:
             try:
                 connection, _ = self._listening.accept()
                 self._start(Connection(connection))
-            except (OSError, RuntimeError) as error:  # out of descriptors or threads, or the client has gone
+            except (OSError, RuntimeError) as error:
+                # out of descriptors or threads, or the client has gone
                 if not self._closed.wait(_RETRY_S):
                     self._failures.give(str(error))
 
     def _start(self, link: Connection) -> None:
         thread = Thread(target=self._run, args=(link,), name="served-link", daemon=True)
         with self._lock:
-            # under the lock: a connection that ends at once removes its entry, which must be there by then
+            # under the lock: a connection that ends at once removes its entry, which
+            # must be there by then
             thread.start()
             self._links[link] = thread
 
@@ -66,7 +73,8 @@ class ConnectionServer:
             self._serve(link)
         except OSError as error:
             _log.info("a connection ended: %s", error)
-        except Exception:  # the top of a thread: the failure of one connection must not affect another
+        except Exception:
+            # the top of a thread: the failure of one connection must not affect another
             _log.exception("a connection ended")
         finally:
             with self._lock:

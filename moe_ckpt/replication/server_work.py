@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerWork:
-    """Microseconds: `busy_us` of copy, concatenation, steps and checksums; `after_us` from the last byte to the end."""
+    """Microseconds: `busy_us` of copy, concatenation, steps and checksums; `after_us`
+    from the last byte to the end.
+    """
 
     busy_us: int
     after_us: int
@@ -20,4 +22,7 @@ NO_WORK = ServerWork(busy_us=0, after_us=0)
 def slowest(works: Iterable[ServerWork]) -> ServerWork:
     """Return the most of both times; no work for none."""
     found = [NO_WORK, *works]
-    return ServerWork(busy_us=max(work.busy_us for work in found), after_us=max(work.after_us for work in found))
+    return ServerWork(
+        busy_us=max(work.busy_us for work in found),
+        after_us=max(work.after_us for work in found),
+    )

@@ -58,7 +58,9 @@ class Strangers:
             self._waiting[link] = address
         if displaced:
             displaced.shut_down()
-            self._warning.give(f"a connection was closed: {self._limit} others wait for admission")
+            self._warning.give(
+                f"a connection was closed: {self._limit} others wait for admission"
+            )
         try:
             yield
         finally:
@@ -70,15 +72,24 @@ class Strangers:
         if len(self._waiting) < self._limit:
             return None
         ((most, _),) = Counter(self._waiting.values()).most_common(1)
-        oldest = next(link for link, address in self._waiting.items() if address == most)
+        oldest = next(
+            link for link, address in self._waiting.items() if address == most
+        )
         del self._waiting[oldest]
         return oldest
 
 
 class RareWarning:
-    """A warning of one kind, logged once in WARN_EVERY_S seconds at most, from any thread."""
+    """A warning of one kind, logged once in WARN_EVERY_S seconds at most, from any
+    thread.
+    """
 
-    def __init__(self, log: logging.Logger, subject: str, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        log: logging.Logger,
+        subject: str,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Begin without a warning.
 
         Args:
@@ -94,7 +105,8 @@ class RareWarning:
         self._num_untold = 0
 
     def give(self, text: str) -> None:
-        """Log a text, or count it: the next text that is logged has the number of those before.
+        """Log a text, or count it: the next text that is logged has the number of those
+        before.
 
         Args:
             text: What has happened.

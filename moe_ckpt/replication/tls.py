@@ -1,8 +1,10 @@
-"""TLS for copies between nodes: both ends show a certificate that one authority has signed.
+"""TLS for copies between nodes: both ends show a certificate that one authority has
+signed.
 
-Owns: the contexts of both ends, and errors that name the setting. Must not: connect. Names in certificates are not
-compared with addresses: each certificate of the authority belongs to a node of the job. The token of the run is
-required as well (`replication.admission`).
+Owns: the contexts of both ends, and errors that name the setting. Must not: connect.
+Names in certificates are not compared with addresses: each certificate of the authority
+belongs to a node of the job. The token of the run is required as well
+(`replication.admission`).
 """
 
 from __future__ import annotations
@@ -23,41 +25,68 @@ class TlsEnds:
 
 
 def open_tls(config: TlsConfig) -> TlsEnds | None:
-    """Return the contexts of a node, or None without TLS. Raises ConfigError, naming the setting, for a bad file."""
+    """Return the contexts of a node, or None without TLS. Raises ConfigError, naming
+    the setting, for a bad file.
+    """
     if config.certificate is None or config.key is None or config.authority is None:
         return None
     # opened here first: ssl's own error for a missing file does not name it
-    for name, path in (("certificate", config.certificate), ("key", config.key), ("authority", config.authority)):
+    for name, path in (
+        ("certificate", config.certificate),
+        ("key", config.key),
+        ("authority", config.authority),
+    ):
         try:
             Path(path).open("rb").close()
         except OSError as error:
-            require(False, f"ckpt.tls.{name}", path, f"a file that can be read ({error.strerror})")
+            require(
+                False,
+                f"ckpt.tls.{name}",
+                path,
+                f"a file that can be read ({error.strerror})",
+            )
     client, server = (
         _context(protocol, config.certificate, config.key, config.authority)
         for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
     )
-    server.num_tickets = 0  # no session is resumed, and a client that only sends would not read them
+    # no session is resumed, and a client that only sends would not read them
+    server.num_tickets = 0
     return TlsEnds(client=client, server=server)
 
 
 def describe_refusal(error: ssl.SSLError) -> str:
     """Return the reason for which one end has refused the other."""
     detail = getattr(error, "verify_message", None) or error.reason or error
-    return f"TLS failed ({detail}): wanted ckpt.tls on all nodes, with certificates of one ckpt.tls.authority"
+    return (
+        f"TLS failed ({detail}): wanted ckpt.tls on all nodes, with certificates of one"
+        " ckpt.tls.authority"
+    )
 
 
-def _context(protocol: int, certificate: str, key: str, authority: str) -> ssl.SSLContext:
+def _context(
+    protocol: int, certificate: str, key: str, authority: str
+) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # nodes are known by addresses, which a scheduler chooses
+    # nodes are known by addresses, which a scheduler chooses
+    context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_verify_locations(authority)
     except ssl.SSLError as error:
-        require(False, "ckpt.tls.authority", authority, f"certificates in PEM format ({error.reason or error})")
+        require(
+            False,
+            "ckpt.tls.authority",
+            authority,
+            f"certificates in PEM format ({error.reason or error})",
+        )
     try:
-        context.load_cert_chain(certificate, key, password="")  # without one, OpenSSL would ask at the terminal
+        # without one, OpenSSL would ask at the terminal
+        context.load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
-        wanted = f"the private key, without a password, of ckpt.tls.certificate={certificate} ({error.reason or error})"
+        wanted = (
+            "the private key, without a password, of"
+            f" ckpt.tls.certificate={certificate} ({error.reason or error})"
+        )
         require(False, "ckpt.tls.key", key, wanted)
     return context

@@ -1,13 +1,13 @@
 """One blob over a connection: from mapped memory to mapped memory, with checksums.
 
-Owns: the order of the bytes, and the rule that no torn, garbled or withdrawn blob is ever stored. Must not: connect, or
-choose blobs.
+Owns: the order of the bytes, and the rule that no torn, garbled or withdrawn blob is
+ever stored. Must not: connect, or choose blobs.
 
     sender    Found          header | payload    Sent, or Refused if it was withdrawn meanwhile
     receiver        Done                                                                        keep
 
-A small header is in Found. A blob of such a header and no payload is that one message, as
-each iteration has one and waits for it.
+A small header is in Found. A blob of such a header and no payload is that one message,
+as each iteration has one and waits for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _SMALL_BYTES = 256 << 10
 
 
 class Consumer(Protocol):
-    """Uses a payload while it arrives. A result counts once `keep` is called: the bytes are intact then."""
+    """Uses a payload while it arrives. A result counts once `keep` is called: the bytes
+    are intact then.
+    """
 
     def arrived(self, num_bytes: int) -> None:
         """So many bytes of the payload are here, from its beginning."""
@@ -53,7 +55,12 @@ class Deposit:
     """Stores a blob as it is, in memory of `folder`."""
 
     def __init__(
-        self, folder: BlobFolder, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int
+        self,
+        folder: BlobFolder,
+        key: str,
+        header: bytes,
+        payload: torch.Tensor | None,
+        payload_bytes: int,
     ) -> None:
         self._folder = folder
         self._blob = key, header, payload, payload_bytes
@@ -68,7 +75,14 @@ class Deposit:
         """Nothing to drop."""
 
 
-def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: Pace, *before: Message) -> None:
+def send_blob(
+    link: Connection,
+    folder: BlobFolder,
+    key: str,
+    blob: Blob,
+    pace: Pace,
+    *before: Message,
+) -> None:
     """Send a blob.
 
     Args:
@@ -77,7 +91,8 @@ def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: 
         key: The blob's key.
         blob: What `folder.get(key)` returned.
         pace: Called before each chunk of bytes.
-        before: A request that the blob belongs to, which goes out with the first message.
+        before: A request that the blob belongs to, which goes out with the first
+            message.
 
     Raises:
         RefusedError: The receiver has no room.
@@ -93,7 +108,8 @@ def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: 
     link.send(*before, sizes)
     if _is_whole(sizes):
         return
-    # the receiver has allocated by then: one without room refuses here, and no payload is on its way
+    # the receiver has allocated by then: one without room refuses here, and no payload
+    # is on its way
     link.expect(Done)
     header_xxh3 = link.send_stream(memoryview(b"" if is_small else blob.header), pace)
     payload = _bytes_of(blob.payload, blob.payload_bytes)
@@ -101,19 +117,31 @@ def send_blob(link: Connection, folder: BlobFolder, key: str, blob: Blob, pace: 
     if folder.is_current(key, blob):
         link.send(Sent(header_xxh3=header_xxh3, payload_xxh3=payload_xxh3))
     else:  # its memory may have been reused already
-        link.send(Refused(reason=f"blob {key} was withdrawn while it was sent", garbled=False))
+        link.send(
+            Refused(reason=f"blob {key} was withdrawn while it was sent", garbled=False)
+        )
 
 
 def receive_blob(
-    link: Connection, found: Found, folder: BlobFolder, key: str, pace: Pace, begin: Begin = Deposit
+    link: Connection,
+    found: Found,
+    folder: BlobFolder,
+    key: str,
+    pace: Pace,
+    begin: Begin = Deposit,
 ) -> int:
-    """Receive a blob into memory of `folder` for the consumer that `begin` returns; return the blob's bytes.
+    """Receive a blob into memory of `folder` for the consumer that `begin` returns;
+    return the blob's bytes.
 
-    Raises RefusedError if it arrived garbled, was withdrawn meanwhile or has too large a header, CheckpointSaveError if
-    there is no room, and the consumer's errors. Nothing is stored then.
+    Raises RefusedError if it arrived garbled, was withdrawn meanwhile or has too large
+    a header, CheckpointSaveError if there is no room, and the consumer's errors.
+    Nothing is stored then.
     """
     if found.header_bytes > MOST_HEADER_BYTES:
-        reason = f"blob {key}: got a header of {found.header_bytes} bytes, wanted at most {MOST_HEADER_BYTES}"
+        reason = (
+            f"blob {key}: got a header of {found.header_bytes} bytes, wanted at most"
+            f" {MOST_HEADER_BYTES}"
+        )
         raise RefusedError(reason, garbled=False)
     if found.header is not None and _is_whole(found):
         begin(folder, key, found.header, None, 0).keep()
@@ -130,9 +158,15 @@ def receive_blob(
         consumer = begin(folder, key, header, payload, payload_bytes)
         # callbacks run in reverse order: the consumer ends before the payload is freed
         undo.callback(consumer.abandon)
-        payload_xxh3 = link.receive_stream(_bytes_of(payload, payload_bytes), _counting(consumer, pace))
+        payload_xxh3 = link.receive_stream(
+            _bytes_of(payload, payload_bytes), _counting(consumer, pace)
+        )
         consumer.arrived(payload_bytes)
-        _compare(key, link.expect(Sent), Sent(header_xxh3=header_xxh3, payload_xxh3=payload_xxh3))
+        _compare(
+            key,
+            link.expect(Sent),
+            Sent(header_xxh3=header_xxh3, payload_xxh3=payload_xxh3),
+        )
         consumer.keep()
         undo.pop_all()
     return len(header) + payload_bytes
@@ -144,7 +178,9 @@ def _is_whole(found: Found) -> bool:
 
 
 def _counting(consumer: Consumer, pace: Pace) -> Pace:
-    """Return a pace that also reports the bytes of all chunks before this one to the consumer."""
+    """Return a pace that also reports the bytes of all chunks before this one to the
+    consumer.
+    """
     arrived_bytes = 0
 
     def count(num_bytes: int) -> None:
@@ -163,4 +199,7 @@ def _bytes_of(payload: torch.Tensor | None, nbytes: int) -> memoryview:
 
 def _compare(key: str, wanted: Sent, got: Sent) -> None:
     if got != wanted:
-        raise RefusedError(f"blob {key} was garbled on its way: got {got}, wanted {wanted}", garbled=True)
+        raise RefusedError(
+            f"blob {key} was garbled on its way: got {got}, wanted {wanted}",
+            garbled=True,
+        )

@@ -1,7 +1,9 @@
-"""The seconds of the parts of an iteration, a replay and a copy. Pure arithmetic over sizes and a cluster's constants.
+"""The seconds of the parts of an iteration, a replay and a copy. Pure arithmetic over
+sizes and a cluster's constants.
 
-MoEvement, Appendix C: one layer's profile repeated, T_pipeline = (M + S - 1) max_s(t_s), T_iter = T_pipeline + T_sync +
-T_update. If an iteration was measured, its seconds are given and all parts are scaled to it.
+MoEvement, Appendix C: one layer's profile repeated, T_pipeline = (M + S - 1)
+max_s(t_s), T_iter = T_pipeline + T_sync + T_update. If an iteration was measured, its
+seconds are given and all parts are scaled to it.
 """
 
 from __future__ import annotations
@@ -30,16 +32,19 @@ class TimingConfig:
     def __post_init__(self) -> None:
         wanted = "more than 0 seconds, or null: by the cluster's constants"
         given = self.iteration_s
-        require(given is None or 0 < given < math.inf, "timing.iteration_s", given, wanted)
+        require(
+            given is None or 0 < given < math.inf, "timing.iteration_s", given, wanted
+        )
         require_at_least("timing.interleave", self.interleave, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Costs:
-    """Seconds of a job on a cluster. `micro_batch_s` is forward and backward of each stage, float64 [stages].
+    """Seconds of a job on a cluster. `micro_batch_s` is forward and backward of each
+    stage, float64 [stages].
 
-    If processors `are_shared`, these are those of all stages at once. An iteration that runs again, or is replayed,
-    takes `rerun_ratio` times the duration of its first run.
+    If processors `are_shared`, these are those of all stages at once. An iteration that
+    runs again, or is replayed, takes `rerun_ratio` times the duration of its first run.
     """
 
     iteration_s: float
@@ -57,32 +62,50 @@ class Costs:
         return len(self.micro_batch_s)
 
     def overlap_s(self, iteration_s: float) -> float:
-        """Return the seconds of an iteration up to its update, which waits for copies of the state before it."""
+        """Return the seconds of an iteration up to its update, which waits for copies
+        of the state before it.
+        """
         return max(0.0, iteration_s - self.update_s)
 
     def pipeline_s(self, stages: range) -> float:
-        """Return forward and backward of all micro-batches through some neighbouring stages: 1F1B, interleaved.
+        """Return forward and backward of all micro-batches through some neighbouring
+        stages: 1F1B, interleaved.
 
         On shared processors that is their share of the work: they have what all have.
         """
         if self.are_shared and len(stages) < self.num_stages:
             return self._work_share(stages) * self.pipeline_s(range(self.num_stages))
         bubbles = (len(stages) - 1) / self.interleave
-        return (self.num_micro_batches + bubbles) * float(self.micro_batch_s[stages.start : stages.stop].max())
+        return (self.num_micro_batches + bubbles) * float(
+            self.micro_batch_s[stages.start : stages.stop].max()
+        )
 
     def replay_s(self, stages: range, active: float) -> float:
-        """Return the seconds in which some stages replay an iteration, the first and last of them from logs.
+        """Return the seconds in which some stages replay an iteration, the first and
+        last of them from logs.
 
-        `active` is the share of the work that belongs to operators with their whole state: the others skip weight
-        gradients, a third of it (MoEvement, section 3.3).
+        `active` is the share of the work that belongs to operators with their whole
+        state: the others skip weight gradients, a third of it (MoEvement, section 3.3).
         """
         is_local = len(stages) < self.num_stages
-        logs_s = float(max(self.log_s[stages.start], self.log_s[stages.stop - 1])) if is_local else 0.0
-        end_s = (self.sync_s + self.update_s) * (self._work_share(stages) if self.are_shared else 1.0)
-        return self.rerun_ratio * (self.pipeline_s(stages) * (2 + active) / 3 + end_s) + logs_s
+        logs_s = (
+            float(max(self.log_s[stages.start], self.log_s[stages.stop - 1]))
+            if is_local
+            else 0.0
+        )
+        end_s = (self.sync_s + self.update_s) * (
+            self._work_share(stages) if self.are_shared else 1.0
+        )
+        return (
+            self.rerun_ratio * (self.pipeline_s(stages) * (2 + active) / 3 + end_s)
+            + logs_s
+        )
 
     def _work_share(self, stages: range) -> float:
-        return float(self.micro_batch_s[stages.start : stages.stop].sum() / self.micro_batch_s.sum())
+        return float(
+            self.micro_batch_s[stages.start : stages.stop].sum()
+            / self.micro_batch_s.sum()
+        )
 
 
 def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
@@ -91,10 +114,17 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
     micro_batch_s = np.array([_micro_batch_s(job, cluster, stage) for stage in stages])
     exposed_s, update_s = step_s(job, cluster)
     bubbles = (job.layout.pp - 1) / timing.interleave
-    derived_s = (job.num_micro_batches + bubbles) * float(micro_batch_s.max()) + exposed_s + update_s
-    # a measured iteration has the same parts as a derived one, all longer or shorter by one factor
+    derived_s = (
+        (job.num_micro_batches + bubbles) * float(micro_batch_s.max())
+        + exposed_s
+        + update_s
+    )
+    # a measured iteration has the same parts as a derived one, all longer or shorter by
+    # one factor
     scale = 1.0 if timing.iteration_s is None else timing.iteration_s / derived_s
-    log_s = np.array([job.boundary_log_bytes(stage) / cluster.peer_bytes_per_s for stage in stages])
+    log_s = np.array(
+        [job.boundary_log_bytes(stage) / cluster.peer_bytes_per_s for stage in stages]
+    )
     return Costs(
         iteration_s=timing.iteration_s or derived_s,
         micro_batch_s=scale * micro_batch_s,
@@ -109,22 +139,31 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
 
 
 def step_s(job: Job, cluster: ClusterConfig) -> tuple[float, float]:
-    """Return the seconds of an iteration's end: collectives that no computation hides, and the optimizer's update."""
+    """Return the seconds of an iteration's end: collectives that no computation hides,
+    and the optimizer's update.
+    """
     sync_s = max(_sync_s(job, cluster, stage) for stage in range(job.layout.pp))
-    return (1 - cluster.sync_overlap) * sync_s, update_bytes(job) / cluster.gpu_bytes_per_s
+    return (1 - cluster.sync_overlap) * sync_s, update_bytes(
+        job
+    ) / cluster.gpu_bytes_per_s
 
 
 def update_bytes(job: Job) -> float:
-    """Return the bytes that an update moves on the rank with the most: it reads and writes the whole state once."""
-    return 2 * max(float(profile.table.full_bytes.sum(axis=1).max()) for profile in job.profiles)
+    """Return the bytes that an update moves on the rank with the most: it reads and
+    writes the whole state once.
+    """
+    return 2 * max(
+        float(profile.table.full_bytes.sum(axis=1).max()) for profile in job.profiles
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyRates:
-    """The bytes a second of copies, within the caps of a policy (`ckpt.max_bytes_per_s`, of a rank).
+    """The bytes a second of copies, within the caps of a policy
+    (`ckpt.max_bytes_per_s`, of a rank).
 
-    Where all ranks share one link, host and peer rates are the job's, and peers are taken to keep up
-    (cluster.copies_share=job); the disk's are always the job's.
+    Where all ranks share one link, host and peer rates are the job's, and peers are
+    taken to keep up (cluster.copies_share=job); the disk's are always the job's.
     """
 
     cluster: ClusterConfig
@@ -136,40 +175,57 @@ class CopyRates:
         return min(bytes_per_s, self._sharing * (self.caps.host or math.inf))
 
     def burst_s(self, bytes_per_s: float) -> float:
-        """Return the seconds by which a copy to host memory is shorter than its cap says: 0 where that is no limit."""
+        """Return the seconds by which a copy to host memory is shorter than its cap
+        says: 0 where that is no limit.
+        """
         return BURST_S if self.host(bytes_per_s) < bytes_per_s else 0.0
 
     def to_peers(self, replicas: int) -> float:
         """Return the rate to each of `replicas` peers; infinite for none."""
         if replicas == 0:
             return math.inf
-        link = math.inf if self.cluster.copies_share == JOB else self.cluster.peer_bytes_per_s
+        link = (
+            math.inf
+            if self.cluster.copies_share == JOB
+            else self.cluster.peer_bytes_per_s
+        )
         return min(link, self._sharing * (self.caps.peers or math.inf)) / replicas
 
     def kept(self, replicas: int) -> float:
-        """Return the bytes a second that a rank copies into its host memory and into that of `replicas` peers."""
+        """Return the bytes a second that a rank copies into its host memory and into
+        that of `replicas` peers.
+        """
         return min(self.host(self.cluster.copy_bytes_per_s), self.to_peers(replicas))
 
     def disk(self) -> float:
         """Return the rate of the whole job's writes to local disks."""
-        return min(self.cluster.disk_bytes_per_s, self.num_ranks * (self.caps.disk or math.inf))
+        return min(
+            self.cluster.disk_bytes_per_s, self.num_ranks * (self.caps.disk or math.inf)
+        )
 
     @property
     def _sharing(self) -> int:
         return self.num_ranks if self.cluster.copies_share == JOB else 1
 
 
-def stall_s(*, copy_s: float, awaited_s: float, overlap_s: float, interference: float) -> float:
-    """Return the seconds that a snapshot adds to training, whose update waits for copies that take `awaited_s`.
+def stall_s(
+    *, copy_s: float, awaited_s: float, overlap_s: float, interference: float
+) -> float:
+    """Return the seconds that a snapshot adds to training, whose update waits for
+    copies that take `awaited_s`.
 
-    Copies slow training by a share `interference` of their time. An update that waits for them is late by their time
-    beyond `overlap_s`, those of the iteration up to its update, however slow these were: by 3 s for 5 s of copying
-    beside 2 s of forward and backward (MoC, equation 10). Copies that go on after the update slow the next iterations,
-    too.
+    Copies slow training by a share `interference` of their time. An update that waits
+    for them is late by their time beyond `overlap_s`, those of the iteration up to its
+    update, however slow these were: by 3 s for 5 s of copying beside 2 s of forward and
+    backward (MoC, equation 10). Copies that go on after the update slow the next
+    iterations, too.
     """
     until_update_s = max(awaited_s, overlap_s)
     later_s = max(0.0, copy_s - until_update_s)
-    return max(awaited_s - overlap_s, interference * (copy_s - later_s)) + interference * later_s
+    return (
+        max(awaited_s - overlap_s, interference * (copy_s - later_s))
+        + interference * later_s
+    )
 
 
 def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
@@ -177,29 +233,45 @@ def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
     operators = job.shape.operators[where]
     num_moe_layers = sum(operator.kind is OperatorKind.GATE for operator in operators)
     num_layers = sum(operator.kind is OperatorKind.BLOCK for operator in operators)
-    layout, tensor_bytes = job.layout, job.micro_batch_tokens * job.shape.hidden_size * job.formats.activation_bytes
-    # a multiplication and an addition; backward computes two gradients for each product of forward
+    layout, tensor_bytes = (
+        job.layout,
+        job.micro_batch_tokens * job.shape.hidden_size * job.formats.activation_bytes,
+    )
+    # a multiplication and an addition; backward computes two gradients for each product
+    # of forward
     flops = 2 * 3 * float(job.work[where].sum()) * job.micro_batch_tokens / layout.tp
     compute_s = flops / (cluster.flops_per_s * cluster.efficiency)
     in_node = layout.ep * layout.tp <= cluster.gpus_per_node
-    routed_s = cluster.collective_s(job.shape.topk * tensor_bytes / layout.tp, layout.ep, within_node=in_node)
+    routed_s = cluster.collective_s(
+        job.shape.topk * tensor_bytes / layout.tp, layout.ep, within_node=in_node
+    )
     # an all-reduce is a reduce-scatter and an all-gather
     reduced_s = 2 * cluster.collective_s(tensor_bytes, layout.tp, within_node=True)
-    # activations one way and gradients the other: a stage in the middle has two neighbours
+    # activations one way and gradients the other: a stage in the middle has two
+    # neighbours
     sends = (stage > 0) + (stage < layout.pp - 1)
-    sent_s = sends * (cluster.network_latency_s + tensor_bytes / layout.tp / cluster.peer_bytes_per_s)
-    # dispatch and combine, or the sums after attention and MLP: each in forward and in backward
-    return compute_s + 4 * num_moe_layers * routed_s + 4 * num_layers * reduced_s + sent_s
+    sent_s = sends * (
+        cluster.network_latency_s + tensor_bytes / layout.tp / cluster.peer_bytes_per_s
+    )
+    # dispatch and combine, or the sums after attention and MLP: each in forward and in
+    # backward
+    return (
+        compute_s + 4 * num_moe_layers * routed_s + 4 * num_layers * reduced_s + sent_s
+    )
 
 
 def _sync_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
-    """Reduce gradients, gather weights, or gradients if no rank has a shard: over the ranks with the same ones."""
+    """Reduce gradients, gather weights, or gradients if no rank has a shard: over the
+    ranks with the same ones.
+    """
     where, layout = job.positions(stage), job.layout
     counts, is_expert = job.shape.parameters[where], job.is_expert[where]
-    bytes_each = GRADIENT_BYTES + (job.formats.compute_bytes if job.is_sharded else GRADIENT_BYTES)
+    bytes_each = GRADIENT_BYTES + (
+        job.formats.compute_bytes if job.is_sharded else GRADIENT_BYTES
+    )
     in_node = layout.dp * layout.tp <= cluster.gpus_per_node
     shared = float(counts[~is_expert].sum()) / layout.tp * bytes_each
     experts = float(counts[is_expert].sum()) / (layout.ep * layout.tp) * bytes_each
-    return cluster.collective_s(shared, layout.dp, within_node=in_node) + cluster.collective_s(
-        experts, layout.dp // layout.ep, within_node=in_node
-    )
+    return cluster.collective_s(
+        shared, layout.dp, within_node=in_node
+    ) + cluster.collective_s(experts, layout.dp // layout.ep, within_node=in_node)

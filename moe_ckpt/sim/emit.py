@@ -1,4 +1,5 @@
-"""A simulated run as the events that a real one would have logged, rank by rank. Its clock begins at 0.
+"""A simulated run as the events that a real one would have logged, rank by rank. Its
+clock begins at 0.
 
 Values that a simulation lacks are NaN (losses), or the word "simulated".
 """
@@ -37,11 +38,16 @@ SIMULATED = "simulated"
 Timed = tuple[float, Event]
 
 
-def rank_events(setup: Setup, saving: Saving, outcome: Outcome, global_rank: int) -> list[LoggedEvent]:
+def rank_events(
+    setup: Setup, saving: Saving, outcome: Outcome, global_rank: int
+) -> list[LoggedEvent]:
     """Return the events of one rank, by time."""
     rank = _Rank(setup, saving, global_rank)
     timed = sorted(rank.story(outcome), key=lambda entry: entry[0])
-    return [LoggedEvent(t_s=t_s, global_rank=global_rank, event=event) for t_s, event in timed]
+    return [
+        LoggedEvent(t_s=t_s, global_rank=global_rank, event=event)
+        for t_s, event in timed
+    ]
 
 
 class _Rank:
@@ -52,26 +58,42 @@ class _Rank:
         self._generation = 1
 
     def story(self, outcome: Outcome) -> Iterator[Timed]:
-        """Yield the events of each stretch; within one the order is not quite that of time."""
+        """Yield the events of each stretch; within one the order is not quite that of
+        time.
+        """
         yield 0.0, self._started()
         for stretch in outcome.timeline:
-            yield from self._trained(stretch) if isinstance(stretch, Trained) else self._recovered(stretch)
-        yield outcome.ledger.wall_s, RunFinished(iteration=outcome.iterations, digest=SIMULATED)
+            yield from (
+                self._trained(stretch)
+                if isinstance(stretch, Trained)
+                else self._recovered(stretch)
+            )
+        yield (
+            outcome.ledger.wall_s,
+            RunFinished(iteration=outcome.iterations, digest=SIMULATED),
+        )
 
     def _started(self) -> WorkerStarted:
-        return WorkerStarted(pid=0, host=SIMULATED, incarnation=self._incarnation, device=SIMULATED)
+        return WorkerStarted(
+            pid=0, host=SIMULATED, incarnation=self._incarnation, device=SIMULATED
+        )
 
     def _trained(self, stretch: Trained) -> Iterator[Timed]:
         generation = stretch.generation
         for number in range(1, stretch.iterations + 1):
-            yield generation.since_s + generation.elapsed_s(number), self._committed(generation, number)
+            yield (
+                generation.since_s + generation.elapsed_s(number),
+                self._committed(generation, number),
+            )
         for snapshot in generation.pattern.snapshots(0, stretch.iterations):
             yield from self._saved(generation, snapshot, stretch.iterations)
         durable = self._saving.durable
         if durable is not None:
             first = generation.start // durable.every_iters + 1
             last = (generation.start + stretch.iterations) // durable.every_iters
-            for iteration in (count * durable.every_iters for count in range(first, last + 1)):
+            for iteration in (
+                count * durable.every_iters for count in range(first, last + 1)
+            ):
                 yield self._checkpoint(generation, iteration)
 
     def _committed(self, generation: Generation, number: int) -> IterationCommitted:
@@ -91,18 +113,30 @@ class _Rank:
             sent_gradient_bytes=one_way if self._stage > 0 else 0,
         )
 
-    def _saved(self, generation: Generation, snapshot: PlannedSnapshot, iterations: int) -> Iterator[Timed]:
+    def _saved(
+        self, generation: Generation, snapshot: PlannedSnapshot, iterations: int
+    ) -> Iterator[Timed]:
         iteration = generation.start + snapshot.offset
         taken_s = generation.since_s + generation.elapsed_s(snapshot.offset)
         if snapshot.choice is not None:
-            kind = WindowChosen if isinstance(snapshot.choice, WindowChoice) else IntervalChosen
-            fields = {name: getattr(snapshot.choice, name) for name in snapshot.choice.__slots__}
+            kind = (
+                WindowChosen
+                if isinstance(snapshot.choice, WindowChoice)
+                else IntervalChosen
+            )
+            fields = {
+                name: getattr(snapshot.choice, name)
+                for name in snapshot.choice.__slots__
+            }
             yield taken_s, kind(iteration=iteration, **fields)
         if snapshot.experts is not None:
             yield taken_s, self._chosen(iteration, snapshot.experts.choice)
         if snapshot.offset >= iterations:
             return  # it was being copied when the generation ended
-        size_bytes, copy_s = self._share(snapshot.size_bytes), snapshot.size_bytes / self._saving.host_bytes_per_s
+        size_bytes, copy_s = (
+            self._share(snapshot.size_bytes),
+            snapshot.size_bytes / self._saving.host_bytes_per_s,
+        )
         done_s = generation.since_s + generation.elapsed_s(snapshot.offset + 1)
         yield (
             done_s,
@@ -121,10 +155,16 @@ class _Rank:
 
     def _chosen(self, iteration: int, choice: ExpertChoice) -> ExpertsChosen:
         assert self._saving.partial is not None
-        rows = self._saving.partial.tokens.rows_of_stage(self._stage, len(choice.memory))
+        rows = self._saving.partial.tokens.rows_of_stage(
+            self._stage, len(choice.memory)
+        )
         places = {name: getattr(choice, name) for name in choice.__slots__}
         return ExpertsChosen(
-            iteration=iteration, **{name: [list(of_layer[row]) for row in rows] for name, of_layer in places.items()}
+            iteration=iteration,
+            **{
+                name: [list(of_layer[row]) for row in rows]
+                for name, of_layer in places.items()
+            },
         )
 
     def _memory(self) -> HostMemoryUsed:
@@ -141,13 +181,23 @@ class _Rank:
         )
 
     def _share(self, num_bytes: float) -> int:
-        """Return this rank's part of bytes that belong to the whole job if all ranks share one link."""
-        return int(num_bytes / self._setup.job.layout.world_size if self._saving.sizes_are_of_job else num_bytes)
+        """Return this rank's part of bytes that belong to the whole job if all ranks
+        share one link.
+        """
+        return int(
+            num_bytes / self._setup.job.layout.world_size
+            if self._saving.sizes_are_of_job
+            else num_bytes
+        )
 
     def _checkpoint(self, generation: Generation, iteration: int) -> Timed:
         durable = self._saving.durable
         assert durable is not None
-        begun_s = generation.since_s + generation.elapsed_s(iteration - generation.start) - durable.stall_s
+        begun_s = (
+            generation.since_s
+            + generation.elapsed_s(iteration - generation.start)
+            - durable.stall_s
+        )
         saved = CheckpointSaved(
             iteration=iteration,
             directory=SIMULATED,
@@ -158,12 +208,19 @@ class _Rank:
         return begun_s + durable.done_s, saved
 
     def _recovered(self, stretch: Recovered) -> Iterator[Timed]:
-        deaths = [f"rank {rank} died" for fault in stretch.faults for rank in fault.ranks]
-        back_s, restarts = stretch.since_s + stretch.seconds, self._saving.recovery is Recovery.RESTART
+        deaths = [
+            f"rank {rank} died" for fault in stretch.faults for rank in fault.ranks
+        ]
+        back_s, restarts = (
+            stretch.since_s + stretch.seconds,
+            self._saving.recovery is Recovery.RESTART,
+        )
         is_dead = any(self._rank in fault.ranks for fault in stretch.faults)
         if not (is_dead or restarts):
             ended = GenerationEnded(
-                generation=self._generation, reason="; ".join(deaths), left_unix_s=stretch.since_s + stretch.detect_s
+                generation=self._generation,
+                reason="; ".join(deaths),
+                left_unix_s=stretch.since_s + stretch.detect_s,
             )
             yield stretch.since_s + stretch.detect_s, ended
         self._generation += 1
@@ -173,7 +230,12 @@ class _Rank:
             yield joined_s, self._started()
         if stretch.source != HOST_MEMORY:
             seconds = stretch.fetch_s + stretch.replay_s
-            resumed = StateResumed(iteration=stretch.iteration, source=stretch.source, seconds=seconds, passed_over=[])
+            resumed = StateResumed(
+                iteration=stretch.iteration,
+                source=stretch.source,
+                seconds=seconds,
+                passed_over=[],
+            )
             yield back_s, resumed
         if stretch.lost is not None:
             yield back_s, self._lost(stretch.iteration, stretch.lost)
@@ -207,9 +269,15 @@ class _Rank:
                 )
                 yield back_s, recovered
 
-    def _rejoined(self, stretch: Recovered, deaths: list[str], joined_s: float) -> Rejoined:
+    def _rejoined(
+        self, stretch: Recovered, deaths: list[str], joined_s: float
+    ) -> Rejoined:
         rollbacks = stretch.plan.rollbacks if stretch.plan else ()
-        starts = [rollback.starts_from for rollback in rollbacks if self._stage in rollback.stages]
+        starts = [
+            rollback.starts_from
+            for rollback in rollbacks
+            if self._stage in rollback.stages
+        ]
         return Rejoined(
             generation=self._generation,
             iteration=stretch.iteration,

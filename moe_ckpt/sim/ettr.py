@@ -14,9 +14,10 @@ from moe_ckpt.sim.timeline import Outcome
 class Prediction:
     """Means over simulated runs of one policy in one setup.
 
-    `ettrs` are those of the runs, `ettr` their mean and `spread` their standard deviation. `overhead` is the time that
-    saving adds to training, as a share; `recovery_s` the cost of all faults in a run; `formula` the closed form's ETTR,
-    if there is one; `plt` and `mlt` are shares of tokens that experts lost.
+    `ettrs` are those of the runs, `ettr` their mean and `spread` their standard
+    deviation. `overhead` is the time that saving adds to training, as a share;
+    `recovery_s` the cost of all faults in a run; `formula` the closed form's ETTR, if
+    there is one; `plt` and `mlt` are shares of tokens that experts lost.
     """
 
     ettrs: tuple[float, ...]
@@ -56,9 +57,11 @@ def _overhead(outcome: Outcome) -> float:
 
 
 def closed_form(setup: Setup, saving: Saving) -> float | None:
-    """Return the ETTR of MoEvement's formula, without terms for detection, reload or scope; None for other policies.
+    """Return the ETTR of MoEvement's formula, without terms for detection, reload or
+    scope; None for other policies.
 
-    1 / (1 + overhead) / (1 + E[R] / MTBF), with E[R] half an interval, or one and a half windows (section 3.6).
+    1 / (1 + overhead) / (1 + E[R] / MTBF), with E[R] half an interval, or one and a
+    half windows (section 3.6).
     """
     iteration_s = setup.costs.iteration_s
     if saving.recovery is Recovery.LOCAL:
@@ -69,4 +72,8 @@ def closed_form(setup: Setup, saving: Saving) -> float | None:
         redone = saving.durable.every_iters / 2 if saving.durable else None
     if redone is None or setup.mtbf_s is None:
         return None
-    return 1 / (1 + saving.overhead_s / iteration_s) / (1 + redone * iteration_s / setup.mtbf_s)
+    return (
+        1
+        / (1 + saving.overhead_s / iteration_s)
+        / (1 + redone * iteration_s / setup.mtbf_s)
+    )

@@ -1,4 +1,6 @@
-"""The kills of a fault plan in a simulation: by time, simultaneous ones together, or at points. Pure."""
+"""The kills of a fault plan in a simulation: by time, simultaneous ones together, or at
+points. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,33 @@ from moe_ckpt.sim.costs import Costs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateKill(Kill):
-    """A kill of a real run: it strikes `late_s` seconds after the begin of its iteration, but within its phase.
+    """A kill of a real run: it strikes `late_s` seconds after the begin of its
+    iteration, but within its phase.
 
-    Where that iteration is shorter here, it strikes in the nearest one that lasts, as training waits for a copy.
-    One in a recovery strikes so many seconds after the fault before it, but within that recovery.
+    Where that iteration is shorter here, it strikes in the nearest one that lasts, as
+    training waits for a copy. One in a recovery strikes so many seconds after the fault
+    before it, but within that recovery.
     """
 
     late_s: float
 
 
 class FaultQueue:
-    """The faults to come: the `timed` ones, the earliest last, and those at points, when training gets there.
+    """The faults to come: the `timed` ones, the earliest last, and those at points,
+    when training gets there.
 
-    `in_order`: a kill at a point waits for those before it, as in a run that goes back and meets its points again.
+    `in_order`: a kill at a point waits for those before it, as in a run that goes back
+    and meets its points again.
     """
 
-    def __init__(self, kills: Sequence[Kill], *, world_size: int, ranks_per_node: int, in_order: bool) -> None:
+    def __init__(
+        self,
+        kills: Sequence[Kill],
+        *,
+        world_size: int,
+        ranks_per_node: int,
+        in_order: bool,
+    ) -> None:
         self.timed = [*reversed(plan_faults(kills, world_size, ranks_per_node))]
         self._at_points = [kill for kill in kills if kill.after_s is None]
         self._in_order = in_order
@@ -46,24 +59,29 @@ class FaultQueue:
         """Turn a kill at a point into a strike, now that training is there."""
         self._at_points.remove(kill)
         ranks = victims(kill, self._world_size, self._ranks_per_node)
-        return TimedFault(after_s=at_s, ranks=ranks, signal=kill.signal, scope=kill.scope)
+        return TimedFault(
+            after_s=at_s, ranks=ranks, signal=kill.signal, scope=kill.scope
+        )
 
 
 def time_in_iteration(phase: str, costs: Costs, seconds: float, length: float) -> float:
     """Return the seconds from the start of an iteration to a phase.
 
-    `seconds` are those of the iteration with all stalls; `length` is that without stalls, in mean iterations.
+    `seconds` are those of the iteration with all stalls; `length` is that without
+    stalls, in mean iterations.
     """
     match phase:
         case "forward":
             return 0.0
         case "backward":
-            # forward is a third of the work: backward computes two gradients for each product of forward
+            # forward is a third of the work: backward computes two gradients for each
+            # product of forward
             return length * costs.pipeline_s(range(costs.num_stages)) / 3
         case "reduce":
             # the update waits for copies of the state before it, gradients do not
             return max(0.0, length * costs.iteration_s - costs.update_s - costs.sync_s)
         case "step":
-            return seconds - costs.update_s / 2  # not as it begins: rounding decides on which side that is
+            # not as it begins: rounding decides on which side that is
+            return seconds - costs.update_s / 2
         case _:
             return seconds

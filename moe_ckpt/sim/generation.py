@@ -1,4 +1,6 @@
-"""One stretch of training, from a state to the next fault: the ends of iterations, and the windows kept by then."""
+"""One stretch of training, from a state to the next fault: the ends of iterations, and
+the windows kept by then.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ from moe_ckpt.sim.partial import Epoch
 from moe_ckpt.sim.saving import Recovery, Saving
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern, Span
 
-_NOISE = 1.25  # an iteration of a real run takes as much longer than a simulated one, at most
-_NEAR_ITERS = 8  # choices of a real job and of a simulated one differ by fewer iterations
+# an iteration of a real run takes as much longer than a simulated one, at most
+_NOISE = 1.25
+# choices of a real job and of a simulated one differ by fewer iterations
+_NEAR_ITERS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """`iterations` of a generation are done, and `into_s` of the next; `ready`: its gradients are complete."""
+    """`iterations` of a generation are done, and `into_s` of the next; `ready`: its
+    gradients are complete.
+    """
 
     iterations: int
     into_s: float
@@ -31,7 +37,8 @@ class Moment:
 class Kept:
     """A window that is complete on all ranks: the states after `start` to `end`.
 
-    Peers hold its copies from `copied_at_s` on. `epoch` is that of a partial checkpoint.
+    Peers hold its copies from `copied_at_s` on. `epoch` is that of a partial
+    checkpoint.
     """
 
     start: int
@@ -47,7 +54,9 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """Training from the state after `start` on, since a time. `carried`: windows from before, oldest first."""
+    """Training from the state after `start` on, since a time. `carried`: windows from
+    before, oldest first.
+    """
 
     costs: Costs
     saving: Saving
@@ -64,7 +73,11 @@ class Generation:
         if durable is None:
             return snapshots_s
         every = durable.every_iters
-        return snapshots_s + ((self.start + iterations) // every - self.start // every) * durable.stall_s
+        return (
+            snapshots_s
+            + ((self.start + iterations) // every - self.start // every)
+            * durable.stall_s
+        )
 
     def elapsed_s(self, iterations: int) -> float:
         """Return the seconds of so many iterations."""
@@ -94,58 +107,97 @@ class Generation:
         return self.length(number) * self.costs.iteration_s + self.added_s(number)
 
     def nearest_wait(self, seconds: float, number: int) -> int:
-        """Return the iteration near `number` in which training waits for a copy for so long; else `number` itself.
+        """Return the iteration near `number` in which training waits for a copy for so
+        long; else `number` itself.
 
-        A fault much later in an iteration than that lasts came in such a wait, which may be some iterations away here.
+        A fault much later in an iteration than that lasts came in such a wait, which
+        may be some iterations away here.
         """
         if seconds <= _NOISE * self.iteration_s(number):
             return number
-        around = self.pattern.snapshots(number - 1 - _NEAR_ITERS, number - 1 + _NEAR_ITERS)
+        around = self.pattern.snapshots(
+            number - 1 - _NEAR_ITERS, number - 1 + _NEAR_ITERS
+        )
         waits = [snapshot.offset + 1 for snapshot in around]
         enough = (each for each in waits if self.iteration_s(each) >= seconds)
         return min(enough, key=lambda each: abs(each - number), default=number)
 
     def length(self, number: int) -> float:
-        """Return the length of iteration `number` without what saving adds, in mean iterations."""
+        """Return the length of iteration `number` without what saving adds, in mean
+        iterations.
+        """
         return self.pace.length(self.start + number)
 
     def added_s(self, number: int) -> float:
-        """Return the seconds that saving adds to the generation's iteration `number`, from 1."""
+        """Return the seconds that saving adds to the generation's iteration `number`,
+        from 1.
+        """
         return max(0.0, self.stalls_s(number) - self.stalls_s(number - 1))
 
     def kept(self, moment: Moment) -> tuple[Kept, ...]:
         """Return the windows that all ranks have at a moment, oldest first.
 
-        There is one more than `keep_windows` while ranks have not agreed that the newest one is complete everywhere.
+        There is one more than `keep_windows` while ranks have not agreed that the
+        newest one is complete everywhere.
         """
-        newest = [self._at(span, moment) for span in islice(self._complete(moment), 1 + self.saving.keep_windows)]
-        taken = {each.start for each in newest}  # the base of servers is the state that was carried
-        windows = (*(each for each in self.carried if each.start not in taken), *reversed(newest))
+        newest = [
+            self._at(span, moment)
+            for span in islice(self._complete(moment), 1 + self.saving.keep_windows)
+        ]
+        # the base of servers is the state that was carried
+        taken = {each.start for each in newest}
+        windows = (
+            *(each for each in self.carried if each.start not in taken),
+            *reversed(newest),
+        )
         has_agreed = not newest or self._has_agreed(newest[0], moment)
         return windows[-self.saving.keep_windows - (not has_agreed) :]
 
     def _has_agreed(self, newest: Kept, moment: Moment) -> bool:
-        """Whether ranks agreed at the end of the last pass that all of them and their peers have the newest window."""
+        """Whether ranks agreed at the end of the last pass that all of them and their
+        peers have the newest window.
+        """
         taken = newest.end - self.start
         if next(self.pattern.snapshots(taken + 1, moment.iterations), None) is not None:
             return True  # they agree before they begin the next one
-        passed_s = self.elapsed_s(moment.iterations + moment.ready) - self.costs.update_s
+        passed_s = (
+            self.elapsed_s(moment.iterations + moment.ready) - self.costs.update_s
+        )
         return newest.copied_at_s <= self.since_s + passed_s
 
     def is_replicated(self, moment: Moment) -> bool:
-        """Whether copies are where they should be again: those of a window from before, or of a new one."""
-        if self.carried and self._now_s(moment) >= self.saving.kept_bytes / self.saving.kept_bytes_per_s:
+        """Whether copies are where they should be again: those of a window from before,
+        or of a new one.
+        """
+        if (
+            self.carried
+            and self._now_s(moment)
+            >= self.saving.kept_bytes / self.saving.kept_bytes_per_s
+        ):
             return True
         return next(iter(self._complete(moment)), None) is not None
 
     def on_disk(self, moment: Moment) -> Kept | None:
-        """Return the newest state of this generation on disk: a whole checkpoint, or a window."""
+        """Return the newest state of this generation on disk: a whole checkpoint, or a
+        window.
+        """
         candidates = [self._durable(moment)]
         if self.pattern.reaches_disk:
-            now_s, on_disk = self._now_s(moment), (span for span in self._complete(moment) if span.first.to_disk)
-            written = (span for span in on_disk if self.elapsed_s(span.last.offset) + self.saving.disk_s <= now_s)
+            now_s, on_disk = (
+                self._now_s(moment),
+                (span for span in self._complete(moment) if span.first.to_disk),
+            )
+            written = (
+                span
+                for span in on_disk
+                if self.elapsed_s(span.last.offset) + self.saving.disk_s <= now_s
+            )
             candidates.append(next((self._at(span, moment) for span in written), None))
-        return max((kept for kept in candidates if kept), key=lambda kept: kept.end, default=None)
+        return max(
+            (kept for kept in candidates if kept),
+            key=lambda kept: kept.end,
+            default=None,
+        )
 
     def _at(self, span: Span, moment: Moment) -> Kept:
         first, last = self.start + span.first.offset, self.start + span.last.offset
@@ -153,9 +205,20 @@ class Generation:
         if not self._is_awaited(span, moment):
             # peers receive a copy from host memory
             saving, size_bytes = self.saving, span.last.size_bytes
-            copies_s = size_bytes / saving.host_bytes_per_s + size_bytes / saving.peer_bytes_per_s
-            copied_at_s = self.since_s + max(self._complete_s(span), self.elapsed_s(span.last.offset) + copies_s)
-        return Kept(start=first, end=last, is_whole=self.epoch is None, copied_at_s=copied_at_s, epoch=self.epoch)
+            copies_s = (
+                size_bytes / saving.host_bytes_per_s
+                + size_bytes / saving.peer_bytes_per_s
+            )
+            copied_at_s = self.since_s + max(
+                self._complete_s(span), self.elapsed_s(span.last.offset) + copies_s
+            )
+        return Kept(
+            start=first,
+            end=last,
+            is_whole=self.epoch is None,
+            copied_at_s=copied_at_s,
+            epoch=self.epoch,
+        )
 
     def _now_s(self, moment: Moment) -> float:
         return self.elapsed_s(moment.iterations) + moment.into_s
@@ -165,8 +228,13 @@ class Generation:
         if durable is None:
             return None
         now_s = self._now_s(moment)
-        newest = (self.start + moment.iterations) // durable.every_iters * durable.every_iters
-        while newest > self.start:  # a save starts with the stall that is part of the iteration before it
+        newest = (
+            (self.start + moment.iterations)
+            // durable.every_iters
+            * durable.every_iters
+        )
+        # a save starts with the stall that is part of the iteration before it
+        while newest > self.start:
             begun_s = self.elapsed_s(newest - self.start) - durable.stall_s
             if begun_s + durable.done_s <= now_s:
                 return Kept(start=newest, end=newest, epoch=self.epoch)
@@ -174,10 +242,11 @@ class Generation:
         return None
 
     def _complete(self, moment: Moment) -> Iterator[Span]:
-        """Yield the windows that are kept, the newest first: those whose last snapshot has reached its destinations.
+        """Yield the windows that are kept, the newest first: those whose last snapshot
+        has reached its destinations.
 
-        If stages recover alone and windows follow each other, training waits for that before it changes the state, and
-        for a first window under every policy.
+        If stages recover alone and windows follow each other, training waits for that
+        before it changes the state, and for a first window under every policy.
         """
         now_s = self._now_s(moment)
         for span in self.pattern.spans_back(moment.iterations):
@@ -190,10 +259,16 @@ class Generation:
         # nothing could be recovered without the base
         is_first = last.offset == 0 and not self.carried
         agreed = moment.iterations if moment.ready else moment.iterations - 1
-        is_agreed = self.saving.recovery is Recovery.LOCAL and not last.pause_iters and last.offset <= agreed
+        is_agreed = (
+            self.saving.recovery is Recovery.LOCAL
+            and not last.pause_iters
+            and last.offset <= agreed
+        )
         return is_first or is_agreed
 
     def _complete_s(self, span: Span) -> float:
-        """Return the seconds from the start until the last snapshot of a window has reached its destinations."""
+        """Return the seconds from the start until the last snapshot of a window has
+        reached its destinations.
+        """
         copied_s = span.last.size_bytes / self.saving.kept_bytes_per_s
         return self.elapsed_s(span.last.offset) + copied_s + self.saving.served_s

@@ -1,7 +1,9 @@
-"""The simulated job: its operators, their distribution over ranks, and the bytes that a rank saves of them.
+"""The simulated job: its operators, their distribution over ranks, and the bytes that a
+rank saves of them.
 
-Owns: sizes. Must not: know seconds. Ranks of a stage with equal shares count once: an expert lies on one of `ep` ranks,
-its state on `dp / ep` of them, everything else on `dp`; so tables have `ep` rows, however many GPUs there are.
+Owns: sizes. Must not: know seconds. Ranks of a stage with equal shares count once: an
+expert lies on one of `ep` ranks, its state on `dp / ep` of them, everything else on
+`dp`; so tables have `ep` rows, however many GPUs there are.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ IntArray = npt.NDArray[np.int64]
 
 STEP_LOG_BYTES = 15_176
 STEP_LOG_BYTES_ON_CPU = 35_336
-"""States of Python's, NumPy's and torch's generators; on a CPU torch's are five, all as large as the host's."""
+"""States of Python's, NumPy's and torch's generators; on a CPU torch's are five, all as
+large as the host's.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelShape:
-    """The operators of the whole model from front to back, with their parameters, int64 [operators].
+    """The operators of the whole model from front to back, with their parameters, int64
+    [operators].
 
-    `popularity` is the share of a layer's tokens that each of its experts gets, float64 [experts of a layer], sum 1.
+    `popularity` is the share of a layer's tokens that each of its experts gets, float64
+    [experts of a layer], sum 1.
     """
 
     operators: Sequence[OperatorId]
@@ -54,14 +60,18 @@ class BatchConfig:
     sequence_length: int
 
     def __post_init__(self) -> None:
-        require_all_at_least("batch.", self, micro_batch_size=1, global_batch_size=1, sequence_length=1)
+        require_all_at_least(
+            "batch.", self, micro_batch_size=1, global_batch_size=1, sequence_length=1
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatsConfig:
-    """Bytes a parameter: in forward, and in the whole state; bytes of an element of an activation.
+    """Bytes a parameter: in forward, and in the whole state; bytes of an element of an
+    activation.
 
-    `step_log_bytes`: the states of generators, and positions, that a rank logs at the start of an iteration.
+    `step_log_bytes`: the states of generators, and positions, that a rank logs at the
+    start of an iteration.
     """
 
     compute_bytes: float
@@ -71,12 +81,19 @@ class FormatsConfig:
 
     def __post_init__(self) -> None:
         for name in ("compute_bytes", "full_bytes", "activation_bytes"):
-            require(getattr(self, name) > 0, f"formats.{name}", getattr(self, name), "more than 0")
+            require(
+                getattr(self, name) > 0,
+                f"formats.{name}",
+                getattr(self, name),
+                "more than 0",
+            )
         require_at_least("formats.step_log_bytes", self.step_log_bytes, 0)
 
 
 class Job:
-    """A model on this many ranks. Raises ConfigError, naming the setting, if a division has a remainder."""
+    """A model on this many ranks. Raises ConfigError, naming the setting, if a division
+    has a remainder.
+    """
 
     def __init__(
         self,
@@ -87,20 +104,29 @@ class Job:
         *,
         is_sharded: bool = True,
     ) -> None:
-        self.shape, self.layout, self.batch, self.formats = shape, layout, batch, formats
+        self.shape, self.layout, self.batch, self.formats = (
+            shape,
+            layout,
+            batch,
+            formats,
+        )
         self.is_sharded = is_sharded
         _check(shape, layout, batch)
 
     def unsharded(self) -> Job:
-        """Return the same job without a distributed optimizer: each rank steps the whole state of its parameters.
+        """Return the same job without a distributed optimizer: each rank steps the
+        whole state of its parameters.
 
-        Its profiles are the state on a GPU; each rank still saves an even share of it, as with shards.
+        Its profiles are the state on a GPU; each rank still saves an even share of it,
+        as with shards.
         """
         return Job(self.shape, self.layout, self.batch, self.formats, is_sharded=False)
 
     @property
     def num_micro_batches(self) -> int:
-        return self.batch.global_batch_size // (self.batch.micro_batch_size * self.layout.dp)
+        return self.batch.global_batch_size // (
+            self.batch.micro_batch_size * self.layout.dp
+        )
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -112,21 +138,30 @@ class Job:
 
     def ep_rank_of(self, global_rank: int) -> int:
         """Return which of the `ep` kinds of ranks of its stage a rank is."""
-        return global_rank % self.layout.ranks_per_stage // self.layout.tp % self.layout.ep
+        return (
+            global_rank % self.layout.ranks_per_stage // self.layout.tp % self.layout.ep
+        )
 
     @cached_property
     def is_expert(self) -> npt.NDArray[np.bool_]:
-        return np.array([operator.kind is OperatorKind.EXPERT for operator in self.shape.operators])
+        return np.array(
+            [operator.kind is OperatorKind.EXPERT for operator in self.shape.operators]
+        )
 
     @cached_property
     def work(self) -> Array:
-        """Multiplications a token in forward, of each operator, float64 [operators]: an expert sees its share."""
+        """Multiplications a token in forward, of each operator, float64 [operators]: an
+        expert sees its share.
+        """
         work = self.shape.parameters.astype(np.float64)
-        attention = self.batch.sequence_length * self.shape.hidden_size  # causal: half of the sequence, twice
+        # causal: half of the sequence, twice
+        attention = self.batch.sequence_length * self.shape.hidden_size
         for position, operator in enumerate(self.shape.operators):
             if operator.kind is OperatorKind.EXPERT:
                 assert operator.expert is not None
-                work[position] *= self.shape.topk * self.shape.popularity[operator.expert]
+                work[position] *= (
+                    self.shape.topk * self.shape.popularity[operator.expert]
+                )
             elif operator.kind is OperatorKind.BLOCK:
                 work[position] += attention
             elif operator.kind is OperatorKind.EMBEDDING:
@@ -138,14 +173,29 @@ class Job:
         """The stage of each operator, int64 [operators], ascending."""
         shape, pp = self.shape, self.layout.pp
         if pp <= shape.num_layers:
-            front, back, of_layers = 0, pp - 1, [layer * pp // shape.num_layers for layer in range(shape.num_layers)]
-        else:  # a stage a layer, and the ends have stages of their own, as far as there are any
-            front, of_layers = 0, [min(layer + 1, pp - 1) for layer in range(shape.num_layers)]
+            front, back, of_layers = (
+                0,
+                pp - 1,
+                [layer * pp // shape.num_layers for layer in range(shape.num_layers)],
+            )
+        else:
+            # a stage a layer, and the ends have stages of their own, as far as there
+            # are any
+            front, of_layers = (
+                0,
+                [min(layer + 1, pp - 1) for layer in range(shape.num_layers)],
+            )
             back = min(shape.num_layers + 1, pp - 1)
-        special = {OperatorKind.EMBEDDING: front, OperatorKind.FINAL_NORM: back, OperatorKind.OUTPUT: pp - 1}
+        special = {
+            OperatorKind.EMBEDDING: front,
+            OperatorKind.FINAL_NORM: back,
+            OperatorKind.OUTPUT: pp - 1,
+        }
         return np.array(
             [
-                special[operator.kind] if operator.layer is None else of_layers[operator.layer]
+                special[operator.kind]
+                if operator.layer is None
+                else of_layers[operator.layer]
                 for operator in shape.operators
             ],
             np.int64,
@@ -164,37 +214,63 @@ class Job:
     def _profile(self, stage: int) -> StageProfile:
         where = self.positions(stage)
         return StageProfile(
-            table=self._table(self.shape.operators[where], self._rank_parameters(where)),
+            table=self._table(
+                self.shape.operators[where], self._rank_parameters(where)
+            ),
             boundary_log_bytes=self.boundary_log_bytes(stage),
             step_log_bytes=self.formats.step_log_bytes,
         )
 
-    def _table(self, operators: Sequence[OperatorId], parameters: Array) -> OperatorTable:
-        """Return a table of operators by their parameters on each rank, float64 [ranks, operators]."""
+    def _table(
+        self, operators: Sequence[OperatorId], parameters: Array
+    ) -> OperatorTable:
+        """Return a table of operators by their parameters on each rank, float64 [ranks,
+        operators].
+        """
         return OperatorTable(
             operators=operators,
             full_bytes=np.ceil(parameters * self.formats.full_bytes).astype(np.int64),
-            compute_bytes=np.ceil(parameters * self.formats.compute_bytes).astype(np.int64),
+            compute_bytes=np.ceil(parameters * self.formats.compute_bytes).astype(
+                np.int64
+            ),
         )
 
     def whole_profile(self) -> StageProfile:
-        """Return the whole job as one rank that copies everything: one link for all of it."""
+        """Return the whole job as one rank that copies everything: one link for all of
+        it.
+        """
         ranks, stages = self.layout.ranks_per_stage, range(self.layout.pp)
         return StageProfile(
-            table=self._table(self.shape.operators, self.shape.parameters[np.newaxis].astype(np.float64)),
+            table=self._table(
+                self.shape.operators,
+                self.shape.parameters[np.newaxis].astype(np.float64),
+            ),
             boundary_log_bytes=ranks * sum(map(self.boundary_log_bytes, stages)),
             step_log_bytes=self.layout.world_size * self.formats.step_log_bytes,
         )
 
     def boundary_log_bytes(self, stage: int) -> int:
-        """Return the bytes that a rank sends to neighbouring stages in an iteration: activations and gradients."""
+        """Return the bytes that a rank sends to neighbouring stages in an iteration:
+        activations and gradients.
+        """
         num_neighbours = (stage > 0) + (stage < self.layout.pp - 1)
-        tensor_bytes = self.micro_batch_tokens * self.shape.hidden_size * self.formats.activation_bytes / self.layout.tp
+        tensor_bytes = (
+            self.micro_batch_tokens
+            * self.shape.hidden_size
+            * self.formats.activation_bytes
+            / self.layout.tp
+        )
         return int(num_neighbours * self.num_micro_batches * tensor_bytes)
 
     def _rank_parameters(self, where: slice) -> Array:
-        """Return the parameters whose state each of the `ep` kinds of ranks saves, float64 [ep, operators]."""
-        layout, counts, is_expert = self.layout, self.shape.parameters[where], self.is_expert[where]
+        """Return the parameters whose state each of the `ep` kinds of ranks saves,
+        float64 [ep, operators].
+        """
+        layout, counts, is_expert = (
+            self.layout,
+            self.shape.parameters[where],
+            self.is_expert[where],
+        )
         if not self.is_sharded:  # each rank that holds an operator has its whole state
             counts = counts * np.where(is_expert, layout.dp // layout.ep, layout.dp)
         # dp * tp ranks hold it, and each saves an even share: a byte is saved once
@@ -202,7 +278,9 @@ class Job:
         rows = np.tile(np.where(is_expert, 0.0, shared), (layout.ep, 1))
         if not is_expert.any():
             return rows
-        numbers = np.array([operator.expert or 0 for operator in self.shape.operators[where]])
+        numbers = np.array(
+            [operator.expert or 0 for operator in self.shape.operators[where]]
+        )
         homes = numbers * layout.ep // self.shape.num_experts
         own = np.flatnonzero(is_expert)
         rows[homes[own], own] = counts[own] / (layout.dp // layout.ep * layout.tp)
@@ -210,15 +288,31 @@ class Job:
 
 
 def _check(shape: ModelShape, layout: ParallelLayout, batch: BatchConfig) -> None:
-    most = shape.num_layers + 3  # embedding, final norm and output may have stages of their own
-    wanted = f"at most {most}: {shape.num_layers} layers, embedding, final norm and output"
+    # embedding, final norm and output may have stages of their own
+    most = shape.num_layers + 3
+    wanted = (
+        f"at most {most}: {shape.num_layers} layers, embedding, final norm and output"
+    )
     require(layout.pp <= most, "parallel.pp", layout.pp, wanted)
-    require(layout.dp % layout.ep == 0, "parallel.ep", layout.ep, f"a divisor of parallel.dp={layout.dp}")
+    require(
+        layout.dp % layout.ep == 0,
+        "parallel.ep",
+        layout.ep,
+        f"a divisor of parallel.dp={layout.dp}",
+    )
     if shape.num_experts:
         wanted = f"a divisor of model.num_experts={shape.num_experts}"
         require(shape.num_experts % layout.ep == 0, "parallel.ep", layout.ep, wanted)
     else:
         require(layout.ep == 1, "parallel.ep", layout.ep, "1 where model.num_experts=0")
     step = batch.micro_batch_size * layout.dp
-    wanted = f"a multiple of batch.micro_batch_size={batch.micro_batch_size} * parallel.dp={layout.dp}"
-    require(batch.global_batch_size % step == 0, "batch.global_batch_size", batch.global_batch_size, wanted)
+    wanted = (
+        f"a multiple of batch.micro_batch_size={batch.micro_batch_size} *"
+        f" parallel.dp={layout.dp}"
+    )
+    require(
+        batch.global_batch_size % step == 0,
+        "batch.global_batch_size",
+        batch.global_batch_size,
+        wanted,
+    )

@@ -1,7 +1,8 @@
-"""The contents of a simulated run's partial snapshots: the real policy's choices, between recoveries.
+"""The contents of a simulated run's partial snapshots: the real policy's choices,
+between recoveries.
 
-Owns: querying a policy until every expert has had its turn, and the age of experts. Must not: know faults or costs. The
-stage whose ranks copy most stands for all.
+Owns: querying a policy until every expert has had its turn, and the age of experts.
+Must not: know faults or costs. The stage whose ranks copy most stands for all.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_ckpt.policies.lost_tokens import IntArray, moementary_lost_tokens, proportion_of_lost_tokens
+from moe_ckpt.policies.lost_tokens import (
+    IntArray,
+    moementary_lost_tokens,
+    proportion_of_lost_tokens,
+)
 from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.partial import marked
 from moe_ckpt.sim.job import Job
-from moe_ckpt.sim.snapshot_pattern import ChosenExperts, PlannedSnapshot, SnapshotPattern, Where
+from moe_ckpt.sim.snapshot_pattern import (
+    ChosenExperts,
+    PlannedSnapshot,
+    SnapshotPattern,
+    Where,
+)
 from moe_ckpt.types import ExpertChoice, Measured, OperatorKind
 
 MOST_SNAPSHOTS = 512
@@ -26,7 +36,9 @@ Policy = PartialExperts | PopularExperts
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Account:
-    """The tokens that a run has `lost` to all faults, by MoE layer of the job, and its policy's facts of them."""
+    """The tokens that a run has `lost` to all faults, by MoE layer of the job, and its
+    policy's facts of them.
+    """
 
     lost: IntArray
     facts: tuple[float, ...]
@@ -34,7 +46,9 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lost:
-    """The losses of a recovery: tokens of each stage's experts, int64 [its MoE layers, experts]; shares of all."""
+    """The losses of a recovery: tokens of each stage's experts, int64 [its MoE layers,
+    experts]; shares of all.
+    """
 
     by_stage: Sequence[IntArray]
     plt: float
@@ -43,7 +57,9 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Epoch:
-    """The partial checkpoints from the state after `start` to the next recovery. `account` is that of the start."""
+    """The partial checkpoints from the state after `start` to the next recovery.
+    `account` is that of the start.
+    """
 
     number: int
     start: int
@@ -51,7 +67,8 @@ class Epoch:
     account: Account
 
     def versions(self, iteration: int, where: Where) -> IntArray:
-        """Return the iteration of each expert in a checkpoint, by its source, int64 [layers, experts].
+        """Return the iteration of each expert in a checkpoint, by its source, int64
+        [layers, experts].
 
         Experts that a whole round does not contain count as old as the round.
         """
@@ -60,33 +77,50 @@ class Epoch:
         found: IntArray | None = None
         for snapshot in self.pattern.snapshots(first, offset):
             assert snapshot.experts is not None, snapshot
-            found = np.full(snapshot.experts.masks.shape[1:], first, np.int64) if found is None else found
+            found = (
+                np.full(snapshot.experts.masks.shape[1:], first, np.int64)
+                if found is None
+                else found
+            )
             found[snapshot.experts.masks[where]] = snapshot.offset
         assert found is not None, (self.start, iteration)
         return found + self.start
 
 
 class Tokens:
-    """The tokens that experts are trained with, and those of them that a run has lost: MoC, equation 7; MoEtion, 6."""
+    """The tokens that experts are trained with, and those of them that a run has lost:
+    MoC, equation 7; MoEtion, 6.
+    """
 
     def __init__(self, job: Job) -> None:
         self.an_iteration = job.batch.global_batch_size * job.batch.sequence_length
         self._topk = job.shape.topk
-        self.by_expert: IntArray = np.rint(job.shape.popularity * self._topk * self.an_iteration).astype(np.int64)
-        gates = [number for number, op in enumerate(job.shape.operators) if op.kind is OperatorKind.GATE]
+        self.by_expert: IntArray = np.rint(
+            job.shape.popularity * self._topk * self.an_iteration
+        ).astype(np.int64)
+        gates = [
+            number
+            for number, op in enumerate(job.shape.operators)
+            if op.kind is OperatorKind.GATE
+        ]
         stages = job.stage_of[gates]
-        self.layers_of_stage = [np.flatnonzero(stages == stage).tolist() for stage in range(job.layout.pp)]
+        self.layers_of_stage = [
+            np.flatnonzero(stages == stage).tolist() for stage in range(job.layout.pp)
+        ]
         self.num_layers = len(gates)
 
     def rows_of_stage(self, stage: int, num_rows: int) -> list[int]:
-        """Return the layers, of `num_rows` that a policy was asked about, that stand for those of a stage.
+        """Return the layers, of `num_rows` that a policy was asked about, that stand
+        for those of a stage.
 
         They are the job's if all ranks share one link, else those of one stage.
         """
         return [layer % num_rows for layer in self.layers_of_stage[stage]]
 
     def shares(self, lost: IntArray, iteration: int) -> tuple[float, float]:
-        """Return PLT and MLT: the shares, of all tokens up to an iteration, that were lost."""
+        """Return PLT and MLT: the shares, of all tokens up to an iteration, that were
+        lost.
+        """
         if not iteration:
             return 0.0, 0.0
         so_far = np.full(self.num_layers, iteration * self.an_iteration, np.int64)
@@ -96,7 +130,9 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partial:
-    """A policy of partial snapshots: `make` returns a fresh one, `probe` its further choices."""
+    """A policy of partial snapshots: `make` returns a fresh one, `probe` its further
+    choices.
+    """
 
     make: Callable[[], Policy]
     probe: Callable[[Policy], SnapshotPattern]
@@ -105,51 +141,99 @@ class Partial:
 
     def first_epoch(self) -> Epoch:
         """Return the epoch of a run that begins."""
-        return self._epoch(self.make().facts, number=0, start=0, lost=np.zeros(self.tokens.num_layers, np.int64))
+        return self._epoch(
+            self.make().facts,
+            number=0,
+            start=0,
+            lost=np.zeros(self.tokens.num_layers, np.int64),
+        )
 
-    def next_epoch(self, before: Epoch, account: Account | None, iteration: int) -> Epoch:
-        """Return the epoch after all have gone back to `iteration`; without an account to the beginning."""
+    def next_epoch(
+        self, before: Epoch, account: Account | None, iteration: int
+    ) -> Epoch:
+        """Return the epoch after all have gone back to `iteration`; without an account
+        to the beginning.
+        """
         if account is None:
             return replace(self.first_epoch(), number=before.number + 1)
         plt, _ = self.tokens.shares(account.lost, iteration)
         self._asked.went_back(account.facts, plt=plt, iteration=iteration)
-        return self._epoch(self._asked.facts, number=before.number + 1, start=iteration, lost=account.lost)
+        return self._epoch(
+            self._asked.facts,
+            number=before.number + 1,
+            start=iteration,
+            lost=account.lost,
+        )
 
     @cached_property
     def _asked(self) -> Policy:
-        """The policy decides the effect of a recovery: its earlier facts have no effect then."""
+        """The policy decides the effect of a recovery: its earlier facts have no effect
+        then.
+        """
         return self.make()
 
-    def _epoch(self, facts: tuple[float, ...], *, number: int, start: int, lost: IntArray) -> Epoch:
-        if facts[:1] not in self.patterns:  # how many experts; what was lost before decides only when that changes
+    def _epoch(
+        self, facts: tuple[float, ...], *, number: int, start: int, lost: IntArray
+    ) -> Epoch:
+        # how many experts; what was lost before decides only when that changes
+        if facts[:1] not in self.patterns:
             fresh = self.make()
             fresh.went_back(facts, plt=0.0, iteration=0)
             self.patterns[facts[:1]] = self.probe(fresh)
         return Epoch(
-            number=number, start=start, pattern=self.patterns[facts[:1]], account=Account(lost=lost, facts=facts)
+            number=number,
+            start=start,
+            pattern=self.patterns[facts[:1]],
+            account=Account(lost=lost, facts=facts),
         )
 
 
 def probe_turns(
-    policy: Policy, measured: Measured, describe: Callable[[ExpertChoice], tuple[int, float, float]], num_experts: int
+    policy: Policy,
+    measured: Measured,
+    describe: Callable[[ExpertChoice], tuple[int, float, float]],
+    num_experts: int,
 ) -> SnapshotPattern:
-    """Query a fresh policy until each expert of a layer may have had two turns: the second round repeats.
+    """Query a fresh policy until each expert of a layer may have had two turns: the
+    second round repeats.
 
-    `describe` gives the bytes of a snapshot, its stall, and the seconds of its way to disk. Turns are those snapshots
-    that go to disk, each once the one before is there; all, if none go there. If there are too many, MOST_SNAPSHOTS are
-    queried, and the second half of them repeats.
+    `describe` gives the bytes of a snapshot, its stall, and the seconds of its way to
+    disk. Turns are those snapshots that go to disk, each once the one before is there;
+    all, if none go there. If there are too many, MOST_SNAPSHOTS are queried, and the
+    second half of them repeats.
     """
     snapshots: list[PlannedSnapshot] = []
     turns: list[int] = []
     offset, now_s, written_s = 0, 0.0, 0.0
     while len(turns) <= 2 * num_experts and len(snapshots) <= MOST_SNAPSHOTS:
-        plan = policy.plan(offset, lambda: replace(measured, is_persisting=now_s < written_s))  # noqa: B023
+        plan = policy.plan(
+            offset,
+            lambda: replace(measured, is_persisting=now_s < written_s),  # noqa: B023
+        )
         if plan.experts is not None:
             size_bytes, stall_s, write_s = describe(plan.experts)
-            selections = (plan.experts.memory, plan.experts.on_peers, plan.experts.on_disk)
-            masks = np.stack([marked(selection, (len(selection), num_experts)) for selection in selections])
-            snapshot = PlannedSnapshot(offset=offset, size_bytes=size_bytes, stall_s=stall_s, to_disk=plan.to_disk)
-            snapshots.append(replace(snapshot, experts=ChosenExperts(choice=plan.experts, masks=masks)))
+            selections = (
+                plan.experts.memory,
+                plan.experts.on_peers,
+                plan.experts.on_disk,
+            )
+            masks = np.stack(
+                [
+                    marked(selection, (len(selection), num_experts))
+                    for selection in selections
+                ]
+            )
+            snapshot = PlannedSnapshot(
+                offset=offset,
+                size_bytes=size_bytes,
+                stall_s=stall_s,
+                to_disk=plan.to_disk,
+            )
+            snapshots.append(
+                replace(
+                    snapshot, experts=ChosenExperts(choice=plan.experts, masks=masks)
+                )
+            )
             now_s += stall_s
             written_s = now_s + write_s if plan.to_disk else written_s
             if plan.to_disk or not written_s:
@@ -158,5 +242,7 @@ def probe_turns(
     second = len(snapshots) - 1
     first = turns[num_experts] if len(turns) > 2 * num_experts else second // 2
     return SnapshotPattern(
-        tuple(snapshots[:first]), tuple(snapshots[first:second]), snapshots[second].offset - snapshots[first].offset
+        tuple(snapshots[:first]),
+        tuple(snapshots[first:second]),
+        snapshots[second].offset - snapshots[first].offset,
     )

@@ -1,4 +1,5 @@
-"""The price of each policy in a simulated job: decisions are those of moe_ckpt.policies, costs the simulator's.
+"""The price of each policy in a simulated job: decisions are those of
+moe_ckpt.policies, costs the simulator's.
 
 A policy is one entry in POLICIES. Must not: know faults.
 """
@@ -57,11 +58,21 @@ _NO_EXPERTS = np.zeros(0)
 
 
 def plan_saving(config: Any, setup: Setup) -> Saving:
-    """Return the costs of a policy's configuration in a setup. Raises ConfigError for an impossible one."""
-    require(config.policy in POLICIES, "ckpt.policy", config.policy, "one of " + ", ".join(POLICIES))
+    """Return the costs of a policy's configuration in a setup. Raises ConfigError for
+    an impossible one.
+    """
+    require(
+        config.policy in POLICIES,
+        "ckpt.policy",
+        config.policy,
+        "one of " + ", ".join(POLICIES),
+    )
     saving = POLICIES[config.policy](config, setup)
     need, have = saving.host_bytes(setup), setup.cluster.host_memory_bytes
-    wanted = f"at least {need:.4g} on each node, for snapshots and logs of ckpt.policy={config.policy}"
+    wanted = (
+        f"at least {need:.4g} on each node, for snapshots and logs of"
+        f" ckpt.policy={config.policy}"
+    )
     require(need <= have, "cluster.host_memory_bytes", have, wanted)
     return saving
 
@@ -78,7 +89,10 @@ def _none(config: NoneConfig | DenseConfig, setup: Setup) -> Saving:
 
 
 def _dense(config: DenseConfig, setup: Setup) -> Saving:
-    return replace(_none(config, setup), durable=_durable(setup, config.every_iters, asynchronous=config.async_save))
+    return replace(
+        _none(config, setup),
+        durable=_durable(setup, config.every_iters, asynchronous=config.async_save),
+    )
 
 
 def _in_memory(
@@ -90,7 +104,8 @@ def _in_memory(
     host: _Link | None = None,
     **own: Any,
 ) -> Saving:
-    """Return the costs that all policies have alike that keep snapshots in memory, beside a policy's `own`.
+    """Return the costs that all policies have alike that keep snapshots in memory,
+    beside a policy's `own`.
 
     `host`: the link to host memory, where `link` is that to peers, too.
     """
@@ -100,7 +115,9 @@ def _in_memory(
         pattern=pattern,
         settled=pattern(SETTLED),
         whole_bytes=link.most_bytes,
-        durable=_durable(setup, config.durable_every_iters, asynchronous=config.async_save),
+        durable=_durable(
+            setup, config.durable_every_iters, asynchronous=config.async_save
+        ),
         sizes_are_of_job=link.is_shared,
         host_bytes_per_s=(host or link).bytes_per_s,
         **own,
@@ -112,9 +129,12 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     link = _whole_link(setup, rates)
     replicas = _replicas(config.replicas, setup.cluster)
     kept_bytes_per_s = narrowest = min(link.bytes_per_s, rates.kept(replicas))
-    # the disk's rate is that of the whole job, and is compared with the rate of one rank's copies
+    # the disk's rate is that of the whole job, and is compared with the rate of one
+    # rank's copies
     if config.waits_for_disk:  # nothing is taken before that is written
-        narrowest = min(narrowest, rates.disk() * link.most_bytes / setup.total_full_bytes)
+        narrowest = min(
+            narrowest, rates.disk() * link.most_bytes / setup.total_full_bytes
+        )
 
     def stalled_s(length: float) -> float:
         return link.stall_s(link.most_bytes, length * setup.costs.iteration_s)
@@ -125,7 +145,9 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
             copy_bytes_per_s=narrowest,
             host_bytes_per_s=link.bytes_per_s,
             popularity=_NO_EXPERTS,
-            snapshot_cost_s=stalled_s(so_far.length) if so_far.num_costs >= ENOUGH_SNAPSHOTS else None,
+            snapshot_cost_s=stalled_s(so_far.length)
+            if so_far.num_costs >= ENOUGH_SNAPSHOTS
+            else None,
         )
 
     def describe(_: SlotPlan, length: float) -> tuple[int, float]:
@@ -136,7 +158,9 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
         config,
         setup,
         link,
-        _patterns(config, make, measured, describe, is_fixed=config.every_iters != AUTO),
+        _patterns(
+            config, make, measured, describe, is_fixed=config.every_iters != AUTO
+        ),
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=replicas,
         kept_bytes_per_s=kept_bytes_per_s,
@@ -147,9 +171,11 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
 
 
 def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
-    """Each iteration gradients are copied while training waits, and sent; servers step, a fault fetches a whole state.
+    """Each iteration gradients are copied while training waits, and sent; servers step,
+    a fault fetches a whole state.
 
-    Gradients that servers capture from a mirror port take no time, but need an optimizer that is not sharded.
+    Gradients that servers capture from a mirror port take no time, but need an
+    optimizer that is not sharded.
     """
     added_s = _unsharded_s(setup) if config.mirrors else 0.0
     cluster = setup.cluster
@@ -157,14 +183,29 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
     replicas = _replicas(config.replicas, cluster)
     gradient_bytes = _gradient_bytes(config, setup.job, link.profiles[link.own].table)
     served_s = _served_s(setup, link, replicas)
-    # servers on processors of their own work while training does; on shared ones training stands still meanwhile
+    # servers on processors of their own work while training does; on shared ones
+    # training stands still meanwhile
     iteration_s = setup.costs.iteration_s
-    waits_s = served_s if cluster.compute_share == JOB else max(0.0, served_s - iteration_s)
-    added_s += waits_s + _lost_share(config, setup.job, replicas) * link.stall_s(link.most_bytes, iteration_s)
+    waits_s = (
+        served_s if cluster.compute_share == JOB else max(0.0, served_s - iteration_s)
+    )
+    added_s += waits_s + _lost_share(config, setup.job, replicas) * link.stall_s(
+        link.most_bytes, iteration_s
+    )
     tap_s = cluster.take_s + gradient_bytes / link.bytes_per_s + added_s
     make = partial(ServerSnapshots, config, link.profiles, link.own, replicas)
-    measured = Measured(iteration_s=iteration_s, copy_bytes_per_s=link.bytes_per_s, popularity=_NO_EXPERTS)
-    pattern = _patterns(config, make, lambda _: measured, lambda _, __: (gradient_bytes, tap_s), is_fixed=True)
+    measured = Measured(
+        iteration_s=iteration_s,
+        copy_bytes_per_s=link.bytes_per_s,
+        popularity=_NO_EXPERTS,
+    )
+    pattern = _patterns(
+        config,
+        make,
+        lambda _: measured,
+        lambda _, __: (gradient_bytes, tap_s),
+        is_fixed=True,
+    )
     return _in_memory(
         config,
         setup,
@@ -180,50 +221,84 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
 
 
 def _served_s(setup: Setup, link: _Link, replicas: int) -> float:
-    """Return the seconds in which a rank's processors step its own state and those of `replicas` other ranks.
+    """Return the seconds in which a rank's processors step its own state and those of
+    `replicas` other ranks.
 
-    Training waits for servers that need more than an iteration, as with ckpt.max_lag_iters=0, and on processors that
-    training shares with them, for all of it.
+    Training waits for servers that need more than an iteration, as with
+    ckpt.max_lag_iters=0, and on processors that training shares with them, for all of
+    it.
     """
     ranks = setup.job.layout.world_size if link.is_shared else 1
     return (1 + replicas) * link.most_bytes / ranks / setup.cluster.server_bytes_per_s
 
 
 def _lost_share(config: FlowcheckConfig, job: Job, replicas: int) -> float:
-    """Return the share of iterations that any server cannot complete: a whole snapshot of every rank then follows."""
+    """Return the share of iterations that any server cannot complete: a whole snapshot
+    of every rank then follows.
+    """
     if not config.mirrors or config.capture_loss == 0 or job.layout.dp == 1:
         return 0.0
-    packets = (1 + replicas) * GRADIENT_BYTES * float(job.shape.parameters.sum()) / PACKET_BYTES
+    packets = (
+        (1 + replicas)
+        * GRADIENT_BYTES
+        * float(job.shape.parameters.sum())
+        / PACKET_BYTES
+    )
     captures = min(config.captures, job.layout.dp)
-    return failure_probability(packets=packets, ranks=job.layout.dp, captures=captures, loss=config.capture_loss)
+    return failure_probability(
+        packets=packets,
+        ranks=job.layout.dp,
+        captures=captures,
+        loss=config.capture_loss,
+    )
 
 
 def _unsharded_s(setup: Setup) -> float:
-    """Return the seconds that an iteration's end takes longer where each rank steps the whole state of its parameters.
+    """Return the seconds that an iteration's end takes longer where each rank steps the
+    whole state of its parameters.
 
     Raises ConfigError if a GPU has no room for that beside weights and gradients.
     """
     job, cluster = setup.job.unsharded(), setup.cluster
     state_bytes = max(profile.dense_bytes for profile in job.profiles)
-    need = state_bytes * (1 + (job.formats.compute_bytes + GRADIENT_BYTES) / job.formats.full_bytes) / GPU_MEMORY_SHARE
-    wanted = f"at least {need:.4g} for an optimizer without shards, which ckpt.capture=mirror needs"
-    require(need <= cluster.gpu_memory_bytes, "cluster.gpu_memory_bytes", cluster.gpu_memory_bytes, wanted)
+    need = (
+        state_bytes
+        * (1 + (job.formats.compute_bytes + GRADIENT_BYTES) / job.formats.full_bytes)
+        / GPU_MEMORY_SHARE
+    )
+    wanted = (
+        f"at least {need:.4g} for an optimizer without shards, which"
+        " ckpt.capture=mirror needs"
+    )
+    require(
+        need <= cluster.gpu_memory_bytes,
+        "cluster.gpu_memory_bytes",
+        cluster.gpu_memory_bytes,
+        wanted,
+    )
     return sum(step_s(job, cluster)) - sum(step_s(setup.job, cluster))
 
 
 def _gradient_bytes(config: FlowcheckConfig, job: Job, table: OperatorTable) -> int:
-    """Return the bytes of gradients that a rank hands over: all, or experts' where no other rank has the expert."""
+    """Return the bytes of gradients that a rank hands over: all, or experts' where no
+    other rank has the expert.
+    """
     layout = job.layout
     taps_all = not config.mirrors or layout.dp == 1
     taps_experts = taps_all or layout.dp == layout.ep
-    tapped = [taps_experts if operator.kind is OperatorKind.EXPERT else taps_all for operator in table.operators]
+    tapped = [
+        taps_experts if operator.kind is OperatorKind.EXPERT else taps_all
+        for operator in table.operators
+    ]
     return int(table.full_bytes[:, tapped].sum(axis=1).max()) // GRADIENT_SHARE
 
 
 def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     replicas = _replicas(config.replicas, setup.cluster)
     rates = _rates(config, setup)
-    link = _Link(setup, rates.kept(replicas), rates.burst_s(setup.cluster.copy_bytes_per_s))
+    link = _Link(
+        setup, rates.kept(replicas), rates.burst_s(setup.cluster.copy_bytes_per_s)
+    )
     host = _Link(setup, rates.kept(0))
     measured = _measured_windows(setup, link, host, rates.to_peers(replicas))
     share = alone_share(setup.job.num_micro_batches, setup.job.layout.pp)
@@ -234,12 +309,25 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
     def describe(plan: SlotPlan, length: float) -> tuple[int, float]:
         iteration_s = length * setup.costs.iteration_s
         full, compute = np.array(plan.full, np.int64), np.array(plan.compute, np.int64)
-        size_bytes = int((full_bytes[:, full].sum(axis=1) + compute_bytes[:, compute].sum(axis=1)).max())
+        size_bytes = int(
+            (
+                full_bytes[:, full].sum(axis=1) + compute_bytes[:, compute].sum(axis=1)
+            ).max()
+        )
         awaited = host if plan.pause_iters else link  # peers have the pause, too
-        return size_bytes, link.stall_s(size_bytes, iteration_s, awaited_bytes_per_s=awaited.bytes_per_s)
+        return size_bytes, link.stall_s(
+            size_bytes, iteration_s, awaited_bytes_per_s=awaited.bytes_per_s
+        )
 
     # the base is no window of choice
-    pattern = _patterns(config, make, measured, describe, popularity=_popularity(setup, link), is_fixed=False)
+    pattern = _patterns(
+        config,
+        make,
+        measured,
+        describe,
+        popularity=_popularity(setup, link),
+        is_fixed=False,
+    )
     chosen = pattern(SETTLED).repeat[0]
     return _in_memory(
         config,
@@ -263,9 +351,14 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
 def _measured_windows(
     setup: Setup, link: _Link, host: _Link, peer_bytes_per_s: float
 ) -> Callable[[MeasuredSoFar], Measured]:
-    """Return the measurements of a job with windows: the cluster's constants, once they are measured."""
+    """Return the measurements of a job with windows: the cluster's constants, once they
+    are measured.
+    """
     costs, cluster, popularity = setup.costs, setup.cluster, _popularity(setup, link)
-    replayed_s = max(costs.replay_s(range(stage, stage + 1), active=1.0) for stage in range(costs.num_stages))
+    replayed_s = max(
+        costs.replay_s(range(stage, stage + 1), active=1.0)
+        for stage in range(costs.num_stages)
+    )
 
     def measured(so_far: MeasuredSoFar) -> Measured:
         return Measured(
@@ -276,9 +369,13 @@ def _measured_windows(
             peer_bytes_per_s=peer_bytes_per_s,
             popularity=popularity,
             empty_snapshot_s=cluster.take_s if so_far.num_costs else None,
-            dense_snapshot_s=link.added_s(link.most_bytes) if so_far.num_costs else None,
+            dense_snapshot_s=link.added_s(link.most_bytes)
+            if so_far.num_costs
+            else None,
             costs_are_settled=so_far.num_costs >= ENOUGH_WINDOWS,
-            replayed_iteration_s=so_far.replay_length * replayed_s if so_far.replay_length else None,
+            replayed_iteration_s=so_far.replay_length * replayed_s
+            if so_far.replay_length
+            else None,
             kept_since=so_far.kept_since,
         )
 
@@ -287,12 +384,22 @@ def _measured_windows(
 
 def _moc(config: MocConfig, setup: Setup) -> Saving:
     costs = _PartialCosts(config, setup)
-    return _partial(config, setup, costs, lambda: PartialExperts(config, costs.stages, 0, setup.job.layout.ep))
+    return _partial(
+        config,
+        setup,
+        costs,
+        lambda: PartialExperts(config, costs.stages, 0, setup.job.layout.ep),
+    )
 
 
 def _moetion(config: MoetionConfig, setup: Setup) -> Saving:
     costs = _PartialCosts(config, setup)
-    return _partial(config, setup, costs, lambda: PopularExperts(config, costs.stages, 0, costs.replicas))
+    return _partial(
+        config,
+        setup,
+        costs,
+        lambda: PopularExperts(config, costs.stages, 0, costs.replicas),
+    )
 
 
 def _partial(
@@ -304,10 +411,14 @@ def _partial(
     num_experts = setup.job.shape.num_experts
     tokens = Tokens(setup.job)
     measured = costs.measured(tokens.by_expert * config.every_iters)
-    probe = partial(probe_turns, measured=measured, describe=costs.describe, num_experts=num_experts)
+    probe = partial(
+        probe_turns, measured=measured, describe=costs.describe, num_experts=num_experts
+    )
     told = Partial(make=make, probe=probe, tokens=tokens)
     pattern = told.first_epoch().pattern
-    choices = [snapshot.experts.choice for snapshot in pattern.repeat if snapshot.experts]
+    choices = [
+        snapshot.experts.choice for snapshot in pattern.repeat if snapshot.experts
+    ]
     return _in_memory(
         config,
         setup,
@@ -315,7 +426,9 @@ def _partial(
         lambda _: pattern,
         reload_bytes_per_s=setup.cluster.whole_copy_bytes_per_s,
         replicas=costs.replicas,
-        kept_bytes_per_s=min(costs.size_bytes(choice) / costs.copy_s(choice) for choice in choices),
+        kept_bytes_per_s=min(
+            costs.size_bytes(choice) / costs.copy_s(choice) for choice in choices
+        ),
         disk_s=max(map(costs.write_s, choices)),
         memory=make().forecast(),
         partial=told,
@@ -341,15 +454,24 @@ class _Link:
         self._setup, self._burst_s = setup, burst_s
         self.is_shared = setup.cluster.copies_share == JOB
         self.bytes_per_s = bytes_per_s
-        self.profiles = [setup.job.whole_profile()] if self.is_shared else setup.job.profiles
+        self.profiles = (
+            [setup.job.whole_profile()] if self.is_shared else setup.job.profiles
+        )
         sizes = [profile.dense_bytes for profile in self.profiles]
         self.own = int(np.argmax(sizes))
         self.most_bytes = sizes[self.own]
 
-    def stall_s(self, size_bytes: float, iteration_s: float, awaited_bytes_per_s: float | None = None) -> float:
-        """Return the seconds that a snapshot adds to an iteration of so many seconds, and to those that follow.
+    def stall_s(
+        self,
+        size_bytes: float,
+        iteration_s: float,
+        awaited_bytes_per_s: float | None = None,
+    ) -> float:
+        """Return the seconds that a snapshot adds to an iteration of so many seconds,
+        and to those that follow.
 
-        The update waits for all of its copies, or for those that go at the rate that is given.
+        The update waits for all of its copies, or for those that go at the rate that is
+        given.
         """
         awaited_s = size_bytes / (awaited_bytes_per_s or self.bytes_per_s)
         return self._setup.cluster.take_s + stall_s(
@@ -360,21 +482,32 @@ class _Link:
         )
 
     def added_s(self, size_bytes: float) -> float:
-        """Return the seconds that a snapshot adds by beginning and by slowing training, over all its iterations."""
-        return self._setup.cluster.take_s + self._setup.cluster.interference * size_bytes / self.bytes_per_s
+        """Return the seconds that a snapshot adds by beginning and by slowing training,
+        over all its iterations.
+        """
+        return (
+            self._setup.cluster.take_s
+            + self._setup.cluster.interference * size_bytes / self.bytes_per_s
+        )
 
 
 def _whole_link(setup: Setup, rates: CopyRates) -> _Link:
-    """Return the link by which a whole snapshot reaches host memory, within the policy's cap."""
+    """Return the link by which a whole snapshot reaches host memory, within the
+    policy's cap.
+    """
     bytes_per_s = setup.cluster.whole_copy_bytes_per_s
     return _Link(setup, rates.host(bytes_per_s), rates.burst_s(bytes_per_s))
 
 
 def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
-    """Return a stage of each kind, that with experts first whose ranks copy most: policies need no more."""
+    """Return a stage of each kind, that with experts first whose ranks copy most:
+    policies need no more.
+    """
 
     def rank(profile: StageProfile) -> tuple[bool, int]:
-        has_experts = any(operator.kind is OperatorKind.EXPERT for operator in profile.table.operators)
+        has_experts = any(
+            operator.kind is OperatorKind.EXPERT for operator in profile.table.operators
+        )
         return has_experts, profile.dense_bytes
 
     # stages with the same bytes get the same answers
@@ -396,7 +529,9 @@ class _PartialCosts:
         self._own = MoeStage(table, config.partial)
         self._peer_bytes_per_s = rates.to_peers(self.replicas)
         # all stages write at the same time, each with its share of the job's rate
-        self._disk_bytes_per_s = rates.disk() * int(table.full_bytes.sum()) / setup.total_full_bytes
+        self._disk_bytes_per_s = (
+            rates.disk() * int(table.full_bytes.sum()) / setup.total_full_bytes
+        )
 
     def measured(self, tokens: IntArray) -> Measured:
         return Measured(
@@ -408,8 +543,12 @@ class _PartialCosts:
         )
 
     def describe(self, choice: ExpertChoice) -> tuple[int, float, float]:
-        """Return the bytes of the rank with the most, the stall, and the seconds of the way to disk."""
-        stall_s = self.link.stall_s(self.copy_s(choice) * self.link.bytes_per_s, self.iteration_s)
+        """Return the bytes of the rank with the most, the stall, and the seconds of the
+        way to disk.
+        """
+        stall_s = self.link.stall_s(
+            self.copy_s(choice) * self.link.bytes_per_s, self.iteration_s
+        )
         return self.size_bytes(choice), stall_s, self.write_s(choice)
 
     def size_bytes(self, choice: ExpertChoice) -> int:
@@ -417,10 +556,16 @@ class _PartialCosts:
 
     def copy_s(self, choice: ExpertChoice) -> float:
         sent_bytes = int(self._own.snapshot_bytes(choice.on_peers).max())
-        return max(self.size_bytes(choice) / self.link.bytes_per_s, sent_bytes / self._peer_bytes_per_s)
+        return max(
+            self.size_bytes(choice) / self.link.bytes_per_s,
+            sent_bytes / self._peer_bytes_per_s,
+        )
 
     def write_s(self, choice: ExpertChoice) -> float:
-        return float(self._own.snapshot_bytes(choice.on_disk).sum()) / self._disk_bytes_per_s
+        return (
+            float(self._own.snapshot_bytes(choice.on_disk).sum())
+            / self._disk_bytes_per_s
+        )
 
 
 def _patterns(
@@ -432,7 +577,9 @@ def _patterns(
     popularity: Array = _NO_EXPERTS,
     is_fixed: bool,
 ) -> Callable[[GenerationStart], SnapshotPattern]:
-    """Return the choices of a fresh policy by a generation's start; arguments as for `probe_policy`."""
+    """Return the choices of a fresh policy by a generation's start; arguments as for
+    `probe_policy`.
+    """
     nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
 
     @cache
@@ -450,7 +597,9 @@ def _patterns(
 
 
 def _durable(setup: Setup, every_iters: int, *, asynchronous: bool) -> Durable | None:
-    """Return the costs of whole checkpoints on disk: one at a time, copied first if they are asynchronous."""
+    """Return the costs of whole checkpoints on disk: one at a time, copied first if
+    they are asynchronous.
+    """
     if every_iters == 0:
         return None
     cluster, write_s = setup.cluster, setup.write_s
@@ -459,11 +608,17 @@ def _durable(setup: Setup, every_iters: int, *, asynchronous: bool) -> Durable |
     link = _Link(setup, cluster.whole_copy_bytes_per_s)
     copy_s = link.most_bytes / link.bytes_per_s
     waits_s = max(0.0, write_s - every_iters * setup.costs.iteration_s)
-    return Durable(every_iters=every_iters, stall_s=copy_s + waits_s, done_s=copy_s + write_s)
+    return Durable(
+        every_iters=every_iters, stall_s=copy_s + waits_s, done_s=copy_s + write_s
+    )
 
 
 def _rates(config: InMemoryConfig, setup: Setup) -> CopyRates:
-    return CopyRates(cluster=setup.cluster, caps=config.max_bytes_per_s, num_ranks=setup.job.layout.world_size)
+    return CopyRates(
+        cluster=setup.cluster,
+        caps=config.max_bytes_per_s,
+        num_ranks=setup.job.layout.world_size,
+    )
 
 
 def _replicas(wanted: int | str, cluster: ClusterConfig) -> int:
@@ -471,12 +626,19 @@ def _replicas(wanted: int | str, cluster: ClusterConfig) -> int:
     if wanted == AUTO:
         return min(1, cluster.nodes - 1)
     replicas = int(wanted)
-    require(replicas < cluster.nodes, "ckpt.replicas", replicas, f"less than cluster.nodes={cluster.nodes}")
+    require(
+        replicas < cluster.nodes,
+        "ckpt.replicas",
+        replicas,
+        f"less than cluster.nodes={cluster.nodes}",
+    )
     return replicas
 
 
 def _popularity(setup: Setup, link: _Link) -> Array:
-    """Return the popularity of each expert of the ranks with the most bytes, as a policy measures it."""
+    """Return the popularity of each expert of the ranks with the most bytes, as a
+    policy measures it.
+    """
     profile = link.profiles[link.own]
     experts = fixed_order(profile.table.operators).experts
     if not setup.switches.order_by_popularity:
@@ -485,17 +647,27 @@ def _popularity(setup: Setup, link: _Link) -> Array:
     return setup.job.shape.popularity[numbers]
 
 
-def _active_shares(config: MoevementConfig, num_slots: int, setup: Setup, link: _Link) -> tuple[float, ...]:
-    """Return the share of the work that is active once each slot of a window of so many is loaded."""
+def _active_shares(
+    config: MoevementConfig, num_slots: int, setup: Setup, link: _Link
+) -> tuple[float, ...]:
+    """Return the share of the work that is active once each slot of a window of so many
+    is loaded.
+    """
     where = slice(None) if link.is_shared else setup.job.positions(link.own)
     work = setup.job.work[where]
-    policy = SparseWindows(replace(config, window=num_slots, pause_iters=0), link.profiles, link.own)
-    measured = Measured(iteration_s=1.0, copy_bytes_per_s=np.inf, popularity=_popularity(setup, link))
+    policy = SparseWindows(
+        replace(config, window=num_slots, pause_iters=0), link.profiles, link.own
+    )
+    measured = Measured(
+        iteration_s=1.0, copy_bytes_per_s=np.inf, popularity=_popularity(setup, link)
+    )
     shares, active = [], 0.0
     for offset in range(1 + num_slots):
         plan = policy.plan(offset, lambda: measured).sparse
         assert plan is not None
         if offset > 0:  # after the base
             active += float(work[list(plan.full)].sum())
-            shares.append(active / float(work.sum()) if setup.switches.skip_frozen else 1.0)
+            shares.append(
+                active / float(work.sum()) if setup.switches.skip_frozen else 1.0
+            )
     return tuple(shares)

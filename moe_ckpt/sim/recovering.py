@@ -1,6 +1,8 @@
-"""The price of a fault: the remaining sources, the plan that a real run would make of them, its seconds. Pure.
+"""The price of a fault: the remaining sources, the plan that a real run would make of
+them, its seconds. Pure.
 
-Ranks of a stage with equal sources are listed once: a plan depends on the sources of ranks, not on their number.
+Ranks of a stage with equal sources are listed once: a plan depends on the sources of
+ranks, not on their number.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from moe_ckpt.sim.saving import Recovery, Saving, Setup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """The losses: `dead` workers, of which the `bare` ones have lost their host memory as well.
+    """The losses: `dead` workers, of which the `bare` ones have lost their host memory
+    as well.
 
-    The memories of `unreplicated` ranks hold no copies for others. `rolling` stages were on their way back already: to
-    the state of their cut-off replay, or to none (None).
+    The memories of `unreplicated` ranks hold no copies for others. `rolling` stages
+    were on their way back already: to the state of their cut-off replay, or to none
+    (None).
     """
 
     dead: frozenset[int]
@@ -35,7 +39,9 @@ class Losses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A plan with its seconds: `fetch_s` until windows are in place, then each rollback's replay."""
+    """A plan with its seconds: `fetch_s` until windows are in place, then each
+    rollback's replay.
+    """
 
     plan: RecoveryPlan
     fetch_s: float
@@ -44,7 +50,9 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollbackPath:
-    """A way of all ranks to the state after `iteration`; `account` is that of its partial checkpoint."""
+    """A way of all ranks to the state after `iteration`; `account` is that of its
+    partial checkpoint.
+    """
 
     iteration: int
     fetch_s: float
@@ -56,9 +64,15 @@ class RollbackPath:
 
 
 def plan_after(
-    setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int, at_s: float = math.inf
+    setup: Setup,
+    saving: Saving,
+    kept: Sequence[Kept],
+    losses: Losses,
+    reached: int,
+    at_s: float = math.inf,
 ) -> RecoveryPlan:
-    """Return the plan of the real run, made at a time; `reached` is the iteration of ranks that have lost nothing.
+    """Return the plan of the real run, made at a time; `reached` is the iteration of
+    ranks that have lost nothing.
 
     Raises NothingLeftError if the remaining memory leads to no state.
     """
@@ -83,12 +97,23 @@ def estimate(setup: Setup, saving: Saving, plan: RecoveryPlan) -> Estimate:
     return Estimate(
         plan=plan,
         fetch_s=fetch_s,
-        replay_s=tuple(_rollback_s(setup, saving, rollback, plan.target_iteration) for rollback in plan.rollbacks),
+        replay_s=tuple(
+            _rollback_s(setup, saving, rollback, plan.target_iteration)
+            for rollback in plan.rollbacks
+        ),
     )
 
 
-def replay_s(setup: Setup, saving: Saving, stages: range, window: Kept, target: int, done: int = 0) -> float:
-    """Return the seconds in which stages run the iterations from a window's start to the target again.
+def replay_s(
+    setup: Setup,
+    saving: Saving,
+    stages: range,
+    window: Kept,
+    target: int,
+    done: int = 0,
+) -> float:
+    """Return the seconds in which stages run the iterations from a window's start to
+    the target again.
 
     `done` of these iterations, the first ones, were run by a replay that was cut off.
     """
@@ -102,12 +127,23 @@ def replay_s(setup: Setup, saving: Saving, stages: range, window: Kept, target: 
     return sum(seconds(number) for number in range(done, target - window.start))
 
 
-def replayed_by(setup: Setup, saving: Saving, rollback: Rollback, target: int, spent_s: float) -> ReplayedState | None:
-    """Return the state that a rollback has reached after so many seconds without those of fetches; None: no new one."""
+def replayed_by(
+    setup: Setup, saving: Saving, rollback: Rollback, target: int, spent_s: float
+) -> ReplayedState | None:
+    """Return the state that a rollback has reached after so many seconds without those
+    of fetches; None: no new one.
+    """
     window = Kept(start=rollback.states[0], end=rollback.states[-1])
     whole_s = _rollback_s(setup, saving, rollback, target)
     for iteration in range(target, rollback.starts_from, -1):
-        rest_s = replay_s(setup, saving, rollback.stages, window, target, done=iteration - window.start)
+        rest_s = replay_s(
+            setup,
+            saving,
+            rollback.stages,
+            window,
+            target,
+            done=iteration - window.start,
+        )
         if whole_s - rest_s <= spent_s:
             return ReplayedState(states=rollback.states, cut="", iteration=iteration)
     if rollback.resumed_at is None:
@@ -121,22 +157,36 @@ def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -
     done = rollback.starts_from - window.start
     load_bytes = saving.whole_bytes if rollback.resumed_at is None else 0.0
     if setup.cluster.copies_share == JOB:
-        # `whole_bytes` are the job's here, on one link: these stages load their share of it
+        # `whole_bytes` are the job's here, on one link: these stages load their share
+        # of it
         load_bytes *= len(stages) / setup.job.layout.pp
-    return load_bytes / saving.reload_bytes_per_s + replay_s(setup, saving, stages, window, target, done)
+    return load_bytes / saving.reload_bytes_per_s + replay_s(
+        setup, saving, stages, window, target, done
+    )
 
 
 def _window_bytes(setup: Setup, saving: Saving) -> float:
     """Return the bytes of a window on a rank."""
     world_size = setup.job.layout.world_size
-    return saving.kept_bytes / world_size if setup.cluster.copies_share == JOB else saving.kept_bytes
+    return (
+        saving.kept_bytes / world_size
+        if setup.cluster.copies_share == JOB
+        else saving.kept_bytes
+    )
 
 
 def _standings(setup: Setup, losses: Losses, reached: int) -> list[Standing]:
-    gone = {setup.job.stage_of_rank(rank) for rank in losses.dead} | losses.rolling.keys()
-    standings = [Standing(stage=stage, reached=None, prepared=False, whole=False) for stage in sorted(gone)]
+    gone = {
+        setup.job.stage_of_rank(rank) for rank in losses.dead
+    } | losses.rolling.keys()
+    standings = [
+        Standing(stage=stage, reached=None, prepared=False, whole=False)
+        for stage in sorted(gone)
+    ]
     num_dead = Counter(setup.job.stage_of_rank(rank) for rank in losses.dead)
-    survived = (stage for stage in range(setup.job.layout.pp) if stage not in losses.rolling)
+    survived = (
+        stage for stage in range(setup.job.layout.pp) if stage not in losses.rolling
+    )
     return standings + [
         Standing(stage=stage, reached=reached, prepared=False, whole=True)
         for stage in survived
@@ -145,14 +195,28 @@ def _standings(setup: Setup, losses: Losses, reached: int) -> list[Standing]:
 
 
 def _inventories(
-    setup: Setup, saving: Saving, kept: Sequence[Kept], losses: Losses, reached: int, at_s: float
+    setup: Setup,
+    saving: Saving,
+    kept: Sequence[Kept],
+    losses: Losses,
+    reached: int,
+    at_s: float,
 ) -> list[Inventory]:
-    """Return the inventories of dead ranks, of holders of their copies, and of one other rank of each stage."""
-    # with step logs a window leads to the iteration of the other ranks, else no further than itself
+    """Return the inventories of dead ranks, of holders of their copies, and of one
+    other rank of each stage.
+    """
+    # with step logs a window leads to the iteration of the other ranks, else no further
+    # than itself
     least = reached if saving.recovery is Recovery.LOCAL else 0
     refs = {
-        # one cut for all: simulated ranks of a stage always have the same order of operators
-        each.start: WindowRef(start=each.start, num_slots=each.num_slots, steps_to=max(each.end, least), cut="")
+        # one cut for all: simulated ranks of a stage always have the same order of
+        # operators
+        each.start: WindowRef(
+            start=each.start,
+            num_slots=each.num_slots,
+            steps_to=max(each.end, least),
+            cut="",
+        )
         for each in kept
     }
     windows = tuple(refs.values())
@@ -180,10 +244,19 @@ def _inventories(
 
 
 def _witnesses(setup: Setup, losses: Losses) -> set[int]:
-    """Return a rank of each stage that stands for all that have lost nothing, if there is one."""
+    """Return a rank of each stage that stands for all that have lost nothing, if there
+    is one.
+    """
     per_stage = setup.job.layout.ranks_per_stage
     ranks = (
-        next((rank for rank in range(stage * per_stage, (stage + 1) * per_stage) if rank not in losses.dead), None)
+        next(
+            (
+                rank
+                for rank in range(stage * per_stage, (stage + 1) * per_stage)
+                if rank not in losses.dead
+            ),
+            None,
+        )
         for stage in range(setup.job.layout.pp)
     )
     return {rank for rank in ranks if rank is not None}

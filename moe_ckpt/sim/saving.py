@@ -1,4 +1,6 @@
-"""A policy in a simulated job: its snapshots, their prices, its rollback after a fault. Values only."""
+"""A policy in a simulated job: its snapshots, their prices, its rollback after a fault.
+Values only.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Switches:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setup:
-    """A job on a cluster, and its costs there: those of a mean iteration, and the pace of single ones."""
+    """A job on a cluster, and its costs there: those of a mean iteration, and the pace
+    of single ones.
+    """
 
     job: Job
     cluster: ClusterConfig
@@ -45,10 +49,20 @@ class Setup:
     switches: Switches = Switches()
     pace: Pace = EVEN
 
-    def holders(self, rank: int, replicas: int, peers: int | None = None) -> tuple[int, ...]:
-        """Return the ranks whose memories hold the copies of a rank; `peers` as in `copy_holders`."""
+    def holders(
+        self, rank: int, replicas: int, peers: int | None = None
+    ) -> tuple[int, ...]:
+        """Return the ranks whose memories hold the copies of a rank; `peers` as in
+        `copy_holders`.
+        """
         world_size, per_node = self.job.layout.world_size, self.cluster.gpus_per_node
-        return copy_holders(rank, world_size=world_size, ranks_per_node=per_node, replicas=replicas, peers=peers)
+        return copy_holders(
+            rank,
+            world_size=world_size,
+            ranks_per_node=per_node,
+            replicas=replicas,
+            peers=peers,
+        )
 
     @property
     def total_full_bytes(self) -> float:
@@ -63,7 +77,9 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durable:
-    """A whole checkpoint on disk every few iterations: it stops training, and is complete after `done_s`."""
+    """A whole checkpoint on disk every few iterations: it stops training, and is
+    complete after `done_s`.
+    """
 
     every_iters: int
     stall_s: float
@@ -74,14 +90,16 @@ class Durable:
 class Saving:
     """A policy's saves and their price.
 
-    `pattern` gives its snapshots in a generation; `settled` are those in one that starts once all costs, and a replay,
-    have been measured.
-    `host_bytes_per_s`: the rate at which a snapshot reaches host memory, `peer_bytes_per_s` the one at which it
-    goes from there to peers, `kept_bytes_per_s` the one at which it reaches all destinations, all within the
-    policy's caps, which do not hold for `reload_bytes_per_s`; `disk_s` the time of a snapshot that goes to disk.
-    `active` gives, for a window of so many slots, the share of the work whose operators are active once slot j of
-    it is loaded. `partial`: the experts in snapshots. `served_s`: the time in which servers make a state of a
-    snapshot that has arrived; `window_bytes` are those of such a state on a rank, None where snapshots are the
+    `pattern` gives its snapshots in a generation; `settled` are those in one that
+    starts once all costs, and a replay, have been measured. `host_bytes_per_s`: the
+    rate at which a snapshot reaches host memory, `peer_bytes_per_s` the one at which it
+    goes from there to peers, `kept_bytes_per_s` the one at which it reaches all
+    destinations, all within the policy's caps, which do not hold for
+    `reload_bytes_per_s`; `disk_s` the time of a snapshot that goes to disk. `active`
+    gives, for a window of so many slots, the share of the work whose operators are
+    active once slot j of it is loaded. `partial`: the experts in snapshots. `served_s`:
+    the time in which servers make a state of a snapshot that has arrived;
+    `window_bytes` are those of such a state on a rank, None where snapshots are the
     state.
     """
 
@@ -112,14 +130,24 @@ class Saving:
         if self.window_bytes is not None:
             return self.window_bytes
         snapshots = self.settled.repeat
-        return float(sum(snapshot.size_bytes for snapshot in snapshots[: snapshots[0].num_slots]))
+        return float(
+            sum(snapshot.size_bytes for snapshot in snapshots[: snapshots[0].num_slots])
+        )
 
     @property
     def overhead_s(self) -> float:
-        """Return the seconds that saving adds to an iteration on average, once the policy has settled."""
+        """Return the seconds that saving adds to an iteration on average, once the
+        policy has settled.
+        """
         pattern = self.settled
-        snapshots_s = sum(snapshot.stall_s for snapshot in pattern.repeat) / pattern.period if pattern.repeat else 0.0
-        return snapshots_s + (self.durable.stall_s / self.durable.every_iters if self.durable else 0.0)
+        snapshots_s = (
+            sum(snapshot.stall_s for snapshot in pattern.repeat) / pattern.period
+            if pattern.repeat
+            else 0.0
+        )
+        return snapshots_s + (
+            self.durable.stall_s / self.durable.every_iters if self.durable else 0.0
+        )
 
     def host_bytes(self, setup: Setup) -> float:
         """Return the host memory that a node needs for it."""

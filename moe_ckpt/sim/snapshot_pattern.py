@@ -1,8 +1,10 @@
-"""A policy's snapshots from the start of a generation on: some at first, then a repeating pattern.
+"""A policy's snapshots from the start of a generation on: some at first, then a
+repeating pattern.
 
-A policy is asked, iteration by iteration, until it repeats itself; from there on any number of iterations is counted at
-once. Offsets are iterations since the generation started: the snapshot at offset 3 is of the state after 3 of them, and
-is copied while the fourth one runs.
+A policy is asked, iteration by iteration, until it repeats itself; from there on any
+number of iterations is counted at once. Offsets are iterations since the generation
+started: the snapshot at offset 3 is of the state after 3 of them, and is copied while
+the fourth one runs.
 """
 
 from __future__ import annotations
@@ -19,11 +21,20 @@ import numpy.typing as npt
 
 from moe_ckpt.ports import Policy
 from moe_ckpt.sim.measuring import GenerationStart, MeasuredSoFar
-from moe_ckpt.types import ENOUGH_WINDOWS, ExpertChoice, IntervalChoice, Measured, SlotPlan, WindowChoice
+from moe_ckpt.types import (
+    ENOUGH_WINDOWS,
+    ExpertChoice,
+    IntervalChoice,
+    Measured,
+    SlotPlan,
+    WindowChoice,
+)
 
 
 class Where(IntEnum):
-    """The destinations of a partial snapshot's experts, in the order of `ChosenExperts.masks`."""
+    """The destinations of a partial snapshot's experts, in the order of
+    `ChosenExperts.masks`.
+    """
 
     MEMORY = 0
     PEERS = 1
@@ -32,7 +43,9 @@ class Where(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChosenExperts:
-    """The experts that a partial snapshot takes; `masks` is bool [where, layers, experts]."""
+    """The experts that a partial snapshot takes; `masks` is bool [where, layers,
+    experts].
+    """
 
     choice: ExpertChoice
     masks: npt.NDArray[np.bool_]
@@ -40,10 +53,12 @@ class ChosenExperts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSnapshot:
-    """A snapshot: slot `slot` of a window of `num_slots` that starts at offset `offset` - `slot`.
+    """A snapshot: slot `slot` of a window of `num_slots` that starts at offset `offset`
+    - `slot`.
 
-    After the window there are `pause_iters` iterations without a snapshot. `size_bytes` are those of the rank with the
-    most; the iteration in which it is copied takes `stall_s` longer.
+    After the window there are `pause_iters` iterations without a snapshot. `size_bytes`
+    are those of the rank with the most; the iteration in which it is copied takes
+    `stall_s` longer.
     """
 
     offset: int
@@ -58,25 +73,44 @@ class PlannedSnapshot:
 
 
 class Span(NamedTuple):
-    """A window by its first and its last snapshot; the first one tells whether it goes to disk."""
+    """A window by its first and its last snapshot; the first one tells whether it goes
+    to disk.
+    """
 
     first: PlannedSnapshot
     last: PlannedSnapshot
 
 
 class SnapshotPattern:
-    """The snapshots of a generation: `lead`, then `repeat` every `period` iterations. Offsets ascend."""
+    """The snapshots of a generation: `lead`, then `repeat` every `period` iterations.
+    Offsets ascend.
+    """
 
-    def __init__(self, lead: tuple[PlannedSnapshot, ...], repeat: tuple[PlannedSnapshot, ...], period: int) -> None:
+    def __init__(
+        self,
+        lead: tuple[PlannedSnapshot, ...],
+        repeat: tuple[PlannedSnapshot, ...],
+        period: int,
+    ) -> None:
         assert period >= 1 or not repeat, (period, repeat)
         self.lead, self.repeat, self.period = lead, repeat, period
-        self._offsets = [[snapshot.offset for snapshot in snapshots] for snapshots in (lead, repeat)]
-        self._begins = [[each.offset for each in snapshots if each.slot == 0] for snapshots in (lead, repeat)]
-        self._sums_s = [[0.0, *accumulate(snapshot.stall_s for snapshot in snapshots)] for snapshots in (lead, repeat)]
+        self._offsets = [
+            [snapshot.offset for snapshot in snapshots] for snapshots in (lead, repeat)
+        ]
+        self._begins = [
+            [each.offset for each in snapshots if each.slot == 0]
+            for snapshots in (lead, repeat)
+        ]
+        self._sums_s = [
+            [0.0, *accumulate(snapshot.stall_s for snapshot in snapshots)]
+            for snapshots in (lead, repeat)
+        ]
         self._spans = [_spans(lead), _spans(repeat)]
 
     def stalls_s(self, iterations: int) -> float:
-        """Return the seconds that snapshots add to the first iterations of the generation."""
+        """Return the seconds that snapshots add to the first iterations of the
+        generation.
+        """
         # to the left: the snapshot at this offset is copied in the next iteration
         total_s = self._sums_s[0][bisect.bisect_left(self._offsets[0], iterations)]
         if not self.repeat or iterations <= self.repeat[0].offset:
@@ -87,7 +121,9 @@ class SnapshotPattern:
 
     def snapshots(self, first: int, last: int) -> Iterator[PlannedSnapshot]:
         """Yield the snapshots at offsets `first` to `last`, both inclusive, in order."""
-        yield from (snapshot for snapshot in self.lead if first <= snapshot.offset <= last)
+        yield from (
+            snapshot for snapshot in self.lead if first <= snapshot.offset <= last
+        )
         if not self.repeat:
             return
         shift = max(0, (first - self.repeat[0].offset) // self.period) * self.period
@@ -98,15 +134,24 @@ class SnapshotPattern:
             shift += self.period
 
     def spans_back(self, last: int) -> Iterator[Span]:
-        """Yield the windows whose last snapshot is at an offset of at most `last`, the newest first."""
+        """Yield the windows whose last snapshot is at an offset of at most `last`, the
+        newest first.
+        """
         if self.repeat:
             shift = max(0, (last - self.repeat[0].offset) // self.period) * self.period
             while shift >= 0:
                 for span in reversed(self._spans[1]):
                     if span.last.offset + shift <= last:
-                        yield Span(*(replace(snapshot, offset=snapshot.offset + shift) for snapshot in span))
+                        yield Span(
+                            *(
+                                replace(snapshot, offset=snapshot.offset + shift)
+                                for snapshot in span
+                            )
+                        )
                 shift -= self.period
-        yield from (span for span in reversed(self._spans[0]) if span.last.offset <= last)
+        yield from (
+            span for span in reversed(self._spans[0]) if span.last.offset <= last
+        )
 
     def num_begun(self, iterations: int) -> int:
         """Return the number of windows that begin until so many iterations are done."""
@@ -114,7 +159,11 @@ class SnapshotPattern:
         if not self.repeat or iterations < self.repeat[0].offset:
             return num
         rounds, rest = divmod(iterations - self.repeat[0].offset, self.period)
-        return num + rounds * len(self._begins[1]) + bisect.bisect_right(self._begins[1], self.repeat[0].offset + rest)
+        return (
+            num
+            + rounds * len(self._begins[1])
+            + bisect.bisect_right(self._begins[1], self.repeat[0].offset + rest)
+        )
 
     @property
     def interval_iters(self) -> float:
@@ -138,20 +187,31 @@ def probe_policy(
 ) -> SnapshotPattern:
     """Query a fresh policy, in a generation that starts so, until it repeats itself.
 
-    `measure` gives the policy's measurements; `describe` the bytes of a request, and its stall in an iteration of such
-    a length. A policy repeats itself once both are always alike: from the first window that it chose after the start to
-    the next one; with `disk_every`, from one that goes to disk to the next such one. A policy that `is_fixed` chooses
-    nothing. A state of which all ranks keep a whole snapshot is not taken again, but for disks.
+    `measure` gives the policy's measurements; `describe` the bytes of a request, and
+    its stall in an iteration of such a length. A policy repeats itself once both are
+    always alike: from the first window that it chose after the start to the next one;
+    with `disk_every`, from one that goes to disk to the next such one. A policy that
+    `is_fixed` chooses nothing. A state of which all ranks keep a whole snapshot is not
+    taken again, but for disks.
     """
     snapshots: list[PlannedSnapshot] = []
     begins: list[int] = []  # positions in snapshots
     offset = num_begun = 0
-    # a policy is pure: from the same point on, with the same measurements, it repeats its answers
+    # a policy is pure: from the same point on, with the same measurements, it repeats
+    # its answers
     while len(begins) < 2:
         plan = policy.plan(offset, lambda: measure(begin.measured(offset, num_begun)))  # noqa: B023
         if plan.sparse and (offset > 0 or plan.to_disk or not begin.is_kept):
-            choice, so_far = plan.window or plan.interval, begin.measured(offset, num_begun)
-            is_chosen = offset > 0 and choice is not None and so_far and so_far.num_costs == ENOUGH_WINDOWS
+            choice, so_far = (
+                plan.window or plan.interval,
+                begin.measured(offset, num_begun),
+            )
+            is_chosen = (
+                offset > 0
+                and choice is not None
+                and so_far
+                and so_far.num_costs == ENOUGH_WINDOWS
+            )
             repeats = begins or (begin.is_even(offset) and (is_fixed or is_chosen))
             if plan.sparse.slot == 0 and repeats and (plan.to_disk or not disk_every):
                 begins.append(len(snapshots))
@@ -172,14 +232,18 @@ def probe_policy(
         offset += 1
     first, second = begins
     return SnapshotPattern(
-        tuple(snapshots[:first]), tuple(snapshots[first:second]), snapshots[second].offset - snapshots[first].offset
+        tuple(snapshots[:first]),
+        tuple(snapshots[first:second]),
+        snapshots[second].offset - snapshots[first].offset,
     )
 
 
 def _spans(snapshots: tuple[PlannedSnapshot, ...]) -> list[Span]:
     at = {snapshot.offset: snapshot for snapshot in snapshots}
     pairs = [
-        (snapshot, at.get(snapshot.offset + snapshot.num_slots - 1)) for snapshot in snapshots if snapshot.slot == 0
+        (snapshot, at.get(snapshot.offset + snapshot.num_slots - 1))
+        for snapshot in snapshots
+        if snapshot.slot == 0
     ]
     return [Span(first, last) for first, last in pairs if last]
 

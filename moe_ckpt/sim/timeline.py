@@ -14,7 +14,9 @@ HOST_MEMORY = "host memory"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trained:
-    """A generation trained: `iterations` after its start, then perhaps a part of one in vain."""
+    """A generation trained: `iterations` after its start, then perhaps a part of one in
+    vain.
+    """
 
     generation: Generation
     iterations: int
@@ -22,10 +24,11 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recovered:
-    """Faults up to one that was survived, and the state after `iteration` from which training continues.
+    """Faults up to one that was survived, and the state after `iteration` from which
+    training continues.
 
-    `plan` is that of the last recovery, None if all ranks went back together, to a `source`, which may have `lost`
-    tokens. Seconds: of all attempts.
+    `plan` is that of the last recovery, None if all ranks went back together, to a
+    `source`, which may have `lost` tokens. Seconds: of all attempts.
     """
 
     since_s: float
@@ -47,7 +50,9 @@ class Recovered:
 
 @dataclass(kw_only=True, slots=True)
 class Ledger:
-    """Seconds of a run: useful time, and the parts of the rest. All parts are at least 0."""
+    """Seconds of a run: useful time, and the parts of the rest. All parts are at least
+    0.
+    """
 
     useful_s: float = 0.0
     stall_s: float = 0.0
@@ -66,7 +71,9 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Outcome:
-    """A simulated run: its progress, its time by part, the share of tokens that its experts lost, its events."""
+    """A simulated run: its progress, its time by part, the share of tokens that its
+    experts lost, its events.
+    """
 
     iterations: int
     ledger: Ledger

@@ -1,7 +1,9 @@
-"""The checkpoint to which all ranks go back under partial checkpoints, by the real run's plan, and the loss.
+"""The checkpoint to which all ranks go back under partial checkpoints, by the real
+run's plan, and the loss.
 
-Ranks that lost their memory take units from peers' memory or from disk, as old as these are there. Ranks with equal
-sources are listed once, and so are experts: the plan chooses the core, and its place decides the others.
+Ranks that lost their memory take units from peers' memory or from disk, as old as these
+are there. Ranks with equal sources are listed once, and so are experts: the plan
+chooses the core, and its place decides the others.
 """
 
 from __future__ import annotations
@@ -27,15 +29,31 @@ Places = Mapping[Where, Sequence[Kept]]
 
 
 def go_back(
-    setup: Setup, saving: Saving, kept: Sequence[Kept], on_disk: Kept | None, losses: Losses
+    setup: Setup,
+    saving: Saving,
+    kept: Sequence[Kept],
+    on_disk: Kept | None,
+    losses: Losses,
 ) -> RollbackPath | None:
-    """Return the way of all ranks back to a partial checkpoint, or None if they have none in common."""
+    """Return the way of all ranks back to a partial checkpoint, or None if they have
+    none in common.
+    """
     written = [on_disk] if on_disk and not on_disk.is_whole else []
-    bare = {rank: _bare_places(setup, saving, rank, kept, written, losses) for rank in sorted(losses.unreplicated)}
-    # one rank stands for all whose memory is whole: a plan depends on sources, not on their number
+    bare = {
+        rank: _bare_places(setup, saving, rank, kept, written, losses)
+        for rank in sorted(losses.unreplicated)
+    }
+    # one rank stands for all whose memory is whole: a plan depends on sources, not on
+    # their number
     witness = next(rank for rank in range(len(bare) + 1) if rank not in bare)
-    others = {witness: {Where.MEMORY: [*kept, *written]}} if witness < setup.job.layout.world_size else {}
-    plan = plan_units([_inventory(rank, places) for rank, places in (bare | others).items()])
+    others = (
+        {witness: {Where.MEMORY: [*kept, *written]}}
+        if witness < setup.job.layout.world_size
+        else {}
+    )
+    plan = plan_units(
+        [_inventory(rank, places) for rank, places in (bare | others).items()]
+    )
     if plan is None:
         return None
     found = next(each for each in (*kept, *written) if _version(each) == plan.version)
@@ -43,12 +61,15 @@ def go_back(
     assert epoch is not None
     assert saving.partial is not None
     lost = _lost(setup, saving, found, epoch, bare)
-    total = epoch.account.lost + np.concatenate([of_stage.sum(axis=1) for of_stage in lost])
+    total = epoch.account.lost + np.concatenate(
+        [of_stage.sum(axis=1) for of_stage in lost]
+    )
     plt, mlt = saving.partial.tokens.shares(total, found.end)
     return RollbackPath(
         iteration=found.end,
         fetch_s=_fetch_s(setup, saving, [plan.sources[rank][CORE] for rank in bare]),
-        replay_s=saving.whole_bytes / saving.reload_bytes_per_s + setup.cluster.resume_s,
+        replay_s=saving.whole_bytes / saving.reload_bytes_per_s
+        + setup.cluster.resume_s,
         source=HOST_MEMORY,
         account=Account(lost=total, facts=epoch.account.facts),
         lost=Lost(by_stage=lost, plt=plt, mlt=mlt),
@@ -56,20 +77,36 @@ def go_back(
 
 
 def _bare_places(
-    setup: Setup, saving: Saving, rank: int, kept: Sequence[Kept], written: Sequence[Kept], losses: Losses
+    setup: Setup,
+    saving: Saving,
+    rank: int,
+    kept: Sequence[Kept],
+    written: Sequence[Kept],
+    losses: Losses,
 ) -> Places:
     """Return the remaining places of units of a rank that has lost its memory."""
-    holders = setup.holders(rank, saving.replicas, peers=setup.job.layout.ranks_per_stage)
+    holders = setup.holders(
+        rank, saving.replicas, peers=setup.job.layout.ranks_per_stage
+    )
     is_held = any(holder not in losses.unreplicated for holder in holders)
-    return ({Where.PEERS: kept} if is_held else {}) | ({Where.DISK: written} if written else {})
+    return ({Where.PEERS: kept} if is_held else {}) | (
+        {Where.DISK: written} if written else {}
+    )
 
 
 def _inventory(rank: int, places: Places) -> UnitInventory:
-    versions = {where: frozenset(map(_version, checkpoints)) for where, checkpoints in places.items()}
+    versions = {
+        where: frozenset(map(_version, checkpoints))
+        for where, checkpoints in places.items()
+    }
     return UnitInventory(
         global_rank=rank,
         places={where.name: {CORE: of_core} for where, of_core in versions.items()},
-        needed={version: frozenset({CORE}) for of_core in versions.values() for version in of_core},
+        needed={
+            version: frozenset({CORE})
+            for of_core in versions.values()
+            for version in of_core
+        },
     )
 
 
@@ -78,7 +115,9 @@ def _version(kept: Kept) -> Version:
     return Version(epoch=kept.epoch.number, iteration=kept.end)
 
 
-def _lost(setup: Setup, saving: Saving, found: Kept, epoch: Epoch, bare: Mapping[int, Places]) -> list[IntArray]:
+def _lost(
+    setup: Setup, saving: Saving, found: Kept, epoch: Epoch, bare: Mapping[int, Places]
+) -> list[IntArray]:
     """Return the losses of each stage: an expert is as old as its oldest part."""
     assert saving.partial is not None
     tokens, job = saving.partial.tokens, setup.job
@@ -88,16 +127,38 @@ def _lost(setup: Setup, saving: Saving, found: Kept, epoch: Epoch, bare: Mapping
     rows = [tokens.rows_of_stage(stage, len(whole)) for stage in range(job.layout.pp)]
     of_stages = [whole[of_stage] for of_stage in rows]
     for rank, places in bare.items():
-        ends = {where: [kept.end for kept in theirs if kept.epoch is epoch] for where, theirs in places.items()}
+        ends = {
+            where: [kept.end for kept in theirs if kept.epoch is epoch]
+            for where, theirs in places.items()
+        }
         # copies may be newer than the core that all ranks go back to
-        newest = [versions(min(max(each), found.end), where) for where, each in ends.items() if each]
+        newest = [
+            versions(min(max(each), found.end), where)
+            for where, each in ends.items()
+            if each
+        ]
         stage, own = job.stage_of_rank(rank), homes == job.ep_rank_of(rank)
-        of_stages[stage][:, own] = np.minimum(of_stages[stage], np.maximum.reduce(newest)[rows[stage]])[:, own]
+        of_stages[stage][:, own] = np.minimum(
+            of_stages[stage], np.maximum.reduce(newest)[rows[stage]]
+        )[:, own]
     return [(found.end - of_stage) * tokens.by_expert for of_stage in of_stages]
 
 
 def _fetch_s(setup: Setup, saving: Saving, sources: Sequence[str]) -> float:
-    """Return the seconds that ranks without memory wait for their state, all served by peers at once."""
-    own_bytes = saving.whole_bytes / (setup.job.layout.world_size if setup.cluster.copies_share == JOB else 1)
-    from_peers_s = own_bytes / setup.cluster.peer_bytes_per_s if Where.PEERS.name in sources else 0.0
-    return max(from_peers_s, sources.count(Where.DISK.name) * own_bytes / setup.cluster.disk_read_bytes_per_s)
+    """Return the seconds that ranks without memory wait for their state, all served by
+    peers at once.
+    """
+    own_bytes = saving.whole_bytes / (
+        setup.job.layout.world_size if setup.cluster.copies_share == JOB else 1
+    )
+    from_peers_s = (
+        own_bytes / setup.cluster.peer_bytes_per_s
+        if Where.PEERS.name in sources
+        else 0.0
+    )
+    return max(
+        from_peers_s,
+        sources.count(Where.DISK.name)
+        * own_bytes
+        / setup.cluster.disk_read_bytes_per_s,
+    )

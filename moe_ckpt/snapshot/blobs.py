@@ -1,8 +1,9 @@
 """Named blobs in a folder of shared memory, which outlive the process that wrote them.
 
-Owns: the files of one folder, the index of its blobs, and their mappings in this process. One process writes, any
-process may read, and the folder may vanish at any time. Must not: look into headers and payloads (the checksum of a
-payload belongs into its header), or communicate with a peer.
+Owns: the files of one folder, the index of its blobs, and their mappings in this
+process. One process writes, any process may read, and the folder may vanish at any
+time. Must not: look into headers and payloads (the checksum of a payload belongs into
+its header), or communicate with a peer.
 
     buffers/000001       a blob's payload, or memory that is being filled
     index/snapshot.blob  names the buffer and holds the header; written as .tmp and renamed
@@ -68,7 +69,10 @@ def held_path(rank_folder: Path, owner_rank: int) -> Path:
 
 def held_paths(rank_folder: Path) -> dict[int, Path]:
     """Return the folders of all ranks of which a rank holds copies."""
-    return {int(path.name.removeprefix("rank")): path for path in (rank_folder / "held").glob("rank*")}
+    return {
+        int(path.name.removeprefix("rank")): path
+        for path in (rank_folder / "held").glob("rank*")
+    }
 
 
 def is_key(text: str) -> bool:
@@ -77,9 +81,11 @@ def is_key(text: str) -> bool:
 
 
 class _Index:
-    """The entries of a folder's blobs. `synced`: an entry and its buffer are on the device before it is visible.
+    """The entries of a folder's blobs. `synced`: an entry and its buffer are on the
+    device before it is visible.
 
-    Paths of entries are plain text: each iteration waits for an entry, and `pathlib` takes more time than the kernel.
+    Paths of entries are plain text: each iteration waits for an entry, and `pathlib`
+    takes more time than the kernel.
     """
 
     def __init__(self, path: Path, *, synced: bool) -> None:
@@ -89,7 +95,11 @@ class _Index:
 
     def keys(self) -> list[str]:
         """Return the keys of all entries, sorted."""
-        return sorted(path.stem for path in _listed(self._path) if path.suffix == _ENTRY and is_key(path.stem))
+        return sorted(
+            path.stem
+            for path in _listed(self._path)
+            if path.suffix == _ENTRY and is_key(path.stem)
+        )
 
     def unfinished(self) -> list[Path]:
         """Return the files of entries that never became visible."""
@@ -106,7 +116,9 @@ class _Index:
         return entry_from_bytes(key, data)
 
     def write(self, entry: IndexEntry, buffer: Path | None) -> None:
-        """Make an entry visible, atomically, in place of one of the same key. Raises CheckpointSaveError."""
+        """Make an entry visible, atomically, in place of one of the same key. Raises
+        CheckpointSaveError.
+        """
         path = self._path_of(entry.key)
         unfinished = f"{self._folder}{entry.key}{_UNFINISHED}"
         try:
@@ -115,14 +127,18 @@ class _Index:
             self._write_unfinished(unfinished, entry_to_bytes(entry))
             if self._synced:
                 sync(*([buffer, buffer.parent] if buffer else ()), unfinished)
-            # the entry appears last: a death before leaves the old blob, and a power cut no entry without its bytes
+            # the entry appears last: a death before leaves the old blob, and a power
+            # cut no entry without its bytes
             os.replace(unfinished, path)
             if self._synced:
-                # the new name is a change of the folder, which the sync of the file does not bring to the device
+                # the new name is a change of the folder, which the sync of the file
+                # does not bring to the device
                 sync(self._folder)
         except OSError as error:
             where = self._path.parent
-            raise CheckpointSaveError(f"blob {entry.key} in {where}: got {error}, wanted to write it") from error
+            raise CheckpointSaveError(
+                f"blob {entry.key} in {where}: got {error}, wanted to write it"
+            ) from error
 
     def remove(self, key: str) -> None:
         """Remove an entry, if it exists."""
@@ -142,19 +158,29 @@ class _Index:
 
 
 class BlobFolder:
-    """The blobs of one folder, for any thread of a process. Keys pass `is_key`; the folder is created on demand.
+    """The blobs of one folder, for any thread of a process. Keys pass `is_key`; the
+    folder is created on demand.
 
-    Memory belongs to the caller that allocates it, until it is freed or, by `deposit`, left to a blob. `pinned`
-    requests page-locked memory if there is a GPU to copy from; `synced`, for a folder on disk: a blob is written to the
-    device before it becomes visible.
+    Memory belongs to the caller that allocates it, until it is freed or, by `deposit`,
+    left to a blob. `pinned` requests page-locked memory if there is a GPU to copy from;
+    `synced`, for a folder on disk: a blob is written to the device before it becomes
+    visible.
     """
 
-    def __init__(self, path: Path, *, pinned: bool = False, synced: bool = False, index: str = _INDEX) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        pinned: bool = False,
+        synced: bool = False,
+        index: str = _INDEX,
+    ) -> None:
         self.path = path
         self._pinned = pinned and torch.cuda.is_available()
         self._index = _Index(path / index, synced=synced)
         self._lock = RLock()
-        self._mapped: dict[str, torch.Tensor] = {}  # by the buffer's name: memory that was allocated or adopted here
+        # by the buffer's name: memory that was allocated or adopted here
+        self._mapped: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}  # by the tensor's id
         self._number = 0  # of the last buffer
         self._pass_all()
@@ -170,15 +196,20 @@ class BlobFolder:
             try:
                 tensor = _create(self._buffer_path(name), nbytes, pinned=self._pinned)
             except (OSError, RuntimeError, OverflowError) as error:
-                with contextlib.suppress(OSError):  # also a file system that has become read-only
+                # also a file system that has become read-only
+                with contextlib.suppress(OSError):
                     self._unlink_buffer(name)
                 reason = f"got {error}, wanted room for {nbytes} bytes"
-                raise CheckpointSaveError(f"shared memory in {self.path}: {reason}") from error
+                raise CheckpointSaveError(
+                    f"shared memory in {self.path}: {reason}"
+                ) from error
             self._hold(name, tensor)
             return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Free memory: the same object that was allocated or adopted. It must not be used afterwards."""
+        """Free memory: the same object that was allocated or adopted. It must not be
+        used afterwards.
+        """
         with self._lock:
             self._unlink_buffer(self._let_go(tensor))
 
@@ -203,10 +234,14 @@ class BlobFolder:
         Raises:
             CheckpointSaveError: The blob cannot be written.
         """
-        assert payload_bytes <= (0 if payload is None else payload.numel()), (key, payload_bytes)
+        assert payload_bytes <= (0 if payload is None else payload.numel()), (
+            key,
+            payload_bytes,
+        )
         with self._lock:
             name = None if payload is None else self._names[id(payload)]
-            # random: a count would begin anew in a successor, and a reader could take its blob for the one before
+            # random: a count would begin anew in a successor, and a reader could take
+            # its blob for the one before
             serial = secrets.token_hex(8)
             entry = IndexEntry(
                 key=key,
@@ -218,8 +253,11 @@ class BlobFolder:
             )
             self._index.write(entry, None if name is None else self._buffer_path(name))
 
-    def deposit(self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> None:
-        """Publish a blob and leave `payload` to it: this process unmaps it, and `discard` or a newer blob frees it.
+    def deposit(
+        self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int
+    ) -> None:
+        """Publish a blob and leave `payload` to it: this process unmaps it, and
+        `discard` or a newer blob frees it.
 
         Raises CheckpointSaveError; the memory then still belongs to the caller.
         """
@@ -228,11 +266,14 @@ class BlobFolder:
             self.publish(key, header, payload, payload_bytes)
             if payload is not None:
                 self._let_go(payload)
-            # last: a death before leaves a buffer without an entry, which `sweep` removes, and never the reverse
+            # last: a death before leaves a buffer without an entry, which `sweep`
+            # removes, and never the reverse
             self._unlink_buffer(replaced)
 
     def withdraw(self, key: str) -> None:
-        """Remove a blob from the index; its memory belongs to the caller that allocated it."""
+        """Remove a blob from the index; its memory belongs to the caller that allocated
+        it.
+        """
         self._index.remove(key)
 
     def discard(self, key: str) -> None:
@@ -250,21 +291,27 @@ class BlobFolder:
             self.sweep()
 
     def incoming(self) -> BlobFolder:
-        """Begin to replace all blobs; only the one writer may call this, and may allocate nothing here meanwhile.
+        """Begin to replace all blobs; only the one writer may call this, and may
+        allocate nothing here meanwhile.
 
         Returns:
-            An empty folder, whose blobs take the place of this folder's once `keep_incoming` and `settle` were called.
+            An empty folder, whose blobs take the place of this folder's once
+            `keep_incoming` and `settle` were called.
         """
         self.settle()
         make_private(self.path / _INCOMING)
         return BlobFolder(self.path, index=_INCOMING)
 
     def keep_incoming(self) -> None:
-        """From now on the incoming blobs count: after a death, too, `settle` puts them into the place of all others."""
+        """From now on the incoming blobs count: after a death, too, `settle` puts them
+        into the place of all others.
+        """
         (self.path / _INCOMING).rename(self.path / _ARRIVED)
 
     def settle(self) -> None:
-        """Finish a replacement whose blobs are whole, and forget one whose blobs are not."""
+        """Finish a replacement whose blobs are whole, and forget one whose blobs are
+        not.
+        """
         with self._lock:
             shutil.rmtree(self.path / _INCOMING, ignore_errors=True)
             arrived, index = self.path / _ARRIVED, self.path / _INDEX
@@ -278,7 +325,8 @@ class BlobFolder:
         return self._index.keys()
 
     def get(self, key: str) -> Blob:
-        """Return a blob. Its payload is mapped from the file, or is the tensor that was allocated or adopted here.
+        """Return a blob. Its payload is mapped from the file, or is the tensor that was
+        allocated or adopted here.
 
         Raises CheckpointLoadError if the blob is missing or damaged.
         """
@@ -286,20 +334,26 @@ class BlobFolder:
             return self._blob(key, hold=False)
 
     def is_current(self, key: str, blob: Blob) -> bool:
-        """Return whether a blob is still published, so that its payload has not changed."""
+        """Return whether a blob is still published, so that its payload has not
+        changed.
+        """
         try:
             return self._index.read(key).serial == blob.serial
         except CheckpointLoadError:
             return False
 
     def adopt(self) -> dict[str, Blob]:
-        """Take over from a process that died: sweep, and return all blobs; their memory counts as allocated here."""
+        """Take over from a process that died: sweep, and return all blobs; their memory
+        counts as allocated here.
+        """
         with self._lock:
             self.sweep()
             return {key: self._blob(key, hold=True) for key in self.keys()}
 
     def sweep(self) -> None:
-        """Settle, and remove damaged blobs and unfinished files. Only the one writer may call this."""
+        """Settle, and remove damaged blobs and unfinished files. Only the one writer
+        may call this.
+        """
         with self._lock:
             self.settle()
             for key in self.keys():
@@ -319,19 +373,27 @@ class BlobFolder:
         self._names[id(tensor)] = name
 
     def _let_go(self, tensor: torch.Tensor) -> str:
-        assert id(tensor) in self._names, "a tensor that was not allocated in this folder"
+        assert id(tensor) in self._names, (
+            "a tensor that was not allocated in this folder"
+        )
         name = self._names.pop(id(tensor))
         del self._mapped[name]
         if self._pinned:
-            # before the mapping ends: the driver must not keep pages that another mapping may get
-            torch.cuda.check_error(int(_cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr())))
+            # before the mapping ends: the driver must not keep pages that another
+            # mapping may get
+            torch.cuda.check_error(
+                int(_cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr()))
+            )
         return name
 
     def _blob(self, key: str, *, hold: bool) -> Blob:
         entry = self._index.read(key)
-        payload = None if entry.buffer is None else self._payload(entry.buffer, hold=hold)
+        payload = (
+            None if entry.buffer is None else self._payload(entry.buffer, hold=hold)
+        )
         num_mapped = 0 if payload is None else payload.numel()
-        # reads past the end of a file that was cut short would end this process by SIGBUS
+        # reads past the end of a file that was cut short would end this process by
+        # SIGBUS
         if num_mapped < entry.payload_bytes:
             reason = f"got {num_mapped} bytes of payload, wanted {entry.payload_bytes}"
             raise CheckpointLoadError(f"blob {key} in {self.path}: {reason}")
@@ -349,7 +411,9 @@ class BlobFolder:
         path = self._buffer_path(buffer)
         try:
             with _opened(path) as file:
-                payload = _map(file.fileno(), pinned=hold and self._pinned, shared=file.writable())
+                payload = _map(
+                    file.fileno(), pinned=hold and self._pinned, shared=file.writable()
+                )
         except (OSError, RuntimeError) as error:
             raise CheckpointLoadError(f"{path}: not a payload: {error}") from error
         if hold:
@@ -357,7 +421,9 @@ class BlobFolder:
         return payload
 
     def _buffer_of(self, key: str) -> str | None:
-        """Return the name of a blob's buffer; None if the blob has none, is damaged, or does not exist."""
+        """Return the name of a blob's buffer; None if the blob has none, is damaged, or
+        does not exist.
+        """
         try:
             return self._index.read(key).buffer
         except CheckpointLoadError:
@@ -371,25 +437,36 @@ class BlobFolder:
         return self.path / "buffers" / name
 
     def _pass_all(self) -> None:
-        """Count on past the buffers of an earlier process, and of incoming blobs, which keep theirs."""
-        self._number = max(self._number, *(int(buffer.name) for buffer in self._buffers()), 0)
+        """Count on past the buffers of an earlier process, and of incoming blobs, which
+        keep theirs.
+        """
+        self._number = max(
+            self._number, *(int(buffer.name) for buffer in self._buffers()), 0
+        )
 
     def _buffers(self) -> list[Path]:
-        return [path for path in _listed(self.path / "buffers") if _BUFFER.fullmatch(path.name)]
+        return [
+            path
+            for path in _listed(self.path / "buffers")
+            if _BUFFER.fullmatch(path.name)
+        ]
 
 
 def _create(path: Path, nbytes: int, *, pinned: bool) -> torch.Tensor:
     make_private(path.parent)
     _require_free(path.parent, nbytes)
     with open(path, "xb+", buffering=0, opener=open_private) as file:
-        os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))  # a full file system is an error here, not SIGBUS later
+        # a full file system is an error here, not SIGBUS later
+        os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
         tensor = _map(file.fileno(), pinned=pinned)
     # an empty file cannot be mapped, so that of an empty payload has one byte
     return tensor if nbytes else tensor[:0]
 
 
 def _require_free(directory: Path, nbytes: int) -> None:
-    """Raise OSError if the file system has less room. Else an absurd size would take all memory until it fails."""
+    """Raise OSError if the file system has less room. Else an absurd size would take
+    all memory until it fails.
+    """
     there = os.statvfs(directory)
     if nbytes > there.f_bavail * there.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -400,8 +477,11 @@ def _listed(directory: Path) -> list[Path]:
         return list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except OSError as error:  # of a disk: training needs none, and a write to it says what is wrong
-        _log.warning("%s: got %s, wanted its files; it counts as empty", directory, error)
+    except OSError as error:
+        # of a disk: training needs none, and a write to it says what is wrong
+        _log.warning(
+            "%s: got %s, wanted its files; it counts as empty", directory, error
+        )
         return []
 
 
@@ -426,14 +506,20 @@ def _opened(path: Path) -> FileIO:
 
 
 def _map(fd: int, *, pinned: bool, shared: bool = True) -> torch.Tensor:
-    """Return a whole file as a tensor that shares its memory; by descriptor, since its name may be deleted already.
+    """Return a whole file as a tensor that shares its memory; by descriptor, since its
+    name may be deleted already.
 
-    Not `shared`: of a file that cannot be written, whose pages are copied if the tensor changes.
+    Not `shared`: of a file that cannot be written, whose pages are copied if the tensor
+    changes.
     """
     nbytes = os.fstat(fd).st_size
-    tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=shared, size=nbytes, dtype=torch.uint8)
+    tensor = torch.from_file(
+        f"/proc/self/fd/{fd}", shared=shared, size=nbytes, dtype=torch.uint8
+    )
     if pinned:
-        torch.cuda.check_error(int(_cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)))
+        torch.cuda.check_error(
+            int(_cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0))
+        )
     return tensor
 
 

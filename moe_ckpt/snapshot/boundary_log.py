@@ -1,7 +1,9 @@
-"""The tensors that a stage sent to its neighbours, kept by the sender in host memory (MoEvement, section 3.4).
+"""The tensors that a stage sent to its neighbours, kept by the sender in host memory
+(MoEvement, section 3.4).
 
-Owns: copies of activations sent downstream and gradients sent upstream, by iteration and, in the order of sending, by
-micro-batch; dropping entries that no window needs. Must not: send, or decide which entries are needed.
+Owns: copies of activations sent downstream and gradients sent upstream, by iteration
+and, in the order of sending, by micro-batch; dropping entries that no window needs.
+Must not: send, or decide which entries are needed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Direction(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoggedEnds:
-    """The logs of a replayed iteration: bytes by micro-batch from each neighbour, None from one that replays."""
+    """The logs of a replayed iteration: bytes by micro-batch from each neighbour, None
+    from one that replays.
+    """
 
     from_previous: Sequence[torch.Tensor] | None
     from_next: Sequence[torch.Tensor] | None
@@ -52,7 +56,9 @@ _Iteration = dict[Direction, list[_Entry]]
 
 
 class BoundaryLog:
-    """One rank's log. It records only between `begin` and `end`, so evaluations are not logged."""
+    """One rank's log. It records only between `begin` and `end`, so evaluations are not
+    logged.
+    """
 
     def __init__(self, copier: HostCopier, buffers: HostBuffers) -> None:
         self._copier = copier
@@ -64,12 +70,20 @@ class BoundaryLog:
     @property
     def size_bytes(self) -> int:
         """The bytes of all logged tensors."""
-        return sum(entry.size_bytes for log in self._iterations.values() for entry in _entries(log))
+        return sum(
+            entry.size_bytes
+            for log in self._iterations.values()
+            for entry in _entries(log)
+        )
 
     def begin(self, iteration: int) -> None:
-        """Log the tensors sent from now on under `iteration`, in place of those of an abandoned pass."""
+        """Log the tensors sent from now on under `iteration`, in place of those of an
+        abandoned pass.
+        """
         self._drop(iteration)
-        self._current = self._iterations[iteration] = {direction: [] for direction in Direction}
+        self._current = self._iterations[iteration] = {
+            direction: [] for direction in Direction
+        }
 
     def end(self) -> None:
         """Stop logging until the next iteration begins."""
@@ -84,11 +98,20 @@ class BoundaryLog:
         size_bytes = source.numel()
         try:
             buffer = self._buffers.acquire(size_bytes)
-        except CheckpointSaveError as error:  # a recovery sees the gap in the log, and training continues
-            (iteration,) = (number for number, log in self._iterations.items() if log is self._current)
+        except CheckpointSaveError as error:
+            # a recovery sees the gap in the log, and training continues
+            (iteration,) = (
+                number
+                for number, log in self._iterations.items()
+                if log is self._current
+            )
             self.end()
             self._drop(iteration)
-            _log.warning("boundary log: iteration %d is not logged, training goes on: %s", iteration, error)
+            _log.warning(
+                "boundary log: iteration %d is not logged, training goes on: %s",
+                iteration,
+                error,
+            )
             return
         copied = self._copier.run(lambda: self._copy(source, buffer))
         entry = _Entry(buffer=buffer, size_bytes=size_bytes, copied=copied)
@@ -103,20 +126,26 @@ class BoundaryLog:
         if iteration not in self._iterations:
             logged = self._iterations
             got = f"{min(logged)} to {max(logged)}" if logged else "an empty log"
-            raise CheckpointLoadError(f"boundary log: no iteration {iteration}, got {got}")
+            raise CheckpointLoadError(
+                f"boundary log: no iteration {iteration}, got {got}"
+            )
         entries = self._iterations[iteration][direction]
         for entry in entries:
-            # a neighbour may be lost in the iteration whose last copy is still under way
+            # a neighbour may be lost in the iteration whose last copy is still under
+            # way
             entry.copied.result()
         return [entry.buffer[: entry.size_bytes] for entry in entries]
 
     def complete_from(self, last: int) -> int:
-        """Return the first iteration from which the log is complete up to `last`; else last + 1.
+        """Return the first iteration from which the log is complete up to `last`; else
+        last + 1.
 
         Whether the tensors are still as they were sent, `drop_damaged` finds out.
         """
         first = last + 1
-        while first - 1 in self._iterations and all(map(_is_copied, _entries(self._iterations[first - 1]))):
+        while first - 1 in self._iterations and all(
+            map(_is_copied, _entries(self._iterations[first - 1]))
+        ):
             first -= 1
         return first
 
@@ -131,7 +160,11 @@ class BoundaryLog:
             Whether there were any.
         """
         logged = [number for number in self._iterations if first <= number <= last]
-        damaged = [number for number in logged if not all(map(_is_as_recorded, _entries(self._iterations[number])))]
+        damaged = [
+            number
+            for number in logged
+            if not all(map(_is_as_recorded, _entries(self._iterations[number])))
+        ]
         for iteration in damaged:
             _log.warning("boundary log: iteration %d is damaged (checksum)", iteration)
             self._drop(iteration)
@@ -171,4 +204,7 @@ def _is_copied(entry: _Entry) -> bool:
 
 
 def _is_as_recorded(entry: _Entry) -> bool:
-    return _is_copied(entry) and checksum(entry.buffer, entry.size_bytes) == entry.copied.result()
+    return (
+        _is_copied(entry)
+        and checksum(entry.buffer, entry.size_bytes) == entry.copied.result()
+    )

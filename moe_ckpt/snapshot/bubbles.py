@@ -1,7 +1,9 @@
-"""Pipeline bubbles: the times in which this rank waits for its neighbour stages, for the copying thread, and measured.
+"""Pipeline bubbles: the times in which this rank waits for its neighbour stages, for
+the copying thread, and measured.
 
-Owns: whether a bubble is open now, and the total length of an iteration's bubbles. Must not: copy, or decide which
-copies wait for bubbles (`moe_ckpt.policies.bubble_copies` does). MoEtion, section 5.3.
+Owns: whether a bubble is open now, and the total length of an iteration's bubbles. Must
+not: copy, or decide which copies wait for bubbles (`moe_ckpt.policies.bubble_copies`
+does). MoEtion, section 5.3.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class _Mark(Protocol):
 
 
 class _HostMark:
-    """Implements `_Mark` for computation on the host, which has reached this moment already."""
+    """Implements `_Mark` for computation on the host, which has reached this moment
+    already.
+    """
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()
@@ -40,10 +44,11 @@ class _HostMark:
 
 
 class PipelineBubbles:
-    """The training thread opens a bubble while it waits for a neighbour's result; another thread may wait for bubbles.
+    """The training thread opens a bubble while it waits for a neighbour's result;
+    another thread may wait for bubbles.
 
-    With CUDA a bubble begins when the device has finished its queued work, and ends when the neighbour's tensor is
-    there.
+    With CUDA a bubble begins when the device has finished its queued work, and ends
+    when the neighbour's tensor is there.
     """
 
     def __init__(self) -> None:
@@ -70,12 +75,15 @@ class PipelineBubbles:
             yield
         finally:
             ended = _mark()
-            # without a notice: threads wait for bubbles that open, and a copy that has begun is finished
+            # without a notice: threads wait for bubbles that open, and a copy that has
+            # begun is finished
             self._ended = ended
             self._spans.append((began, ended))
 
     def take_seconds(self) -> float:
-        """Return the total length of bubbles since the last call; wait for bubbles that are open on a device."""
+        """Return the total length of bubbles since the last call; wait for bubbles that
+        are open on a device.
+        """
         spans, self._spans = self._spans, []
         for _, ended in spans:
             ended.synchronize()
@@ -92,7 +100,9 @@ class PipelineBubbles:
         self._is_hurried = False
 
     def wait(self) -> bool:
-        """Wait for the next bubble, unless one is open, and return True; return False as soon as `hurry` is called."""
+        """Wait for the next bubble, unless one is open, and return True; return False
+        as soon as `hurry` is called.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._is_hurried or self._is_opening())
             began = self._began
@@ -102,7 +112,9 @@ class PipelineBubbles:
         return True
 
     def _is_opening(self) -> bool:
-        return self._began is not None and (self._ended is None or not self._ended.query())
+        return self._began is not None and (
+            self._ended is None or not self._ended.query()
+        )
 
 
 def _mark() -> _Mark:

@@ -1,6 +1,8 @@
-r"""Takes one rank's snapshots into host memory while training goes on (MoEvement, sections 3.2 and 4).
+r"""Takes one rank's snapshots into host memory while training goes on (MoEvement,
+sections 3.2 and 4).
 
-Owns: one capture, from its start to its publication. Must not: decide what is captured, or how long it is kept.
+Owns: one capture, from its start to its publication. Must not: decide what is captured,
+or how long it is kept.
 
     training   capture: copy buffers ---- forward, backward ---- release ---- optimizer step ---- collect
     copier        \--- lay out, take a host buffer, copy --- checksum, hand to the daemon -------/
@@ -21,7 +23,13 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.policies.bubble_copies import parts_in_bubbles
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
-from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader, checksum, layout_parts
+from moe_ckpt.snapshot.codec import (
+    PartKey,
+    Snapshot,
+    SnapshotHeader,
+    checksum,
+    layout_parts,
+)
 from moe_ckpt.snapshot.copier import Copy, HostCopier
 from moe_ckpt.snapshot.windows import HostBuffers, SnapshotPublisher
 
@@ -29,11 +37,14 @@ from moe_ckpt.snapshot.windows import HostBuffers, SnapshotPublisher
 _COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
 
 Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
-"""A tensor to capture: its key, the tensor, and its range in the flattened whole tensor."""
+"""A tensor to capture: its key, the tensor, and its range in the flattened whole
+tensor.
+"""
 
 
 class SnapshotRequest(NamedTuple):
-    """A snapshot to take: its header without parts, size and checksum, its pieces, and the pieces that change at once.
+    """A snapshot to take: its header without parts, size and checksum, its pieces, and
+    the pieces that change at once.
 
     `gradients` are those of the last step, if peers take that step themselves.
     """
@@ -50,7 +61,9 @@ _Unsealed = tuple[Snapshot, Gradients | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedBytes:
-    """The seconds that copying took, and the bytes that were copied while training waited for other stages."""
+    """The seconds that copying took, and the bytes that were copied while training
+    waited for other stages.
+    """
 
     seconds: float
     bubble_bytes: int
@@ -71,7 +84,8 @@ class _Capture:
 
 
 class SnapshotEngine:
-    """Takes at most one capture at a time. The daemon, if there is one, receives each finished snapshot at once.
+    """Takes at most one capture at a time. The daemon, if there is one, receives each
+    finished snapshot at once.
 
     With `bubbles`, copies that fit into them wait for them.
     """
@@ -89,24 +103,38 @@ class SnapshotEngine:
         self._bubbles = bubbles
         self._capture: _Capture | None = None
 
-    def capture(self, wanted: Sequence[SnapshotRequest], *, bubble_bytes: float = 0.0) -> None:
-        """Start taking snapshots of one state, all or none of them. Earlier snapshots must be collected first.
+    def capture(
+        self, wanted: Sequence[SnapshotRequest], *, bubble_bytes: float = 0.0
+    ) -> None:
+        """Start taking snapshots of one state, all or none of them. Earlier snapshots
+        must be collected first.
 
-        Another thread reads the pieces, which must not change until `release` returns; pieces that change at once may
-        change as soon as this method returns. Bubbles have room for `bubble_bytes` until then.
+        Another thread reads the pieces, which must not change until `release` returns;
+        pieces that change at once may change as soon as this method returns. Bubbles
+        have room for `bubble_bytes` until then.
         """
         assert self._capture is None, self._capture
         if self._bubbles:
             self._bubbles.unhurry()
-        ready = [each._replace(changing=_kept(each.changing), gradients=_copied(each.gradients)) for each in wanted]
-        # in two parts: `release` lets the update begin after the copy, and the hash runs beside it
+        ready = [
+            each._replace(
+                changing=_kept(each.changing), gradients=_copied(each.gradients)
+            )
+            for each in wanted
+        ]
+        # in two parts: `release` lets the update begin after the copy, and the hash
+        # runs beside it
         copied = self._copier.run(lambda: self._take_all(ready, bubble_bytes))
-        self._capture = _Capture(copied=copied, finished=self._copier.then(lambda: self._finish_all(*copied.result())))
+        self._capture = _Capture(
+            copied=copied,
+            finished=self._copier.then(lambda: self._finish_all(*copied.result())),
+        )
 
     def release(self) -> None:
         """Wait until the captured state may change.
 
-        Raises CheckpointSaveError if the capture failed; there is nothing to collect then.
+        Raises CheckpointSaveError if the capture failed; there is nothing to collect
+        then.
         """
         capture = self._capture
         if capture is None:
@@ -116,12 +144,16 @@ class SnapshotEngine:
             capture.copied.result()
         except _COPY_ERRORS as error:
             self._capture = None
-            raise CheckpointSaveError(f"the snapshot could not be copied: {error}") from error
+            raise CheckpointSaveError(
+                f"the snapshot could not be copied: {error}"
+            ) from error
 
     def collect(self, *, wait: bool) -> Captured | None:
-        """Return the captured snapshots, once; None if there are none or, without `wait`, if they are unfinished.
+        """Return the captured snapshots, once; None if there are none or, without
+        `wait`, if they are unfinished.
 
-        Raises CheckpointSaveError if the capture or its publication failed; there is nothing to collect then.
+        Raises CheckpointSaveError if the capture or its publication failed; there is
+        nothing to collect then.
         """
         capture = self._capture
         if capture is None or not (wait or capture.finished.done()):
@@ -131,18 +163,22 @@ class SnapshotEngine:
         return capture.finished.result()
 
     def discard_torn(self) -> None:
-        """Drop the capture in flight if its copy is unfinished: the state under it has changed."""
+        """Drop the capture in flight if its copy is unfinished: the state under it has
+        changed.
+        """
         capture = self._capture
         if capture is None or capture.copied.done():
             return
         self._capture = None
         self._hurry()
-        with self.uncapped(), contextlib.suppress(*_COPY_ERRORS):  # then there is nothing to give back
+        # then there is nothing to give back
+        with self.uncapped(), contextlib.suppress(*_COPY_ERRORS):
             self.drop(capture.finished.result().snapshots)
 
     def drop(self, finished: Sequence[Snapshot]) -> None:
         """Withdraw snapshots that were captured, and are kept nowhere."""
-        # withdrawn before it is released: no peer may read a payload whose memory is filled anew
+        # withdrawn before it is released: no peer may read a payload whose memory is
+        # filled anew
         if self._daemon and finished:
             self._daemon.drop_snapshots(finished)
         for snapshot in finished:
@@ -150,7 +186,9 @@ class SnapshotEngine:
 
     @contextlib.contextmanager
     def uncapped(self) -> Iterator[None]:
-        """Lift the cap within this context: a recovery waits for the copy, or for memory that is no longer needed."""
+        """Lift the cap within this context: a recovery waits for the copy, or for
+        memory that is no longer needed.
+        """
         self._copier.throttle.lift()
         try:
             yield
@@ -165,17 +203,25 @@ class SnapshotEngine:
         if self._bubbles:
             self._bubbles.hurry()
 
-    def _take_all(self, wanted: Sequence[SnapshotRequest], bubble_bytes: float) -> tuple[list[_Unsealed], CopiedBytes]:
+    def _take_all(
+        self, wanted: Sequence[SnapshotRequest], bubble_bytes: float
+    ) -> tuple[list[_Unsealed], CopiedBytes]:
         snapshots: list[Snapshot] = []
         copies: list[Copy] = []
         try:
             for each in wanted:
-                snapshot, of_snapshot = self._lay_out(each.header, [*each.pieces(), *each.changing])
+                snapshot, of_snapshot = self._lay_out(
+                    each.header, [*each.pieces(), *each.changing]
+                )
                 snapshots.append(snapshot)
                 copies += of_snapshot
             copied = self._copy(copies, bubble_bytes)
             on_host = [
-                each.gradients and {key: (gradient.cpu(), step) for key, (gradient, step) in each.gradients.items()}
+                each.gradients
+                and {
+                    key: (gradient.cpu(), step)
+                    for key, (gradient, step) in each.gradients.items()
+                }
                 for each in wanted
             ]
             return list(zip(snapshots, on_host, strict=True)), copied
@@ -184,12 +230,17 @@ class SnapshotEngine:
                 self._buffers.release(snapshot.payload)
             raise
 
-    def _lay_out(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> tuple[Snapshot, list[Copy]]:
-        # here, on the copier's thread: 300 pieces take 24 ms, which training would stand
-        # still. Each view counts: the thread shares the interpreter with training
+    def _lay_out(
+        self, header: SnapshotHeader, pieces: Sequence[Piece]
+    ) -> tuple[Snapshot, list[Copy]]:
+        # here, on the copier's thread: 300 pieces take 24 ms, which training would
+        # stand still. Each view counts: the thread shares the interpreter with training
         parts, payload_bytes = layout_parts(pieces)
         buffer = self._buffers.acquire(payload_bytes)
-        snapshot = Snapshot(header=replace(header, parts=parts, payload_bytes=payload_bytes), payload=buffer)
+        snapshot = Snapshot(
+            header=replace(header, parts=parts, payload_bytes=payload_bytes),
+            payload=buffer,
+        )
         tensors = {key: tensor for key, tensor, _ in pieces}
         # parts lie one after another, without gaps
         places = buffer[:payload_bytes].split([part.nbytes for part in parts])
@@ -200,29 +251,42 @@ class SnapshotEngine:
         return snapshot, copies
 
     def _copy(self, copies: Sequence[Copy], bubble_bytes: float) -> CopiedBytes:
-        """Copy as many bytes as fit into bubbles when they open, and all others at once (Algorithm 4)."""
+        """Copy as many bytes as fit into bubbles when they open, and all others at once
+        (Algorithm 4).
+        """
         bubbles = self._bubbles
         if bubbles is None:
             return CopiedBytes(seconds=self._copier.copy_now(copies), bubble_bytes=0)
-        first_beside = parts_in_bubbles([target.nbytes for target, _ in copies], bubble_bytes)
+        first_beside = parts_in_bubbles(
+            [target.nbytes for target, _ in copies], bubble_bytes
+        )
         waiting, beside = deque(copies[:first_beside]), deque(copies[first_beside:])
         seconds, bubble_bytes_used = 0.0, 0
         while beside or (waiting and bubbles.wait()):
-            # computation hides the others at any time, a bubble that passes unused does not come again
+            # computation hides the others at any time, a bubble that passes unused does
+            # not come again
             in_bubble = bool(waiting) and (not beside or bubbles.is_open)
             copy = (waiting if in_bubble else beside).popleft()
             seconds += self._copier.copy_now([copy])
             bubble_bytes_used += copy[0].nbytes if in_bubble else 0
-        return CopiedBytes(seconds=seconds + self._copier.copy_now(waiting), bubble_bytes=bubble_bytes_used)
+        return CopiedBytes(
+            seconds=seconds + self._copier.copy_now(waiting),
+            bubble_bytes=bubble_bytes_used,
+        )
 
-    def _finish_all(self, unsealed: Sequence[_Unsealed], copied: CopiedBytes) -> Captured:
+    def _finish_all(
+        self, unsealed: Sequence[_Unsealed], copied: CopiedBytes
+    ) -> Captured:
         finished: list[Snapshot] = []
         try:
             for snapshot, gradients in unsealed:
                 found = checksum(snapshot.payload, snapshot.header.payload_bytes)
-                sealed = replace(snapshot, header=replace(snapshot.header, checksum=found))
+                sealed = replace(
+                    snapshot, header=replace(snapshot.header, checksum=found)
+                )
                 if self._daemon:
-                    # at once, from this thread: peers have until the end of the next iteration to receive it
+                    # at once, from this thread: peers have until the end of the next
+                    # iteration to receive it
                     self._daemon.add_snapshot(sealed, gradients)
                 finished.append(sealed)
         except CheckpointSaveError:
@@ -239,5 +303,9 @@ def _kept(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _copied(gradients: Gradients | None) -> Gradients | None:
-    # the next iteration zeroes Megatron's gradient buffers while the copier may still read them
-    return gradients and {key: (gradient.detach().clone(), step) for key, (gradient, step) in gradients.items()}
+    # the next iteration zeroes Megatron's gradient buffers while the copier may still
+    # read them
+    return gradients and {
+        key: (gradient.detach().clone(), step)
+        for key, (gradient, step) in gradients.items()
+    }

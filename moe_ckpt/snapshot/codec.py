@@ -1,7 +1,9 @@
-"""The form of one rank's sparse snapshot in host memory: a header of values and one tensor of bytes.
+"""The form of one rank's sparse snapshot in host memory: a header of values and one
+tensor of bytes.
 
-Owns: the place of each tensor in the payload, the header's JSON, checksums, and the check that a snapshot belongs to
-this run and shard. Must not: allocate, access a device or a peer, keep snapshots, or unpickle. MoEvement, section 3.2.
+Owns: the place of each tensor in the payload, the header's JSON, checksums, and the
+check that a snapshot belongs to this run and shard. Must not: allocate, access a device
+or a peer, keep snapshots, or unpickle. MoEvement, section 3.2.
 
     payload | 8-byte elements | 4-byte elements | 2-byte | 1-byte | left over from an earlier use of the buffer |
             0                                                payload_bytes
@@ -24,10 +26,22 @@ from moe_ckpt.exact_json import Count, ExactDecoder
 from moe_ckpt.types import RunIdentity, Version
 
 FORMAT_VERSION = 1
-COMPUTE, MASTER, EXP_AVG, EXP_AVG_SQ, BUFFER = "compute", "master", "exp_avg", "exp_avg_sq", "buffer"
+COMPUTE, MASTER, EXP_AVG, EXP_AVG_SQ, BUFFER = (
+    "compute",
+    "master",
+    "exp_avg",
+    "exp_avg_sq",
+    "buffer",
+)
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 _SCALE = ".scale"
-ROLES = (COMPUTE, MASTER, *MOMENTS, BUFFER, *(f"{role}{_SCALE}" for role in (COMPUTE, MASTER, *MOMENTS)))
+ROLES = (
+    COMPUTE,
+    MASTER,
+    *MOMENTS,
+    BUFFER,
+    *(f"{role}{_SCALE}" for role in (COMPUTE, MASTER, *MOMENTS)),
+)
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -43,7 +57,9 @@ DTYPES: dict[str, torch.dtype] = {
     "float8_e5m2": torch.float8_e5m2,
     "bool": torch.bool,
 }
-"""Tensors are stored in the dtype of training. The scale of a tensor is a part of its own."""
+"""Tensors are stored in the dtype of training. The scale of a tensor is a part of its
+own.
+"""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -60,7 +76,9 @@ def scaled_role(role: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardIdentity:
-    """Which shard of the job a snapshot holds: the rank that took it, on every axis of parallelism."""
+    """Which shard of the job a snapshot holds: the rank that took it, on every axis of
+    parallelism.
+    """
 
     global_rank: Count
     pp_rank: Count
@@ -70,13 +88,17 @@ class ShardIdentity:
     dp_rank: Count
 
     def __str__(self) -> str:
-        axes = f"pp {self.pp_rank}, tp {self.tp_rank}, ep {self.ep_rank}, etp {self.etp_rank}, dp {self.dp_rank}"
+        axes = (
+            f"pp {self.pp_rank}, tp {self.tp_rank}, ep {self.ep_rank}, etp"
+            f" {self.etp_rank}, dp {self.dp_rank}"
+        )
         return f"rank {self.global_rank} ({axes})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartKey:
-    """The key of a part: the operator's name, the parameter's or buffer's, and the role of its values (ROLES).
+    """The key of a part: the operator's name, the parameter's or buffer's, and the role
+    of its values (ROLES).
 
     `tensor` is unique in the rank: with virtual stages it includes the model chunk.
     """
@@ -93,8 +115,8 @@ class PartKey:
 class Part:
     """One tensor of a snapshot, and its place in the payload.
 
-    `shape` is that of the stored tensor; its elements are [range_start, range_end) of the flattened whole tensor: the
-    piece that this rank owns.
+    `shape` is that of the stored tensor; its elements are [range_start, range_end) of
+    the flattened whole tensor: the piece that this rank owns.
     """
 
     key: PartKey
@@ -115,12 +137,14 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTag:
-    """The unit of a snapshot in a partial checkpoint: its `name`, and the run's `epoch`.
+    """The unit of a snapshot in a partial checkpoint: its `name`, and the run's
+    `epoch`.
 
-    `seen_tokens`: the tokens that its expert had been trained with. `on_peers`, `on_disk`: the levels that keep it
-    beside own memory. Only the core has the last two: `complete_with`, the names of all units that make a checkpoint of
-    this rank, and `taken_with`, the number of this rank's units in the same snapshot, the core included, in own memory,
-    on peers and on disk.
+    `seen_tokens`: the tokens that its expert had been trained with. `on_peers`,
+    `on_disk`: the levels that keep it beside own memory. Only the core has the last
+    two: `complete_with`, the names of all units that make a checkpoint of this rank,
+    and `taken_with`, the number of this rank's units in the same snapshot, the core
+    included, in own memory, on peers and on disk.
     """
 
     name: str
@@ -134,11 +158,13 @@ class UnitTag:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotHeader:
-    """All of a snapshot but its bytes: the state after `iteration`, which is slot `slot` of a window.
+    """All of a snapshot but its bytes: the state after `iteration`, which is slot
+    `slot` of a window.
 
-    The snapshot of slot k is that of iteration `window_start` + k. `full` and `compute` name operators; `adam_steps`
-    holds the step count of each inner optimizer; `checksum` is that of the first `payload_bytes` bytes. `unit` is set
-    in partial checkpoints, whose windows have one slot and several snapshots.
+    The snapshot of slot k is that of iteration `window_start` + k. `full` and `compute`
+    name operators; `adam_steps` holds the step count of each inner optimizer;
+    `checksum` is that of the first `payload_bytes` bytes. `unit` is set in partial
+    checkpoints, whose windows have one slot and several snapshots.
     """
 
     identity: RunIdentity
@@ -159,7 +185,9 @@ class SnapshotHeader:
     @property
     def version(self) -> Version:
         """The version that the snapshot belongs to, with all others of its window."""
-        return Version(epoch=self.unit.epoch if self.unit else 0, iteration=self.window_start)
+        return Version(
+            epoch=self.unit.epoch if self.unit else 0, iteration=self.window_start
+        )
 
     @property
     def name(self) -> str:
@@ -168,14 +196,26 @@ class SnapshotHeader:
 
     @property
     def complete_with(self) -> tuple[str, ...]:
-        """The names of all snapshots that make a version; of units, only the core has them."""
-        return self.unit.complete_with if self.unit else tuple(map(_slot_name, range(self.num_slots)))
+        """The names of all snapshots that make a version; of units, only the core has
+        them.
+        """
+        return (
+            self.unit.complete_with
+            if self.unit
+            else tuple(map(_slot_name, range(self.num_slots)))
+        )
 
     def __str__(self) -> str:
         if self.unit:
-            return f"rank {self.shard.global_rank}'s snapshot of {self.unit.name} at iteration {self.version}"
+            return (
+                f"rank {self.shard.global_rank}'s snapshot of {self.unit.name} at"
+                f" iteration {self.version}"
+            )
         place = f"slot {self.slot} of {self.num_slots}, window from {self.window_start}"
-        return f"rank {self.shard.global_rank}'s snapshot of iteration {self.iteration} ({place})"
+        return (
+            f"rank {self.shard.global_rank}'s snapshot of iteration {self.iteration}"
+            f" ({place})"
+        )
 
 
 def _slot_name(slot: int) -> str:
@@ -184,7 +224,9 @@ def _slot_name(slot: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Snapshot:
-    """A header and its payload: uint8, [at least payload_bytes], contiguous, in host memory. Both are immutable."""
+    """A header and its payload: uint8, [at least payload_bytes], contiguous, in host
+    memory. Both are immutable.
+    """
 
     header: SnapshotHeader
     payload: torch.Tensor
@@ -195,55 +237,84 @@ class Snapshot:
 
 
 def part_view(payload: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return the bytes of `part` as a tensor of its dtype and shape, sharing memory with the payload."""
+    """Return the bytes of `part` as a tensor of its dtype and shape, sharing memory
+    with the payload.
+    """
     stored = payload[part.offset_bytes : part.offset_bytes + part.nbytes]
     return stored.view(part.dtype).view(part.shape)
 
 
-def layout_parts(items: Sequence[tuple[PartKey, torch.Tensor, tuple[int, int]]]) -> tuple[tuple[Part, ...], int]:
-    """Place tensors one after another; return the parts in that order and their total bytes.
+def layout_parts(
+    items: Sequence[tuple[PartKey, torch.Tensor, tuple[int, int]]],
+) -> tuple[tuple[Part, ...], int]:
+    """Place tensors one after another; return the parts in that order and their total
+    bytes.
 
-    An item is a key, a tensor, and its range in the whole flattened tensor. Larger elements come first, so that each
-    part is aligned to its elements without padding: 1 x bool, 2 x bf16, 1 x fp32 are at bytes 8, 4 and 0. Raises
-    CheckpointSaveError for a dtype that DTYPES does not name.
+    An item is a key, a tensor, and its range in the whole flattened tensor. Larger
+    elements come first, so that each part is aligned to its elements without padding: 1
+    x bool, 2 x bf16, 1 x fp32 are at bytes 8, 4 and 0. Raises CheckpointSaveError for a
+    dtype that DTYPES does not name.
     """
-    assert len({key for key, _, _ in items}) == len(items), "two parts have the same key"
+    assert len({key for key, _, _ in items}) == len(items), (
+        "two parts have the same key"
+    )
     parts: list[Part] = []
     offset_bytes = 0
-    for key, tensor, (start, end) in sorted(items, key=lambda item: -item[1].dtype.itemsize):
+    for key, tensor, (start, end) in sorted(
+        items, key=lambda item: -item[1].dtype.itemsize
+    ):
         assert key.role in ROLES, f"{key}: wanted a role of {ROLES}"
-        assert tensor.numel() == end - start, f"{key}: {tensor.numel()} elements for the range {start} to {end}"
+        assert tensor.numel() == end - start, (
+            f"{key}: {tensor.numel()} elements for the range {start} to {end}"
+        )
         if tensor.dtype not in _DTYPE_NAMES:
-            raise CheckpointSaveError(f"{key}: got {tensor.dtype}, wanted one of {', '.join(DTYPES)}")
+            raise CheckpointSaveError(
+                f"{key}: got {tensor.dtype}, wanted one of {', '.join(DTYPES)}"
+            )
         place = {"range_start": start, "range_end": end, "offset_bytes": offset_bytes}
-        parts.append(Part(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape), **place))
+        parts.append(
+            Part(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape), **place)
+        )
         offset_bytes += parts[-1].nbytes
     return tuple(parts), offset_bytes
 
 
 def checksum(payload: torch.Tensor, nbytes: int) -> int:
-    """Return the XXH3 hash (64 bits) of the first `nbytes` bytes, without copying them or holding the GIL."""
-    assert nbytes <= payload.numel(), f"{nbytes} bytes of a payload of {payload.numel()}"
-    # 24 GiB/s where zlib's CRC-32 makes 4: a checksum must not cost as much as the copy that it guards
+    """Return the XXH3 hash (64 bits) of the first `nbytes` bytes, without copying them
+    or holding the GIL.
+    """
+    assert nbytes <= payload.numel(), (
+        f"{nbytes} bytes of a payload of {payload.numel()}"
+    )
+    # 24 GiB/s where zlib's CRC-32 makes 4: a checksum must not cost as much as the copy
+    # that it guards
     return xxhash.xxh3_64_intdigest(payload[:nbytes].numpy().data)
 
 
 def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -> None:
     """Check that a snapshot belongs to this run and this shard, and is intact.
 
-    Raises CheckpointLoadError naming the snapshot and the difference: run, model, layout, shard, size or checksum.
+    Raises CheckpointLoadError naming the snapshot and the difference: run, model,
+    layout, shard, size or checksum.
     """
-    # names before the hash: it reads the whole payload, and that of a foreign snapshot may be intact
+    # names before the hash: it reads the whole payload, and that of a foreign snapshot
+    # may be intact
     require_own(snapshot, identity=identity, shard=shard)
     header = snapshot.header
     found = checksum(snapshot.payload, header.payload_bytes)
-    _expect(header, "checksum of the payload", f"{found:016x}", f"{header.checksum:016x}")
+    _expect(
+        header, "checksum of the payload", f"{found:016x}", f"{header.checksum:016x}"
+    )
 
 
-def require_own(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -> None:
-    """Check that a snapshot belongs to this run and this shard, without reading its payload.
+def require_own(
+    snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity
+) -> None:
+    """Check that a snapshot belongs to this run and this shard, without reading its
+    payload.
 
-    Raises CheckpointLoadError naming the snapshot and the difference: run, model, layout, shard or size.
+    Raises CheckpointLoadError naming the snapshot and the difference: run, model,
+    layout, shard or size.
     """
     header = snapshot.header
     _expect(header, "run id", header.identity.run_id, identity.run_id)
@@ -252,22 +323,32 @@ def require_own(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdenti
     _expect(header, "shard", header.shard, shard)
     held_bytes = snapshot.payload.numel()
     if held_bytes < header.payload_bytes:
-        raise CheckpointLoadError(f"{header}: got a payload of {held_bytes} bytes, wanted {header.payload_bytes}")
+        raise CheckpointLoadError(
+            f"{header}: got a payload of {held_bytes} bytes, wanted"
+            f" {header.payload_bytes}"
+        )
 
 
 def header_to_json(header: SnapshotHeader) -> bytes:
-    """Return a header as two lines of JSON: the format's version with the CRC-32 of the second line, and the fields.
+    """Return a header as two lines of JSON: the format's version with the CRC-32 of the
+    second line, and the fields.
 
-    There are two lines so that a reader can check the bytes of the second before it parses them.
+    There are two lines so that a reader can check the bytes of the second before it
+    parses them.
     """
     body = msgspec.json.encode(header, enc_hook=_DTYPE_NAMES.__getitem__)
-    return msgspec.json.encode(_Head(format=FORMAT_VERSION, crc32=zlib.crc32(body))) + b"\n" + body
+    return (
+        msgspec.json.encode(_Head(format=FORMAT_VERSION, crc32=zlib.crc32(body)))
+        + b"\n"
+        + body
+    )
 
 
 def header_from_json(data: bytes) -> SnapshotHeader:
     """Return the header that `header_to_json` wrote.
 
-    Raises CheckpointLoadError if the bytes are anything else, or describe parts that do not fit into one payload.
+    Raises CheckpointLoadError if the bytes are anything else, or describe parts that do
+    not fit into one payload.
     """
     try:
         head, _, body = data.partition(b"\n")
@@ -276,7 +357,9 @@ def header_from_json(data: bytes) -> SnapshotHeader:
         _check_window(header)
         _check_parts(header)
     except (ValueError, RecursionError) as error:
-        raise CheckpointLoadError(f"a snapshot's header of {len(data)} bytes: {error}") from error
+        raise CheckpointLoadError(
+            f"a snapshot's header of {len(data)} bytes: {error}"
+        ) from error
     return header
 
 
@@ -299,9 +382,14 @@ def _check_head(head: _Head, crc32: int) -> None:
 
 def _check_window(header: SnapshotHeader) -> None:
     if header.slot >= header.num_slots:
-        raise ValueError(f"got slot {header.slot}, wanted one below num_slots {header.num_slots}")
+        raise ValueError(
+            f"got slot {header.slot}, wanted one below num_slots {header.num_slots}"
+        )
     if header.iteration != header.window_start + header.slot:
-        raise ValueError(f"got iteration {header.iteration}, wanted window_start {header.window_start} + {header.slot}")
+        raise ValueError(
+            f"got iteration {header.iteration}, wanted window_start"
+            f" {header.window_start} + {header.slot}"
+        )
 
 
 def _check_parts(header: SnapshotHeader) -> None:
@@ -309,18 +397,33 @@ def _check_parts(header: SnapshotHeader) -> None:
     # by size, too: a part without elements lies at the offset of its successor
     for part in sorted(header.parts, key=lambda part: (part.offset_bytes, part.nbytes)):
         if part.key.role not in ROLES:
-            raise ValueError(f"{part.key}: got role {part.key.role!r}, wanted one of {', '.join(ROLES)}")
+            raise ValueError(
+                f"{part.key}: got role {part.key.role!r}, wanted one of"
+                f" {', '.join(ROLES)}"
+            )
         if math.prod(part.shape) != part.range_end - part.range_start:
             place = f"{part.range_start} to {part.range_end}"
-            raise ValueError(f"{part.key}: got shape {part.shape}, wanted as many elements as the range {place}")
+            raise ValueError(
+                f"{part.key}: got shape {part.shape}, wanted as many elements as the"
+                f" range {place}"
+            )
         # torch refuses views that are not aligned, at a time when the load has begun
         if part.offset_bytes % part.dtype.itemsize:
-            raise ValueError(f"{part.key}: got offset {part.offset_bytes}, wanted a multiple of its element size")
+            raise ValueError(
+                f"{part.key}: got offset {part.offset_bytes}, wanted a multiple of its"
+                " element size"
+            )
         if part.offset_bytes < end_bytes:
-            raise ValueError(f"{part.key}: got offset {part.offset_bytes}, but the part before ends at {end_bytes}")
+            raise ValueError(
+                f"{part.key}: got offset {part.offset_bytes}, but the part before ends"
+                f" at {end_bytes}"
+            )
         end_bytes = part.offset_bytes + part.nbytes
     if end_bytes > header.payload_bytes:
-        raise ValueError(f"got parts up to byte {end_bytes}, wanted at most payload_bytes {header.payload_bytes}")
+        raise ValueError(
+            f"got parts up to byte {end_bytes}, wanted at most payload_bytes"
+            f" {header.payload_bytes}"
+        )
     if len({part.key for part in header.parts}) != len(header.parts):
         raise ValueError("got two parts with the same key")
 
@@ -331,6 +434,7 @@ def _dtype_from(_: type, name: object) -> torch.dtype:
     return DTYPES[name]
 
 
-# made at import: two threads that decoded a type for the first time at once crashed a daemon inside msgspec 0.22
+# made at import: two threads that decoded a type for the first time at once crashed a
+# daemon inside msgspec 0.22
 _HEADS = msgspec.json.Decoder(_Head)
 _HEADERS = ExactDecoder(SnapshotHeader, _dtype_from, _DTYPE_NAMES.__getitem__)

@@ -1,9 +1,11 @@
-"""Hashes of live state, computed where it is: two sums of integers modulo 2^64, which are the same in any order.
+"""Hashes of live state, computed where it is: two sums of integers modulo 2^64, which
+are the same in any order.
 
-A copy to the host and a hash on one core would take seconds a recovery; a sum runs at the speed of the device's memory
-and is exact, since integers are associative. Each 32-bit word has an odd weight by its position: one word that differs
-always changes a sum. State on a host is hashed by XXH3, at the speed of its memory. Must not: guard payloads against
-damage on their way; those have checksums of their own.
+A copy to the host and a hash on one core would take seconds a recovery; a sum runs at
+the speed of the device's memory and is exact, since integers are associative. Each
+32-bit word has an odd weight by its position: one word that differs always changes a
+sum. State on a host is hashed by XXH3, at the speed of its memory. Must not: guard
+payloads against damage on their way; those have checksums of their own.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ import xxhash
 
 from moe_ckpt.snapshot.host_transfers import TRANSFERS, bytes_of
 
-# 2^64 divided by the golden ratio, and its double: neighbouring places get weights that share few bits
+# 2^64 divided by the golden ratio, and its double: neighbouring places get weights that
+# share few bits
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82A)
-_CHUNK_WORDS = 1 << 22  # 32 MiB of 64-bit words at a time: a recovery finds the device's memory nearly full
+# 32 MiB of 64-bit words at a time: a recovery finds the device's memory nearly full
+_CHUNK_WORDS = 1 << 22
 
 
 def hashes_of(state: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
-    """Return a hash, 32 hex digits, for the tensors of each name: by sums on a GPU, by XXH3 on a host."""
+    """Return a hash, 32 hex digits, for the tensors of each name: by sums on a GPU, by
+    XXH3 on a host.
+    """
     devices = {tensor.device for tensors in state.values() for tensor in tensors}
     device = next((device for device in devices if device.type != "cpu"), None)
     if device is not None:
@@ -33,31 +39,48 @@ def hashes_of(state: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
     return {name: total.hexdigest() for name, total in hashes.items()}
 
 
-def sums_of(state: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> dict[str, str]:
-    """Return a hash by sums for the tensors of each name; all of them come to the host in one transfer."""
+def sums_of(
+    state: Mapping[str, Sequence[torch.Tensor]], device: torch.device
+) -> dict[str, str]:
+    """Return a hash by sums for the tensors of each name; all of them come to the host
+    in one transfer.
+    """
     if not state:
         return {}
     sums = [sums_on_device(tensors, device) for tensors in state.values()]
     (on_host,) = TRANSFERS.fetch([torch.stack(sums)])
-    hexadecimal = ("".join(f"{word & (1 << 64) - 1:016x}" for word in row) for row in on_host.tolist())
+    hexadecimal = (
+        "".join(f"{word & (1 << 64) - 1:016x}" for word in row)
+        for row in on_host.tolist()
+    )
     return dict(zip(state, hexadecimal, strict=True))
 
 
-def sums_on_device(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return two sums, int64 [2] on `device`, over the words of all tensors in their order."""
+def sums_on_device(
+    tensors: Iterable[torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Return two sums, int64 [2] on `device`, over the words of all tensors in their
+    order.
+    """
     total, position = torch.zeros(2, dtype=torch.int64, device=device), 1
     for tensor in tensors:
         flat = bytes_of(tensor)
-        # views as int32 need whole, aligned words; parameters of an odd number of bf16 values have none
+        # views as int32 need whole, aligned words; parameters of an odd number of bf16
+        # values have none
         if flat.numel() % 4 or flat.storage_offset() % 4:
             flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
         words = flat.view(torch.int32)
-        total += tensor.nbytes * position  # tensors that differ by zeros at their ends differ
+        # tensors that differ by zeros at their ends differ
+        total += tensor.nbytes * position
         for start in range(0, words.numel(), _CHUNK_WORDS):
             chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
-            places = torch.arange(position, position + chunk.numel(), device=words.device)
+            places = torch.arange(
+                position, position + chunk.numel(), device=words.device
+            )
             for index, multiplier in enumerate(_MULTIPLIERS):
-                total[index] += (chunk * (places * multiplier).bitwise_or_(1)).sum().to(device)
+                total[index] += (
+                    (chunk * (places * multiplier).bitwise_or_(1)).sum().to(device)
+                )
             position += chunk.numel()
         position += 1
     return total

@@ -1,6 +1,7 @@
 """The form of a blob's entry in the index of its folder.
 
-Owns: the bytes of an entry, and the detection of damage. Must not: access files, or look into the header.
+Owns: the bytes of an entry, and the detection of damage. Must not: access files, or
+look into the header.
 
     XXH3 of all that follows, 8 bytes | a line of JSON: the entry's fields, but for its header | header
 """
@@ -46,7 +47,8 @@ class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     payload_xxh3: int | None = None
 
 
-# made at import: two threads that decoded a type for the first time at once crashed a daemon inside msgspec 0.22
+# made at import: two threads that decoded a type for the first time at once crashed a
+# daemon inside msgspec 0.22
 _FIELDS = msgspec.json.Decoder(_Fields)
 
 
@@ -73,5 +75,7 @@ def entry_from_bytes(key: str, data: bytes) -> IndexEntry:
         if entry.key != key:
             raise ValueError(f"got the entry of {entry.key!r}")
     except (ValueError, RecursionError) as error:
-        raise CheckpointLoadError(f"blob {key}: an index entry of {len(data)} bytes: {error}") from error
+        raise CheckpointLoadError(
+            f"blob {key}: an index entry of {len(data)} bytes: {error}"
+        ) from error
     return entry

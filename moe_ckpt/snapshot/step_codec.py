@@ -1,4 +1,5 @@
-"""The form of an iteration's record and start as bytes: a safetensors file in memory, with the facts as its metadata.
+"""The form of an iteration's record and start as bytes: a safetensors file in memory,
+with the facts as its metadata.
 
 Owns: writing and strict reading. Must not: know keys of blobs, or where the bytes go.
 """
@@ -45,7 +46,8 @@ _DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-"""All types that the library reads: the state of a user's iterator is part of a start."""
+"""All types that the library reads: the state of a user's iterator is part of a start.
+"""
 
 
 def start_to_bytes(start: Mapping[str, torch.Tensor]) -> bytes:
@@ -60,7 +62,9 @@ def start_to_bytes(start: Mapping[str, torch.Tensor]) -> bytes:
     return _pack(start, {})
 
 
-def step_to_bytes(record: StepRecord, start: Mapping[str, torch.Tensor] | None) -> bytes:
+def step_to_bytes(
+    record: StepRecord, start: Mapping[str, torch.Tensor] | None
+) -> bytes:
     """Return the bytes of a record and, unless it is None, the start of its iteration.
 
     Args:
@@ -90,7 +94,9 @@ def start_from_bytes(data: bytes) -> dict[str, torch.Tensor]:
     return _unpack(data)[0]
 
 
-def step_from_bytes(iteration: int, data: bytes) -> tuple[StepRecord, dict[str, torch.Tensor]]:
+def step_from_bytes(
+    iteration: int, data: bytes
+) -> tuple[StepRecord, dict[str, torch.Tensor]]:
     """Return what `step_to_bytes` wrote.
 
     Args:
@@ -109,22 +115,28 @@ def step_from_bytes(iteration: int, data: bytes) -> tuple[StepRecord, dict[str, 
         overflows = tuple(values["overflows"])
         gradients = ReadyGradients(**{**values, "overflows": overflows})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointLoadError(f"step record: got {facts} ({error!r}), wanted gradients as JSON") from error
+        raise CheckpointLoadError(
+            f"step record: got {facts} ({error!r}), wanted gradients as JSON"
+        ) from error
     record = StepRecord(
         iteration=iteration,
         gradients=gradients,
         tied_gradient=tensors.get(_TIED),
         batches=facts.get(_BATCHES),
     )
-    start = {name.removeprefix(START): tensor for name, tensor in tensors.items() if name.startswith(START)}
+    start = {
+        name.removeprefix(START): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(START)
+    }
     return record, start
 
 
 def _pack(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> bytes:
     """Return a safetensors file.
 
-    By hand: the library's `save` takes four times as long for a dozen small tensors, and
-    training waits for it in every iteration.
+    By hand: the library's `save` takes four times as long for a dozen small tensors,
+    and training waits for it in every iteration.
     """
     head: dict[str, object] = {_METADATA: facts} if facts else {}
     parts = []

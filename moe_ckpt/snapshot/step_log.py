@@ -1,7 +1,7 @@
 """The step log: the small facts of an iteration that a stage cannot recompute alone.
 
-Owns: the start of each iteration, and the numbers that crossed stages in it. Must not: know Megatron; the tensors in a
-record are opaque, named, on the host.
+Owns: the start of each iteration, and the numbers that crossed stages in it. Must not:
+know Megatron; the tensors in a record are opaque, named, on the host.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def is_step(key: str) -> bool:
 def window_steps(snapshots: Sequence[Snapshot]) -> list[str]:
     """Return the keys of what leads from a window's snapshots to the state at its end.
 
-    Slots of the iterations 4 to 6: step-5, step-6, whose replay leads to the start of 7.
-    One slot, of iteration 4: start-5.
+    Slots of the iterations 4 to 6: step-5, step-6, whose replay leads to the start of
+    7. One slot, of iteration 4: start-5.
 
     Args:
         snapshots: Those of the window, by slot. Units of a partial checkpoint have no
             replay, and need nothing.
     """
-    headers = [snapshot.header for snapshot in snapshots if snapshot.header.unit is None]
+    headers = [
+        snapshot.header for snapshot in snapshots if snapshot.header.unit is None
+    ]
     if not headers:
         return []
     after_first = headers[0].window_start + 1
@@ -54,8 +56,9 @@ def window_steps(snapshots: Sequence[Snapshot]) -> list[str]:
 class StepRecord:
     """The facts that the update of `iteration` needs beside this stage's gradients.
 
-    `tied_gradient` is this rank's piece of the gradient that first and last stage share if they tie embeddings.
-    `batches` is a hash of the micro-batches that this rank has read; None: not known, as of facts from other ranks.
+    `tied_gradient` is this rank's piece of the gradient that first and last stage share
+    if they tie embeddings. `batches` is a hash of the micro-batches that this rank has
+    read; None: not known, as of facts from other ranks.
     """
 
     iteration: int
@@ -65,13 +68,17 @@ class StepRecord:
 
 
 class StepPublisher(Protocol):
-    """Stores what is logged elsewhere as well, in place of an earlier entry of the same iteration."""
+    """Stores what is logged elsewhere as well, in place of an earlier entry of the same
+    iteration.
+    """
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
         """Store a start by itself."""
         ...
 
-    def add_step(self, record: StepRecord, start: Mapping[str, torch.Tensor] | None) -> None:
+    def add_step(
+        self, record: StepRecord, start: Mapping[str, torch.Tensor] | None
+    ) -> None:
         """Store a record, and the start of its iteration unless that is not logged."""
         ...
 
@@ -81,10 +88,11 @@ class StepPublisher(Protocol):
 
 
 class StepLog:
-    """One rank's log by iteration: its start (generators, scalers, schedule), and its record.
+    """One rank's log by iteration: its start (generators, scalers, schedule), and its
+    record.
 
-    The daemon receives one entry an iteration, with the record. A start is published alone
-    where no replay leads to it: after a snapshot of the whole state.
+    The daemon receives one entry an iteration, with the record. A start is published
+    alone where no replay leads to it: after a snapshot of the whole state.
     """
 
     def __init__(self, daemon: StepPublisher | None = None) -> None:
@@ -96,45 +104,63 @@ class StepLog:
     @property
     def size_bytes(self) -> int:
         """The bytes of all logged tensors."""
-        tensors = [tensor for start in self._starts.values() for tensor in start.values()]
+        tensors = [
+            tensor for start in self._starts.values() for tensor in start.values()
+        ]
         tied = [record.tied_gradient for record in self._records.values()]
         return sum(tensor.nbytes for tensor in [*tensors, *tied] if tensor is not None)
 
     @property
     def gradients(self) -> Mapping[int, ReadyGradients]:
         """The part of records that all ranks of the job share, by iteration."""
-        return {iteration: record.gradients for iteration, record in self._records.items()}
+        return {
+            iteration: record.gradients for iteration, record in self._records.items()
+        }
 
     @property
     def oldest_start(self) -> int | None:
         """The oldest iteration whose start is logged; None without any."""
         return min(self._starts, default=None)
 
-    def adopt(self, starts: Mapping[int, Mapping[str, torch.Tensor]], records: Mapping[int, StepRecord]) -> None:
+    def adopt(
+        self,
+        starts: Mapping[int, Mapping[str, torch.Tensor]],
+        records: Mapping[int, StepRecord],
+    ) -> None:
         """Take over the entries of an earlier process from its daemon."""
         self._starts |= starts
         self._records |= records
-        self._published |= starts.keys()  # some came with a record: to drop them twice does no harm
+        # some came with a record: to drop them twice does no harm
+        self._published |= starts.keys()
 
     def fill(self, facts: Mapping[int, ReadyGradients]) -> None:
         """Add the records of iterations that have none."""
         for iteration, gradients in facts.items():
             # an own record has the tied gradient, which the facts of other ranks lack
             if iteration not in self._records:
-                self.add(StepRecord(iteration=iteration, gradients=gradients, tied_gradient=None))
+                self.add(
+                    StepRecord(
+                        iteration=iteration, gradients=gradients, tied_gradient=None
+                    )
+                )
 
     def clear(self) -> None:
         """Drop everything."""
         self._drop(lambda _: True)
 
-    def log_start(self, iteration: int, small_state: Mapping[str, torch.Tensor]) -> None:
+    def log_start(
+        self, iteration: int, small_state: Mapping[str, torch.Tensor]
+    ) -> None:
         """Log the start of `iteration`, in place of an earlier one."""
         self._starts[iteration] = small_state
-        if self._daemon and iteration in self._published:  # with other contents, perhaps
+        # with other contents, perhaps
+        if self._daemon and iteration in self._published:
             self._daemon.add_start(iteration, small_state)
 
     def publish_start(self, iteration: int) -> None:
-        """Publish a start that `log_start` has logged, unless the same contents are published."""
+        """Publish a start that `log_start` has logged, unless the same contents are
+        published.
+        """
         if self._daemon and iteration not in self._published:
             self._daemon.add_start(iteration, self._starts[iteration])
         self._published.add(iteration)
@@ -150,23 +176,27 @@ class StepLog:
         return iteration in self._starts
 
     def start(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        """Return the start of an iteration. Raises CheckpointLoadError if it is not logged."""
+        """Return the start of an iteration. Raises CheckpointLoadError if it is not
+        logged.
+        """
         return _found(self._starts, iteration)
 
     def record(self, iteration: int) -> StepRecord:
-        """Return the record of an iteration. Raises CheckpointLoadError if it is not logged."""
+        """Return the record of an iteration. Raises CheckpointLoadError if it is not
+        logged.
+        """
         return _found(self._records, iteration)
 
     def reaches(self, first: int) -> int | None:
         """Return how far a replay leads from the state before an iteration.
 
-        Of the iterations after `first` only the records are needed: where a start is not
-        logged, the replay of the iteration before has led to it.
+        Of the iterations after `first` only the records are needed: where a start is
+        not logged, the replay of the iteration before has led to it.
 
         Returns:
-            The last iteration up to which all iterations from `first` on can be replayed,
-            `first` - 1 for none; None without the start of `first`: not even the state
-            before it can be restored.
+            The last iteration up to which all iterations from `first` on can be
+            replayed, `first` - 1 for none; None without the start of `first`: not even
+            the state before it can be restored.
         """
         if first not in self._starts:
             return None
@@ -180,11 +210,16 @@ class StepLog:
         self._drop(lambda logged: logged <= iteration)
 
     def drop_after(self, iteration: int) -> None:
-        """Drop all entries after `iteration`: a rollback leads there, and later iterations happen again."""
+        """Drop all entries after `iteration`: a rollback leads there, and later
+        iterations happen again.
+        """
         self._drop(lambda logged: logged > iteration)
 
     def _drop(self, is_dropped: Callable[[int], bool]) -> None:
-        starts, records = ([i for i in logged if is_dropped(i)] for logged in (self._starts, self._records))
+        starts, records = (
+            [i for i in logged if is_dropped(i)]
+            for logged in (self._starts, self._records)
+        )
         for old in starts:
             del self._starts[old]
         for old in records:
@@ -197,5 +232,7 @@ class StepLog:
 
 def _found(logged: Mapping[int, T], iteration: int) -> T:
     if iteration not in logged:
-        raise CheckpointLoadError(f"step log: no iteration {iteration}, got {sorted(logged)}")
+        raise CheckpointLoadError(
+            f"step log: no iteration {iteration}, got {sorted(logged)}"
+        )
     return logged[iteration]

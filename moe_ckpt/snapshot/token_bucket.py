@@ -1,11 +1,13 @@
-"""Caps on checkpoint traffic: `ckpt.max_bytes_per_s` for host copies, copies to peers and writes to the local disk.
+"""Caps on checkpoint traffic: `ckpt.max_bytes_per_s` for host copies, copies to peers
+and writes to the local disk.
 
-Owns: the times at which bytes may pass (`TokenBucket`, pure logic over a clock), and waits that another thread can end
-(`Throttle`). Must not: move bytes.
+Owns: the times at which bytes may pass (`TokenBucket`, pure logic over a clock), and
+waits that another thread can end (`Throttle`). Must not: move bytes.
 
-A bucket never delays training longer than a link of that rate would. The training thread takes no tokens itself: it
-waits for the copying thread, which waits at most `nbytes / bytes_per_s` while no other thread takes tokens. An
-abandoned copy returns its unused tokens, so the next copy does not wait for them.
+A bucket never delays training longer than a link of that rate would. The training
+thread takes no tokens itself: it waits for the copying thread, which waits at most
+`nbytes / bytes_per_s` while no other thread takes tokens. An abandoned copy returns its
+unused tokens, so the next copy does not wait for them.
 """
 
 from __future__ import annotations
@@ -15,28 +17,35 @@ from collections.abc import Callable
 from threading import Event, Lock
 
 BURST_S = 0.05
-"""Seconds of unused tokens that a bucket keeps: a thread that wakes up late catches up, and a pause earns no more."""
+"""Seconds of unused tokens that a bucket keeps: a thread that wakes up late catches up,
+and a pause earns no more.
+"""
 
 
 class TokenBucket:
     """Admits `bytes_per_s`, for any number of threads, first come first served.
 
-    From its start on, at most `bytes_per_s` times the seconds since then; in any period of T seconds at most
-    `bytes_per_s * (T + BURST_S)` and one chunk of each thread.
+    From its start on, at most `bytes_per_s` times the seconds since then; in any period
+    of T seconds at most `bytes_per_s * (T + BURST_S)` and one chunk of each thread.
     """
 
-    def __init__(self, bytes_per_s: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, bytes_per_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
         assert bytes_per_s > 0, bytes_per_s
         self._bytes_per_s = bytes_per_s
         self._now = now
         self._lock = Lock()
-        self._free_s = now()  # all tokens taken so far have come in by then: 3 s ahead for 6 bytes at 2 B/s
+        # all tokens taken so far have come in by then: 3 s ahead for 6 bytes at 2 B/s
+        self._free_s = now()
 
     def take(self, nbytes: int) -> float:
         """Take tokens for bytes; return the seconds after which these bytes may pass."""
         with self._lock:
             now_s = self._now()
-            self._free_s = max(self._free_s, now_s - BURST_S) + nbytes / self._bytes_per_s
+            self._free_s = (
+                max(self._free_s, now_s - BURST_S) + nbytes / self._bytes_per_s
+            )
             return max(0.0, self._free_s - now_s)
 
     def give_back(self, nbytes: int) -> None:
@@ -46,9 +55,15 @@ class TokenBucket:
 
 
 class Throttle:
-    """The waits of copies for tokens, which `lift` ends from another thread; without a cap there are none."""
+    """The waits of copies for tokens, which `lift` ends from another thread; without a
+    cap there are none.
+    """
 
-    def __init__(self, bytes_per_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        bytes_per_s: float | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._bucket = None if bytes_per_s is None else TokenBucket(bytes_per_s, now)
         self._lifted = Event()
 
@@ -64,7 +79,8 @@ class Throttle:
         """
         if self._bucket is None or self._lifted.is_set():
             return
-        # also where `sleep` raises: tokens of a copy that is given up must not delay the next one
+        # also where `sleep` raises: tokens of a copy that is given up must not delay
+        # the next one
         is_over = True
         try:
             is_over = (sleep or self._lifted.wait)(self._bucket.take(nbytes))
@@ -73,7 +89,9 @@ class Throttle:
                 self._bucket.give_back(nbytes)
 
     def lift(self) -> None:
-        """Let bytes pass at once until `apply`: a recovery or the end of the job waits for them."""
+        """Let bytes pass at once until `apply`: a recovery or the end of the job waits
+        for them.
+        """
         self._lifted.set()
 
     def apply(self) -> None:

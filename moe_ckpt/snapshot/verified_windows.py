@@ -26,7 +26,8 @@ def verified_window(
     *,
     by_headers: bool = False,
 ) -> WindowRef | None:
-    """Return the reference of a complete window, after its payloads were read and hashed.
+    """Return the reference of a complete window, after its payloads were read and
+    hashed.
 
     Args:
         snapshots: The snapshots of the window, by slot.
@@ -39,7 +40,8 @@ def verified_window(
         The reference; None if the steps do not reach the window's end.
 
     Raises:
-        CheckpointLoadError: The window is damaged, incomplete, or of another run or shard.
+        CheckpointLoadError: The window is damaged, incomplete, or of another run or
+            shard.
     """
     check = require_own if by_headers else verify
     for snapshot in snapshots:

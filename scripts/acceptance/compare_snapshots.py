@@ -1,7 +1,9 @@
-"""Train as launcher/train.py does, and compare each snapshot in host memory with copies of the same state.
+"""Train as launcher/train.py does, and compare each snapshot in host memory with copies
+of the same state.
 
-Each piece of a capture is cloned on its device as the capture begins; once the snapshot is complete, its bytes must be
-those of the clones: a copy that raced with a kernel would differ.
+Each piece of a capture is cloned on its device as the capture begins; once the snapshot
+is complete, its bytes must be those of the clones: a copy that raced with a kernel
+would differ.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ def compare_captures() -> None:
     capture, collect = SnapshotEngine.capture, SnapshotEngine.collect
     clones: dict[int, list[dict[Any, torch.Tensor]]] = {}
 
-    def capture_and_clone(engine: SnapshotEngine, wanted: Sequence[SnapshotRequest], **options: Any) -> None:
+    def capture_and_clone(
+        engine: SnapshotEngine, wanted: Sequence[SnapshotRequest], **options: Any
+    ) -> None:
         clones[id(engine)] = [
-            {key: tensor.detach().clone() for key, tensor, _ in [*each.pieces(), *each.changing]} for each in wanted
+            {
+                key: tensor.detach().clone()
+                for key, tensor, _ in [*each.pieces(), *each.changing]
+            }
+            for each in wanted
         ]
         capture(engine, wanted, **options)
 
@@ -33,14 +41,26 @@ def compare_captures() -> None:
         captured = collect(engine, wait=wait)
         if captured is None:
             return None
-        for snapshot, wanted in zip(captured.snapshots, clones.pop(id(engine)), strict=True):
+        for snapshot, wanted in zip(
+            captured.snapshots, clones.pop(id(engine)), strict=True
+        ):
             for part in snapshot.header.parts:
-                got, want = snapshot.part(part).reshape(-1), wanted[part.key].cpu().reshape(-1)
+                got, want = (
+                    snapshot.part(part).reshape(-1),
+                    wanted[part.key].cpu().reshape(-1),
+                )
                 same = torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-                assert same, f"iteration {snapshot.header.iteration}: {part.key} differs from its copy on the device"
+                assert same, (
+                    f"iteration {snapshot.header.iteration}: {part.key} differs from"
+                    " its copy on the device"
+                )
                 _counted["bytes"] += want.nbytes
             _counted["snapshots"] += 1
-        print(f"compared {_counted['snapshots']} snapshots, {_counted['bytes'] / 1e9:.3f} GB", flush=True)
+        print(
+            f"compared {_counted['snapshots']} snapshots,"
+            f" {_counted['bytes'] / 1e9:.3f} GB",
+            flush=True,
+        )
         return captured
 
     SnapshotEngine.capture = capture_and_clone  # type: ignore[method-assign]

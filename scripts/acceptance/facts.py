@@ -1,4 +1,6 @@
-"""Facts of a machine: versions, whether a forked process can use its GPU, and rates of copies and hashes."""
+"""Facts of a machine: versions, whether a forked process can use its GPU, and rates of
+copies and hashes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _COPIED_BYTES = 1 << 30
 _ON_CPU_BYTES = 1 << 27
@@ -17,34 +20,52 @@ _ROUNDS = 3
 
 
 def measure(*, on_gpu: bool) -> str:
-    """Return one line of facts. Raises AssertionError where a forked process cannot compute."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as launcher/train.py: the question starts no CUDA
+    """Return one line of facts. Raises AssertionError where a forked process cannot
+    compute.
+    """
+    # as launcher/train.py: the question starts no CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch  # noqa: PLC0415
     import xxhash  # noqa: PLC0415
 
-    assert torch.cuda.is_available() == on_gpu, f"a GPU: got {torch.cuda.is_available()}, wanted {on_gpu} (--cpu)"
-    assert not torch.cuda.is_initialized(), "the question for a GPU has started CUDA: workers cannot be forked"
+    assert torch.cuda.is_available() == on_gpu, (
+        f"a GPU: got {torch.cuda.is_available()}, wanted {on_gpu} (--cpu)"
+    )
+    assert not torch.cuda.is_initialized(), (
+        "the question for a GPU has started CUDA: workers cannot be forked"
+    )
     _compute_in_a_fork("cuda" if on_gpu else "cpu")
     nbytes = _COPIED_BYTES if on_gpu else _ON_CPU_BYTES
     payload = torch.zeros(nbytes, dtype=torch.uint8)
     facts = [
-        *(f"{name} {_version(name)}" for name in ("torch", "megatron-core", "transformer-engine")),
+        *(
+            f"{name} {_version(name)}"
+            for name in ("torch", "megatron-core", "transformer-engine")
+        ),
         f"/dev/shm {shutil.disk_usage('/dev/shm').free / 1e9:.0f} GB free",
         f"XXH3 {_rate(nbytes, lambda: xxhash.xxh3_128(payload.numpy().data)):.1f} GB/s",
-        *(_rates_of_a_gpu(nbytes) if on_gpu else [f"host to host {_rate(nbytes, payload.clone):.1f} GB/s"]),
+        *(
+            _rates_of_a_gpu(nbytes)
+            if on_gpu
+            else [f"host to host {_rate(nbytes, payload.clone):.1f} GB/s"]
+        ),
     ]
     return ", ".join(facts)
 
 
 def scaled_matmul(*, on_gpu: bool) -> str:
-    """Return whether the device multiplies FP8 matrices, by a product that FP8 holds exactly."""
+    """Return whether the device multiplies FP8 matrices, by a product that FP8 holds
+    exactly.
+    """
     import torch  # noqa: PLC0415
 
     device = torch.device("cuda" if on_gpu else "cpu")
     ones = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     product = torch._scaled_mm(ones, ones.t(), one, one, out_dtype=torch.bfloat16)
-    assert bool((product == 16.0).all()), f"_scaled_mm on {device}: got {product}, wanted 16"
+    assert bool((product == 16.0).all()), (
+        f"_scaled_mm on {device}: got {product}, wanted 16"
+    )
     return f"_scaled_mm on {device} is exact for ones"
 
 
@@ -74,19 +95,28 @@ def _rates_of_a_gpu(nbytes: int) -> list[str]:
         registered = torch.frombuffer(shared, dtype=torch.uint8)
         begun_s = time.monotonic()
         address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))  # pyright: ignore
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
         register_s = time.monotonic() - begun_s
         targets = {
             "pageable": torch.empty(nbytes, dtype=torch.uint8),
             "pinned": torch.empty(nbytes, dtype=torch.uint8, pin_memory=True),
             "registered /dev/shm": registered,
         }
-        rates = [f"device to {name} {_copy_rate(source, target):.1f} GB/s" for name, target in targets.items()]
+        rates = [
+            f"device to {name} {_copy_rate(source, target):.1f} GB/s"
+            for name, target in targets.items()
+        ]
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))  # pyright: ignore
     from torch.cuda import nccl  # noqa: PLC0415
 
     version = ".".join(map(str, nccl.version()))
-    return [torch.cuda.get_device_name(), f"NCCL {version}", f"registering 1 GiB {register_s:.2f} s", *rates]
+    return [
+        torch.cuda.get_device_name(),
+        f"NCCL {version}",
+        f"registering 1 GiB {register_s:.2f} s",
+        *rates,
+    ]
 
 
 def _copy_rate(source: object, target: object) -> float:

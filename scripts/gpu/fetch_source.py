@@ -1,4 +1,5 @@
-"""Download a source release from an index of Python packages without building its metadata.
+"""Download a source release from an index of Python packages without building its
+metadata.
 
     python scripts/gpu/fetch_source.py NAME VERSION FOLDER
 
@@ -35,18 +36,24 @@ def fetch_source(name: str, version: str, folder: Path, index: str = _INDEX) -> 
         The path of the file.
 
     Raises:
-        ValueError: The index has no such release, or the file another SHA-256 than it says.
+        ValueError: The index has no such release, or the file another SHA-256 than it
+            says.
     """
     page_url = f"{index.rstrip('/')}/{name}/"
     wanted = f"{name.replace('-', '_')}-{version}.tar.gz"
     page = json.loads(_read(page_url, accept=_JSON))
     release = next((each for each in page["files"] if each["filename"] == wanted), None)
     if release is None:
-        raise ValueError(f"{page_url}: got {len(page['files'])} files, wanted {wanted} among them")
+        raise ValueError(
+            f"{page_url}: got {len(page['files'])} files, wanted {wanted} among them"
+        )
     content = _read(urllib.parse.urljoin(page_url, release["url"]))
     got = hashlib.sha256(content).hexdigest()
     if got != release["hashes"].get("sha256", got):
-        raise ValueError(f"{wanted}: got a file of SHA-256 {got}, wanted {release['hashes']['sha256']}")
+        raise ValueError(
+            f"{wanted}: got a file of SHA-256 {got}, wanted"
+            f" {release['hashes']['sha256']}"
+        )
     target = folder / wanted
     target.write_bytes(content)
     return target
@@ -60,7 +67,11 @@ def _read(url: str, accept: str = "*/*") -> bytes:
 
 def main(arguments: Sequence[str]) -> int:
     name, version, folder = arguments
-    print(fetch_source(name, version, Path(folder), os.environ.get("PIP_INDEX_URL", _INDEX)))
+    print(
+        fetch_source(
+            name, version, Path(folder), os.environ.get("PIP_INDEX_URL", _INDEX)
+        )
+    )
     return 0
 
 

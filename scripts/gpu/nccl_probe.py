@@ -1,12 +1,13 @@
-"""NCCL between processes that share one GPU, with torch alone: its price, and its end when one is killed.
+"""NCCL between processes that share one GPU, with torch alone: its price, and its end
+when one is killed.
 
     python scripts/gpu/nccl_probe.py [--ranks 4] [--same-host | --cpu]
 
-Each line of output is a fact in JSON; the exit status is 0 if ranks form groups, and end as they
-should without ncclCommRevoke. If this fails, no job of the project can say more.
---same-host: ranks of one host share a GPU, which NCCL 2.30 and newer allow (LD_PRELOAD), so that
-transports are CUDA's and shared memory. --cpu: the same with gloo, without an abort, to rehearse
-the flow.
+Each line of output is a fact in JSON; the exit status is 0 if ranks form groups, and
+end as they should without ncclCommRevoke. If this fails, no job of the project can say
+more. --same-host: ranks of one host share a GPU, which NCCL 2.30 and newer allow
+(LD_PRELOAD), so that transports are CUDA's and shared memory. --cpu: the same with
+gloo, without an abort, to rehearse the flow.
 
     generation 0   form, measure, kill the last rank, abort on the others
     generation 1   the same, with ncclCommRevoke before the abort
@@ -51,7 +52,8 @@ _RANKS_LIMIT_S = 25.0
 _LAUNCH_LIMIT_S = 15.0
 _OPERATION_S = 60.0
 _MEASURED = 7
-_SETTLE_S = 1.5  # until a killed peer is gone, and the collective that it misses is under way
+# until a killed peer is gone, and the collective that it misses is under way
+_SETTLE_S = 1.5
 _SMALL, _LARGE = (1 << 10) // 4, (4 << 20) // 4  # FP32 numbers in 1 KiB and 4 MiB
 _ENVIRONMENT = {
     "NCCL_ALGO": "Ring",
@@ -116,7 +118,9 @@ def form(probe: Probe, rank: int, num_ranks: int, store_path: str, name: str) ->
         kind = dist.ProcessGroup.BackendType.NCCL
         backend.eager_connect_single_device(probe.device)
     else:
-        backend = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=_OPERATION_S))
+        backend = dist.ProcessGroupGloo(
+            store, rank, num_ranks, timedelta(seconds=_OPERATION_S)
+        )
         kind = dist.ProcessGroup.BackendType.GLOO
     group = dist.ProcessGroup(store, rank, num_ranks)
     group._set_default_backend(kind)
@@ -136,18 +140,26 @@ def median_ms(operation: Callable[[], object]) -> float:
 
 
 def be_rank(probe: Probe, rank: int, store_path: str, generation: int) -> None:
-    """Be a rank of a generation: form groups, measure operations, and survive the last rank's death."""
+    """Be a rank of a generation: form groups, measure operations, and survive the last
+    rank's death.
+    """
     probe.prepare(rank)
     end_by = _GENERATIONS[generation]
     begun_s = time.monotonic()
     small = torch.ones(_SMALL, device=probe.device)
     _synchronize()
     context_s = time.monotonic() - begun_s
-    met = dist.PrefixStore(f"{generation}-met", dist.FileStore(store_path, probe.num_ranks))
-    _meet(met, "started", rank, probe.num_ranks)  # contexts of others are no memory of communicators
+    met = dist.PrefixStore(
+        f"{generation}-met", dist.FileStore(store_path, probe.num_ranks)
+    )
+    # contexts of others are no memory of communicators
+    _meet(met, "started", rank, probe.num_ranks)
     free_bytes = torch.cuda.mem_get_info()[0] if probe.on_gpu else 0
     begun_s = time.monotonic()
-    first, *others = (form(probe, rank, probe.num_ranks, store_path, f"{generation}-{n}") for n in range(3))
+    first, *others = (
+        form(probe, rank, probe.num_ranks, store_path, f"{generation}-{n}")
+        for n in range(3)
+    )
     formed_s = time.monotonic() - begun_s
     _meet(met, "formed", rank, probe.num_ranks)
     if rank == 0:
@@ -165,11 +177,16 @@ def be_rank(probe: Probe, rank: int, store_path: str, generation: int) -> None:
     first.group.allreduce([total]).wait()
     is_right = bool((total == probe.num_ranks * (probe.num_ranks + 1) / 2).all())
     if rank == 0:
-        say(step=f"generation {generation}: milliseconds", sum_is_right=is_right, **measured)
+        say(
+            step=f"generation {generation}: milliseconds",
+            sum_is_right=is_right,
+            **measured,
+        )
     assert is_right, f"a sum over ranks: got {total[0].item()}"
     if end_by == _NOTHING:
         return
-    _meet(met, "measured", rank, probe.num_ranks)  # a sum that is complete here may not be so on others
+    # a sum that is complete here may not be so on others
+    _meet(met, "measured", rank, probe.num_ranks)
     if rank == probe.num_ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     _survive(probe, rank, first, others, large, end_by)
@@ -181,7 +198,9 @@ def _meet(store: dist.Store, point: str, rank: int, num_ranks: int) -> None:
     store.wait([f"{point}/{other}" for other in range(num_ranks)])
 
 
-def _measure(probe: Probe, rank: int, first: Group, small: torch.Tensor, large: torch.Tensor) -> dict[str, float]:
+def _measure(
+    probe: Probe, rank: int, first: Group, small: torch.Tensor, large: torch.Tensor
+) -> dict[str, float]:
     group, backend = first.group, first.backend
     found = {
         "allreduce 1 KiB": median_ms(lambda: group.allreduce([small]).wait()),
@@ -190,7 +209,9 @@ def _measure(probe: Probe, rank: int, first: Group, small: torch.Tensor, large: 
     if not probe.on_gpu or probe.num_ranks % 2:
         return found
     received = torch.empty_like(large)
-    found["all-to-all 4 MiB"] = median_ms(lambda: group.alltoall_base(received, large, [], []).wait())
+    found["all-to-all 4 MiB"] = median_ms(
+        lambda: group.alltoall_base(received, large, [], []).wait()
+    )
     quarter, peer = large[: large.numel() // 4].clone(), rank ^ 1
 
     def exchange() -> None:
@@ -204,7 +225,14 @@ def _measure(probe: Probe, rank: int, first: Group, small: torch.Tensor, large: 
     return found
 
 
-def _survive(probe: Probe, rank: int, first: Group, others: Sequence[Group], large: torch.Tensor, end_by: str) -> None:
+def _survive(
+    probe: Probe,
+    rank: int,
+    first: Group,
+    others: Sequence[Group],
+    large: torch.Tensor,
+    end_by: str,
+) -> None:
     """End a collective that a dead peer misses, and show that the device computes on."""
     with contextlib.suppress(RuntimeError):  # gloo may find the death at once
         first.group.allreduce([large])
@@ -216,19 +244,30 @@ def _survive(probe: Probe, rank: int, first: Group, others: Sequence[Group], lar
     if end_by == _REVOKE:
         status = _revoke(first)
         torch.cuda.synchronize()
-        say(step=f"rank {rank}: ncclCommRevoke", status=status, seconds=round(time.monotonic() - begun_s, 3))
+        say(
+            step=f"rank {rank}: ncclCommRevoke",
+            status=status,
+            seconds=round(time.monotonic() - begun_s, 3),
+        )
     for each in others:
         threading.Thread(target=each.group.abort, daemon=True).start()
     first.group.abort()
     torch.cuda.synchronize()
     seconds = round(time.monotonic() - begun_s, 3)
-    say(step=f"rank {rank}: aborted", after=end_by, seconds=seconds, error=str(first.backend.get_error()))
+    say(
+        step=f"rank {rank}: aborted",
+        after=end_by,
+        seconds=seconds,
+        error=str(first.backend.get_error()),
+    )
     doubled = (2 * torch.ones(1, device=probe.device)).item()
     assert doubled == 2.0, f"the device after an abort: got {doubled}, wanted 2"
 
 
 def be_launching_rank(probe: Probe, rank: int, store_path: str) -> None:
-    """Launch the first transfer to a peer that is dead: the launch itself waits for a connection."""
+    """Launch the first transfer to a peer that is dead: the launch itself waits for a
+    connection.
+    """
     probe.prepare(rank)
     tensor = torch.ones(_SMALL, device=probe.device)
     group = form(probe, rank, 2, store_path, "launch")
@@ -249,12 +288,19 @@ def be_launching_rank(probe: Probe, rank: int, store_path: str) -> None:
 
     threading.Thread(target=launch, daemon=True).start()
     by_itself = has_ended.wait(2)
-    say(step="launch of a first send to a dead peer: ends by itself in 2 s", ends=by_itself)
+    say(
+        step="launch of a first send to a dead peer: ends by itself in 2 s",
+        ends=by_itself,
+    )
     if not by_itself:
         begun_s = time.monotonic()
         threading.Thread(target=_revoke, args=(group,), daemon=True).start()
         ends = has_ended.wait(5)
-        say(step="the same after ncclCommRevoke", ends=ends, seconds=round(time.monotonic() - begun_s, 3))
+        say(
+            step="the same after ncclCommRevoke",
+            ends=ends,
+            seconds=round(time.monotonic() - begun_s, 3),
+        )
     os._exit(0)
 
 
@@ -287,13 +333,18 @@ def fork(target: Callable[..., None], *arguments: Any) -> int:
 
 
 def wait_for(pids: Sequence[int], limit_s: float) -> list[int | str]:
-    """Return the exit statuses of processes; `late` for those that had to be killed after the limit."""
+    """Return the exit statuses of processes; `late` for those that had to be killed
+    after the limit.
+    """
     late: set[int] = set()
 
     def kill_all() -> None:
         for pid in pids:
             with contextlib.suppress(ChildProcessError):  # it was waited for
-                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                if (
+                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    is None
+                ):
                     os.kill(pid, signal.SIGKILL)
                     late.add(pid)
 
@@ -301,28 +352,42 @@ def wait_for(pids: Sequence[int], limit_s: float) -> list[int | str]:
     timer.start()
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     timer.cancel()
-    return ["late" if pid in late else status for pid, status in zip(pids, statuses, strict=True)]
+    return [
+        "late" if pid in late else status
+        for pid, status in zip(pids, statuses, strict=True)
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--cpu", action="store_true", help="gloo, without a GPU")
     parser.add_argument("--same-host", action="store_true", help="NCCL 2.30 or newer")
     options = parser.parse_args(arguments)
-    probe = Probe(num_ranks=options.ranks, on_gpu=not options.cpu, same_host=options.same_host)
+    probe = Probe(
+        num_ranks=options.ranks, on_gpu=not options.cpu, same_host=options.same_host
+    )
     is_as_wanted = True
     with tempfile.TemporaryDirectory() as folder:
         for generation, end_by in enumerate(_GENERATIONS):
             path = f"{folder}/{generation}"
-            pids = [fork(be_rank, probe, rank, path, generation) for rank in range(probe.num_ranks)]
+            pids = [
+                fork(be_rank, probe, rank, path, generation)
+                for rank in range(probe.num_ranks)
+            ]
             got = wait_for(pids, _RANKS_LIMIT_S)
             last = 0 if end_by == _NOTHING else -int(signal.SIGKILL)
             wanted = [0] * (probe.num_ranks - 1) + [last]
             say(step=f"generation {generation}: statuses", got=got, wanted=wanted)
-            is_as_wanted &= got == wanted or end_by == _REVOKE  # which nothing of the project uses
+            # which nothing of the project uses
+            is_as_wanted &= got == wanted or end_by == _REVOKE
         if probe.on_gpu:
-            pids = [fork(be_launching_rank, probe, rank, f"{folder}/launch") for rank in range(2)]
+            pids = [
+                fork(be_launching_rank, probe, rank, f"{folder}/launch")
+                for rank in range(2)
+            ]
             say(step="launch: statuses", got=wait_for(pids, _LAUNCH_LIMIT_S))
     return 0 if is_as_wanted else 1
 

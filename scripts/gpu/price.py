@@ -1,16 +1,17 @@
-"""The price of checkpoint policies beside training: jobs that take turns on one machine.
+"""The price of checkpoint policies beside training: jobs that take turns on one
+machine.
 
     python scripts/gpu/price.py --out DIR --policy moevement,ckpt.window=4 --policy gemini [OVERRIDES]
     python scripts/gpu/price.py --out DIR --ranks 2 --policy moevement,parallel.ranks_per_node=1
 
-A job without checkpoints and a job for each policy train at the same time, and all but one
-are stopped (SIGSTOP), block by block in turn: all jobs meet the same clocks, heat and
-neighbours. The time of an iteration is that from one commit to the next, where both lie
-in a block. A line of JSON for each policy: the geometric mean of its iterations beside
-those without checkpoints, over rounds of blocks, with its 95 % interval; stalls; bytes.
-`--policy none` is the control, whose interval must include 1. `--beside supervised`
-compares with a job that has the supervisors, daemons and process groups of the first
-policy, and no hooks (benchmarks/without_hooks.py).
+A job without checkpoints and a job for each policy train at the same time, and all but
+one are stopped (SIGSTOP), block by block in turn: all jobs meet the same clocks, heat
+and neighbours. The time of an iteration is that from one commit to the next, where both
+lie in a block. A line of JSON for each policy: the geometric mean of its iterations
+beside those without checkpoints, over rounds of blocks, with its 95 % interval; stalls;
+bytes. `--policy none` is the control, whose interval must include 1. `--beside
+supervised` compares with a job that has the supervisors, daemons and process groups of
+the first policy, and no hooks (benchmarks/without_hooks.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.overhead import Ratio, ratio  # noqa: E402
-from benchmarks.turns import SUPERVISED, TRAIN, WITHOUT_HOOKS, Job, ended_at_exit, measure, of_kind  # noqa: E402
+from benchmarks.turns import (  # noqa: E402
+    SUPERVISED,
+    TRAIN,
+    WITHOUT_HOOKS,
+    Job,
+    ended_at_exit,
+    measure,
+    of_kind,
+)
 from moe_ckpt.events import IterationCommitted, SnapshotTaken, WindowReplicated  # noqa: E402
 
 
@@ -41,7 +50,9 @@ class Price:
     rounds: int
     """Rounds in which both jobs finished at least two iterations."""
     ratio: float
-    """Time of an iteration beside that without checkpoints, geometric mean of the rounds."""
+    """Time of an iteration beside that without checkpoints, geometric mean of the
+    rounds.
+    """
     low: float
     """Lower end of the ratio's 95 % interval."""
     high: float
@@ -51,7 +62,9 @@ class Price:
     stall: float
     """Share of the last 40 iterations for which checkpoints stopped training."""
     first_iterations_s: tuple[float, ...]
-    """Seconds of the first iterations, which make buffers; all jobs train at once there."""
+    """Seconds of the first iterations, which make buffers; all jobs train at once
+    there.
+    """
     first_stalls_s: tuple[float, ...]
     """Seconds for which checkpoints stopped training in these iterations."""
     snapshot_gb: float
@@ -63,17 +76,30 @@ class Price:
 
 
 def price_of(job: Job, beside: Job) -> Price:
-    """Return the price of a job's policy. Raises ValueError if too few rounds can be compared."""
+    """Return the price of a job's policy. Raises ValueError if too few rounds can be
+    compared.
+    """
     seconds, seconds_without = job.iteration_s(), beside.iteration_s()
     rounds = sorted(seconds.keys() & seconds_without.keys())
     if len(rounds) < 2:
-        raise ValueError(f"{job.name}: got {len(rounds)} rounds with two iterations of both jobs, wanted 2 or more")
-    found: Ratio = ratio([seconds[number] for number in rounds], [seconds_without[number] for number in rounds])
+        raise ValueError(
+            f"{job.name}: got {len(rounds)} rounds with two iterations of both jobs,"
+            " wanted 2 or more"
+        )
+    found: Ratio = ratio(
+        [seconds[number] for number in rounds],
+        [seconds_without[number] for number in rounds],
+    )
     events = job.events()
-    commits, snapshots = of_kind(events, IterationCommitted), of_kind(events, SnapshotTaken)
+    commits, snapshots = (
+        of_kind(events, IterationCommitted),
+        of_kind(events, SnapshotTaken),
+    )
     last, first = commits[-40:], commits[:6]
     snapshot_bytes = [taken.size_bytes for taken in snapshots] or [0]
-    bytes_per_s = [taken.size_bytes / taken.copy_s for taken in snapshots if taken.copy_s > 0] or [0.0]
+    bytes_per_s = [
+        taken.size_bytes / taken.copy_s for taken in snapshots if taken.copy_s > 0
+    ] or [0.0]
     to_peers_bytes = sum(each.size_bytes for each in of_kind(events, WindowReplicated))
     return Price(
         policy=job.name,
@@ -82,7 +108,9 @@ def price_of(job: Job, beside: Job) -> Price:
         low=round(found.low, 4),
         high=round(found.high, 4),
         ms_without=round(1e3 * statistics.median(seconds_without.values()), 1),
-        stall=round(sum(each.stall_s for each in last) / sum(each.seconds for each in last), 4),
+        stall=round(
+            sum(each.stall_s for each in last) / sum(each.seconds for each in last), 4
+        ),
         first_iterations_s=tuple(round(each.seconds, 2) for each in first),
         first_stalls_s=tuple(round(each.stall_s, 2) for each in first),
         snapshot_gb=round(statistics.median(snapshot_bytes) / 1e9, 4),
@@ -92,16 +120,35 @@ def price_of(job: Job, beside: Job) -> Price:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the jobs")
-    parser.add_argument("--policy", action="append", required=True, metavar="CKPT[,SETTING=VALUE...]")
-    parser.add_argument("--beside", choices=["none", SUPERVISED], default="none", help="the job to compare with")
+    parser.add_argument(
+        "--policy", action="append", required=True, metavar="CKPT[,SETTING=VALUE...]"
+    )
+    parser.add_argument(
+        "--beside",
+        choices=["none", SUPERVISED],
+        default="none",
+        help="the job to compare with",
+    )
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each job")
     parser.add_argument("--cpu", action="store_true", help="without a GPU")
     parser.add_argument("--rounds", type=int, default=9, help="blocks of each job")
     parser.add_argument("--block-s", type=float, default=5.0, help="seconds of a block")
-    parser.add_argument("--warm-s", type=float, default=25.0, help="seconds after the first iterations, before blocks")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="seconds after which no round begins")
+    parser.add_argument(
+        "--warm-s",
+        type=float,
+        default=25.0,
+        help="seconds after the first iterations, before blocks",
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=240.0,
+        help="seconds after which no round begins",
+    )
     options, overrides = parser.parse_known_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     jobs: list[Job] = []
@@ -110,7 +157,16 @@ def main(arguments: Sequence[str]) -> int:
         policy, *settings = given.split(",")
         folder = options.out.resolve() / f"{len(jobs)}-{name.partition(',')[0]}"
         words = [f"+ckpt={policy}", *overrides, *settings]
-        jobs.append(Job(name, folder, options.ranks, words, on_gpu=not options.cpu, script=script))
+        jobs.append(
+            Job(
+                name,
+                folder,
+                options.ranks,
+                words,
+                on_gpu=not options.cpu,
+                script=script,
+            )
+        )
 
     with ended_at_exit(jobs):
         if options.beside == SUPERVISED:
@@ -119,7 +175,11 @@ def main(arguments: Sequence[str]) -> int:
             start("none", "none")
         for given in options.policy:
             start(given, given)
-        limits: dict[str, Any] = {"block_s": options.block_s, "warm_s": options.warm_s, "limit_s": options.limit_s}
+        limits: dict[str, Any] = {
+            "block_s": options.block_s,
+            "warm_s": options.warm_s,
+            "limit_s": options.limit_s,
+        }
         measure(jobs, num_rounds=options.rounds, **limits)
     status = 0
     for job in jobs[1:]:

@@ -1,11 +1,12 @@
-"""The price of registering host memory with CUDA, and how long it keeps kernels from being launched (A16).
+"""The price of registering host memory with CUDA, and how long it keeps kernels from
+being launched (A16).
 
     python scripts/gpu/register_probe.py [--gib 2] [--cpu]
 
-A line of JSON for each kind of pages and each size of a call: seconds a GiB to touch and to
-register, and the longest gap between launches of a tiny kernel by another thread. The last line
-has the gaps of another process, on the same clock. --cpu: mlock in place of cudaHostRegister,
-and a clock in place of the kernel, to rehearse the flow.
+A line of JSON for each kind of pages and each size of a call: seconds a GiB to touch
+and to register, and the longest gap between launches of a tiny kernel by another
+thread. The last line has the gaps of another process, on the same clock. --cpu: mlock
+in place of cudaHostRegister, and a clock in place of the kernel, to rehearse the flow.
 
 It changes settings of huge pages where it may, and sets them back.
 """
@@ -51,7 +52,9 @@ class Device:
     """How this probe registers memory and launches work."""
 
     register: Callable[[int, int], int]
-    """Register memory at an address, of so many bytes; return a status, 0 if that worked."""
+    """Register memory at an address, of so many bytes; return a status, 0 if that
+    worked.
+    """
     unregister: Callable[[int, int], int]
     """Undo `register`."""
     launch: Callable[[], object]
@@ -64,7 +67,9 @@ def open_device(*, on_gpu: bool) -> Device:
         size = ctypes.c_size_t
         return Device(
             register=lambda at, nbytes: libc.mlock(ctypes.c_void_p(at), size(nbytes)),
-            unregister=lambda at, nbytes: libc.munlock(ctypes.c_void_p(at), size(nbytes)),
+            unregister=lambda at, nbytes: libc.munlock(
+                ctypes.c_void_p(at), size(nbytes)
+            ),
             launch=time.monotonic,
         )
     import torch  # noqa: PLC0415 - the neighbour forks before
@@ -108,8 +113,8 @@ def start_neighbour(*, on_gpu: bool) -> tuple[int, int]:
     """Start a process that launches work all the time.
 
     Returns:
-        Its pid, and the end of a pipe with a line once it launches, and for each long gap:
-        when it ended, and its seconds.
+        Its pid, and the end of a pipe with a line once it launches, and for each long
+        gap: when it ended, and its seconds.
     """
     gaps, said = os.pipe()
     parent = os.getpid()
@@ -150,7 +155,8 @@ def pages_of(kind: str, nbytes: int) -> Iterator[None]:
         yield
         return
     before = path.read_text()
-    chosen = before.partition("[")[2].partition("]")[0] or before  # of several choices, that in brackets
+    # of several choices, that in brackets
+    chosen = before.partition("[")[2].partition("]")[0] or before
     path.write_text(value)
     try:
         yield
@@ -160,7 +166,9 @@ def pages_of(kind: str, nbytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_memory(nbytes: int, kind: str) -> Iterator[int]:
-    """Yield the address of shared memory of a kind of pages. Raises OSError if there is none."""
+    """Yield the address of shared memory of a kind of pages. Raises OSError if there is
+    none.
+    """
     if kind == "hugetlb":
         fd = os.memfd_create("register-probe", _MFD_HUGETLB)
     else:
@@ -184,7 +192,9 @@ def shared_memory(nbytes: int, kind: str) -> Iterator[int]:
 
 
 def touch(address: int, nbytes: int) -> float:
-    """Return the seconds in which several threads make all pages. Raises OSError if they cannot be made."""
+    """Return the seconds in which several threads make all pages. Raises OSError if
+    they cannot be made.
+    """
     share = nbytes // _TOUCHING_THREADS
 
     def make(number: int) -> int:
@@ -195,7 +205,9 @@ def touch(address: int, nbytes: int) -> float:
     with ThreadPoolExecutor(_TOUCHING_THREADS) as threads:
         statuses = list(threads.map(make, range(_TOUCHING_THREADS)))
     if any(statuses):
-        raise OSError(f"madvise(MADV_POPULATE_WRITE): got statuses {statuses}, wanted 0")
+        raise OSError(
+            f"madvise(MADV_POPULATE_WRITE): got statuses {statuses}, wanted 0"
+        )
     return time.monotonic() - begun_s
 
 
@@ -203,7 +215,10 @@ def measure(device: Device, kind: str, nbytes: int, call_bytes: int) -> dict[str
     """Return what it costs to register memory, in calls of so many bytes."""
     with shared_memory(nbytes, kind) as address:
         touched_s = touch(address, nbytes)
-        calls = [(address + at, min(call_bytes, nbytes - at)) for at in range(0, nbytes, call_bytes)]
+        calls = [
+            (address + at, min(call_bytes, nbytes - at))
+            for at in range(0, nbytes, call_bytes)
+        ]
         gap = LongestGap(device.launch)
         begun_s, status = time.monotonic(), 0
         for at, size in calls:
@@ -226,8 +241,12 @@ def measure(device: Device, kind: str, nbytes: int, call_bytes: int) -> dict[str
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=2.0, help="memory to register at a time")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gib", type=float, default=2.0, help="memory to register at a time"
+    )
     parser.add_argument("--cpu", action="store_true", help="without a GPU")
     options = parser.parse_args(arguments)
     whole = _HUGE_BYTES * _TOUCHING_THREADS  # each thread touches whole pages
@@ -250,8 +269,19 @@ def main(arguments: Sequence[str]) -> int:
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         long = [tuple(map(float, line.split())) for line in neighbour]
-    print(json.dumps({"neighbour's gaps over 20 ms, to_s and seconds": long[:200], "number": len(long)}))
-    return 0 if num_registered and os.waitstatus_to_exitcode(status) == -signal.SIGKILL else 1
+    print(
+        json.dumps(
+            {
+                "neighbour's gaps over 20 ms, to_s and seconds": long[:200],
+                "number": len(long),
+            }
+        )
+    )
+    return (
+        0
+        if num_registered and os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        else 1
+    )
 
 
 if __name__ == "__main__":

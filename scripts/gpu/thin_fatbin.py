@@ -1,10 +1,12 @@
-"""Zero the machine code of GPUs that a library will not meet, so that it compresses to a fraction.
+"""Zero the machine code of GPUs that a library will not meet, so that it compresses to
+a fraction.
 
     python scripts/gpu/thin_fatbin.py IN.so OUT.so 90      keep sm_90 and sm_90a
     python scripts/gpu/thin_fatbin.py IN.so                only list what the library has
 
 The file keeps its length and offsets; payloads of other architectures, and PTX, become
-zeros. CUDA's driver chooses an entry by the architecture in its header, and reads no other.
+zeros. CUDA's driver chooses an entry by the architecture in its header, and reads no
+other.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_MAGIC = struct.pack("<I", 0xBA55ED50)  # of a fatbin's header: magic, version, its size, size of all entries
+# of a fatbin's header: magic, version, its size, size of all entries
+_MAGIC = struct.pack("<I", 0xBA55ED50)
 _HEADER = struct.Struct("<4sHHQ")
 _VERSION = 1
 _PTX, _ELF = 1, 2
@@ -63,7 +66,12 @@ def _entries_of_one(data: bytes | mmap.mmap, at: int) -> Iterator[Entry]:
         is_known = kind in (*_KINDS, *_OTHER_KINDS) and head_bytes >= _LEAST_HEAD_BYTES
         if not is_known or at + head_bytes + size_bytes > end:
             return
-        yield Entry(kind=kind, architecture=architecture, offset=at + head_bytes, size_bytes=size_bytes)
+        yield Entry(
+            kind=kind,
+            architecture=architecture,
+            offset=at + head_bytes,
+            size_bytes=size_bytes,
+        )
         at += head_bytes + size_bytes
 
 
@@ -82,12 +90,15 @@ def thin(path: Path, architectures: Sequence[int]) -> int:
         found = {entry.architecture for entry in entries if entry.kind != _PTX}
         if not found & set(architectures):
             raise ValueError(
-                f"architectures: got {list(architectures)}, wanted some of {sorted(found)}, as {path.name} has"
+                f"architectures: got {list(architectures)}, wanted some of"
+                f" {sorted(found)}, as {path.name} has"
             )
         for entry in entries:
             if entry.kind != _PTX and entry.architecture in architectures:
                 continue
-            data[entry.offset : entry.offset + entry.size_bytes] = bytes(entry.size_bytes)
+            data[entry.offset : entry.offset + entry.size_bytes] = bytes(
+                entry.size_bytes
+            )
             zeroed_bytes += entry.size_bytes
         data.flush()
     return zeroed_bytes
@@ -99,7 +110,8 @@ def describe(path: Path) -> list[str]:
     for entry in entries_of(path.read_bytes()):
         sizes[entry.kind, entry.architecture].append(entry.size_bytes)
     return [
-        f"{_KINDS.get(kind, kind)} sm_{architecture}: {len(each)} entries, {sum(each) / 2**20:.1f} MiB"
+        f"{_KINDS.get(kind, kind)} sm_{architecture}: {len(each)} entries,"
+        f" {sum(each) / 2**20:.1f} MiB"
         for (kind, architecture), each in sorted(sizes.items())
     ]
 
@@ -114,7 +126,10 @@ def main(arguments: Sequence[str]) -> int:
         target = Path(arguments[1])
         shutil.copyfile(source, target)
         zeroed_bytes = thin(target, [int(each) for each in arguments[2:]])
-        print(f"zeroed {zeroed_bytes / 2**20:.1f} of {target.stat().st_size / 2**20:.1f} MiB")
+        print(
+            f"zeroed {zeroed_bytes / 2**20:.1f} of"
+            f" {target.stat().st_size / 2**20:.1f} MiB"
+        )
     return 0
 
 

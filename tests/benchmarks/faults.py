@@ -7,6 +7,20 @@ from typing import Any
 from launcher.faults.log import InjectedFault
 
 
-def injected(rank: int, iteration: int, scope: str = "process", generation: int = 1) -> InjectedFault:
-    where: dict[str, Any] = {"generation": generation, "iteration": iteration, "phase": "forward"}
-    return InjectedFault(unix_s=1005.0, rank=rank, pid=1, signal="KILL", scope=scope, ordered=True, **where)
+def injected(
+    rank: int, iteration: int, scope: str = "process", generation: int = 1
+) -> InjectedFault:
+    where: dict[str, Any] = {
+        "generation": generation,
+        "iteration": iteration,
+        "phase": "forward",
+    }
+    return InjectedFault(
+        unix_s=1005.0,
+        rank=rank,
+        pid=1,
+        signal="KILL",
+        scope=scope,
+        ordered=True,
+        **where,
+    )

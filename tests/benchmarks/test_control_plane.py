@@ -1,4 +1,6 @@
-"""What ranks receive as they enter a generation, and what they keep of it: little beside 100 bytes a rank."""
+"""What ranks receive as they enter a generation, and what they keep of it: little
+beside 100 bytes a rank.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ def test_bytes_and_store_operations_of_a_rank_stay_few() -> None:
     rows = [measure(num_ranks, "small") for num_ranks in (128, 256)]
     assert all(row.total_bytes <= 65536 + 100 * row.ranks for row in rows)
     assert rows[0].join_operations == rows[1].join_operations == STORE_OPERATIONS
-    assert rows[1].agree_bytes < 2 * rows[0].agree_bytes + 24, "a description for each kind of stage"
+    assert rows[1].agree_bytes < 2 * rows[0].agree_bytes + 24, (
+        "a description for each kind of stage"
+    )
 
 
 def test_a_rank_keeps_less_than_numbers_of_all_ranks_and_operators() -> None:
@@ -32,4 +36,6 @@ def test_numbers_that_several_values_keep_are_counted_once() -> None:
 @pytest.mark.parametrize("num_ranks", [4, 32, 128])
 def test_a_job_of_few_ranks_has_two_stages(num_ranks: int) -> None:
     profiles = profiles_of("small", num_ranks)
-    assert [profile.table.owned.num_ranks for profile in profiles] == [num_ranks // 2] * 2
+    assert [profile.table.owned.num_ranks for profile in profiles] == [
+        num_ranks // 2
+    ] * 2

@@ -8,7 +8,10 @@ import pytest
 
 from benchmarks.flame import draw, lines, read_stacks, share_of, tree_of
 
-LOOP = "thread (7): MainThread;main (train.py:9);GenerationLoop.run (moe_ckpt/engine/worker_loop.py:80)"
+LOOP = (
+    "thread (7): MainThread;main (train.py:9);GenerationLoop.run"
+    " (moe_ckpt/engine/worker_loop.py:80)"
+)
 RAW = f"""\
 {LOOP};forward (model.py:3);_call_impl (torch/nn/modules/module.py:5);matmul (model.py:8) 6
 {LOOP};forward (model.py:4) 1
@@ -33,6 +36,8 @@ def test_lines_of_one_function_are_one_frame_without_what_passes_on() -> None:
 
 def test_the_figure_has_a_box_for_each_frame() -> None:
     figure = ElementTree.fromstring(draw(tree_of(read_stacks(RAW))))
-    titles = [element.text for element in figure.iter() if element.tag.endswith("title")]
+    titles = [
+        element.text for element in figure.iter() if element.tag.endswith("title")
+    ]
     assert "Session._vote (moe_ckpt/engine/session.py): 30.0%" in titles
     assert len(titles) == 5

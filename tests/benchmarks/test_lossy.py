@@ -1,4 +1,6 @@
-"""Partial checkpoints judged by numbers made by hand: lifts, jumps, verdicts, table, panels, axes."""
+"""Partial checkpoints judged by numbers made by hand: lifts, jumps, verdicts, table,
+panels, axes.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +78,13 @@ ALL = {
     MOC_SELDOM_DYNAMIC: replace(LOSSY, experts=8),
     LIMITED: PLAIN,
     MOETION: replace(LOSSY, evaluated={**LOSSY.evaluated, 10: 4.0, 20: 3.0}),
-    MOETION_BOOST: replace(LOSSY, evaluated={**LOSSY.evaluated, 10: 4.0, 20: 3.0}, boost_left=0),
+    MOETION_BOOST: replace(
+        LOSSY, evaluated={**LOSSY.evaluated, 10: 4.0, 20: 3.0}, boost_left=0
+    ),
 }
-GIVEN = Circumstances(command="it", iterations=30, commit="abc", hardware="a CPU", packages="torch")
+GIVEN = Circumstances(
+    command="it", iterations=30, commit="abc", hardware="a CPU", packages="torch"
+)
 
 
 def test_lifts_are_differences_to_the_run_without_faults() -> None:
@@ -104,30 +110,57 @@ def test_all_claims_hold_where_the_numbers_are_as_the_papers_say() -> None:
 
 
 BROKEN = {
-    "a loss of gemini differs": (0, {GEMINI: replace(STRUCK, losses={**PLAIN.losses, 17: 3.3000000001})}, False),
-    "an evaluation of moevement differs": (0, {MOEVEMENT: ending(STRUCK, 2.0000000001)}, False),
+    "a loss of gemini differs": (
+        0,
+        {GEMINI: replace(STRUCK, losses={**PLAIN.losses, 17: 3.3000000001})},
+        False,
+    ),
+    "an evaluation of moevement differs": (
+        0,
+        {MOEVEMENT: ending(STRUCK, 2.0000000001)},
+        False,
+    ),
     "a digest differs": (0, {GEMINI: replace(STRUCK, digests=("a", "c"))}, False),
     "harmed below the limit": (1, {MOC_LOAD: ending(LOSSY, 2.2)}, False),
     "nothing below the limit": (
         1,
-        {name: replace(LOSSY, plt=0.05) for name in (MOC, MOC_LOAD, MOC_FOURTH_DYNAMIC, MOC_SELDOM_DYNAMIC)},
+        {
+            name: replace(LOSSY, plt=0.05)
+            for name in (MOC, MOC_LOAD, MOC_FOURTH_DYNAMIC, MOC_SELDOM_DYNAMIC)
+        },
         None,
     ),
     "unharmed above the limit": (2, {MOC_SELDOM: ending(LOSSY, 2.1, 0.2)}, False),
     "nothing above the limit": (2, {MOC_SELDOM: LOSSY, MOC_FOURTH: LOSSY}, None),
-    "Dynamic-K above the limit": (3, {MOC_SELDOM_DYNAMIC: replace(LOSSY, plt=0.04)}, False),
+    "Dynamic-K above the limit": (
+        3,
+        {MOC_SELDOM_DYNAMIC: replace(LOSSY, plt=0.04)},
+        False,
+    ),
     "Dynamic-K not needed": (3, {MOC_SELDOM: LOSSY, MOC_FOURTH: LOSSY}, None),
     "load-aware is better": (4, {MOC_LOAD: ending(LOSSY, 1.9)}, False),
-    "a spike in training": (5, {MOETION: replace(LOSSY, losses={**PLAIN.losses, 9: 4.7})}, False),
-    "a spike in an evaluation": (5, {MOETION_BOOST: replace(LOSSY, evaluated={**LOSSY.evaluated, 20: 3.6})}, False),
+    "a spike in training": (
+        5,
+        {MOETION: replace(LOSSY, losses={**PLAIN.losses, 9: 4.7})},
+        False,
+    ),
+    "a spike in an evaluation": (
+        5,
+        {MOETION_BOOST: replace(LOSSY, evaluated={**LOSSY.evaluated, 20: 3.6})},
+        False,
+    ),
     "a lift that stays": (6, {MOETION: ending(LOSSY, 2.13)}, False),
     "lost tokens are left": (7, {MOETION_BOOST: replace(LOSSY, boost_left=3)}, False),
     "no boost": (7, {MOETION_BOOST: LOSSY}, None),
 }
 
 
-@pytest.mark.parametrize(("number", "instead", "holds"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_claim_falls_where_the_numbers_say_so(number: int, instead: dict[str, Measured], holds: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("number", "instead", "holds"), BROKEN.values(), ids=BROKEN.keys()
+)
+def test_a_claim_falls_where_the_numbers_say_so(
+    number: int, instead: dict[str, Measured], holds: bool | None
+) -> None:
     verdict = judge(ALL | instead)[number]
     assert verdict.holds is holds, verdict
 
@@ -139,14 +172,24 @@ def test_a_claim_about_runs_that_are_not_there_says_which() -> None:
 
 
 def test_a_claim_is_judged_by_those_of_its_runs_that_are_there() -> None:
-    fewer = {name: run for name, run in ALL.items() if name not in (MOC_FOURTH, MOC_FOURTH_DYNAMIC, MOC_LOAD)}
+    fewer = {
+        name: run
+        for name, run in ALL.items()
+        if name not in (MOC_FOURTH, MOC_FOURTH_DYNAMIC, MOC_LOAD)
+    }
     assert [verdict.holds for verdict in judge(fewer)][1:5] == [True, True, True, None]
 
 
 def test_the_numbers_stand_in_the_page() -> None:
     page = page_of(ALL | {MOC_SELDOM: ending(LOSSY, 2.1, 0.2)}, GIVEN)
-    rows = {line.split(" | ")[0].removeprefix("| "): line for line in page.splitlines() if line.startswith("| ")}
-    assert rows[MOC].endswith("| 2.00% | 4.00% | 3.00 | 2.0312 | +0.0312 | +0.250, +0.500 | +0.125, +0.500 |")
+    rows = {
+        line.split(" | ")[0].removeprefix("| "): line
+        for line in page.splitlines()
+        if line.startswith("| ")
+    }
+    assert rows[MOC].endswith(
+        "| 2.00% | 4.00% | 3.00 | 2.0312 | +0.0312 | +0.250, +0.500 | +0.125, +0.500 |"
+    )
     assert "`ckpt=moc`" in rows[MOC]
     assert "**does not hold**" in page
     assert "rank 2 in iteration 10, node of rank 3 in iteration 20" in page
@@ -175,10 +218,21 @@ def test_the_figure_has_all_runs_twice_with_fault_marks_and_titles() -> None:
 
 def test_points_lie_where_the_axes_say() -> None:
     svg = draw(
-        [[Panel(title="<&", y="y", lines=[Line(name="a", style="none", points=[(0, 1), (4, 2)])], marks=[])]], "x"
+        [
+            [
+                Panel(
+                    title="<&",
+                    y="y",
+                    lines=[Line(name="a", style="none", points=[(0, 1), (4, 2)])],
+                    marks=[],
+                )
+            ]
+        ],
+        "x",
     )
     (x0, y0), (x1, y1) = (
-        map(float, point.split(",")) for point in svg.split('points="')[1].partition('"')[0].split(" ")
+        map(float, point.split(","))
+        for point in svg.split('points="')[1].partition('"')[0].split(" ")
     )
     assert (x0, x1) == (62.0, 486.0)
     assert y0 > y1, "more is higher"
@@ -200,4 +254,6 @@ def test_ticks_are_round(low: float, high: float, wanted: list[float]) -> None:
 def test_four_faults_a_fifth_of_the_run_apart() -> None:
     (kind, at) = faults(400)
     assert kind == "fault=at"
-    assert [f"iteration:{iteration}," in at for iteration in (80, 160, 240, 320)] == [True] * 4
+    assert [f"iteration:{iteration}," in at for iteration in (80, 160, 240, 320)] == [
+        True
+    ] * 4

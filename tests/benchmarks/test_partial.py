@@ -1,4 +1,6 @@
-"""The command about partial checkpoints, with two runs: both files, and nothing is run twice."""
+"""The command about partial checkpoints, with two runs: both files, and nothing is run
+twice.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,26 @@ from tests.stand_in_torchrun import StandIn
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--iterations", "15", "--only", "none", "--only", "moc")
-SMALL = ("model.hidden_size=32", "train.eval_every_iters=3", "train.eval_batches=1", "train.sequence_length=16")
+SMALL = (
+    "model.hidden_size=32",
+    "train.eval_every_iters=3",
+    "train.eval_batches=1",
+    "train.sequence_length=16",
+)
 
 
 def _finished_run(run: Path, story: Story, policy: str) -> None:
     write_run(run, story, policy=policy)
     described = json.loads((run / "run.json").read_text())
     packages = {"torch": "2", "megatron-core": "0"}
-    (run / "run.json").write_text(json.dumps(described | {"packages": packages, "python": "3"}))
-    result = {"iteration": story.iterations, "digest_per_rank": ["a", "b", "c", "d"], "wall_s": 3.0}
+    (run / "run.json").write_text(
+        json.dumps(described | {"packages": packages, "python": "3"})
+    )
+    result = {
+        "iteration": story.iterations,
+        "digest_per_rank": ["a", "b", "c", "d"],
+        "wall_s": 3.0,
+    }
     (run / "result.json").write_text(json.dumps(result))
 
 
@@ -38,14 +51,24 @@ def test_two_runs_make_a_page_and_a_figure(
     _finished_run(stand_in.run_of("moc"), Story(), "moc")
     append_faults(stand_in.run_of("moc"), [injected(3, 6, "node")])
     docs, runs = tmp_path / "docs", tmp_path / "runs"
-    monkeypatch.setattr(sys, "argv", ["partial.py", "--to", str(docs), "--runs", str(runs), *SHORT, *SMALL])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["partial.py", "--to", str(docs), "--runs", str(runs), *SHORT, *SMALL],
+    )
     assert main() == 0
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["none", "moc"]
+    assert [
+        line.partition(":")[0] for line in capsys.readouterr().out.splitlines()
+    ] == ["none", "moc"]
     assert main() == 0
     assert capsys.readouterr().out == ""
     none, moc = stand_in.commands
     for command in (none, moc):
-        assert command[:3] == ["--standalone", "--nproc-per-node=4", "launcher/train.py"]
+        assert command[:3] == [
+            "--standalone",
+            "--nproc-per-node=4",
+            "launcher/train.py",
+        ]
         assert {"train.iterations=15", *SMALL} <= set(command)
     assert {"ckpt=moc", *faults(15)} <= set(moc)
     assert "ckpt=none" in none
@@ -53,9 +76,15 @@ def test_two_runs_make_a_page_and_a_figure(
     _check_files(docs, "node of rank 3 in iteration 6", num_faults=1)
 
 
-def test_a_run_that_fails_ends_the_command_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_ends_the_command_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     StandIn(tmp_path / "bin", monkeypatch).fail("none")
-    monkeypatch.setattr(sys, "argv", ["partial.py", "--to", str(tmp_path), "--runs", str(tmp_path), *SHORT])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["partial.py", "--to", str(tmp_path), "--runs", str(tmp_path), *SHORT],
+    )
     with pytest.raises(SystemExit, match="none: status 1"):
         main()
     assert not (tmp_path / "partial.md").exists()
@@ -64,9 +93,22 @@ def test_a_run_that_fails_ends_the_command_with_its_log(tmp_path: Path, monkeypa
 @pytest.mark.full
 def test_two_real_runs_make_a_page_and_a_figure(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
-    command = [sys.executable, "benchmarks/partial.py", "--to", str(docs), "--runs", str(tmp_path / "runs")]
+    command = [
+        sys.executable,
+        "benchmarks/partial.py",
+        "--to",
+        str(docs),
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
     said = [
-        subprocess.run([*command, *SHORT, *SMALL], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [*command, *SHORT, *SMALL],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for _ in range(2)
     ]
     assert [line.partition(":")[0] for line in said[0].splitlines()] == ["none", "moc"]
@@ -76,7 +118,9 @@ def test_two_real_runs_make_a_page_and_a_figure(tmp_path: Path) -> None:
 
 def _check_files(docs: Path, fault: str, *, num_faults: int) -> None:
     page = (docs / "partial.md").read_text()
-    (moc,) = (line.split(" | ") for line in page.splitlines() if line.startswith("| moc |"))
+    (moc,) = (
+        line.split(" | ") for line in page.splitlines() if line.startswith("| moc |")
+    )
     assert float(moc[2].removesuffix("%")) > 0, "tokens were lost"
     assert len(moc[-1].split(",")) == num_faults
     assert fault in page

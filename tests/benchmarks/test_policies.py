@@ -1,4 +1,6 @@
-"""The table of all policies: rows go where they belong, and those of other policies stay."""
+"""The table of all policies: rows go where they belong, and those of other policies
+stay.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,18 @@ def row(name: str, value: str) -> list[str]:
     return [name, *[value] * (len(COLUMNS) - 1)]
 
 
-def test_rows_are_in_the_order_of_policies_and_the_newest_counts(tmp_path: Path) -> None:
+def test_rows_are_in_the_order_of_policies_and_the_newest_counts(
+    tmp_path: Path,
+) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{MARKS[0]}\n{MARKS[1]}\nafter\n")
     names = [variant.name for variant in VARIANTS[:3]]
-    for name, value in [(names[2], "1 (0 to 2)"), (names[0], "3"), (names[1], "4"), (names[0], "5")]:
+    for name, value in [
+        (names[2], "1 (0 to 2)"),
+        (names[0], "3"),
+        (names[1], "4"),
+        (names[0], "5"),
+    ]:
         write(page, row(name, value))
     first, *table, last = page.read_text().split("\n")[:-1]
     assert (first, last) == ("before", "after")

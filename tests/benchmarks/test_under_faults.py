@@ -1,4 +1,6 @@
-"""Effective training time under faults: which runs are made, and what is measured of one."""
+"""Effective training time under faults: which runs are made, and what is measured of
+one.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ POLICIES = ["moevement", "gemini:ckpt.every_iters=5", "none"]
 
 
 def words(cell: Cell, cap_bytes_per_s: float | None = 28e6) -> list[str]:
-    return arguments_of(cell, cap_bytes_per_s=cap_bytes_per_s, seconds=60.0, common=["model=small"])
+    return arguments_of(
+        cell, cap_bytes_per_s=cap_bytes_per_s, seconds=60.0, common=["model=small"]
+    )
 
 
 def test_each_round_runs_plain_training_and_begins_with_another_policy() -> None:
@@ -52,7 +56,13 @@ def test_each_round_runs_plain_training_and_begins_with_another_policy() -> None
 def test_all_policies_of_a_round_get_the_same_faults() -> None:
     schedules = set()
     for policy in POLICIES:
-        settings = compose_settings([w for w in words(Cell(policy=policy, mtbf_s=20.0, number=3)) if "fault" in w])
+        settings = compose_settings(
+            [
+                w
+                for w in words(Cell(policy=policy, mtbf_s=20.0, number=3))
+                if "fault" in w
+            ]
+        )
         schedules.add(settings.fault.kills(4))
     [kills] = schedules
     assert all(one.after_s < other.after_s for one, other in pairwise(kills))
@@ -61,8 +71,12 @@ def test_all_policies_of_a_round_get_the_same_faults() -> None:
 
 @pytest.mark.parametrize("policy", [*POLICIES, PLAIN, "checkfreq", "moc", "moetion"])
 @pytest.mark.parametrize("cap_bytes_per_s", [None, 28e6])
-def test_every_run_is_one_that_the_launcher_accepts(policy: str, cap_bytes_per_s: float | None) -> None:
-    [variant] = plan_variants(words(Cell(policy=policy, mtbf_s=20.0, number=0), cap_bytes_per_s), 4)
+def test_every_run_is_one_that_the_launcher_accepts(
+    policy: str, cap_bytes_per_s: float | None
+) -> None:
+    [variant] = plan_variants(
+        words(Cell(policy=policy, mtbf_s=20.0, number=0), cap_bytes_per_s), 4
+    )
     is_capped = "ckpt.max_bytes_per_s.host=28000000" in variant.overrides
     assert is_capped == (cap_bytes_per_s is not None and policy not in ("none", PLAIN))
 
@@ -70,11 +84,22 @@ def test_every_run_is_one_that_the_launcher_accepts(policy: str, cap_bytes_per_s
 def test_policies_are_compared_round_by_round() -> None:
     run = run_of([(0.0, iteration(1)), (2.0, iteration(2)), (4.0, iteration(3))])
     slow, fast = measure(run, 8.0), measure(run, 4.0)
-    slower = measure(run_of([(0.0, iteration(1)), (4.0, iteration(2)), (8.0, iteration(3))]), 8.0)
-    cells = [Cell(policy=policy, mtbf_s=20.0, number=number) for number in range(2) for policy in ("a", "b", PLAIN)]
-    study = Study(runs={}, measured=dict(zip(cells, [slow, fast, fast, fast, fast, slower], strict=True)))
+    slower = measure(
+        run_of([(0.0, iteration(1)), (4.0, iteration(2)), (8.0, iteration(3))]), 8.0
+    )
+    cells = [
+        Cell(policy=policy, mtbf_s=20.0, number=number)
+        for number in range(2)
+        for policy in ("a", "b", PLAIN)
+    ]
+    study = Study(
+        runs={},
+        measured=dict(zip(cells, [slow, fast, fast, fast, fast, slower], strict=True)),
+    )
     assert study.differences("b", "a", 20.0) == [0.5, 0.0]
-    assert study.ettrs("b", 20.0) == [1.0, 2.0], "plain training of the second round took twice as long"
+    assert study.ettrs("b", 20.0) == [1.0, 2.0], (
+        "plain training of the second round took twice as long"
+    )
     assert study.plain_s == 3.0
     assert study.slowdown("b", 20.0) == (4.0 + 4.0) / (4.0 + 8.0)
 
@@ -84,23 +109,37 @@ MACHINE = ("detect_s=0.3", "rebuild_s=0.7", "take_s=0.01", "interference=0.0")
 
 
 def simulated(policy: str, kills: tuple[Kill, ...]) -> RealRun:
-    """A run that a simulation made, of which the first iterations take half as long as the others."""
-    machine = compose_machine(["cluster=local", *(f"cluster.{constant}" for constant in MACHINE)])[0]
+    """A run that a simulation made, of which the first iterations take half as long as
+    the others.
+    """
+    machine = compose_machine(
+        ["cluster=local", *(f"cluster.{constant}" for constant in MACHINE)]
+    )[0]
     settings = compose_settings([f"ckpt={policy}", *FIXED.get(policy, ())])
     run = RealRun(settings=settings, world_size=4, kills=kills, ranks=())
-    return replace(run, ranks=predict_events(run, setup_of(run, machine, 1.0, Pace([0.5] * 12)), 40))
+    return replace(
+        run,
+        ranks=predict_events(run, setup_of(run, machine, 1.0, Pace([0.5] * 12)), 40),
+    )
 
 
 @pytest.mark.parametrize("policy", FIXED)
 def test_runs_at_another_mtbf_predict_a_run(policy: str) -> None:
     often, seldom = ((8, 15, 22, 29, 36), (11, 25))
     cells = {
-        Cell(policy=policy, mtbf_s=mtbf_s, number=0): simulated(policy, tuple(Kill(rank=1, iteration=n) for n in at))
+        Cell(policy=policy, mtbf_s=mtbf_s, number=0): simulated(
+            policy, tuple(Kill(rank=1, iteration=n) for n in at)
+        )
         for mtbf_s, at in ((20.0, often), (60.0, seldom))
     }
-    plain = {Cell(policy=PLAIN, mtbf_s=mtbf_s, number=0): simulated("none", ()) for mtbf_s in (20.0, 60.0)}
+    plain = {
+        Cell(policy=PLAIN, mtbf_s=mtbf_s, number=0): simulated("none", ())
+        for mtbf_s in (20.0, 60.0)
+    }
     measured = {
-        cell: measure(run, max(each.t_s for each in run.ranks[0]) - first_commits(run.ranks)[1])
+        cell: measure(
+            run, max(each.t_s for each in run.ranks[0]) - first_commits(run.ranks)[1]
+        )
         for cell, run in (cells | plain).items()
     }
     study = Study(runs=cells | plain, measured=measured)
@@ -113,15 +152,23 @@ def test_runs_at_another_mtbf_predict_a_run(policy: str) -> None:
         assert predicted.ettr == pytest.approx(ettr, abs=0.01)
         assert predicted.fault_s == pytest.approx(faults_s, rel=0.05)
         assert len(faults_s) == len(at)
-        [header, _, row] = [line.split(" | ") for line in table(study, [policy], [mtbf_s])]
+        [header, _, row] = [
+            line.split(" | ") for line in table(study, [policy], [mtbf_s])
+        ]
         assert row[header.index("predicted") + 1] == interval([predicted.ettr - ettr])
 
 
 def run_of(*ranks: list[tuple[float, Event]]) -> RealRun:
     logged = [
-        [LoggedEvent(t_s=t_s, global_rank=rank, event=event) for t_s, event in told] for rank, told in enumerate(ranks)
+        [LoggedEvent(t_s=t_s, global_rank=rank, event=event) for t_s, event in told]
+        for rank, told in enumerate(ranks)
     ]
-    return RealRun(settings=compose_settings(["ckpt=none"]), world_size=len(ranks), kills=(), ranks=logged)
+    return RealRun(
+        settings=compose_settings(["ckpt=none"]),
+        world_size=len(ranks),
+        kills=(),
+        ranks=logged,
+    )
 
 
 def iteration(number: int) -> Event:
@@ -133,9 +180,17 @@ def worker(incarnation: int) -> Event:
 
 
 def test_only_new_iterations_within_the_time_count() -> None:
-    """Iteration 1 ends at 10 s; a restart takes 2 and 3 back; 60 % of the 10 s after that are the iterations 2 to 4."""
-    before: list[tuple[float, Event]] = [(0.0, worker(0)), *((9.0 + n, iteration(n)) for n in (1, 2, 3))]
-    after: list[tuple[float, Event]] = [(13.0, worker(1)), *((15.0 + n, iteration(n)) for n in (2, 3, 4, 5, 6))]
+    """Iteration 1 ends at 10 s; a restart takes 2 and 3 back; 60 % of the 10 s after
+    that are the iterations 2 to 4.
+    """
+    before: list[tuple[float, Event]] = [
+        (0.0, worker(0)),
+        *((9.0 + n, iteration(n)) for n in (1, 2, 3)),
+    ]
+    after: list[tuple[float, Event]] = [
+        (13.0, worker(1)),
+        *((15.0 + n, iteration(n)) for n in (2, 3, 4, 5, 6)),
+    ]
     run = run_of([*before, *after], [*before, *after])
     outcome = measure(run, 10.0)
     assert outcome.ended_s == (1.0, 2.0, 9.0, 10.0)
@@ -143,36 +198,78 @@ def test_only_new_iterations_within_the_time_count() -> None:
 
 
 def test_a_run_is_held_against_the_very_iterations_of_plain_training() -> None:
-    """Plain training takes 2, 1, 1 and 4 s for the iterations 2 to 5, and the mean of 2 s for those that it lacks."""
+    """Plain training takes 2, 1, 1 and 4 s for the iterations 2 to 5, and the mean of 2
+    s for those that it lacks.
+    """
     plain = plain_training(
-        measure(run_of([(float(t_s), iteration(n + 1)) for n, t_s in enumerate((0, 2, 3, 4, 8))]), 8.0)
+        measure(
+            run_of(
+                [
+                    (float(t_s), iteration(n + 1))
+                    for n, t_s in enumerate((0, 2, 3, 4, 8))
+                ]
+            ),
+            8.0,
+        )
     )
     assert (plain.between(1, 4), plain.between(3, 7)) == (4.0, 9.0)
-    before: list[tuple[float, Event]] = [(0.0, worker(0)), *((9.0 + n, iteration(n)) for n in (1, 2, 3))]
-    after: list[tuple[float, Event]] = [(13.0, worker(1)), (19.0, iteration(4)), (22.0, iteration(5))]
+    before: list[tuple[float, Event]] = [
+        (0.0, worker(0)),
+        *((9.0 + n, iteration(n)) for n in (1, 2, 3)),
+    ]
+    after: list[tuple[float, Event]] = [
+        (13.0, worker(1)),
+        (19.0, iteration(4)),
+        (22.0, iteration(5)),
+    ]
     run = run_of([*before, *after])
     outcome = measure(run, 20.0)
-    assert [measure(run, seconds).ettr(plain) for seconds in (10.0, 20.0)] == [4.0 / 10.0, 8.0 / 20.0]
-    assert outcome.quiet_s() == {2: 1.0, 3: 1.0, 5: 3.0}, "without iteration 4, after the fault"
+    assert [measure(run, seconds).ettr(plain) for seconds in (10.0, 20.0)] == [
+        4.0 / 10.0,
+        8.0 / 20.0,
+    ]
+    assert outcome.quiet_s() == {2: 1.0, 3: 1.0, 5: 3.0}, (
+        "without iteration 4, after the fault"
+    )
     assert plain.fault_s(outcome.recoveries) == [7.0 - 1.0]
 
 
 def test_hooks_slow_every_iteration_and_copies_those_that_they_are_in() -> None:
-    """Plain iterations take 1 s, those of the run 1.1 s, or 1.6 s while something is copied; 0.5 s more is a stall."""
+    """Plain iterations take 1 s, those of the run 1.1 s, or 1.6 s while something is
+    copied; 0.5 s more is a stall.
+    """
     stalled = committed(2, seconds=2.0, stall_s=0.5)
     told = [(0.0, worker(0)), (1.0, iteration(1)), (3.1, stalled), (4.2, iteration(3))]
-    told += [(5.0, worker(1)), (9.0, iteration(4)), (10.1, iteration(5))]  # iteration 4 runs again after a fault
+    # iteration 4 runs again after a fault
+    told += [(5.0, worker(1)), (9.0, iteration(4)), (10.1, iteration(5))]
     taken = SnapshotTaken(
-        iteration=1, window_start=1, slot=0, num_slots=1, size_bytes=8, dense_bytes=8, copy_s=2.0, bubble_bytes=0
+        iteration=1,
+        window_start=1,
+        slot=0,
+        num_slots=1,
+        size_bytes=8,
+        dense_bytes=8,
+        copy_s=2.0,
+        bubble_bytes=0,
     )
 
     def slower(told: list[tuple[float, Event]], plain_s: float) -> tuple[float, float]:
         run = run_of(told)
-        return slowdowns([(run, measure(run, 20.0), PlainTraining(iteration_s=plain_s, pace=EVEN))])
+        return slowdowns(
+            [(run, measure(run, 20.0), PlainTraining(iteration_s=plain_s, pace=EVEN))]
+        )
 
-    assert slower([*told, (11.0, taken)], 1.0) == (pytest.approx(0.1), pytest.approx(0.5 / 1.6))
+    assert slower([*told, (11.0, taken)], 1.0) == (
+        pytest.approx(0.1),
+        pytest.approx(0.5 / 1.6),
+    )
     assert slower(told, 1.0) == (pytest.approx((0.6 + 0.1 + 0.1) / 3), 0.0)
-    faster_with_copies = [(0.0, iteration(1)), (1.0, iteration(2)), (4.0, iteration(3)), (5.0, taken)]
+    faster_with_copies = [
+        (0.0, iteration(1)),
+        (1.0, iteration(2)),
+        (4.0, iteration(3)),
+        (5.0, taken),
+    ]
     assert slower(faster_with_copies, 2.0) == (0.0, 0.0)
 
 

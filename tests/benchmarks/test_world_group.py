@@ -1,4 +1,6 @@
-"""What a group of all ranks on the host asks for: its connections grow with the operations, and not with the ranks."""
+"""What a group of all ranks on the host asks for: its connections grow with the
+operations, and not with the ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ NUM_RANKS = 24
 
 
 def test_a_rank_connects_to_those_that_its_operations_need() -> None:
-    # processes: the sockets of a process are counted, and torch's own way to connect beside them
+    # processes: the sockets of a process are counted, and torch's own way to connect
+    # beside them
     needed, all_to_all = measure(NUM_RANKS, AS_NEEDED), measure(NUM_RANKS, ALL_TO_ALL)
     assert all_to_all.num_sockets == NUM_RANKS
     assert needed.num_sockets <= NUM_RANKS / 2
@@ -19,5 +22,12 @@ def test_a_rank_connects_to_those_that_its_operations_need() -> None:
 
 
 def test_the_store_serves_all_ranks_one_after_another() -> None:
-    row = Row(num_ranks=1000, way=AS_NEEDED, to_form=10, to_work=90, num_sockets=12.5, seconds=3.0)
+    row = Row(
+        num_ranks=1000,
+        way=AS_NEEDED,
+        to_form=10,
+        to_work=90,
+        num_sockets=12.5,
+        seconds=3.0,
+    )
     assert lines([row])[-1] == "| 1,000 | as needed | 10 | 90 | 1.70 | 12.5 | 3.00 |"

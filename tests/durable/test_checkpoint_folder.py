@@ -1,4 +1,6 @@
-"""Checkpoint directories: what counts as a checkpoint, what is dropped, and how damage is found."""
+"""Checkpoint directories: what counts as a checkpoint, what is dropped, and how damage
+is found.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,21 @@ from tests.snapshot.samples import IDENTITY
 CHUNK_BYTES = 1 << 20  # files are read in pieces of this size
 
 
-def save(folder: CheckpointFolder, iteration: int, files: dict[str, bytes] | None = None) -> Path:
+def save(
+    folder: CheckpointFolder, iteration: int, files: dict[str, bytes] | None = None
+) -> Path:
     directory = write(folder, iteration, files)
     commit(directory, manifest_of(directory, iteration))
     return directory
 
 
-def write(folder: CheckpointFolder, iteration: int, files: dict[str, bytes] | None = None) -> Path:
+def write(
+    folder: CheckpointFolder, iteration: int, files: dict[str, bytes] | None = None
+) -> Path:
     directory = folder.prepare(iteration)
-    for name, content in (files or {"a.distcp": b"weights", "sub/b.distcp": b"moments"}).items():
+    for name, content in (
+        files or {"a.distcp": b"weights", "sub/b.distcp": b"moments"}
+    ).items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
     return directory
@@ -49,7 +57,9 @@ def manifest_of(directory: Path, iteration: int) -> Manifest:
 
 
 def iterations_of(folder: CheckpointFolder) -> tuple[list[int], list[int]]:
-    return [ref.iteration for ref in folder.committed()], [ref.iteration for ref in folder.torn()]
+    return [ref.iteration for ref in folder.committed()], [
+        ref.iteration for ref in folder.torn()
+    ]
 
 
 @pytest.fixture
@@ -67,7 +77,9 @@ def test_a_checkpoint_counts_from_its_marker_on(folder: CheckpointFolder) -> Non
     directory = write(folder, 5)
     manifest = manifest_of(directory, 5)
     assert (is_committed(directory), iterations_of(folder)) == (False, ([], [5]))
-    with pytest.raises(CheckpointLoadError, match=rf"{directory}: no readable {MARKER} \(No such file"):
+    with pytest.raises(
+        CheckpointLoadError, match=rf"{directory}: no readable {MARKER} \(No such file"
+    ):
         read_manifest(directory)
     with largest_file(10), pytest.raises(OSError, match="File too large"):
         commit(directory, manifest)
@@ -76,22 +88,37 @@ def test_a_checkpoint_counts_from_its_marker_on(folder: CheckpointFolder) -> Non
     assert (is_committed(directory), iterations_of(folder)) == (True, ([5], []))
     assert read_manifest(directory) == manifest
     assert manifest.size_bytes == len(b"weights") + len(b"moments")
-    present = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    present = {
+        str(path.relative_to(directory))
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
     assert present == {"a.distcp", "sub/b.distcp", MARKER}
-    assert file_names(directory) == [file.name for file in manifest.files] == ["a.distcp", "sub/b.distcp"]
+    assert (
+        file_names(directory)
+        == [file.name for file in manifest.files]
+        == ["a.distcp", "sub/b.distcp"]
+    )
 
 
 def test_the_checksum_is_crc32(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"123456789")
-    assert seal_files(tmp_path, ["f"]) == [FileRecord(name="f", size_bytes=9, crc32=0xCBF43926)]  # the check value
+    # the check value
+    assert seal_files(tmp_path, ["f"]) == [
+        FileRecord(name="f", size_bytes=9, crc32=0xCBF43926)
+    ]
 
 
-def test_all_is_on_the_disk_before_the_marker_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_on_the_disk_before_the_marker_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps: list[str] = []
     fsync, rename = os.fsync, os.rename
 
     def noting_fsync(fd: int) -> None:
-        steps.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).relative_to(tmp_path)}")
+        steps.append(
+            f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).relative_to(tmp_path)}"
+        )
         fsync(fd)
 
     def noting_rename(source: Path, target: Path) -> None:
@@ -102,13 +129,18 @@ def test_all_is_on_the_disk_before_the_marker_appears(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "rename", noting_rename)
     directory = save(CheckpointFolder(tmp_path), 1).relative_to(tmp_path)
     at = steps.index(f"marker {directory / MARKER}")
-    before = {f"sync {directory / name}" for name in ("a.distcp", "sub/b.distcp", "COMMITTED.tmp")}
+    before = {
+        f"sync {directory / name}"
+        for name in ("a.distcp", "sub/b.distcp", "COMMITTED.tmp")
+    }
     assert set(steps[:at]) == before | {f"sync {directory}"}
     assert steps[at - 1] == f"sync {directory}", "the names, after what they stand for"
     assert steps[at + 1 :] == [f"sync {directory}", "sync ."]
 
 
-def test_checkpoints_are_listed_newest_first(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_checkpoints_are_listed_newest_first(
+    folder: CheckpointFolder, tmp_path: Path
+) -> None:
     for iteration in (9, 12345678, 100):
         save(folder, iteration)
     for iteration in (8, 99999999, 200):
@@ -130,7 +162,9 @@ def test_prepare_leaves_an_empty_torn_checkpoint(tmp_path: Path) -> None:
     assert not directory.exists()
 
 
-def test_an_iteration_keeps_its_checkpoint_until_it_is_saved_again(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_an_iteration_keeps_its_checkpoint_until_it_is_saved_again(
+    folder: CheckpointFolder, tmp_path: Path
+) -> None:
     save(folder, 2)
     save(folder, 3)
     for _ in range(2):  # the second time after a save that was torn
@@ -163,14 +197,23 @@ def test_foreign_files_are_ignored_and_survive(tmp_path: Path) -> None:
     assert iterations_of(folder) == ([3, 2, 1], [])
     folder.keep_newest(1, up_to=10_000_000)
     folder.prepare(2)
-    assert {path.name for path in tmp_path.iterdir()} == {*theirs, "notes.txt", "iter_0000002", "iter_0000003"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *theirs,
+        "notes.txt",
+        "iter_0000002",
+        "iter_0000003",
+    }
     assert all((tmp_path / name / MARKER).read_text() == "{}" for name in theirs)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "No such file": lambda path: path.unlink(),
-    "got 6 bytes .* wanted 7 bytes": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "got 8 bytes .* wanted 7 bytes": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "got 6 bytes .* wanted 7 bytes": lambda path: path.write_bytes(
+        path.read_bytes()[:-1]
+    ),
+    "got 8 bytes .* wanted 7 bytes": lambda path: path.write_bytes(
+        path.read_bytes() + b"\0"
+    ),
     "Is a directory": lambda path: (path.unlink(), path.mkdir()),
 }
 
@@ -186,17 +229,25 @@ def test_a_damaged_file_is_named(saved: Path, says: str) -> None:
 @pytest.mark.parametrize("position", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES])
 def test_one_flipped_bit_at_any_place_is_found(tmp_path: Path, position: int) -> None:
     size_bytes = 2 * CHUNK_BYTES + 1
-    directory = save(CheckpointFolder(tmp_path), 1, {"good": b"good", "bad": b"x" * size_bytes})
+    directory = save(
+        CheckpointFolder(tmp_path), 1, {"good": b"good", "bad": b"x" * size_bytes}
+    )
     content = bytearray((directory / "bad").read_bytes())
     content[position] ^= 1 << position % 8
     (directory / "bad").write_bytes(content)
-    with pytest.raises(CheckpointLoadError, match=rf"{directory}/bad: got {size_bytes} bytes with CRC-32"):
+    with pytest.raises(
+        CheckpointLoadError,
+        match=rf"{directory}/bad: got {size_bytes} bytes with CRC-32",
+    ):
         verify_files(directory, read_manifest(directory).files)
 
 
 def assert_refused(directory: Path, marker: bytes, reason: str = "") -> None:
     (directory / MARKER).write_bytes(marker)
-    with pytest.raises(CheckpointLoadError, match=f"{directory}/{MARKER}: not a commit marker.*{reason}"):
+    with pytest.raises(
+        CheckpointLoadError,
+        match=f"{directory}/{MARKER}: not a commit marker.*{reason}",
+    ):
         read_manifest(directory)
 
 
@@ -206,8 +257,13 @@ def test_a_marker_truncated_anywhere_is_refused(saved: Path) -> None:
         assert_refused(saved, content[:length])
 
 
-@pytest.mark.parametrize("content", [b"COMMITTED", b"\xff\xfe", b"\0" * 100, b"[]", b"null", b"3", b'"x"', b"{}"])
-def test_a_marker_that_is_something_else_is_refused(saved: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b"COMMITTED", b"\xff\xfe", b"\0" * 100, b"[]", b"null", b"3", b'"x"', b"{}"],
+)
+def test_a_marker_that_is_something_else_is_refused(
+    saved: Path, content: bytes
+) -> None:
     assert_refused(saved, content)
 
 
@@ -216,10 +272,25 @@ RUN = {"run_id": "r", "model": "m"}
 LAYOUT = {"pp": 1, "dp": 1, "ep": 1, "tp": 1}
 WRONG: dict[str, list[object]] = {
     "iteration": ["fifty", 1.5, float("inf")],
-    "identity": [None, RUN, {**RUN, "layout": {"pp": 1}}, {**RUN, "layout": {**LAYOUT, "cp": 1}}],
-    "files": [None, {}, "a.distcp", ["a.distcp"], [{"name": "a.distcp", "size_bytes": 7}], [{**RECORD, "mode": 644}]],
+    "identity": [
+        None,
+        RUN,
+        {**RUN, "layout": {"pp": 1}},
+        {**RUN, "layout": {**LAYOUT, "cp": 1}},
+    ],
+    "files": [
+        None,
+        {},
+        "a.distcp",
+        ["a.distcp"],
+        [{"name": "a.distcp", "size_bytes": 7}],
+        [{**RECORD, "mode": 644}],
+    ],
 }
-WRONG["files"] += [[{**RECORD, **wrong}] for wrong in ({"name": 3}, {"size_bytes": "7"}, {"crc32": "cbf43926"})]
+WRONG["files"] += [
+    [{**RECORD, **wrong}]
+    for wrong in ({"name": 3}, {"size_bytes": "7"}, {"crc32": "cbf43926"})
+]
 
 
 @pytest.mark.parametrize("field", WRONG)

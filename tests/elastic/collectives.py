@@ -20,7 +20,10 @@ _HAS_ALL_TO_ALL = TorchVersion(torch.__version__) >= "2.13"
 
 def ones(*sizes: int) -> torch.Tensor:
     """Return what no other rank has."""
-    return torch.arange(1.0, 1 + torch.Size(sizes).numel()).reshape(sizes) * 10 ** own_rank()
+    return (
+        torch.arange(1.0, 1 + torch.Size(sizes).numel()).reshape(sizes)
+        * 10 ** own_rank()
+    )
 
 
 def parts(size: int) -> list[torch.Tensor]:
@@ -31,7 +34,8 @@ def zeros(size: int) -> list[torch.Tensor]:
     return [torch.zeros(2) for _ in range(size)]
 
 
-# What Megatron calls, on a group of which the caller is one: `ranks` are its members' global ranks.
+# What Megatron calls, on a group of which the caller is one: `ranks` are its members'
+# global ranks.
 
 
 def all_reduce(group: Any, ranks: list[int]) -> Any:
@@ -40,7 +44,9 @@ def all_reduce(group: Any, ranks: list[int]) -> Any:
 
 
 def all_reduce_later(group: Any, ranks: list[int]) -> Any:
-    work = dist.all_reduce(largest := ones(3), op=dist.ReduceOp.MAX, group=group, async_op=True)
+    work = dist.all_reduce(
+        largest := ones(3), op=dist.ReduceOp.MAX, group=group, async_op=True
+    )
     assert work is not None
     work.wait()
     return largest, work.is_completed()
@@ -59,13 +65,16 @@ def broadcast(group: Any, ranks: list[int]) -> Any:
 
 
 def broadcast_object(group: Any, ranks: list[int]) -> Any:
-    dist.broadcast_object_list(objects := [f"of rank {own_rank()}"], src=ranks[-1], group=group)
+    dist.broadcast_object_list(
+        objects := [f"of rank {own_rank()}"], src=ranks[-1], group=group
+    )
     return objects
 
 
 def reduce(group: Any, ranks: list[int]) -> Any:
     dist.reduce(total := ones(3), dst=ranks[-1], group=group)
-    return total if own_rank() == ranks[-1] else None  # of the others gloo makes what it likes
+    # of the others gloo makes what it likes
+    return total if own_rank() == ranks[-1] else None
 
 
 def barrier(group: Any, ranks: list[int]) -> Any:
@@ -78,7 +87,9 @@ def all_gather(group: Any, ranks: list[int]) -> Any:
 
 
 def all_gather_into_tensor(group: Any, ranks: list[int]) -> Any:
-    dist.all_gather_into_tensor(gathered := torch.zeros(2 * len(ranks)), ones(2), group=group)
+    dist.all_gather_into_tensor(
+        gathered := torch.zeros(2 * len(ranks)), ones(2), group=group
+    )
     return gathered
 
 
@@ -110,7 +121,12 @@ def gather_object(group: Any, ranks: list[int]) -> Any:
 
 def scatter(group: Any, ranks: list[int]) -> Any:
     mine = torch.zeros(2)
-    dist.scatter(mine, parts(len(ranks)) if own_rank() == ranks[-1] else None, src=ranks[-1], group=group)
+    dist.scatter(
+        mine,
+        parts(len(ranks)) if own_rank() == ranks[-1] else None,
+        src=ranks[-1],
+        group=group,
+    )
     return mine
 
 
@@ -120,7 +136,9 @@ def reduce_scatter(group: Any, ranks: list[int]) -> Any:
 
 
 def reduce_scatter_tensor(group: Any, ranks: list[int]) -> Any:
-    dist.reduce_scatter_tensor(mine := torch.zeros(2), ones(2 * len(ranks)), group=group)
+    dist.reduce_scatter_tensor(
+        mine := torch.zeros(2), ones(2 * len(ranks)), group=group
+    )
     return mine
 
 
@@ -141,7 +159,13 @@ def all_to_all_single(group: Any, ranks: list[int]) -> Any:
     """Tokens: one for the group's first rank, two for the second, ..., from every rank."""
     place, size = ranks.index(own_rank()), len(ranks)
     sent, received = [1 + other for other in range(size)], [1 + place] * size
-    dist.all_to_all_single(output := torch.zeros(sum(received)), ones(sum(sent)), received, sent, group=group)
+    dist.all_to_all_single(
+        output := torch.zeros(sum(received)),
+        ones(sum(sent)),
+        received,
+        sent,
+        group=group,
+    )
     return output
 
 
@@ -165,9 +189,30 @@ def send_around(group: Any, ranks: list[int]) -> Any:
 
 
 COLLECTIVES = (
-    *(all_reduce, all_reduce_later, all_reduce_coalesced, broadcast, broadcast_object, reduce, barrier),
-    *(all_gather, all_gather_into_tensor, all_gather_coalesced, all_gather_object, gather, gather_object),
-    *(scatter, reduce_scatter, reduce_scatter_tensor, reduce_scatter_coalesced, all_to_all_single),
+    *(
+        all_reduce,
+        all_reduce_later,
+        all_reduce_coalesced,
+        broadcast,
+        broadcast_object,
+        reduce,
+        barrier,
+    ),
+    *(
+        all_gather,
+        all_gather_into_tensor,
+        all_gather_coalesced,
+        all_gather_object,
+        gather,
+        gather_object,
+    ),
+    *(
+        scatter,
+        reduce_scatter,
+        reduce_scatter_tensor,
+        reduce_scatter_coalesced,
+        all_to_all_single,
+    ),
     *((all_to_all,) if _HAS_ALL_TO_ALL else ()),
     *(send, send_around),
 )
@@ -176,18 +221,26 @@ COLLECTIVES = (
 def plain(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return result.tolist()
-    return [plain(part) for part in result] if isinstance(result, list | tuple) else result
+    return (
+        [plain(part) for part in result] if isinstance(result, list | tuple) else result
+    )
 
 
 def call_all(places: list[tuple[Any, list[int]]]) -> dict[str, Any]:
     """Return what each collective gives in each group that this rank is in."""
     mine = [(group, ranks) for group, ranks in places if own_rank() in ranks]
-    return {call.__name__: [plain(call(group, ranks)) for group, ranks in mine] for call in COLLECTIVES}
+    return {
+        call.__name__: [plain(call(group, ranks)) for group, ranks in mine]
+        for call in COLLECTIVES
+    }
 
 
 def make_groups(backend: str) -> list[tuple[Any, list[int]]]:
     members = [[0, 2], [1, 2], [0, 1, 2]]
-    return [(dist.group.WORLD, [0, 1, 2]), *((dist.new_group(ranks, backend=backend), ranks) for ranks in members)]
+    return [
+        (dist.group.WORLD, [0, 1, 2]),
+        *((dist.new_group(ranks, backend=backend), ranks) for ranks in members),
+    ]
 
 
 def with_plain_gloo() -> dict[str, Any]:
@@ -198,7 +251,9 @@ def with_plain_gloo() -> dict[str, Any]:
 def over_generations(
     folder: str, backend: str, generations: Sequence[int], transport: Any = None
 ) -> list[dict[str, Any]]:
-    """Return what each collective gives on this rank of three, generation by generation."""
+    """Return what each collective gives on this rank of three, generation by
+    generation.
+    """
     groups = open_groups(own_rank(), 3, transport=transport)
     places, store = make_groups(backend), open_store(folder)
     results = []
@@ -212,7 +267,9 @@ def over_generations(
 
 
 def outcome_of(call: Callable[[], object]) -> str:
-    """Return how a call ended, and whether that was late: gloo's own deadlines end what nothing else does."""
+    """Return how a call ended, and whether that was late: gloo's own deadlines end what
+    nothing else does.
+    """
     begun_s = time.monotonic()
     try:
         outcome = f"got {call()}"

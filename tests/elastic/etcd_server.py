@@ -12,23 +12,40 @@ import pytest
 from tests.ports import held_port
 from tests.waits import WAIT_S
 
-_NO_ETCD = "etcd: got none on this machine, wanted one (Debian: apt-get install etcd-server)"
+_NO_ETCD = (
+    "etcd: got none on this machine, wanted one (Debian: apt-get install etcd-server)"
+)
 
 
 class EtcdServer:
-    """An etcd that starts at once and ends with `stack`; `folder` has its data. Without one the test is skipped."""
+    """An etcd that starts at once and ends with `stack`; `folder` has its data. Without
+    one the test is skipped.
+    """
 
     def __init__(self, stack: ExitStack, folder: Path, *options: str) -> None:
         binary = shutil.which("etcd")
         if binary is None:
             pytest.skip(_NO_ETCD)
         self.port, peers = held_port(stack), held_port(stack)
-        client_url, peer_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{peers}"
+        client_url, peer_url = (
+            f"http://127.0.0.1:{self.port}",
+            f"http://127.0.0.1:{peers}",
+        )
         self._command = [
             *(binary, "--name=test", f"--data-dir={folder / 'data'}", *options),
-            *(f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}"),
-            *(f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}"),
-            *(f"--initial-cluster=test={peer_url}", "--heartbeat-interval=20", "--election-timeout=200"),
+            *(
+                f"--listen-client-urls={client_url}",
+                f"--advertise-client-urls={client_url}",
+            ),
+            *(
+                f"--listen-peer-urls={peer_url}",
+                f"--initial-advertise-peer-urls={peer_url}",
+            ),
+            *(
+                f"--initial-cluster=test={peer_url}",
+                "--heartbeat-interval=20",
+                "--election-timeout=200",
+            ),
         ]
         self._log = folder / "etcd.log"
         self._process = self._started()

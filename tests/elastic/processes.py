@@ -13,9 +13,13 @@ from tests.waits import START_S, WAIT_S
 
 
 class Child:
-    """A process on `main`, whose first argument is its end of a connection; it does not outlive the test."""
+    """A process on `main`, whose first argument is its end of a connection; it does not
+    outlive the test.
+    """
 
-    def __init__(self, stack: ExitStack, main: Callable[..., object], *arguments: Any) -> None:
+    def __init__(
+        self, stack: ExitStack, main: Callable[..., object], *arguments: Any
+    ) -> None:
         self.stack = stack
         self.connection, theirs = CONTEXT.Pipe()
         self._process = CONTEXT.Process(target=main, args=(theirs, *arguments))

@@ -1,4 +1,6 @@
-"""A cut ends the sockets of its generation and no others, and groups leave nothing behind."""
+"""A cut ends the sockets of its generation and no others, and groups leave nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ def pair(stack: ExitStack) -> Callable[[], tuple[socket.socket, ...]]:
     [
         pytest.param(True, True, [True, False, True], id="formed"),
         pytest.param(True, False, [True, False, False], id="being formed"),
-        pytest.param(False, False, [True, True, True], id="not begun on this rank, which is new"),
+        pytest.param(
+            False, False, [True, True, True], id="not begun on this rank, which is new"
+        ),
     ],
 )
-def test_only_sockets_of_the_generation_are_cut(pair, begins: bool, is_formed: bool, left: list[bool]) -> None:
+def test_only_sockets_of_the_generation_are_cut(
+    pair, begins: bool, is_formed: bool, left: list[bool]
+) -> None:
     sockets = GenerationSockets()
     before = pair()
     if begins:
@@ -54,7 +60,9 @@ def test_only_sockets_of_the_generation_are_cut(pair, begins: bool, is_formed: b
     assert [passes(ends) for ends in (before, during, after)] == left
 
 
-def test_a_socket_that_gets_the_number_of_another_is_not_cut(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_that_gets_the_number_of_another_is_not_cut(
+    pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sockets are closed and opened by other threads while a cut goes on."""
     sockets = GenerationSockets()
     sockets.begin()
@@ -91,7 +99,9 @@ def test_a_listening_socket_is_not_cut(start: Callable[[], Loop]) -> None:
 
 @dataclass
 class Loop:
-    """An epoll instance that watches a listening socket, as a loop of gloo does from its start."""
+    """An epoll instance that watches a listening socket, as a loop of gloo does from
+    its start.
+    """
 
     poll: select.epoll
     server: socket.socket
@@ -99,7 +109,9 @@ class Loop:
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
         """Return both ends of a new connection, of which the loop watches the first."""
-        there = self.stack.enter_context(socket.create_connection(self.server.getsockname(), WAIT_S))
+        there = self.stack.enter_context(
+            socket.create_connection(self.server.getsockname(), WAIT_S)
+        )
         here = self.stack.enter_context(self.server.accept()[0])
         self.poll.register(here)
         return here, there
@@ -118,14 +130,22 @@ def start(stack: ExitStack) -> Callable[[], Loop]:
     return begin
 
 
-def test_connections_that_a_loop_has_opened_later_are_cut_and_no_others(pair, start: Callable[[], Loop]) -> None:
+def test_connections_that_a_loop_has_opened_later_are_cut_and_no_others(
+    pair, start: Callable[[], Loop]
+) -> None:
     before, sockets = start(), LoopSockets()
     loop = sockets.add(start)
     after = start()
     first, second = loop.connect(), loop.connect()
     others = before.connect(), after.connect(), pair()
     sockets.shut_down()
-    assert [passes(ends) for ends in (first, second, *others)] == [False, False, True, True, True]
+    assert [passes(ends) for ends in (first, second, *others)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     third = loop.connect()  # the listening socket is not shut down
     assert passes(third)
 
@@ -146,7 +166,9 @@ def test_another_loop_with_the_number_of_one_that_has_ended_is_left_alone(
     assert passes(ends)
 
 
-def test_a_generation_is_quiet_once_all_bytes_are_read(pair, start: Callable[[], Loop]) -> None:
+def test_a_generation_is_quiet_once_all_bytes_are_read(
+    pair, start: Callable[[], Loop]
+) -> None:
     sockets = LoopSockets()
     loop = sockets.add(start)
     here, there = loop.connect()
@@ -163,7 +185,9 @@ NUM_GROUPS, NUM_FIRST = 50, 10
 
 
 def make_and_end_groups(kind: str) -> tuple[list[int], list[int]]:
-    """Return files, threads and MiB of the device in use after the first groups of one rank, and after many."""
+    """Return files, threads and MiB of the device in use after the first groups of one
+    rank, and after many.
+    """
     if kind == "nccl":
         torch.cuda.set_device(0)
     backend = open_backend(on_gpu=kind == "nccl", kind=kind)
@@ -186,15 +210,30 @@ def make_and_end_groups(kind: str) -> tuple[list[int], list[int]]:
         del group, work
         gc.collect()
         if number in (NUM_FIRST, NUM_GROUPS):
-            used = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0] if kind == "nccl" else 0
-            counts.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), used >> 20])
+            used = (
+                torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
+                if kind == "nccl"
+                else 0
+            )
+            counts.append(
+                [
+                    len(os.listdir("/proc/self/fd")),
+                    len(os.listdir("/proc/self/task")),
+                    used >> 20,
+                ]
+            )
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("kind", ["gloo", "staged", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "kind", ["gloo", "staged", pytest.param("nccl", marks=pytest.mark.gpu)]
+)
 def test_many_groups_leave_no_more_behind_than_the_first(kind: str) -> None:
     ((first, last),) = run_ranks(1, make_and_end_groups, kind)
-    assert all(after <= before for before, after in zip(first, last, strict=True)), (first, last)
+    assert all(after <= before for before, after in zip(first, last, strict=True)), (
+        first,
+        last,
+    )
 
 
 # Groups that torch makes of classes of ours.

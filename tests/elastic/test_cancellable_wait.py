@@ -1,4 +1,6 @@
-"""Waiting that can be ended: in slices, and by helpers, whose outcomes the first thread settles."""
+"""Waiting that can be ended: in slices, and by helpers, whose outcomes the first thread
+settles.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def ending(outcome: WaitResult) -> str:
         return str(error)
 
 
-ENDINGS: dict[Settle, str] = {succeed: "in time", fail: "its own error", abandon: "abandoned: other ranks were lost"}
+ENDINGS: dict[Settle, str] = {
+    succeed: "in time",
+    fail: "its own error",
+    abandon: "abandoned: other ranks were lost",
+}
 
 
 def settle_at(start: threading.Barrier, settle: Settle, outcome: WaitResult) -> None:
@@ -50,7 +56,9 @@ def test_the_first_to_settle_an_outcome_counts(first: Settle, second: Settle) ->
     assert not outcome.wait(0.01)
     first(outcome)
     second(outcome)
-    assert [ending(outcome) for _ in range(2)] == [ENDINGS[first]] * 2, "waiting again is the same"
+    assert [ending(outcome) for _ in range(2)] == [ENDINGS[first]] * 2, (
+        "waiting again is the same"
+    )
     assert outcome.abandoned == (first is abandon)
 
 
@@ -73,7 +81,10 @@ def test_of_threads_at_once_exactly_one_settles_an_outcome() -> None:
     with ThreadPoolExecutor(2) as threads:
         for _ in range(300):
             outcome, start = WaitResult(), threading.Barrier(2)
-            racers = [threads.submit(settle_at, start, settle, outcome) for settle in (succeed, abandon)]
+            racers = [
+                threads.submit(settle_at, start, settle, outcome)
+                for settle in (succeed, abandon)
+            ]
             for racer in racers:
                 racer.result(WAIT_S)
             assert ending(outcome) == ENDINGS[abandon if outcome.abandoned else succeed]
@@ -88,7 +99,9 @@ def helper() -> Iterator[Helper]:
     helper.join()
 
 
-def test_a_helper_does_one_call_after_another_and_outlives_their_errors(helper: Helper) -> None:
+def test_a_helper_does_one_call_after_another_and_outlives_their_errors(
+    helper: Helper,
+) -> None:
     done: list[int] = []
 
     def call(number: int) -> None:
@@ -99,12 +112,21 @@ def test_a_helper_does_one_call_after_another_and_outlives_their_errors(helper: 
     outcomes = [WaitResult() for _ in range(3)]
     for number, outcome in enumerate(outcomes):
         helper.start(lambda number=number: call(number), outcome)
-    assert [ending(outcome) for outcome in outcomes] == ["in time", "its own error", "in time"]
+    assert [ending(outcome) for outcome in outcomes] == [
+        "in time",
+        "its own error",
+        "in time",
+    ]
     assert done == [0, 1, 2]
 
 
 def test_an_abandoned_call_goes_on_alone_and_its_helper_ends_with_it() -> None:
-    helper, outcome, begun, go_on = Helper(), WaitResult(), threading.Event(), threading.Event()
+    helper, outcome, begun, go_on = (
+        Helper(),
+        WaitResult(),
+        threading.Event(),
+        threading.Event(),
+    )
     ended = threading.Event()
 
     def call() -> None:
@@ -137,9 +159,13 @@ def test_a_helper_at_rest_holds_no_tensors(helper: Helper) -> None:
 
 
 class Slow:
-    """An operation that ends after some slices, perhaps as a slice does, or with an error."""
+    """An operation that ends after some slices, perhaps as a slice does, or with an
+    error.
+    """
 
-    def __init__(self, num_slices: int, error: str = "", *, ends_with_slice: bool = False) -> None:
+    def __init__(
+        self, num_slices: int, error: str = "", *, ends_with_slice: bool = False
+    ) -> None:
         self.has_timed_out = threading.Event()
         self._left = num_slices
         self._error = error
@@ -161,12 +187,16 @@ class Slow:
 
 @pytest.mark.parametrize("ends_with_slice", [True, False])
 @pytest.mark.parametrize("num_slices", [0, 1, 3])
-def test_a_wait_in_slices_ends_as_its_operation_does(num_slices: int, ends_with_slice: bool) -> None:
+def test_a_wait_in_slices_ends_as_its_operation_does(
+    num_slices: int, ends_with_slice: bool
+) -> None:
     waits = HostWaits()
     waits.abandon()  # a wait that begins later is another one
     waits.wait_in_slices(Slow(num_slices, ends_with_slice=ends_with_slice))
     with pytest.raises(RuntimeError, match="its own error"):
-        waits.wait_in_slices(Slow(num_slices, "its own error", ends_with_slice=ends_with_slice))
+        waits.wait_in_slices(
+            Slow(num_slices, "its own error", ends_with_slice=ends_with_slice)
+        )
 
 
 def test_a_wait_in_slices_can_be_abandoned() -> None:

@@ -1,4 +1,6 @@
-"""A store that fails is one clear error, its requests count as waits, and a silent connection ends."""
+"""A store that fails is one clear error, its requests count as waits, and a silent
+connection ends.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def page(tmp_path: Path) -> StatusPage:
 
 
 @pytest.mark.parametrize("request_of", REQUESTS.values(), ids=list(REQUESTS))
-def test_each_request_is_answered_as_by_the_client(request_of: Callable[[dist.Store], object]) -> None:
+def test_each_request_is_answered_as_by_the_client(
+    request_of: Callable[[dist.Store], object],
+) -> None:
     answers = []
     for wrap in (CheckedStore, lambda client: client):
         client = dist.HashStore()
@@ -59,7 +63,9 @@ def host_a_store(connection: Connection) -> None:
 
 def ask_a_silent_store(connection: Connection, port: int) -> None:
     """Be a supervisor that has begun a request, and is told to stop."""
-    store = CheckedStore(dist.TCPStore("127.0.0.1", port, is_master=False), heeds_signals=True)
+    store = CheckedStore(
+        dist.TCPStore("127.0.0.1", port, is_master=False), heeds_signals=True
+    )
     signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
     connection.send(store.add("number", 1))
     connection.recv()
@@ -67,7 +73,9 @@ def ask_a_silent_store(connection: Connection, port: int) -> None:
     store.add("number", 1)
 
 
-def test_a_supervisor_is_told_to_stop_while_its_store_is_silent(start: Callable[..., Child]) -> None:
+def test_a_supervisor_is_told_to_stop_while_its_store_is_silent(
+    start: Callable[..., Child],
+) -> None:
     host = start(host_a_store)
     supervisor = start(ask_a_silent_store, host.hear())
     assert supervisor.hear() == 1
@@ -75,13 +83,17 @@ def test_a_supervisor_is_told_to_stop_while_its_store_is_silent(start: Callable[
     assert wait_until(lambda: stands_still(host.pid))
     supervisor.tell("ask")
     assert supervisor.hear() == "asks"
-    assert wait_until(lambda: set(thread_states(supervisor.pid)) == {"S"}), "it waits for the answer"
+    assert wait_until(lambda: set(thread_states(supervisor.pid)) == {"S"}), (
+        "it waits for the answer"
+    )
     os.kill(supervisor.pid, signal.SIGTERM)
     assert supervisor.exit_status() == 7
 
 
 def stop_as_a_request_begins(connection: Connection) -> None:
-    """Be a supervisor that is told to stop just as it starts the thread of a request, and saves in another process."""
+    """Be a supervisor that is told to stop just as it starts the thread of a request,
+    and saves in another process.
+    """
     start = Thread.start
 
     def start_late(thread: Thread) -> None:
@@ -99,7 +111,9 @@ def stop_as_a_request_begins(connection: Connection) -> None:
     store.add("number", 1)
 
 
-def test_a_supervisor_is_told_to_stop_as_a_request_begins(start: Callable[..., Child]) -> None:
+def test_a_supervisor_is_told_to_stop_as_a_request_begins(
+    start: Callable[..., Child],
+) -> None:
     supervisor = start(stop_as_a_request_begins)
     assert supervisor.hear() == "asks"
     assert supervisor.exit_status() == 7
@@ -113,7 +127,9 @@ def test_a_request_counts_as_a_wait_while_it_lasts(page: StatusPage) -> None:
     page.wait_for_copies(True)
     store.add("number", 1)
     assert client.seen == [("add", True)] * 2
-    assert (page.waiting, page.communicates) == (True, False), "the wait around it goes on"
+    assert (page.waiting, page.communicates) == (True, False), (
+        "the wait around it goes on"
+    )
 
 
 def test_a_failed_request_ends_its_wait(page: StatusPage) -> None:
@@ -124,7 +140,9 @@ def test_a_failed_request_ends_its_wait(page: StatusPage) -> None:
 
 
 @pytest.mark.parametrize("name", ["get", "add", "compare_set", "check", "wait long"])
-def test_a_store_that_is_gone_is_one_clear_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_gone_is_one_clear_error(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = CheckedStore(dist.TCPStore("127.0.0.1", server.port, is_master=False))
     client.set("there", "1")
@@ -132,23 +150,43 @@ def test_a_store_that_is_gone_is_one_clear_error(name: str, monkeypatch: pytest.
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     where = f"the store of the job at 127.0.0.1:{server.port} does not answer"
     del server
-    with pytest.raises(StoreLostError, match=rf"{where} \([^\n]*\): its node has failed, or the network to it is cut$"):
+    with pytest.raises(
+        StoreLostError,
+        match=rf"{where} \([^\n]*\): its node has failed, or the network to it is cut$",
+    ):
         REQUESTS[name](client)
 
 
-def test_only_connections_to_that_port_end_when_they_are_silent(stack: ExitStack) -> None:
-    servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-    ours, another = (stack.enter_context(socket.create_connection(each.getsockname())) for each in servers)
+def test_only_connections_to_that_port_end_when_they_are_silent(
+    stack: ExitStack,
+) -> None:
+    servers = [
+        stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)
+    ]
+    ours, another = (
+        stack.enter_context(socket.create_connection(each.getsockname()))
+        for each in servers
+    )
     end_silent_connections(servers[0].getsockname()[1], 7.5)
-    limits = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for each in (ours, another)]
-    probed = [each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for each in (ours, another)]
+    limits = [
+        each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        for each in (ours, another)
+    ]
+    probed = [
+        each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        for each in (ours, another)
+    ]
     assert (limits, probed) == ([7500, 0], [1, 0])
-    assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 7.5, "an idle connection is probed in time"
+    assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 7.5, (
+        "an idle connection is probed in time"
+    )
     assert ours.getpeername() == servers[0].getsockname(), "it is still open"
 
 
 def test_no_descriptor_is_left_over_from_the_search(stack: ExitStack) -> None:
-    """A duplicate of a pipe's end would keep its reader waiting, and each search would double them."""
+    """A duplicate of a pipe's end would keep its reader waiting, and each search would
+    double them.
+    """
     reading, writing = os.pipe()
     stack.callback(os.close, reading)
     end_silent_connections(1, 7.5)

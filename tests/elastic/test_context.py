@@ -1,4 +1,6 @@
-"""A rank's means to survive: the page is as before once an operation has ended, in whatever way."""
+"""A rank's means to survive: the page is as before once an operation has ended, in
+whatever way.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from moe_ckpt.replication.messages import Address
 from tests.replication.peers import TICKET
 
 
-def test_a_rank_without_a_daemon_does_not_count_as_waiting_for_ever(tmp_path: Path) -> None:
+def test_a_rank_without_a_daemon_does_not_count_as_waiting_for_ever(
+    tmp_path: Path,
+) -> None:
     page = StatusPage(tmp_path / "page")
     context = ElasticContext(
         member=Member(global_rank=0, world_size=2, incarnation=0),

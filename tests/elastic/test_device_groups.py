@@ -1,4 +1,6 @@
-"""Groups over transports of a device: no Work, batches, a host that blocks for its device, sockets, and aborts."""
+"""Groups over transports of a device: no Work, batches, a host that blocks for its
+device, sockets, and aborts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.elastic import process_groups
 from moe_ckpt.elastic.backends import GlooBackend
 from moe_ckpt.elastic.generations import Generations
-from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.process_groups import (
+    BACKEND,
+    CPU_BACKEND,
+    ElasticGroups,
+    GroupTimeouts,
+)
 from moe_ckpt.elastic.status_page import StatusPage
 from tests.elastic.collectives import (
     all_gather_into_tensor,
@@ -51,15 +58,22 @@ from tests.waits import WAIT_S
 
 
 class LikeNccl:
-    """gloo that answers as NCCL does since torch 2.8: a synchronous operation returns no Work."""
+    """gloo that answers as NCCL does since torch 2.8: a synchronous operation returns
+    no Work.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def operation(*arguments: Any, **options: Any) -> Any:
-            is_asynchronous = any(getattr(value, "asyncOp", False) for value in (*arguments, *options.values()))
-            assert is_asynchronous or name != "barrier", "a barrier would block a thread that no abort waits for"
+            is_asynchronous = any(
+                getattr(value, "asyncOp", False)
+                for value in (*arguments, *options.values())
+            )
+            assert is_asynchronous or name != "barrier", (
+                "a barrier would block a thread that no abort waits for"
+            )
             work = getattr(self._group, name)(*arguments, **options)
             if is_asynchronous:
                 return work
@@ -72,15 +86,34 @@ class LikeNccl:
 class LikeNcclTransport(GlooBackend):
     """gloo whose groups answer as NCCL's."""
 
-    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
-        return LikeNccl(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
+    def make(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        form_s: float,
+        operation_s: float,
+    ) -> Any:
+        return LikeNccl(
+            super().make(store, rank, size, form_s=form_s, operation_s=operation_s)
+        )
 
 
 def use_groups_without_work(folder: str) -> tuple[list[Any], int, str]:
-    """Return what operations gave, how many are kept as unfinished, and how one ends after a cut."""
+    """Return what operations gave, how many are kept as unfinished, and how one ends
+    after a cut.
+    """
     groups = open_groups(own_rank(), 2, transport=LikeNcclTransport())
     groups.form(open_store(folder), 1)
-    calls = (all_reduce, all_reduce_later, broadcast, broadcast_object, barrier, all_gather_into_tensor)
+    calls = (
+        all_reduce,
+        all_reduce_later,
+        broadcast,
+        broadcast_object,
+        barrier,
+        all_gather_into_tensor,
+    )
     results = [plain(call(dist.group.WORLD, [0, 1])) for call in calls]
     kept = sum(len(inner.unfinished) for inner in groups.inners.values())
     meet(open_store(folder), "all operations are done", 2)
@@ -97,7 +130,9 @@ def test_an_inside_that_returns_no_work_is_used(tmp_path: Path) -> None:
 
 
 class SerialGroup:
-    """gloo whose transfers take turns unless they are batched, as on the one stream of an NCCL communicator."""
+    """gloo whose transfers take turns unless they are batched, as on the one stream of
+    an NCCL communicator.
+    """
 
     supports_coalescing = True
 
@@ -126,7 +161,11 @@ class SerialGroup:
     def _end_coalescing(self, device: torch.device) -> Any:
         batch, self._batch = self._batch or [], None
         self.open_batches -= 1
-        return Queued(self._stream.submit(lambda: [work.wait() for work in [call() for call in batch]]))
+        return Queued(
+            self._stream.submit(
+                lambda: [work.wait() for work in [call() for call in batch]]
+            )
+        )
 
     def _queue(self, call: Callable[[], Any]) -> Any:
         if self._batch is not None:
@@ -174,27 +213,47 @@ class SerialTransport(GlooBackend):
         assert self.launches.depth, "a cut could abort the group meanwhile"
         self.num_discarded += 1
 
-    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
-        return SerialGroup(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
+    def make(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        form_s: float,
+        operation_s: float,
+    ) -> Any:
+        return SerialGroup(
+            super().make(store, rank, size, form_s=form_s, operation_s=operation_s)
+        )
 
 
-def exchange_in_batches(folder: str, cut_at: str) -> tuple[str, list[float], int, str, int, int, int]:
-    """Return how the first batch went and its data, how many operations are kept, and how a batch fails after a cut.
+def exchange_in_batches(
+    folder: str, cut_at: str
+) -> tuple[str, list[float], int, str, int, int, int]:
+    """Return how the first batch went and its data, how many operations are kept, and
+    how a batch fails after a cut.
 
-    And how many batches are open then, how often the transport is held, and whether calls were dropped. `cut_at`: where
-    the cut comes, after the batch's start or before its end.
+    And how many batches are open then, how often the transport is held, and whether
+    calls were dropped. `cut_at`: where the cut comes, after the batch's start or before
+    its end.
     """
     transport = SerialTransport()
     groups = open_groups(own_rank(), 2, operation_s=3.0, transport=transport)
     groups.form(open_store(folder), 1)
     other, received = 1 - own_rank(), torch.zeros(2)
-    both_send_first = [dist.P2POp(dist.isend, ones(2), other), dist.P2POp(dist.irecv, received, other)]
+    both_send_first = [
+        dist.P2POp(dist.isend, ones(2), other),
+        dist.P2POp(dist.irecv, received, other),
+    ]
 
     def exchange() -> None:
         for work in dist.batch_isend_irecv(both_send_first):
             work.wait()
 
-    outcome, kept = outcome_of(exchange), sum(len(inner.unfinished) for inner in groups.inners.values())
+    outcome, kept = (
+        outcome_of(exchange),
+        sum(len(inner.unfinished) for inner in groups.inners.values()),
+    )
     meet(open_store(folder), "the exchange ended", 2)
     (inside,) = groups.insides
     call = getattr(inside, cut_at)
@@ -205,15 +264,21 @@ def exchange_in_batches(folder: str, cut_at: str) -> tuple[str, list[float], int
 
 
 @pytest.mark.parametrize("cut_at", ["_start_coalescing", "recv"])
-def test_transfers_are_batched_where_the_inside_can(cut_at: str, tmp_path: Path) -> None:
-    """A batch that a cut reaches before its end is ended all the same: NCCL would begin no later operation."""
+def test_transfers_are_batched_where_the_inside_can(
+    cut_at: str, tmp_path: Path
+) -> None:
+    """A batch that a cut reaches before its end is ended all the same: NCCL would begin
+    no later operation.
+    """
     first, second = run_ranks(2, exchange_in_batches, str(tmp_path), cut_at)
     assert first == ("got None", [10.0, 20.0], 0, "PeersLostError", 0, 0, True)
     assert second == ("got None", [1.0, 2.0], 0, "PeersLostError", 0, 0, True)
 
 
 def hold_batches(folder: str) -> list[int]:
-    """Return how often the transport is held: before, in and after a batch, and after one that an error left open."""
+    """Return how often the transport is held: before, in and after a batch, and after
+    one that an error left open.
+    """
     transport = SerialTransport()
     groups, store = open_groups(own_rank(), 2, transport=transport), open_store(folder)
     groups.form(open_store(folder), 1)
@@ -234,7 +299,9 @@ def test_a_batch_is_held_until_it_has_begun(tmp_path: Path) -> None:
 
 
 def abilities_before_and_after_forming(folder: str) -> list[bool]:
-    """Return the answers to the question that torch 2.14 asks of every group before it batches transfers."""
+    """Return the answers to the question that torch 2.14 asks of every group before it
+    batches transfers.
+    """
     groups = open_groups(own_rank(), 2)
     handle: Any = dist.group.WORLD
     answers = [handle._get_backend(torch.device("cpu")).supports_coalescing]
@@ -246,11 +313,16 @@ def abilities_before_and_after_forming(folder: str) -> list[bool]:
 
 
 def test_a_handle_answers_whether_it_batches_transfers(tmp_path: Path) -> None:
-    assert run_ranks(2, abilities_before_and_after_forming, str(tmp_path)) == [[False] * 3] * 2
+    assert (
+        run_ranks(2, abilities_before_and_after_forming, str(tmp_path))
+        == [[False] * 3] * 2
+    )
 
 
 class Launching:
-    """A group whose operations are launched only: the device does them later, and the host waits for none."""
+    """A group whose operations are launched only: the device does them later, and the
+    host waits for none.
+    """
 
     num_begun = 0
 
@@ -269,7 +341,8 @@ class Launched:
 
 
 def fail_in_calls(folder: str) -> tuple[list[str], list[int], int]:
-    """Return how wrong calls end, how often each has dropped calls, and how often the transport is held then.
+    """Return how wrong calls end, how often each has dropped calls, and how often the
+    transport is held then.
 
     The first two are in a batch, and the first does not reach the inner group.
     """
@@ -281,7 +354,8 @@ def fail_in_calls(folder: str) -> tuple[list[str], list[int], int]:
     def fail(*_: Any) -> None:
         raise RuntimeError("an error of the network")
 
-    inside.send, inside.broadcast, inside.allreduce = lambda: None, lambda: None, fail  # the first two take no tensor
+    # the first two take no tensor
+    inside.send, inside.broadcast, inside.allreduce = lambda: None, lambda: None, fail
     wrong, right = (dist.P2POp(dist.isend, ones(2), 1 - own_rank()) for _ in range(2))
     wrong.tensor = cast("Any", SimpleNamespace(device=torch.device("cpu")))
     calls: list[Callable[[], object]] = [
@@ -301,11 +375,15 @@ def fail_in_calls(folder: str) -> tuple[list[str], list[int], int]:
 
 def test_a_call_that_fails_leaves_no_others_behind(tmp_path: Path) -> None:
     outcomes = ["TypeError", "TypeError", "TypeError", "PeersLostError"]
-    assert run_ranks(2, fail_in_calls, str(tmp_path)) == [(outcomes, [1, 2, 1, 1], 0)] * 2
+    assert (
+        run_ranks(2, fail_in_calls, str(tmp_path)) == [(outcomes, [1, 2, 1, 1], 0)] * 2
+    )
 
 
 class LaunchingTransport(HeldTransport):
-    """A transport of which the host sees a device's points only, and waits for none but in a barrier."""
+    """A transport of which the host sees a device's points only, and waits for none but
+    in a barrier.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +395,15 @@ class LaunchingTransport(HeldTransport):
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         self.num_waits_of_host += 1
 
-    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+    def make(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        form_s: float,
+        operation_s: float,
+    ) -> object:
         return Launching()
 
     def mark(self) -> DevicePoint:
@@ -335,8 +421,11 @@ def reduce_and_wait() -> None:
     work.wait()
 
 
-def block_in_an_event(folder: str, reduce: Callable[[], None]) -> tuple[bool, bool, bool, bool, float]:
-    """Return whether a rank waits for others: before and while its host blocks, after that, and when it is wedged.
+def block_in_an_event(
+    folder: str, reduce: Callable[[], None]
+) -> tuple[bool, bool, bool, bool, float]:
+    """Return whether a rank waits for others: before and while its host blocks, after
+    that, and when it is wedged.
 
     And the age of its last progress in seconds as the wait has ended.
     """
@@ -348,7 +437,8 @@ def block_in_an_event(folder: str, reduce: Callable[[], None]) -> tuple[bool, bo
     groups.form(dist.HashStore(), 1)
     seen = [page.waiting]
     reduce()
-    host = threading.Thread(target=transport.points[-1].reached.wait)  # as `.item()` does
+    # as `.item()` does
+    host = threading.Thread(target=transport.points[-1].reached.wait)
     host.start()
     seen.append(wait_until(lambda: page.waiting))
     transport.points[-1].reached.set()
@@ -363,14 +453,20 @@ def block_in_an_event(folder: str, reduce: Callable[[], None]) -> tuple[bool, bo
 
 
 @pytest.mark.parametrize("reduce", [reduce_now, reduce_and_wait])
-def test_a_host_that_blocks_for_its_device_waits_for_others(reduce: Callable[[], None], tmp_path: Path) -> None:
+def test_a_host_that_blocks_for_its_device_waits_for_others(
+    reduce: Callable[[], None], tmp_path: Path
+) -> None:
     ((*waits, age_s),) = run_ranks(1, block_in_an_event, str(tmp_path), reduce)
     assert waits == [False, True, False, False]
-    assert age_s < 1.0, "the supervisor would kill a rank as soon as a long wait has ended"
+    assert age_s < 1.0, (
+        "the supervisor would kill a rank as soon as a long wait has ended"
+    )
 
 
 class CutOffGroup:
-    """gloo whose sums an abort can cut off: then they complete with what `left` makes of this rank's summand."""
+    """gloo whose sums an abort can cut off: then they complete with what `left` makes
+    of this rank's summand.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -397,8 +493,18 @@ class CutOffTransport(GlooBackend):
         super().__init__()
         self.completes_when_cut = True
 
-    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
-        return CutOffGroup(super().make(store, rank, size, form_s=form_s, operation_s=operation_s))
+    def make(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        form_s: float,
+        operation_s: float,
+    ) -> Any:
+        return CutOffGroup(
+            super().make(store, rank, size, form_s=form_s, operation_s=operation_s)
+        )
 
 
 NUM_RANKS = 3
@@ -409,7 +515,13 @@ LEFT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "the sum before": lambda _, last: last,
     "other summands beside the sum before": lambda own, last: last + own,
 }
-RIGHT = [f"got [{NUM_RANKS}.0]", "got ['value', 'value', 'value']", "got value", "got None", "got None"]
+RIGHT = [
+    f"got [{NUM_RANKS}.0]",
+    "got ['value', 'value', 'value']",
+    "got value",
+    "got None",
+    "got None",
+]
 
 
 def decide() -> list[str]:
@@ -420,12 +532,20 @@ def decide() -> list[str]:
         ranks.reduce(total, "sum")
         return total.tolist()
 
-    gather, broadcast = partial(ranks.gather, "value"), partial(ranks.broadcast, "value")
-    return [outcome_of(call) for call in (reduce, gather, broadcast, ranks.barrier, ranks.confirm)]
+    gather, broadcast = (
+        partial(ranks.gather, "value"),
+        partial(ranks.broadcast, "value"),
+    )
+    return [
+        outcome_of(call)
+        for call in (reduce, gather, broadcast, ranks.barrier, ranks.confirm)
+    ]
 
 
 def decide_after_an_abort(folder: str, left: str) -> tuple[list[str], list[str]]:
-    """Return how decisions end, and how they end once a peer has aborted, of which this rank knows nothing yet."""
+    """Return how decisions end, and how they end once a peer has aborted, of which this
+    rank knows nothing yet.
+    """
     groups = open_groups(own_rank(), NUM_RANKS, transport=CutOffTransport())
     groups.form(open_store(folder), 1)
     before = decide()
@@ -435,14 +555,18 @@ def decide_after_an_abort(folder: str, left: str) -> tuple[list[str], list[str]]
 
 
 @pytest.mark.parametrize("left", LEFT)
-def test_results_that_an_abort_has_completed_count_for_nothing(left: str, tmp_path: Path) -> None:
+def test_results_that_an_abort_has_completed_count_for_nothing(
+    left: str, tmp_path: Path
+) -> None:
     # processes: torch has one world in each
     found = run_ranks(NUM_RANKS, decide_after_an_abort, str(tmp_path), left)
     assert found == [(RIGHT, ["PeersLostError"] * len(RIGHT))] * NUM_RANKS
 
 
 def decide_in_a_next_generation(folder: str) -> list[str]:
-    """Return how decisions end in a generation whose memory has the last sum of the one before."""
+    """Return how decisions end in a generation whose memory has the last sum of the one
+    before.
+    """
     groups = open_groups(own_rank(), 2, transport=CutOffTransport())
     groups.form(open_store(folder), 1)
     TorchRanks().barrier()
@@ -456,11 +580,16 @@ def decide_in_a_next_generation(folder: str) -> list[str]:
 
 
 def test_a_sum_of_an_earlier_generation_counts_for_nothing(tmp_path: Path) -> None:
-    assert run_ranks(2, decide_in_a_next_generation, str(tmp_path)) == [["PeersLostError"]] * 2
+    assert (
+        run_ranks(2, decide_in_a_next_generation, str(tmp_path))
+        == [["PeersLostError"]] * 2
+    )
 
 
 def decide_on_gloo(folder: str) -> tuple[list[str], int]:
-    """Return how decisions end, and the number of operations of a sum and a confirmation."""
+    """Return how decisions end, and the number of operations of a sum and a
+    confirmation.
+    """
     groups = open_groups(own_rank(), NUM_RANKS)
     groups.form(open_store(folder), 1)
     ranks = TorchRanks()
@@ -471,11 +600,15 @@ def decide_on_gloo(folder: str) -> tuple[list[str], int]:
 
 
 def test_results_of_gloo_count_as_they_are(tmp_path: Path) -> None:
-    assert run_ranks(NUM_RANKS, decide_on_gloo, str(tmp_path)) == [(RIGHT, 1)] * NUM_RANKS
+    assert (
+        run_ranks(NUM_RANKS, decide_on_gloo, str(tmp_path)) == [(RIGHT, 1)] * NUM_RANKS
+    )
 
 
 def decide_without_the_store(folder: str) -> tuple[bool, int]:
-    """Return whether joining asks the store, and the number of requests of a hundred decisions."""
+    """Return whether joining asks the store, and the number of requests of a hundred
+    decisions.
+    """
     Generations(open_store(folder)).set_incarnation(own_rank(), 0)
     traffic = Traffic()
     membership = open_membership(
@@ -509,7 +642,9 @@ class BusyTransport(LaunchingTransport):
 
 
 def confirm_what_is_cut() -> tuple[str, int]:
-    """Return how a confirmation ends that a cut has overtaken, and how many sums have begun."""
+    """Return how a confirmation ends that a cut has overtaken, and how many sums have
+    begun.
+    """
     transport = BusyTransport()
     transport.groups = groups = open_groups(0, 2, transport=transport)
     groups.form(dist.HashStore(), 1)
@@ -598,12 +733,19 @@ def block_on_a_failed_network(folder: str) -> str:
     return generations.wait_for_end(generation).partition(": ")[2]
 
 
-def test_a_failed_network_ends_the_generation_of_a_host_that_blocks(tmp_path: Path) -> None:
-    assert run_ranks(2, block_on_a_failed_network, str(tmp_path)) == ["NCCL reports COMM_ERROR"] * 2
+def test_a_failed_network_ends_the_generation_of_a_host_that_blocks(
+    tmp_path: Path,
+) -> None:
+    assert (
+        run_ranks(2, block_on_a_failed_network, str(tmp_path))
+        == ["NCCL reports COMM_ERROR"] * 2
+    )
 
 
 def count_waits_of_the_host() -> list[int]:
-    """Return how often the host has waited for its device: after two sums, and after a barrier."""
+    """Return how often the host has waited for its device: after two sums, and after a
+    barrier.
+    """
     transport = LaunchingTransport()
     groups = open_groups(0, 2, transport=transport)
     groups.form(dist.HashStore(), 1)
@@ -619,7 +761,9 @@ def test_a_host_waits_for_its_device_in_a_barrier_alone() -> None:
 
 
 class DeviceTransport(HeldTransport):
-    """A device's transport, which opens a socket for each group, as NCCL's bootstrap does, and more when it likes."""
+    """A device's transport, which opens a socket for each group, as NCCL's bootstrap
+    does, and more when it likes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -628,7 +772,15 @@ class DeviceTransport(HeldTransport):
         self.sockets: list[tuple[socket.socket, socket.socket]] = []
         self.worked_at_the_cut: list[bool] = []
 
-    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+    def make(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        form_s: float,
+        operation_s: float,
+    ) -> object:
         self.open_socket()
         return object()
 
@@ -640,20 +792,32 @@ class DeviceTransport(HeldTransport):
 
 
 class HostTransport(GlooBackend):
-    """The host's transport, beside a device whose groups open another socket while this one's are formed."""
+    """The host's transport, beside a device whose groups open another socket while this
+    one's are formed.
+    """
 
     def __init__(self, device: DeviceTransport) -> None:
         super().__init__()
         self._beside = device
 
-    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+    def make(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        form_s: float,
+        operation_s: float,
+    ) -> Any:
         if self._beside.sockets:
             self._beside.open_socket()
         return super().make(store, rank, size, form_s=form_s, operation_s=operation_s)
 
 
 def cut_beside_a_device(folder: str) -> tuple[list[bool], list[bool]]:
-    """Return whether a device's sockets work as its groups are aborted, and after the cut of the host's groups."""
+    """Return whether a device's sockets work as its groups are aborted, and after the
+    cut of the host's groups.
+    """
     transport = DeviceTransport()
     process_groups.GlooBackend = partial(HostTransport, transport)  # type: ignore[misc]
     groups = open_groups(own_rank(), 2, transport=transport, world=CPU_BACKEND)
@@ -689,4 +853,6 @@ def test_a_device_that_does_not_abort_in_time_ends_its_worker() -> None:
     begun_s = time.monotonic()
     with pytest.raises(RankFailedError, match="rank 0 died"):
         run_ranks(1, leave_a_device_that_hangs)
-    assert time.monotonic() - begun_s < WAIT_S, "runtime.operation_s ended it, not runtime.abort_s"
+    assert time.monotonic() - begun_s < WAIT_S, (
+        "runtime.operation_s ended it, not runtime.abort_s"
+    )

@@ -1,4 +1,6 @@
-"""Points that a device has not reached: late ones are waits for other ranks, unless they are later than any wait."""
+"""Points that a device has not reached: late ones are waits for other ranks, unless
+they are later than any wait.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def test_a_device_that_hangs_is_no_wait_for_others_after_the_limit() -> None:
 
 
 def test_a_host_is_only_so_far_ahead_of_its_device() -> None:
-    waits, points, over = DeviceWaits(lambda waits: None, limit_s=60.0), [], threading.Event()
+    waits, points, over = (
+        DeviceWaits(lambda waits: None, limit_s=60.0),
+        [],
+        threading.Event(),
+    )
 
     def add() -> None:
         while len(points) < MOST_AHEAD + 4:
@@ -62,12 +68,20 @@ def test_a_host_is_only_so_far_ahead_of_its_device() -> None:
 def test_a_device_that_will_not_be_done_is_told_once(fails: bool) -> None:
     told: list[str] = []
     failures: list[str] = []
-    waits = DeviceWaits(lambda waits: None, lambda: next(iter(failures), None), limit_s=60.0 if fails else 0.3)
+    waits = DeviceWaits(
+        lambda waits: None,
+        lambda: next(iter(failures), None),
+        limit_s=60.0 if fails else 0.3,
+    )
     waits.begin(told.append)
     waits.add(DevicePoint())
     if fails:
         failures.append("NCCL reports COMM_ERROR")
-    wanted = "NCCL reports COMM_ERROR" if fails else "an operation was not done in runtime.operation_s=0.3 seconds"
+    wanted = (
+        "NCCL reports COMM_ERROR"
+        if fails
+        else "an operation was not done in runtime.operation_s=0.3 seconds"
+    )
     assert wait_until(lambda: told == [wanted])
     waits.clear()
     later: list[str] = []

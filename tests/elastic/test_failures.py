@@ -40,11 +40,27 @@ from tests.replication.peers import TICKET
     [
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
-        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled system error"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), True),
+        (
+            RuntimeError(
+                "NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled system error"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"
+            ),
+            True,
+        ),
         (OSError(5, "Input/output error"), True),
         (OSError(116, "Stale file handle"), True),
-        (caused(ValueError("batch 7 cannot be read"), OSError(110, "Connection timed out")), True),
+        (
+            caused(
+                ValueError("batch 7 cannot be read"),
+                OSError(110, "Connection timed out"),
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
         (FileNotFoundError(2, "No such file or directory"), False),
@@ -54,7 +70,9 @@ from tests.replication.peers import TICKET
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_faults_of_the_hardware_are_told_from_errors_of_the_program(error: Exception, answer: bool) -> None:
+def test_faults_of_the_hardware_are_told_from_errors_of_the_program(
+    error: Exception, answer: bool
+) -> None:
     assert is_fault(error) is answer
 
 
@@ -67,7 +85,9 @@ def test_patterns_of_the_user_come_first() -> None:
 
 
 def test_a_pattern_that_is_none_is_one_error() -> None:
-    with pytest.raises(ConfigError, match=r"runtime.end_on: got '\(', wanted regular expressions"):
+    with pytest.raises(
+        ConfigError, match=r"runtime.end_on: got '\(', wanted regular expressions"
+    ):
         require_patterns("runtime.end_on", ["fine", "("])
 
 
@@ -84,7 +104,9 @@ def test_a_failure_repeats_at_the_same_place_of_the_same_iteration() -> None:
     first = failure_of(raised("at address 0x1"), 7)
     assert first.error == "RuntimeError: at address 0x1"
     assert first.traceback.endswith("RuntimeError: at address 0x1\n")
-    assert failure_of(raised("at address 0x2"), 7).repeats(first), "messages may hold addresses"
+    assert failure_of(raised("at address 0x2"), 7).repeats(first), (
+        "messages may hold addresses"
+    )
     assert not failure_of(raised("at address 0x1"), 8).repeats(first)
     assert not failure_of(raised("at address 0x1", elsewhere=True), 7).repeats(first)
     assert not first.repeats(None)
@@ -92,29 +114,39 @@ def test_a_failure_repeats_at_the_same_place_of_the_same_iteration() -> None:
 
 def test_a_supervisor_takes_a_failure_once(tmp_path: Path) -> None:
     path = tmp_path / "failure"
-    failure = Failure(error="OSError: x", place="OSError at a.py:3", iteration=4, traceback="T")
+    failure = Failure(
+        error="OSError: x", place="OSError at a.py:3", iteration=4, traceback="T"
+    )
     write_failure(path, failure)
     assert take_failure(path) == failure
     assert take_failure(path) is None, "a script may end with the same status"
 
 
 @pytest.mark.parametrize("earlier", [None, "T", "T" * 100_000])
-def test_a_failure_is_written_while_the_memory_is_full(earlier: str | None, tmp_path: Path) -> None:
+def test_a_failure_is_written_while_the_memory_is_full(
+    earlier: str | None, tmp_path: Path
+) -> None:
     path = tmp_path / "failure"
     with small_disk(tmp_path) as memory:
         reserve_failure(path)
         memory.fill_to_the_last_page()
         if earlier is not None:
-            write_failure(path, Failure(error="x", place="a.py:1", iteration=3, traceback=earlier))
+            write_failure(
+                path, Failure(error="x", place="a.py:1", iteration=3, traceback=earlier)
+            )
             assert take_failure(path) is not None
-        failure = Failure(error="OSError: x", place="a.py:3", iteration=4, traceback="T")
+        failure = Failure(
+            error="OSError: x", place="a.py:3", iteration=4, traceback="T"
+        )
         write_failure(path, failure)
         assert take_failure(path) == failure
         assert take_failure(path) is None
 
 
 @pytest.mark.parametrize("character", ["T", "\N{SNOWMAN}", "\udc80"])
-def test_of_a_long_traceback_the_newest_frames_stay(character: str, tmp_path: Path) -> None:
+def test_of_a_long_traceback_the_newest_frames_stay(
+    character: str, tmp_path: Path
+) -> None:
     path = tmp_path / "failure"
     text = character * 50_000 + "the last line"
     write_failure(path, Failure(error="x", place="a.py:1", iteration=3, traceback=text))
@@ -144,20 +176,36 @@ def lose_a_file_system(_: Connection, memory: Path) -> None:
 
 
 def work_in(memory: Path, work: Callable[[Worker], int]) -> None:
-    launch = Launch(global_rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0)
-    facts: Any = {"ticket": TICKET, "ranks_per_node": 1, "replicas": 0, "has_daemon": False, "host": "127.0.0.1"}
+    launch = Launch(
+        global_rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0
+    )
+    facts: Any = {
+        "ticket": TICKET,
+        "ranks_per_node": 1,
+        "replicas": 0,
+        "has_daemon": False,
+        "host": "127.0.0.1",
+    }
     facts |= {"folder": RunFolder(path=memory, run_id="run", clock_origin_unix_s=0.0)}
     folder = RunFolderConfig(dir=None, name="run", configuration="")
-    job = JobConfig(ckpt=config_of("moevement"), runtime=runtime_config(), folder=folder)
+    job = JobConfig(
+        ckpt=config_of("moevement"), runtime=runtime_config(), folder=folder
+    )
     place = RankPlace(launch=launch, memory=memory, **facts)
     sys.exit(run_elastic._work(work, Worker(job, place, 0)))
 
 
-def test_a_fault_that_cannot_be_written_down_is_a_death(tmp_path: Path, start: Callable[..., Child]) -> None:
-    """The supervisor replaces a worker that was killed; one that ends with a traceback ends the job."""
+def test_a_fault_that_cannot_be_written_down_is_a_death(
+    tmp_path: Path, start: Callable[..., Child]
+) -> None:
+    """The supervisor replaces a worker that was killed; one that ends with a traceback
+    ends the job.
+    """
     assert start(fail_with_full_memory, tmp_path).exit_status() == -signal.SIGKILL
 
 
-def test_a_fault_behind_an_error_of_ours_replaces_the_worker(tmp_path: Path, start: Callable[..., Child]) -> None:
+def test_a_fault_behind_an_error_of_ours_replaces_the_worker(
+    tmp_path: Path, start: Callable[..., Child]
+) -> None:
     assert start(lose_a_file_system, tmp_path).exit_status() == WORKER_FAULT
     assert take_failure(tmp_path / "failure") is not None

@@ -1,4 +1,6 @@
-"""How ranks end one generation and begin the next: the keys, members over a real store, and ranks that must end."""
+"""How ranks end one generation and begin the next: the keys, members over a real store,
+and ranks that must end.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.elastic.generations import FENCED, STORE_LOST, SUPERVISOR, Generations, Member, Membership
+from moe_ckpt.elastic.generations import (
+    FENCED,
+    STORE_LOST,
+    SUPERVISOR,
+    Generations,
+    Member,
+    Membership,
+)
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.types import Phase
-from tests.elastic.workers import GRACE_S, NotingStore, caused, meet, open_membership, open_store, own_rank
+from tests.elastic.workers import (
+    GRACE_S,
+    NotingStore,
+    caused,
+    meet,
+    open_membership,
+    open_store,
+    own_rank,
+)
 from tests.ranks import run_ranks
 from tests.waits import WAIT_S
 
@@ -31,15 +48,21 @@ Both = tuple[Generations, Generations]
 
 @pytest.fixture(scope="module")
 def connections() -> tuple[dist.Store, dist.Store]:
-    """Return two connections to one store, as torchrun's: each new one can take seconds."""
+    """Return two connections to one store, as torchrun's: each new one can take
+    seconds.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return server, dist.TCPStore("127.0.0.1", server.port, is_master=False)
 
 
 @pytest.fixture
-def both(connections: tuple[dist.Store, dist.Store], request: pytest.FixtureRequest) -> Both:
+def both(
+    connections: tuple[dist.Store, dist.Store], request: pytest.FixtureRequest
+) -> Both:
     """Return the keys as two processes see them."""
-    one, other = (Generations(dist.PrefixStore(request.node.name, store)) for store in connections)
+    one, other = (
+        Generations(dist.PrefixStore(request.node.name, store)) for store in connections
+    )
     return one, other
 
 
@@ -73,7 +96,9 @@ def test_a_generation_ends_once_and_for_the_first_reason(both: Both) -> None:
 
 
 class OvertakenStore(dist.HashStore):
-    """Lets another process `overtake` the one that has just been answered a swap of `key`."""
+    """Lets another process `overtake` the one that has just been answered a swap of
+    `key`.
+    """
 
     def __init__(self, key: str, overtake: Callable[[Generations], object]) -> None:
         super().__init__()
@@ -89,7 +114,9 @@ class OvertakenStore(dist.HashStore):
 
 
 def test_the_first_reason_stays_where_a_second_process_is_faster() -> None:
-    one = Generations(OvertakenStore("1/outcome", lambda other: other.end(1, "the second reason")))
+    one = Generations(
+        OvertakenStore("1/outcome", lambda other: other.end(1, "the second reason"))
+    )
     assert one.current() == 1
     assert one.end(1, "the first reason")
     assert (one.wait_for_end(1), one.current()) == ("the first reason", 2)
@@ -118,7 +145,10 @@ def test_the_last_rank_to_arrive_lets_all_go(both: Both) -> None:
     with ThreadPoolExecutor(1) as thread:
         one.arrive(1, 2)
         waiting = thread.submit(other.goes, 1, WAIT_S)
-        with pytest.raises(PeersLostError, match=r"generation 1: got 1 ranks in runtime.join_s=0.05 seconds"):
+        with pytest.raises(
+            PeersLostError,
+            match=r"generation 1: got 1 ranks in runtime.join_s=0.05 seconds",
+        ):
             one.goes(1, 0.05)
         assert not waiting.done()
         one.arrive(1, 2)
@@ -127,12 +157,16 @@ def test_the_last_rank_to_arrive_lets_all_go(both: Both) -> None:
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
-def test_a_generation_goes_unless_it_ends_before_all_have_arrived(both: Both, ends_first: bool) -> None:
+def test_a_generation_goes_unless_it_ends_before_all_have_arrived(
+    both: Both, ends_first: bool
+) -> None:
     """One that has gone is not called back: some would go and some not."""
     one, other = both
     one.current()
     one.arrive(1, 2)
-    for step in (lambda: one.end(1, "a death"), lambda: other.arrive(1, 2))[:: 1 if ends_first else -1]:
+    for step in (lambda: one.end(1, "a death"), lambda: other.arrive(1, 2))[
+        :: 1 if ends_first else -1
+    ]:
         step()
     assert one.goes(1, WAIT_S) == other.goes(1, WAIT_S) == (not ends_first)
 
@@ -143,7 +177,11 @@ def test_deaths_are_kept_by_generation(both: Both) -> None:
     other.record_death(1, death_of(0))
     one.record_death(2, death_of(1))
     assert other.num_deaths() == 3
-    assert [other.deaths(generation) for generation in (1, 2, 3)] == [[death_of(2), death_of(0)], [death_of(1)], []]
+    assert [other.deaths(generation) for generation in (1, 2, 3)] == [
+        [death_of(2), death_of(0)],
+        [death_of(1)],
+        [],
+    ]
 
 
 class CutOffStore(dist.HashStore):
@@ -211,7 +249,11 @@ def test_ranks_that_are_started_again_meet_in_another_generation(both: Both) -> 
     one.current()
     one.done(1, 1)
     one.begin_anew("rank 0 was started again")
-    assert (other.current(), other.has_finished(1), other.has_finished(2)) == (2, True, False)
+    assert (other.current(), other.has_finished(1), other.has_finished(2)) == (
+        2,
+        True,
+        False,
+    )
     other.begin_anew("rank 1 was started again")
     assert (one.current(), one.wait_for_end(2)) == (3, "rank 1 was started again")
 
@@ -221,14 +263,18 @@ def test_the_life_that_may_join_is_the_last_one_set(both: Both) -> None:
     assert other.incarnation(3) == -1
     for incarnation in (0, 1):
         one.set_incarnation(3, incarnation)
-        assert one.incarnation(3) == incarnation  # torch's store answers no `set`: only now it has arrived
+        # torch's store answers no `set`: only now it has arrived
+        assert one.incarnation(3) == incarnation
         assert other.incarnation(3) == incarnation
 
 
-# Members. Those below are what ranks do; rank 2 is no member and stands for a supervisor.
+# Members. Those below are what ranks do; rank 2 is no member and stands for a
+# supervisor.
 
 
-def open_first_life(folder: str, world_size: int, *, grace_s: float = GRACE_S) -> tuple[Generations, Membership]:
+def open_first_life(
+    folder: str, world_size: int, *, grace_s: float = GRACE_S
+) -> tuple[Generations, Membership]:
     """Make this process the first incarnation of its rank."""
     generations = Generations(open_store(folder))
     generations.set_incarnation(own_rank(), 0)
@@ -252,7 +298,9 @@ REASONS = ["rank 0 said so", "rank 1 said so", "a supervisor said so"]
 
 
 def go_through_generations(folder: str) -> list[Any]:
-    """Be in a generation after the other; the first three are ended by rank 0, rank 1 and a supervisor."""
+    """Be in a generation after the other; the first three are ended by rank 0, rank 1
+    and a supervisor.
+    """
     keys = open_store(folder)
     if own_rank() == 2:
         generations = Generations(open_store(folder))
@@ -272,12 +320,22 @@ def go_through_generations(folder: str) -> list[Any]:
             generations.record_death(generation, death_of(own_rank()))
             generations.end(generation, reason)
         seen.append((generation, total, wait_for_the_end(membership)))
-    return [*seen, membership.join(), sum_of_ranks(), membership.deaths(), membership.page.waiting]
+    return [
+        *seen,
+        membership.join(),
+        sum_of_ranks(),
+        membership.deaths(),
+        membership.page.waiting,
+    ]
 
 
-def test_all_leave_a_generation_that_any_process_ends_and_join_the_next(tmp_path: Path) -> None:
+def test_all_leave_a_generation_that_any_process_ends_and_join_the_next(
+    tmp_path: Path,
+) -> None:
     members = run_ranks(3, go_through_generations, str(tmp_path))[:2]
-    wanted = [(generation, 3.0, reason) for generation, reason in enumerate(REASONS, start=1)]
+    wanted = [
+        (generation, 3.0, reason) for generation, reason in enumerate(REASONS, start=1)
+    ]
     assert members == [[*wanted, 4, 3.0, [death_of(1), death_of(1)], False]] * 2
     for rank in range(2):
         page = StatusPage(tmp_path / f"page{rank}")
@@ -285,7 +343,9 @@ def test_all_leave_a_generation_that_any_process_ends_and_join_the_next(tmp_path
 
 
 def join_though_a_peer_died_on_the_way(folder: str) -> Any:
-    """Rank 1 comes, and is dead before groups are formed; its next incarnation comes to the next generation."""
+    """Rank 1 comes, and is dead before groups are formed; its next incarnation comes to
+    the next generation.
+    """
     generations = Generations(open_store(folder))
     incarnation = own_rank()
     begun_s = time.monotonic()
@@ -303,13 +363,17 @@ def join_though_a_peer_died_on_the_way(folder: str) -> Any:
     return *found, time.monotonic() - begun_s < WAIT_S / 3
 
 
-def test_a_death_while_groups_are_formed_costs_a_generation_and_no_more(tmp_path: Path) -> None:
+def test_a_death_while_groups_are_formed_costs_a_generation_and_no_more(
+    tmp_path: Path,
+) -> None:
     found = run_ranks(2, join_though_a_peer_died_on_the_way, str(tmp_path))
     assert found == [(2, 3.0, [death_of(1)], True)] * 2
 
 
 def judge_errors(folder: str) -> list[bool]:
-    """Return what is taken for the loss of others, before one was found, as it is, and after."""
+    """Return what is taken for the loss of others, before one was found, as it is, and
+    after.
+    """
     generations, membership = open_first_life(folder, 1)
     membership.join()
     before = [membership.lost(ValueError("its own")), generations.current() > 1]
@@ -321,7 +385,9 @@ def judge_errors(folder: str) -> list[bool]:
 
 
 def test_only_errors_of_communication_end_a_generation(tmp_path: Path) -> None:
-    assert run_ranks(1, judge_errors, str(tmp_path)) == [[False, False, True, True, True]]
+    assert run_ranks(1, judge_errors, str(tmp_path)) == [
+        [False, False, True, True, True]
+    ]
 
 
 def join_in_vain(folder: str) -> tuple[str, int, Phase, bool]:
@@ -343,7 +409,9 @@ def test_a_rank_that_joins_in_vain_says_how_many_came(tmp_path: Path) -> None:
 
 
 def finish_at_second_try(folder: str) -> list[Any]:
-    """Rank 0 is done when rank 1 ends the generation. In the next, rank 1 is done when rank 0 still has to do."""
+    """Rank 0 is done when rank 1 ends the generation. In the next, rank 1 is done when
+    rank 0 still has to do.
+    """
     keys = open_store(folder)
     generations, membership = open_first_life(folder, 2)
     membership.join()
@@ -352,7 +420,9 @@ def finish_at_second_try(folder: str) -> list[Any]:
         generations.end(1, "lost once more")
         wait_for_the_end(membership)
     else:
-        with pytest.raises(PeersLostError, match="other ranks were lost before all had finished") as lost:
+        with pytest.raises(
+            PeersLostError, match="other ranks were lost before all had finished"
+        ) as lost:
             membership.finish()
         assert membership.lost(lost.value)
         assert membership.leave() == "lost once more"
@@ -369,7 +439,9 @@ def test_a_rank_that_has_finished_is_there_until_all_have(tmp_path: Path) -> Non
 
 
 def finish_in_each_life(folder: str, incarnation: int) -> tuple[float, bool, str]:
-    """Go to the end of the job, as ranks that torchrun has started again do from the second life on."""
+    """Go to the end of the job, as ranks that torchrun has started again do from the
+    second life on.
+    """
     generations = Generations(open_store(folder))
     generations.set_incarnation(own_rank(), incarnation)
     if incarnation:
@@ -389,15 +461,21 @@ def raise_error(*_: object) -> None:
     raise PeersLostError("connections of another life")
 
 
-def test_a_job_that_is_started_again_after_its_end_goes_to_its_end_again(tmp_path: Path) -> None:
-    """A script's own work after the last iteration has failed, and torchrun has started all ranks again."""
+def test_a_job_that_is_started_again_after_its_end_goes_to_its_end_again(
+    tmp_path: Path,
+) -> None:
+    """A script's own work after the last iteration has failed, and torchrun has started
+    all ranks again.
+    """
     for incarnation in range(2):
         found = run_ranks(2, finish_in_each_life, str(tmp_path), incarnation)
         assert found == [(3.0, False, "connections of another life")] * 2
 
 
 def lose_again_and_again(folder: str) -> dict[str, str]:
-    """Lose one generation after another; return what came of it, by what happened in each."""
+    """Lose one generation after another; return what came of it, by what happened in
+    each.
+    """
     generations, membership = open_first_life(folder, 1)
 
     def lose(number: int, what: str) -> None:
@@ -406,7 +484,10 @@ def lose_again_and_again(folder: str) -> dict[str, str]:
             generations.record_death(generation, death_of(0))
         if what == "an iteration":
             membership.page.enter(Phase.STEP, number)
-        generations.end(generation, f"{SUPERVISOR}: its daemon" if what == "a supervisor" else f"loss {number}")
+        generations.end(
+            generation,
+            f"{SUPERVISOR}: its daemon" if what == "a supervisor" else f"loss {number}",
+        )
         membership.leave()
 
     def lose_often(what: str) -> str:
@@ -417,24 +498,39 @@ def lose_again_and_again(folder: str) -> dict[str, str]:
                 return f"{number - 1} losses: {error}"
         return "goes on"
 
-    return {what: lose_often(what) for what in ("a death", "an iteration", "a supervisor", "nothing")}
+    return {
+        what: lose_often(what)
+        for what in ("a death", "an iteration", "a supervisor", "nothing")
+    }
 
 
-def test_losses_without_a_death_or_progress_are_an_error_in_the_end(tmp_path: Path) -> None:
+def test_losses_without_a_death_or_progress_are_an_error_in_the_end(
+    tmp_path: Path,
+) -> None:
     [found] = run_ranks(1, lose_again_and_again, str(tmp_path))
     said = found.pop("nothing")
     assert found == dict.fromkeys(found, "goes on")
-    assert said == "5 losses: connections were lost 5 times in a row though no rank died, the last time: loss 5"
+    assert (
+        said
+        == "5 losses: connections were lost 5 times in a row though no rank died, the"
+        " last time: loss 5"
+    )
 
 
 # Members that may not go on: what counts is the exit status of their processes.
 
 
 def join_and_stay(connection: Connection, folder: str, port: int | None = None) -> None:
-    """Join as the first incarnation of the only rank, as often as asked; stay. The store: a file, or one at a port."""
+    """Join as the first incarnation of the only rank, as often as asked; stay. The
+    store: a file, or one at a port.
+    """
 
     def connect(folder: str) -> dist.Store:
-        return dist.TCPStore("127.0.0.1", port, is_master=False) if port else open_store(folder)
+        return (
+            dist.TCPStore("127.0.0.1", port, is_master=False)
+            if port
+            else open_store(folder)
+        )
 
     membership = open_membership(folder, 0, 1, connect=connect)
     while True:
@@ -479,11 +575,15 @@ def only_member(store: dist.Store, page: StatusPage) -> tuple[Generations, Membe
     member = Member(global_rank=0, world_size=1, incarnation=0)
     calls = dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None)
     groups: Any = SimpleNamespace(**calls, num_formed=0, num_kept=0)
-    return generations, Membership(member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S)
+    return generations, Membership(
+        member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S
+    )
 
 
 def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> None:
-    generations, membership = only_member(dist.HashStore(), StatusPage(tmp_path / "page"))
+    generations, membership = only_member(
+        dist.HashStore(), StatusPage(tmp_path / "page")
+    )
     ends = [threading.Event(), threading.Event()]
     remaining = iter(ends)
     membership.at_end(lambda: next(remaining).set())

@@ -1,6 +1,8 @@
-"""Idle process groups that go on in the next generation: the vote in every interleaving, and real groups of gloo.
+"""Idle process groups that go on in the next generation: the vote in every
+interleaving, and real groups of gloo.
 
-Real processes, as a group is idle, broken or out of step by what gloo's sockets have carried.
+Real processes, as a group is idle, broken or out of step by what gloo's sockets have
+carried.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class NotYetError(Exception):
 
 
 class Replayed:
-    """The store as one voter sees it: requests that it has made have their answers; at most one more is made."""
+    """The store as one voter sees it: requests that it has made have their answers; at
+    most one more is made.
+    """
 
     def __init__(self, store: dist.Store, answers: list[Any], *, may_ask: bool) -> None:
         self._store = store
@@ -80,8 +84,12 @@ class Vote:
             self._run(voter, may_ask=True)
 
     def decisions(self) -> list[bool | None]:
-        """Return what each voter has decided; None while it has more requests to make, or waits."""
-        return [self._run(voter, may_ask=False) for voter in range(len(self._positions))]
+        """Return what each voter has decided; None while it has more requests to make,
+        or waits.
+        """
+        return [
+            self._run(voter, may_ask=False) for voter in range(len(self._positions))
+        ]
 
     def asks(self, voter: int) -> bool:
         """Let a voter make its next request; return whether it has one."""
@@ -104,7 +112,9 @@ def orders(positions: Sequence[str | None]) -> Iterator[tuple[int, ...]]:
         order = unseen.pop()
         yield order
         voters = range(len(positions))
-        unseen += [(*order, voter) for voter in voters if Vote(positions, order).asks(voter)]
+        unseen += [
+            (*order, voter) for voter in voters if Vote(positions, order).asks(voter)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -121,13 +131,17 @@ def orders(positions: Sequence[str | None]) -> Iterator[tuple[int, ...]]:
         (("3/1", None, "2/1"), False),
     ],
 )
-def test_members_agree_in_every_order_of_their_requests(positions: tuple[str | None, ...], is_kept: bool) -> None:
+def test_members_agree_in_every_order_of_their_requests(
+    positions: tuple[str | None, ...], is_kept: bool
+) -> None:
     num_orders = 0
     for order in orders(positions):
         decisions = Vote(positions, order).decisions()
         assert set(decisions) <= {None, is_kept}, order
         # to the last request: nobody waits for a member that has voted
-        is_last = not any(Vote(positions, order).asks(voter) for voter in range(len(positions)))
+        is_last = not any(
+            Vote(positions, order).asks(voter) for voter in range(len(positions))
+        )
         assert not is_last or None not in decisions, order
         num_orders += is_last
     assert num_orders > 1
@@ -166,7 +180,9 @@ SUMS = [(11.0, 1111.0)] * 2 + [(1100.0, 1111.0)] * 2
 
 
 def lose_rank_0(folder: str) -> list[Any]:
-    """Return each survivor's groups and sums, generation by generation; rank 0 dies at the end of each."""
+    """Return each survivor's groups and sums, generation by generation; rank 0 dies at
+    the end of each.
+    """
     if own_rank() == 0:
         for generation in (1, 2, 3):
             pid = os.fork()
@@ -200,7 +216,10 @@ def _be_rank_0(folder: str, generation: int) -> int:
 def test_groups_without_the_lost_rank_go_on(tmp_path: Path) -> None:
     _, *found = run_ranks(4, lose_rank_0, str(tmp_path))
     counts = [[(2, 0)] * 3, *[[(2, 0), (1, 1), (1, 1)]] * 2]
-    assert found == [[(count, sums) for count in of] for of, sums in zip(counts, SUMS[1:], strict=True)]
+    assert found == [
+        [(count, sums) for count in of]
+        for of, sums in zip(counts, SUMS[1:], strict=True)
+    ]
 
 
 def stay(groups: ElasticGroups) -> None:
@@ -236,7 +255,10 @@ def transfer(groups: ElasticGroups) -> None:
 def be_refused(groups: ElasticGroups) -> None:
     """Begin, as rank 0, what gloo does not take."""
     if own_rank() == 0:
-        assert outcome_of(lambda: dist.all_gather([torch.ones(1)] * 3, torch.ones(1))) == "PeersLostError"
+        assert (
+            outcome_of(lambda: dist.all_gather([torch.ones(1)] * 3, torch.ones(1)))
+            == "PeersLostError"
+        )
 
 
 def lose_the_connection(groups: ElasticGroups) -> None:
@@ -256,11 +278,17 @@ LAST_ACTS: dict[Callable[[ElasticGroups], None], bool] = {
     be_refused: False,
     lose_the_connection: True,
 }
-"""What two ranks do before their generation ends, and whether they go on with their group."""
+"""What two ranks do before their generation ends, and whether they go on with their
+group.
+"""
 
 
-def go_on_after(act: Callable[[ElasticGroups], None], folder: str) -> tuple[int, list[str]]:
-    """Return how many groups are kept after an act, and the sums of the next generations."""
+def go_on_after(
+    act: Callable[[ElasticGroups], None], folder: str
+) -> tuple[int, list[str]]:
+    """Return how many groups are kept after an act, and the sums of the next
+    generations.
+    """
     groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
     groups.form(open_store(folder), 1)
     sums = [outcome_of(sum_of_two)]
@@ -282,7 +310,9 @@ def sum_of_two() -> float:
 
 
 @pytest.mark.parametrize("act", LAST_ACTS, ids=lambda act: act.__name__)
-def test_a_group_is_kept_if_nothing_is_under_way_in_it(tmp_path: Path, act: Callable[[ElasticGroups], None]) -> None:
+def test_a_group_is_kept_if_nothing_is_under_way_in_it(
+    tmp_path: Path, act: Callable[[ElasticGroups], None]
+) -> None:
     # a connection that was lost while nobody used it is found by its next operation
     second = "PeersLostError" if act is lose_the_connection else "got 11.0"
     wanted = int(LAST_ACTS[act]), ["got 11.0", second, "got 11.0"]
@@ -290,7 +320,9 @@ def test_a_group_is_kept_if_nothing_is_under_way_in_it(tmp_path: Path, act: Call
 
 
 def cut_a_kept_group(folder: str) -> tuple[int, int, float]:
-    """Return how many groups a second and a third generation have kept, and the sum of the third."""
+    """Return how many groups a second and a third generation have kept, and the sum of
+    the third.
+    """
     groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
     groups.form(open_store(folder), 1)
     groups.leave()
@@ -308,7 +340,9 @@ def test_what_waits_in_a_kept_group_is_cut_off(tmp_path: Path) -> None:
 
 
 def end_before_all_have_voted(folder: str) -> tuple[str, int, float]:
-    """Return how forming ends for a rank whose generation ends meanwhile, and the next generation's groups and sum."""
+    """Return how forming ends for a rank whose generation ends meanwhile, and the next
+    generation's groups and sum.
+    """
     groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
     groups.form(open_store(folder), 1)
     sum_of_two()
@@ -317,7 +351,11 @@ def end_before_all_have_voted(folder: str) -> tuple[str, int, float]:
     outcome = "has not voted"
     if own_rank() == 0:
         client = open_store(folder)
-        votes = threading.Thread(target=lambda: wait_until(lambda: client.num_keys() > before) and groups.cut())
+        votes = threading.Thread(
+            target=lambda: (
+                wait_until(lambda: client.num_keys() > before) and groups.cut()
+            )
+        )
         before = client.num_keys()
         votes.start()
         outcome = outcome_of(lambda: groups.form(client, 2))
@@ -329,14 +367,18 @@ def end_before_all_have_voted(folder: str) -> tuple[str, int, float]:
 
 def test_a_vote_that_a_cut_has_ended_is_held_again(tmp_path: Path) -> None:
     outcomes = "PeersLostError", "has not voted"
-    assert run_ranks(2, end_before_all_have_voted, str(tmp_path)) == [(each, 1, 11.0) for each in outcomes]
+    assert run_ranks(2, end_before_all_have_voted, str(tmp_path)) == [
+        (each, 1, 11.0) for each in outcomes
+    ]
 
 
 NUM_GENERATIONS = 20
 
 
 def keep_a_group(folder: str) -> tuple[list[int], tuple[int, int], tuple[int, int]]:
-    """Return the kept groups of each generation, and how many files and threads there were at first and at last."""
+    """Return the kept groups of each generation, and how many files and threads there
+    were at first and at last.
+    """
     groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
     client, kept, first = open_store(folder), [], (0, 0)
     for generation in range(1, 1 + NUM_GENERATIONS):
@@ -346,7 +388,8 @@ def keep_a_group(folder: str) -> tuple[list[int], tuple[int, int], tuple[int, in
         first = first if generation > 2 else count_held()
         meet(store, f"the end of {generation}", 2)
         groups.leave()
-    wait_until(lambda: holds_no_more(count_held(), first))  # threads that have formed groups end by themselves
+    # threads that have formed groups end by themselves
+    wait_until(lambda: holds_no_more(count_held(), first))
     return kept, first, count_held()
 
 

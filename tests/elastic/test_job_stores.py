@@ -1,4 +1,6 @@
-"""The two stores of a job, torch's and the one on etcd: one table of the rules that generations need."""
+"""The two stores of a job, torch's and the one on etcd: one table of the rules that
+generations need.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
         def open_torch(part: str) -> dist.Store:
-            return dist.PrefixStore(part, dist.TCPStore("127.0.0.1", server.port, is_master=False))
+            return dist.PrefixStore(
+                part, dist.TCPStore("127.0.0.1", server.port, is_master=False)
+            )
 
         yield open_torch
         return
@@ -69,10 +73,22 @@ def part() -> str:
 
 ROWS: dict[str, tuple[list[tuple[Any, ...]], list[Any]]] = {
     "set, get": ([("set", "a", "one"), ("get", "a")], [None, b"one"]),
-    "set twice": ([("set", "a", "one"), ("set", "a", "two"), ("get", "a")], [None, None, b"two"]),
-    "any bytes": ([("set", "a", bytes(range(256))), ("get", "a")], [None, bytes(range(256))]),
-    "an empty value": ([("set", "a", ""), ("check", ["a"]), ("get", "a")], [None, True, b""]),
-    "any key": ([("set", "a/\u00e4 b", "1"), ("check", ["a/\u00e4 b", "a"])], [None, False]),
+    "set twice": (
+        [("set", "a", "one"), ("set", "a", "two"), ("get", "a")],
+        [None, None, b"two"],
+    ),
+    "any bytes": (
+        [("set", "a", bytes(range(256))), ("get", "a")],
+        [None, bytes(range(256))],
+    ),
+    "an empty value": (
+        [("set", "a", ""), ("check", ["a"]), ("get", "a")],
+        [None, True, b""],
+    ),
+    "any key": (
+        [("set", "a/\u00e4 b", "1"), ("check", ["a/\u00e4 b", "a"])],
+        [None, False],
+    ),
     "check": (
         [("check", ["a"]), ("set", "a", "1"), ("check", ["a"]), ("check", ["a", "b"])],
         [False, None, True, False],
@@ -81,15 +97,36 @@ ROWS: dict[str, tuple[list[tuple[Any, ...]], list[Any]]] = {
         [("delete_key", "a"), ("set", "a", "1"), ("delete_key", "a"), ("check", ["a"])],
         [False, None, True, False],
     ),
-    "add": ([("add", "a", 1), ("add", "a", 2), ("add", "a", -4), ("add", "a", 0)], [1, 3, -1, -1]),
+    "add": (
+        [("add", "a", 1), ("add", "a", 2), ("add", "a", -4), ("add", "a", 0)],
+        [1, 3, -1, -1],
+    ),
     "add nothing": ([("add", "a", 0), ("add", "a", 1)], [0, 1]),
-    "add, get": ([("add", "a", 12), ("get", "a"), ("set", "a", "40"), ("add", "a", 2)], [12, b"12", None, 42]),
+    "add, get": (
+        [("add", "a", 12), ("get", "a"), ("set", "a", "40"), ("add", "a", 2)],
+        [12, b"12", None, 42],
+    ),
     "swap from nothing": ([("compare_set", "a", "", "1"), ("get", "a")], [b"1", b"1"]),
-    "swap from something": ([("set", "a", "1"), ("compare_set", "a", "1", "2"), ("get", "a")], [None, b"2", b"2"]),
-    "no swap: another value": ([("set", "a", "1"), ("compare_set", "a", "0", "2"), ("get", "a")], [None, b"1", b"1"]),
-    "no swap: it exists": ([("set", "a", "1"), ("compare_set", "a", "", "2"), ("get", "a")], [None, b"1", b"1"]),
-    "no swap: it does not exist": ([("compare_set", "a", "1", "2"), ("check", ["a"])], [b"1", False]),
-    "many keys": ([("set", "k7", "1"), ("check", [f"k{n}" for n in range(300)])], [None, False]),
+    "swap from something": (
+        [("set", "a", "1"), ("compare_set", "a", "1", "2"), ("get", "a")],
+        [None, b"2", b"2"],
+    ),
+    "no swap: another value": (
+        [("set", "a", "1"), ("compare_set", "a", "0", "2"), ("get", "a")],
+        [None, b"1", b"1"],
+    ),
+    "no swap: it exists": (
+        [("set", "a", "1"), ("compare_set", "a", "", "2"), ("get", "a")],
+        [None, b"1", b"1"],
+    ),
+    "no swap: it does not exist": (
+        [("compare_set", "a", "1", "2"), ("check", ["a"])],
+        [b"1", False],
+    ),
+    "many keys": (
+        [("set", "k7", "1"), ("check", [f"k{n}" for n in range(300)])],
+        [None, False],
+    ),
 }
 
 
@@ -97,7 +134,9 @@ ROWS: dict[str, tuple[list[tuple[Any, ...]], list[Any]]] = {
 def test_operations(row: str, connect: Connect, part: str) -> None:
     store = connect(part)
     operations, wanted = ROWS[row]
-    assert [getattr(store, name)(*arguments) for name, *arguments in operations] == wanted
+    assert [
+        getattr(store, name)(*arguments) for name, *arguments in operations
+    ] == wanted
 
 
 def test_parts_have_keys_of_their_own(connect: Connect, part: str) -> None:
@@ -107,7 +146,9 @@ def test_parts_have_keys_of_their_own(connect: Connect, part: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [["a"], ["there", "a"]])
-def test_a_wait_for_a_key_that_does_not_come_ends(keys: list[str], connect: Connect, part: str) -> None:
+def test_a_wait_for_a_key_that_does_not_come_ends(
+    keys: list[str], connect: Connect, part: str
+) -> None:
     store = connect(part)
     store.set("there", "1")
     since_s = time.monotonic()
@@ -120,20 +161,30 @@ def test_a_wait_for_a_key_that_does_not_come_ends(keys: list[str], connect: Conn
 def test_a_wait_ends_with_another_connections_write(
     way: str, connect: Connect, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other connection writes the keys one by one, the first while this one waits for it."""
+    """The other connection writes the keys one by one, the first while this one waits
+    for it.
+    """
     monkeypatch.setattr(etcd_store, "_LOOK_AGAIN_S", 2 * WAIT_S)  # it is to be woken
     one, other = connect(part), connect(part)
-    writing = threading.Thread(target=lambda: [other.set(key, key) for key in ("b", "a")])
+    writing = threading.Thread(
+        target=lambda: [other.set(key, key) for key in ("b", "a")]
+    )
     timer = threading.Timer(0.1, writing.start)
     timer.start()
-    seen = one.get("a") if way == "get" else one.wait(["a", "b"], timedelta(seconds=WAIT_S))
+    seen = (
+        one.get("a")
+        if way == "get"
+        else one.wait(["a", "b"], timedelta(seconds=WAIT_S))
+    )
     timer.join()
     writing.join()
     assert (seen, one.check(["a", "b"])) == (b"a" if way == "get" else None, True)
 
 
 def test_each_sum_is_seen_by_one_connection_only(connect: Connect, part: str) -> None:
-    """The last rank to arrive begins a generation: two last ones, or none, would be two generations, or none."""
+    """The last rank to arrive begins a generation: two last ones, or none, would be two
+    generations, or none.
+    """
     stores = [connect(part) for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
         sums = threads.map(lambda store: [store.add("n", 1) for _ in range(5)], stores)
@@ -143,7 +194,9 @@ def test_each_sum_is_seen_by_one_connection_only(connect: Connect, part: str) ->
 def test_one_connection_wins_a_swap(connect: Connect, part: str) -> None:
     stores = [connect(part) for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
-        seen = set(threads.map(lambda store, n: store.compare_set("a", "", n), stores, "1234"))
+        seen = set(
+            threads.map(lambda store, n: store.compare_set("a", "", n), stores, "1234")
+        )
     assert seen == {stores[0].get("a")}
 
 
@@ -170,7 +223,9 @@ REPEATED = {
 
 
 @pytest.mark.parametrize("row", REPEATED)
-def test_a_request_whose_answer_was_lost_counts_once(row: str, cut: tuple[EtcdStore, Proxy]) -> None:
+def test_a_request_whose_answer_was_lost_counts_once(
+    row: str, cut: tuple[EtcdStore, Proxy]
+) -> None:
     store, proxy = cut
     assert (store.add("a", 1), store.check(["a"])) == (1, True)
     (name, *arguments), wanted, left = REPEATED[row]
@@ -180,7 +235,9 @@ def test_a_request_whose_answer_was_lost_counts_once(row: str, cut: tuple[EtcdSt
     assert (store.get("a"), len(proxy.damages), proxy.num_connections) == (left, 0, 3)
 
 
-def test_a_lost_answer_counts_once_though_others_added_meanwhile(etcd: EtcdServer, cut, monkeypatch) -> None:
+def test_a_lost_answer_counts_once_though_others_added_meanwhile(
+    etcd: EtcdServer, cut, monkeypatch
+) -> None:
     """The second key tells: the number alone has gone on."""
     store, proxy = cut
     with closing(client_of(etcd)) as client:
@@ -199,7 +256,9 @@ def test_a_lost_answer_counts_once_though_others_added_meanwhile(etcd: EtcdServe
     assert (sums, store.add("b", 0)) == ([1], 2)
 
 
-def test_a_change_between_the_look_and_the_watch_is_seen(etcd: EtcdServer, part: str) -> None:
+def test_a_change_between_the_look_and_the_watch_is_seen(
+    etcd: EtcdServer, part: str
+) -> None:
     with closing(client_of(etcd)) as client:
         store = EtcdStore(client, f"job/{part}/", WAIT_S)
         _, revision = store._read(["a"])
@@ -220,7 +279,10 @@ def test_a_member_that_is_gone_is_passed_over(etcd: EtcdServer, part: str) -> No
 def test_a_wait_outlives_a_restart_of_etcd(tmp_path, stack: ExitStack) -> None:
     etcd = EtcdServer(stack, tmp_path)
     with closing(client_of(etcd)) as waiting, closing(client_of(etcd)) as writing:
-        one, other = EtcdStore(waiting, "job/", WAIT_S), EtcdStore(writing, "job/", WAIT_S)
+        one, other = (
+            EtcdStore(waiting, "job/", WAIT_S),
+            EtcdStore(writing, "job/", WAIT_S),
+        )
         other.set("before", "1")
         seen: list[bytes] = []
         thread = threading.Thread(target=lambda: seen.append(one.get("after")))
@@ -232,10 +294,15 @@ def test_a_wait_outlives_a_restart_of_etcd(tmp_path, stack: ExitStack) -> None:
         assert (seen, one.check(["before"])) == ([b"2"], True)
 
 
-def test_a_cluster_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_never_answers_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(etcd_client, "_PATIENCE_S", 0.3)
     client = EtcdClient([("127.0.0.1", 1)], "job/lease")
-    with pytest.raises(dist.DistNetworkError, match=r"etcd at 127.0.0.1:1: got no answer in 0.3 seconds \(Conn"):
+    with pytest.raises(
+        dist.DistNetworkError,
+        match=r"etcd at 127.0.0.1:1: got no answer in 0.3 seconds \(Conn",
+    ):
         EtcdStore(client, "job/", WAIT_S).check(["a"])
 
 
@@ -243,7 +310,10 @@ def test_all_keys_end_with_the_jobs_lease(etcd: EtcdServer, part: str) -> None:
     """Two processes find one lease."""
     with ExitStack() as stack:
         to_etcd = [("127.0.0.1", etcd.port)]
-        clients = [stack.enter_context(closing(EtcdClient(to_etcd, f"{part}/lease"))) for _ in range(2)]
+        clients = [
+            stack.enter_context(closing(EtcdClient(to_etcd, f"{part}/lease")))
+            for _ in range(2)
+        ]
         one, other = (EtcdStore(client, f"{part}/", WAIT_S) for client in clients)
         one.set("a", "1")
         other.add("b", 1)
@@ -257,7 +327,9 @@ def test_all_keys_end_with_the_jobs_lease(etcd: EtcdServer, part: str) -> None:
 
 
 @pytest.mark.full
-def test_keys_last_as_long_as_a_process_asks(etcd: EtcdServer, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_last_as_long_as_a_process_asks(
+    etcd: EtcdServer, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(etcd_client, "_LEASE_S", 2)
     monkeypatch.setattr(etcd_client, "_RENEW_S", 0.1)
     with closing(EtcdClient([("127.0.0.1", etcd.port)], f"{part}/lease")) as client:
@@ -268,13 +340,23 @@ def test_keys_last_as_long_as_a_process_asks(etcd: EtcdServer, part: str, monkey
                 store.wait(["b"], timedelta(seconds=0.5))
         assert store.check(["a"])
         monkeypatch.setattr(etcd_client, "_RENEW_S", 1000.0)
-        assert wait_until(lambda: not store.check(["a"])), "a lease that is not renewed does not end"
+        assert wait_until(lambda: not store.check(["a"])), (
+            "a lease that is not renewed does not end"
+        )
 
 
-@pytest.mark.parametrize("members", ["host", "host:", "host:0", "host:70000", "a:1,,b:2", ":1", "http://host:1"])
+@pytest.mark.parametrize(
+    "members",
+    ["host", "host:", "host:0", "host:70000", "a:1,,b:2", ":1", "http://host:1"],
+)
 def test_members_that_cannot_be_are_refused(members: str) -> None:
-    assert error_of(runtime_config, etcd=members).startswith(f"runtime.etcd: got {members!r}, wanted HOST:PORT of one")
+    assert error_of(runtime_config, etcd=members).startswith(
+        f"runtime.etcd: got {members!r}, wanted HOST:PORT of one"
+    )
 
 
 def test_members_are_hosts_with_ports() -> None:
-    assert parse_endpoints("runtime.etcd", "node-1:2379, 10.0.0.2:65535") == [("node-1", 2379), ("10.0.0.2", 65535)]
+    assert parse_endpoints("runtime.etcd", "node-1:2379, 10.0.0.2:65535") == [
+        ("node-1", 2379),
+        ("10.0.0.2", 65535),
+    ]

@@ -1,4 +1,6 @@
-"""NCCL's way of forming and ending, on a device that is not there: what is asked of CUDA, torch and NCCL."""
+"""NCCL's way of forming and ending, on a device that is not there: what is asked of
+CUDA, torch and NCCL.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ class FakeDevice:
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclBackend:
     for name in NCCL_SWITCHES:
-        monkeypatch.setenv(name, "1")  # as torchrun sets some; undone when the test ends
+        # as torchrun sets some; undone when the test ends
+        monkeypatch.setenv(name, "1")
     monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
     return nccl_without_cuda(monkeypatch)
 
@@ -89,12 +92,21 @@ def nccl_without_cuda(monkeypatch: pytest.MonkeyPatch) -> NcclBackend:
 
 
 def test_nccl_is_kept_from_ending_survivors(nccl: NcclBackend) -> None:
-    assert {name: os.environ[name] for name in NCCL_SWITCHES} == dict.fromkeys(NCCL_SWITCHES, "0")
+    assert {name: os.environ[name] for name in NCCL_SWITCHES} == dict.fromkeys(
+        NCCL_SWITCHES, "0"
+    )
 
 
-def test_a_watchdog_that_ends_survivors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watchdog_that_ends_survivors_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
-    with pytest.raises(ConfigError, match=r"^TORCH_DISTRIBUTED_DEBUG: got 'DETAIL', wanted INFO or OFF with runtime"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^TORCH_DISTRIBUTED_DEBUG: got 'DETAIL', wanted INFO or OFF with runtime"
+        ),
+    ):
         nccl_without_cuda(monkeypatch)
 
 
@@ -109,13 +121,17 @@ def test_a_point_is_asked_for_with_its_own_device(nccl: NcclBackend) -> None:
     assert FakeDevice.entered == [("another thread", torch.device("cuda", 0))]
 
 
-def test_launched_operations_are_waited_for_unless_all_is_over(nccl: NcclBackend) -> None:
+def test_launched_operations_are_waited_for_unless_all_is_over(
+    nccl: NcclBackend,
+) -> None:
     FakeEvent.looks = 5
     nccl.sync(lambda: False, WAIT_S)
     assert FakeEvent.looks == 0
     FakeEvent.looks = 1 << 60
     nccl.sync(lambda: True, WAIT_S)
-    with pytest.raises(PeersLostError, match=r"operations on cuda:0 took more than 0\.01 s"):
+    with pytest.raises(
+        PeersLostError, match=r"operations on cuda:0 took more than 0\.01 s"
+    ):
         nccl.sync(lambda: False, 0.01)
 
 
@@ -129,7 +145,9 @@ class Launched:
         self.is_awaited = True
 
     def wait(self) -> None:
-        raise AssertionError("torch would abort a communicator here before the generation has ended")
+        raise AssertionError(
+            "torch would abort a communicator here before the generation has ended"
+        )
 
 
 def test_a_failed_operation_aborts_nothing_before_its_generation_has_ended(
@@ -144,7 +162,9 @@ def test_a_failed_operation_aborts_nothing_before_its_generation_has_ended(
     nccl.sync(lambda: False, WAIT_S)
     backend.get_error = lambda: ErrorType.COMM_ERROR
     FakeEvent.looks = 5
-    with pytest.raises(PeersLostError, match="operations on cuda:0: NCCL reports COMM_ERROR"):
+    with pytest.raises(
+        PeersLostError, match="operations on cuda:0: NCCL reports COMM_ERROR"
+    ):
         nccl.sync(lambda: False, WAIT_S)
 
 
@@ -169,7 +189,11 @@ def test_a_device_is_quiet_once_all_aborts_and_all_streams_are_done(
     nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drained, synchronized = threading.Event(), []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda at: synchronized.append(at) or drained.wait(WAIT_S))
+    monkeypatch.setattr(
+        torch.cuda,
+        "synchronize",
+        lambda at: synchronized.append(at) or drained.wait(WAIT_S),
+    )
     stuck = [StuckGroup(), StuckGroup()]
     for _ in range(2):
         nccl.begin()
@@ -186,7 +210,10 @@ def test_a_device_is_quiet_once_all_aborts_and_all_streams_are_done(
         drained.set()
         assert wait_until(nccl.is_quiet)
         assert time.monotonic() - begun_s < WAIT_S / 3, "a call blocked"
-        assert ([group.aborts for group in stuck], synchronized) == ([1, 1], [torch.device("cuda", 0)])
+        assert ([group.aborts for group in stuck], synchronized) == (
+            [1, 1],
+            [torch.device("cuda", 0)],
+        )
         stuck = [StuckGroup(), StuckGroup()]
         synchronized.clear()
         drained.clear()
@@ -210,7 +237,9 @@ def test_a_device_that_is_lost_ends_the_process_by_a_signal() -> None:
 
 
 class Bootstrap:
-    """A backend of NCCL whose communicator waits for a peer, unless there is `another_end` to its making."""
+    """A backend of NCCL whose communicator waits for a peer, unless there is
+    `another_end` to its making.
+    """
 
     made: ClassVar[list[Bootstrap]] = []
     another_end: ClassVar[list[Callable[[], object]]] = []
@@ -221,7 +250,8 @@ class Bootstrap:
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(WAIT_S / 6)  # where no cut ends it: the test's own threads do end
+            # where no cut ends it: the test's own threads do end
+            server.settimeout(WAIT_S / 6)
             self.listening = True
             try:
                 (self.another_end or [server.accept])[0]()  # NCCL's waits without limit
@@ -239,7 +269,9 @@ class Bootstrap:
 
 
 @pytest.fixture
-def forming(nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Future[Any]]]:
+def forming(
+    nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Future[Any]]]:
     """Return a function that begins to make a rank's group, in a thread."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Bootstrap, raising=False)
     monkeypatch.setattr(nccl_backend, "group_of", lambda backend, *_: backend)
@@ -254,7 +286,9 @@ def forming(nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         yield functools.partial(threads.submit, make)
 
 
-def test_a_cut_ends_groups_that_are_being_formed(nccl: NcclBackend, forming: Callable[..., Future[Any]]) -> None:
+def test_a_cut_ends_groups_that_are_being_formed(
+    nccl: NcclBackend, forming: Callable[..., Future[Any]]
+) -> None:
     group = forming(0, 1, dist.HashStore())
     assert wait_until(lambda: bool(Bootstrap.made) and Bootstrap.made[0].listening)
     assert not nccl.is_quiet(), "a communicator is being made"
@@ -268,7 +302,9 @@ def test_a_cut_ends_groups_that_are_being_formed(nccl: NcclBackend, forming: Cal
 
 
 def test_a_group_that_is_made_as_its_generation_is_cut_is_aborted(
-    nccl: NcclBackend, forming: Callable[..., Future[Any]], monkeypatch: pytest.MonkeyPatch
+    nccl: NcclBackend,
+    forming: Callable[..., Future[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No handle has it, nor will one."""
     monkeypatch.setattr(Bootstrap, "another_end", [lambda: nccl.cut(WAIT_S)])
@@ -284,7 +320,9 @@ class WaitedForStore(dist.HashStore):
         super().__init__()
         self.makes_at_waits: list[bool] = []
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)) -> None:
+    def wait(
+        self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)
+    ) -> None:
         self.makes_at_waits.append(any(each.listening for each in Bootstrap.made))
         super().wait(keys, timeout)
 
@@ -302,8 +340,12 @@ def test_ranks_meet_before_they_make_a_communicator(
     assert {first.result(WAIT_S), second.result(WAIT_S)} == set(Bootstrap.made)
 
 
-def begin_an_operation(nccl: NcclBackend, group: StuckGroup, operation: Callable[[], object]) -> threading.Thread:
-    """Begin an operation of a group in a thread that takes its time; return the thread once it is inside."""
+def begin_an_operation(
+    nccl: NcclBackend, group: StuckGroup, operation: Callable[[], object]
+) -> threading.Thread:
+    """Begin an operation of a group in a thread that takes its time; return the thread
+    once it is inside.
+    """
     is_inside = threading.Event()
 
     def begin() -> None:
@@ -317,13 +359,19 @@ def begin_an_operation(nccl: NcclBackend, group: StuckGroup, operation: Callable
     return thread
 
 
-def test_no_group_is_aborted_while_a_thread_begins_an_operation(nccl: NcclBackend) -> None:
-    """An abort frees memory that the operation reads. Other groups are aborted: it may wait for their kernels."""
+def test_no_group_is_aborted_while_a_thread_begins_an_operation(
+    nccl: NcclBackend,
+) -> None:
+    """An abort frees memory that the operation reads. Other groups are aborted: it may
+    wait for their kernels.
+    """
     group, other, may_end, seen = StuckGroup(), StuckGroup(), threading.Event(), []
     nccl.begin()
     hold(nccl, group, other)
     nccl.formed()
-    thread = begin_an_operation(nccl, group, lambda: may_end.wait(WAIT_S) and seen.append(group.aborts))
+    thread = begin_an_operation(
+        nccl, group, lambda: may_end.wait(WAIT_S) and seen.append(group.aborts)
+    )
     nccl.cut(WAIT_S)
     assert wait_until(lambda: other.aborts == 1)
     assert not nccl.is_quiet()
@@ -337,7 +385,11 @@ def test_no_group_is_aborted_while_a_thread_begins_an_operation(nccl: NcclBacken
 
 def cut_an_operation_that_waits_for_its_peer() -> int:
     """Return how often the group was aborted once the operation has failed."""
-    nccl, group, failed = nccl_without_cuda(pytest.MonkeyPatch()), StuckGroup(), threading.Event()
+    nccl, group, failed = (
+        nccl_without_cuda(pytest.MonkeyPatch()),
+        StuckGroup(),
+        threading.Event(),
+    )
     nccl.begin()
     with socket.create_server(("127.0.0.1", 0)) as server:
         hold(nccl, group)
@@ -360,8 +412,12 @@ def test_an_operation_that_waits_for_its_peer_to_connect_is_ended_by_a_cut() -> 
     assert run_ranks(1, cut_an_operation_that_waits_for_its_peer) == [1]
 
 
-def test_connections_are_cut_until_the_last_group_has_been_made(nccl: NcclBackend) -> None:
-    """A thread whose peer is lost gives up, and all is formed for the thread that waits for it."""
+def test_connections_are_cut_until_the_last_group_has_been_made(
+    nccl: NcclBackend,
+) -> None:
+    """A thread whose peer is lost gives up, and all is formed for the thread that waits
+    for it.
+    """
     nccl.begin()
     with nccl._making():
         nccl.formed()
@@ -397,7 +453,9 @@ class GroupedCalls:
         return 4 if self.is_wrong else 0
 
 
-def test_calls_of_a_group_that_was_left_open_are_dropped(nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_a_group_that_was_left_open_are_dropped(
+    nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else later calls of the thread are only collected, and never run."""
     calls = GroupedCalls()
     monkeypatch.setattr(nccl, "_nccl", calls)

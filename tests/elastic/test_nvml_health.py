@@ -1,4 +1,6 @@
-"""The health command for GPUs: which signs make a GPU sick, and which GPU is a rank's. NVML is a stand-in."""
+"""The health command for GPUs: which signs make a GPU sick, and which GPU is a rank's.
+NVML is a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.elastic.nvml_health import GpuHealth, main, name_of_gpu, read_health, signs_of_sickness
+from moe_ckpt.elastic.nvml_health import (
+    GpuHealth,
+    main,
+    name_of_gpu,
+    read_health,
+    signs_of_sickness,
+)
 from tests.scenarios import ROOT
 
 
@@ -27,14 +35,27 @@ class NoEventError(NVMLError):
 
 
 class StandInNvml(ModuleType):
-    """NVML of one GPU; a sign that is an exception is raised. It notes the sets of events that are open."""
+    """NVML of one GPU; a sign that is an exception is raised. It notes the sets of
+    events that are open.
+    """
 
     NVMLError = NVMLError
     NVMLError_NotSupported = NotSupportedError
     NVMLError_Timeout = NoEventError
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, nvmlEventTypeXidCriticalError = 1, 0, 8  # noqa: N815
+    (
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        NVML_VOLATILE_ECC,
+        nvmlEventTypeXidCriticalError,  # noqa: N815
+    ) = 1, 0, 8
 
-    def __init__(self, *, ecc: Any = 0, rows: Any = (0, 0, 0, 0), xids: Any = (), handle: Any = None) -> None:
+    def __init__(
+        self,
+        *,
+        ecc: Any = 0,
+        rows: Any = (0, 0, 0, 0),
+        xids: Any = (),
+        handle: Any = None,
+    ) -> None:
         super().__init__("pynvml")
         self.asked: list[Any] = []
         self.open: set[str] = set()
@@ -44,7 +65,9 @@ class StandInNvml(ModuleType):
         self.nvmlShutdown = lambda: self.open.remove("nvml")
         self.nvmlDeviceGetHandleByIndex = lambda number: self._of(number, handle)
         self.nvmlDeviceGetHandleByUUID = self.nvmlDeviceGetHandleByIndex
-        self.nvmlDeviceGetTotalEccErrors = lambda gpu, kind, since: _result(ecc if (kind, since) == (1, 0) else -1)
+        self.nvmlDeviceGetTotalEccErrors = lambda gpu, kind, since: _result(
+            ecc if (kind, since) == (1, 0) else -1
+        )
         self.nvmlDeviceGetRemappedRows = lambda gpu: _result(rows)
         self.nvmlEventSetCreate = lambda: self.open.add("events")
         self.nvmlEventSetFree = lambda events: self.open.remove("events")
@@ -74,10 +97,16 @@ def _result(value: Any) -> Any:
         (GpuHealth(uncorrected=0, remap_failed=False, remap_pending=False), []),
         (GpuHealth(uncorrected=3), ["3 ECC errors that were not corrected"]),
         (GpuHealth(remap_failed=True), ["a row of memory could not be remapped"]),
-        (GpuHealth(remap_pending=True), ["a row of memory waits to be remapped, for a reset"]),
+        (
+            GpuHealth(remap_pending=True),
+            ["a row of memory waits to be remapped, for a reset"],
+        ),
         (GpuHealth(xids=(79,)), ["Xid 79"]),
         (GpuHealth(xids=(13, 31, 43, 45, 68, 109)), []),
-        (GpuHealth(xids=(31, 48), uncorrected=1), ["Xid 48", "1 ECC errors that were not corrected"]),
+        (
+            GpuHealth(xids=(31, 48), uncorrected=1),
+            ["Xid 48", "1 ECC errors that were not corrected"],
+        ),
     ],
 )
 def test_signs(health: GpuHealth, signs: list[str]) -> None:
@@ -102,16 +131,28 @@ def test_the_gpu_of_a_rank(environment: dict[str, str], gpu: str) -> None:
 @pytest.mark.parametrize(
     ("nvml", "health"),
     [
-        (StandInNvml(), GpuHealth(uncorrected=0, remap_failed=False, remap_pending=False)),
+        (
+            StandInNvml(),
+            GpuHealth(uncorrected=0, remap_failed=False, remap_pending=False),
+        ),
         (
             StandInNvml(ecc=2, rows=(5, 6, 0, 1), xids=(79, 63)),
-            GpuHealth(uncorrected=2, remap_failed=True, remap_pending=False, xids=(79, 63)),
+            GpuHealth(
+                uncorrected=2, remap_failed=True, remap_pending=False, xids=(79, 63)
+            ),
         ),
         (
             StandInNvml(rows=(0, 0, 1, 0)),
             GpuHealth(uncorrected=0, remap_failed=False, remap_pending=True),
         ),
-        (StandInNvml(ecc=NotSupportedError(), rows=NotSupportedError(), xids=NotSupportedError()), GpuHealth()),
+        (
+            StandInNvml(
+                ecc=NotSupportedError(),
+                rows=NotSupportedError(),
+                xids=NotSupportedError(),
+            ),
+            GpuHealth(),
+        ),
     ],
     ids=["well", "sick", "reset", "an old one"],
 )
@@ -130,23 +171,37 @@ def test_a_gpu_with_a_name_is_found_by_it() -> None:
     ("nvml", "status", "says"),
     [
         (StandInNvml(), 0, []),
-        (StandInNvml(ecc=1, xids=(79,)), 1, ["GPU 1: Xid 79; 1 ECC errors that were not corrected"]),
-        (StandInNvml(handle=NVMLError("GPU is lost")), 1, ["GPU 1: NVML says: GPU is lost"]),
+        (
+            StandInNvml(ecc=1, xids=(79,)),
+            1,
+            ["GPU 1: Xid 79; 1 ECC errors that were not corrected"],
+        ),
+        (
+            StandInNvml(handle=NVMLError("GPU is lost")),
+            1,
+            ["GPU 1: NVML says: GPU is lost"],
+        ),
     ],
     ids=["well", "sick", "lost"],
 )
-def test_the_command(nvml: StandInNvml, status: int, says: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(
+    nvml: StandInNvml, status: int, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     said: list[str] = []
     assert (main({"LOCAL_RANK": "1"}, said.append), said) == (status, says)
 
 
 def test_without_pynvml_the_command_says_what_to_install(tmp_path) -> None:
-    """As a supervisor runs it; a module that cannot be imported stands for one that is not installed."""
+    """As a supervisor runs it; a module that cannot be imported stands for one that is
+    not installed.
+    """
     (tmp_path / "pynvml.py").write_text("raise ModuleNotFoundError('pynvml')\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-X", "importtime", "-m", "moe_ckpt.elastic.nvml_health"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 1
     assert "wanted the extra `nvml` (pip install 'moe-ckpt[nvml]')" in run.stderr
     assert "| torch" not in run.stderr, "seconds of imports, of runtime.health_s"

@@ -1,4 +1,6 @@
-"""Groups that outlive generations, on real gloo: what they compute, what ends them, and what they leave behind."""
+"""Groups that outlive generations, on real gloo: what they compute, what ends them, and
+what they leave behind.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from megatron.core import parallel_state
 from launcher.proc import stands_still
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.elastic.backends import GlooBackend
-from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND, ElasticGroup, ElasticGroups, Guards, InnerGroup
+from moe_ckpt.elastic.process_groups import (
+    BACKEND,
+    CPU_BACKEND,
+    ElasticGroup,
+    ElasticGroups,
+    Guards,
+    InnerGroup,
+)
 from moe_ckpt.elastic.supervisor import run_and_exit
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.linux import own_files
@@ -53,22 +62,32 @@ from tests.waits import WAIT_S
 
 
 def late() -> GlooBackend:
-    """Return a transport whose ranks connect as an operation needs them, in groups of any size."""
+    """Return a transport whose ranks connect as an operation needs them, in groups of
+    any size.
+    """
     return GlooBackend(most_connected=1)
 
 
-def late_over_generations(folder: str, generations: Sequence[int]) -> list[dict[str, Any]]:
+def late_over_generations(
+    folder: str, generations: Sequence[int]
+) -> list[dict[str, Any]]:
     return over_generations(folder, CPU_BACKEND, generations, late())
 
 
-def test_one_handle_computes_the_same_as_gloo_in_every_generation(tmp_path: Path) -> None:
+def test_one_handle_computes_the_same_as_gloo_in_every_generation(
+    tmp_path: Path,
+) -> None:
     wanted = run_ranks(3, with_plain_gloo)
     assert [result["all_reduce"][0] for result in wanted] == [[111.0, 222.0, 333.0]] * 3
     together, later = tmp_path / "together", tmp_path / "later"
     for folder in (together, later):
         folder.mkdir()
-    assert run_ranks(3, over_generations, str(together), CPU_BACKEND, (1, 2, 5)) == [[want] * 3 for want in wanted]
-    assert run_ranks(3, late_over_generations, str(later), (1, 2)) == [[want] * 2 for want in wanted]
+    assert run_ranks(3, over_generations, str(together), CPU_BACKEND, (1, 2, 5)) == [
+        [want] * 3 for want in wanted
+    ]
+    assert run_ranks(3, late_over_generations, str(later), (1, 2)) == [
+        [want] * 2 for want in wanted
+    ]
 
 
 def open_sockets() -> set[str]:
@@ -76,7 +95,9 @@ def open_sockets() -> set[str]:
 
 
 def use_groups_after_a_leave(folder: str) -> tuple[set[str], set[str], bool, bool]:
-    """Return how operations ended, those begun after a leave and those before, and whether groups and sockets went."""
+    """Return how operations ended, those begun after a leave and those before, and
+    whether groups and sockets went.
+    """
     gc.collect()
     sockets = open_sockets()
     groups = open_groups(own_rank(), 3)
@@ -85,17 +106,26 @@ def use_groups_after_a_leave(folder: str) -> tuple[set[str], set[str], bool, boo
     groups.form(store, 1)
     call_all(places)
     mine = [(group, ranks) for group, ranks in places if own_rank() in ranks]
-    begun = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group, _ in mine]
+    begun = [
+        dist.all_reduce(torch.ones(1), group=group, async_op=True) for group, _ in mine
+    ]
     insides = [weakref.ref(inside) for inside in groups.insides]
     assert len(insides) >= 3
     assert open_sockets() > sockets
-    assert wait_until(lambda: all(work.is_completed() for work in begun if work is not None))
+    assert wait_until(
+        lambda: all(work.is_completed() for work in begun if work is not None)
+    )
     meet(store, "all that was begun is complete", 3)
     groups.leave()
-    refused = {outcome_of(partial(call, group, ranks)) for group, ranks in mine for call in COLLECTIVES}
+    refused = {
+        outcome_of(partial(call, group, ranks))
+        for group, ranks in mine
+        for call in COLLECTIVES
+    }
     late = {outcome_of(work.wait) for work in begun if work is not None}
     begun.clear()
-    gc.collect()  # errors and the frames that they went through hold each other, and operations
+    # errors and the frames that they went through hold each other, and operations
+    gc.collect()
     are_forgotten = wait_until(lambda: all(inside() is None for inside in insides))
     are_closed = wait_until(lambda: open_sockets() == sockets)
     meet(store, "all ranks have tried", 3)
@@ -104,7 +134,10 @@ def use_groups_after_a_leave(folder: str) -> tuple[set[str], set[str], bool, boo
 
 def test_after_a_leave_nothing_stale_is_in_use_though_all_live(tmp_path: Path) -> None:
     lost = {"PeersLostError"}
-    assert run_ranks(3, use_groups_after_a_leave, str(tmp_path)) == [(lost, lost, True, True)] * 3
+    assert (
+        run_ranks(3, use_groups_after_a_leave, str(tmp_path))
+        == [(lost, lost, True, True)] * 3
+    )
 
 
 def large() -> torch.Tensor:
@@ -119,7 +152,10 @@ WAITS: dict[str, Callable[[], object]] = {
     "barrier": dist.barrier,
     "all_gather": lambda: dist.all_gather_object([None, None], "mine"),
     "all_to_all": lambda: dist.all_to_all_single(torch.zeros(2), torch.zeros(2)),
-    "batch": lambda: [work.wait() for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(1), 1)])],
+    "batch": lambda: [
+        work.wait()
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(1), 1)])
+    ],
     "large send": lambda: dist.send(large(), 1),
     "large broadcast": lambda: dist.broadcast(large(), 0),
     "large all_to_all": lambda: dist.all_to_all_single(large(), large()),
@@ -130,13 +166,19 @@ WAITS: dict[str, Callable[[], object]] = {
 """What rank 0 waits in for rank 1, which stands still."""
 
 
-def release(groups: ElasticGroups, waiting: threading.Event, released: threading.Event, name: str) -> None:
+def release(
+    groups: ElasticGroups,
+    waiting: threading.Event,
+    released: threading.Event,
+    name: str,
+) -> None:
     """Be the thread that watches the generation: it ends as soon as rank 0 waits."""
     waiting.wait(WAIT_S)
     while not released.wait(0.01):
         if name not in FORGOTTEN:
             groups.cut()
-        if name in FORGOTTEN or name.startswith("large"):  # which gloo forgets now and then
+        # which gloo forgets now and then
+        if name in FORGOTTEN or name.startswith("large"):
             groups.abandon()
 
 
@@ -165,7 +207,9 @@ def wait_for_a_stopped_peer(folder: str) -> dict[str, str]:
             assert wait_until(lambda pid=pid: stands_still(pid))
             waiting.clear()
             released = threading.Event()
-            watcher = threading.Thread(target=release, args=(groups, waiting, released, name))
+            watcher = threading.Thread(
+                target=release, args=(groups, waiting, released, name)
+            )
             watcher.start()
             found[name] = outcome_of(wait)
             released.set()
@@ -182,9 +226,13 @@ def test_an_operation_that_waits_for_a_stopped_peer_is_released(tmp_path: Path) 
 
 
 class LateWork:
-    """An operation whose peer begins it once waits for it have timed out `NUM_SLICES` times."""
+    """An operation whose peer begins it once waits for it have timed out `NUM_SLICES`
+    times.
+    """
 
-    def __init__(self, work: Any, begin_on_peer: Callable[[], object], timeouts: list[str]) -> None:
+    def __init__(
+        self, work: Any, begin_on_peer: Callable[[], object], timeouts: list[str]
+    ) -> None:
         self.work = work
         self.is_completed = work.is_completed
         self._begin_on_peer = begin_on_peer
@@ -208,15 +256,28 @@ NUM_SLICES = 3
 
 
 class LateTransport(GlooBackend):
-    """gloo whose operations wait for a peer that is late, once `begin_on_peer` says how that begins."""
+    """gloo whose operations wait for a peer that is late, once `begin_on_peer` says how
+    that begins.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.begin_on_peer: Callable[[], object] | None = None
         self.timeouts: list[str] = []
 
-    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
-        return LateGroup(super().make(store, rank, size, form_s=form_s, operation_s=operation_s), self)
+    def make(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        form_s: float,
+        operation_s: float,
+    ) -> Any:
+        return LateGroup(
+            super().make(store, rank, size, form_s=form_s, operation_s=operation_s),
+            self,
+        )
 
 
 class LateGroup:
@@ -232,7 +293,9 @@ class LateGroup:
         if late.begin_on_peer is None or name.startswith("_get"):
             return begin
         begin_on_peer = late.begin_on_peer
-        return lambda *arguments, **options: LateWork(begin(*arguments, **options), begin_on_peer, late.timeouts)
+        return lambda *arguments, **options: LateWork(
+            begin(*arguments, **options), begin_on_peer, late.timeouts
+        )
 
 
 ENDS_AT_THE_LAST = ("reduce", "gather", "gather_object")
@@ -240,7 +303,9 @@ ENDS_AT_THE_LAST = ("reduce", "gather", "gather_object")
 
 
 def call_with_a_late_peer(folder: str) -> dict[str, tuple[Any, bool]]:
-    """Return what each collective gives, and whether a wait for it has timed out several times."""
+    """Return what each collective gives, and whether a wait for it has timed out
+    several times.
+    """
     transport = LateTransport()
     groups, store = open_groups(own_rank(), 2, transport=transport), open_store(folder)
     groups.form(open_store(folder), 1)
@@ -249,13 +314,16 @@ def call_with_a_late_peer(folder: str) -> dict[str, tuple[Any, bool]]:
         name = call.__name__
         is_first = own_rank() == (name in ENDS_AT_THE_LAST)
         transport.timeouts.clear()
-        transport.begin_on_peer = partial(store.set, f"{name}/begin", "") if is_first else None
+        transport.begin_on_peer = (
+            partial(store.set, f"{name}/begin", "") if is_first else None
+        )
         if not is_first:
             store.wait([f"{name}/begin"], timedelta(seconds=WAIT_S))
         result = plain(call(dist.group.WORLD, [0, 1]))
         found[name] = (result, len(transport.timeouts) >= NUM_SLICES)
         if transport.begin_on_peer is not None:
-            transport.begin_on_peer()  # an operation that needs no peer has ended without
+            # an operation that needs no peer has ended without
+            transport.begin_on_peer()
         transport.begin_on_peer = None
         meet(store, f"{name}/end", 2)
     return found
@@ -263,21 +331,28 @@ def call_with_a_late_peer(folder: str) -> dict[str, tuple[Any, bool]]:
 
 def call_in_time() -> dict[str, Any]:
     dist.init_process_group("gloo", store=rank_store(), rank=own_rank(), world_size=2)
-    return {call.__name__: plain(call(dist.group.WORLD, [0, 1])) for call in COLLECTIVES}
+    return {
+        call.__name__: plain(call(dist.group.WORLD, [0, 1])) for call in COLLECTIVES
+    }
 
 
 WAIT_WITH_A_HELPER = {
     *("send", "send_around"),  # a timeout closes the connection
-    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_coalesced"),  # takes none
+    # takes none
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_coalesced"),
 }
 
 
 def test_collectives_with_a_late_peer_survive_slices_of_a_wait(tmp_path: Path) -> None:
-    """In processes: only gloo itself can say which of its operations go on after a timeout."""
+    """In processes: only gloo itself can say which of its operations go on after a
+    timeout.
+    """
     wanted = run_ranks(2, call_in_time)
     found = run_ranks(2, call_with_a_late_peer, str(tmp_path))
     for rank in range(2):
-        assert {name: result for name, (result, _) in found[rank].items()} == wanted[rank]
+        assert {name: result for name, (result, _) in found[rank].items()} == wanted[
+            rank
+        ]
     sliced = {name for name in wanted[0] if found[0][name][1] or found[1][name][1]}
     assert sliced == set(wanted[0]) - WAIT_WITH_A_HELPER
 
@@ -336,9 +411,15 @@ def form_without_the_last(folder: str) -> tuple[str, Any]:
     return outcome, plain(all_reduce(None, [0, 1, 2]))
 
 
-def test_forming_ends_where_a_rank_does_not_come_and_all_can_form_anew(tmp_path: Path) -> None:
+def test_forming_ends_where_a_rank_does_not_come_and_all_can_form_anew(
+    tmp_path: Path,
+) -> None:
     found = run_ranks(3, form_without_the_last, str(tmp_path))
-    assert [outcome for outcome, _ in found] == ["PeersLostError", "PeersLostError", "did not come"]
+    assert [outcome for outcome, _ in found] == [
+        "PeersLostError",
+        "PeersLostError",
+        "did not come",
+    ]
     assert [total for _, total in found] == [[111.0, 222.0, 333.0]] * 3
 
 
@@ -346,7 +427,9 @@ def form_until_cut() -> str:
     """Form with a peer that never comes, and be cut once all is said that can be."""
     client = dist.HashStore()
     groups = open_groups(0, 2)
-    threading.Thread(target=lambda: wait_until(lambda: client.num_keys() > 0) and groups.cut()).start()
+    threading.Thread(
+        target=lambda: wait_until(lambda: client.num_keys() > 0) and groups.cut()
+    ).start()
     return outcome_of(lambda: groups.form(client, 1))
 
 
@@ -354,14 +437,20 @@ def test_forming_is_released_by_a_cut() -> None:
     assert run_ranks(1, form_until_cut) == ["PeersLostError"]
 
 
-def outlive_a_peer_that_has_not_connected(folder: str, operation: Callable[[], object]) -> tuple[str, Any]:
-    """Return how an operation ends whose peer has died before, and what the next generation gives."""
+def outlive_a_peer_that_has_not_connected(
+    folder: str, operation: Callable[[], object]
+) -> tuple[str, Any]:
+    """Return how an operation ends whose peer has died before, and what the next
+    generation gives.
+    """
     store, waiting, outcome = open_store(folder), threading.Event(), "was not there"
     dies = own_rank() == 1 and os.fork() == 0
     if own_rank() == 1 and not dies:
         os.wait()
         store.set("has died", "")
-    groups = open_groups(own_rank(), 2, on_wait=lambda waits: waits and waiting.set(), transport=late())
+    groups = open_groups(
+        own_rank(), 2, on_wait=lambda waits: waits and waiting.set(), transport=late()
+    )
     if dies:
         groups.form(open_store(folder), 1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -369,7 +458,9 @@ def outlive_a_peer_that_has_not_connected(folder: str, operation: Callable[[], o
         groups.form(open_store(folder), 1)
         store.wait(["has died"])
         released = threading.Event()
-        watcher = threading.Thread(target=release, args=(groups, waiting, released, "large"))
+        watcher = threading.Thread(
+            target=release, args=(groups, waiting, released, "large")
+        )
         watcher.start()
         outcome = outcome_of(operation)
         released.set()
@@ -389,27 +480,39 @@ def receive_from_last() -> None:
 def test_an_operation_ends_whose_peer_has_died_before_they_connected(
     operation: Callable[[], object], tmp_path: Path
 ) -> None:
-    """gloo tries to connect for long, a transfer as it begins: there is no socket whose end would end the operation."""
-    first, second = run_ranks(2, outlive_a_peer_that_has_not_connected, str(tmp_path), operation)
+    """gloo tries to connect for long, a transfer as it begins: there is no socket whose
+    end would end the operation.
+    """
+    first, second = run_ranks(
+        2, outlive_a_peer_that_has_not_connected, str(tmp_path), operation
+    )
     assert first == ("PeersLostError", [11.0, 22.0, 33.0])
     assert second == ("was not there", [11.0, 22.0, 33.0])
 
 
 NUM_ROLES = 6
-"""Generations in which each rank is, by chance, the one that connects or the one that waits for it."""
+"""Generations in which each rank is, by chance, the one that connects or the one that
+waits for it.
+"""
 
 
 def receive_from_an_idle_peer(folder: str) -> list[str]:
-    """Return how transfers end that a cut reaches before their peer has begun any, generation by generation."""
+    """Return how transfers end that a cut reaches before their peer has begun any,
+    generation by generation.
+    """
     waiting, outcomes = threading.Event(), []
-    groups = open_groups(own_rank(), 2, on_wait=lambda waits: waits and waiting.set(), transport=late())
+    groups = open_groups(
+        own_rank(), 2, on_wait=lambda waits: waits and waiting.set(), transport=late()
+    )
     store = open_store(folder)
     for generation in range(1, 1 + NUM_ROLES):
         groups.form(open_store(folder), generation)
         if own_rank() == 0:
             waiting.clear()
             released = threading.Event()
-            watcher = threading.Thread(target=release, args=(groups, waiting, released, "large recv"))
+            watcher = threading.Thread(
+                target=release, args=(groups, waiting, released, "large recv")
+            )
             watcher.start()
             outcomes.append(outcome_of(receive_from_last))
             released.set()
@@ -419,13 +522,17 @@ def receive_from_an_idle_peer(folder: str) -> list[str]:
     return outcomes
 
 
-def test_a_transfer_that_waits_for_its_peer_to_connect_is_released_by_a_cut(tmp_path: Path) -> None:
+def test_a_transfer_that_waits_for_its_peer_to_connect_is_released_by_a_cut(
+    tmp_path: Path,
+) -> None:
     outcomes, _ = run_ranks(2, receive_from_an_idle_peer, str(tmp_path))
     assert outcomes == ["PeersLostError"] * NUM_ROLES
 
 
 def wait_for_a_peer_that_cuts(folder: str) -> str:
-    """Return how an operation ends once the other rank, which is not in it, has cut its groups."""
+    """Return how an operation ends once the other rank, which is not in it, has cut its
+    groups.
+    """
     groups, store = open_groups(own_rank(), 2, transport=late()), open_store(folder)
     groups.form(open_store(folder), 1)
     dist.all_reduce(torch.ones(1))  # connects
@@ -439,23 +546,33 @@ def wait_for_a_peer_that_cuts(folder: str) -> str:
     return outcome
 
 
-def test_a_cut_shuts_down_what_was_connected_after_the_groups_were_formed(tmp_path: Path) -> None:
-    assert run_ranks(2, wait_for_a_peer_that_cuts, str(tmp_path)) == ["PeersLostError", "cut"]
+def test_a_cut_shuts_down_what_was_connected_after_the_groups_were_formed(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(2, wait_for_a_peer_that_cuts, str(tmp_path)) == [
+        "PeersLostError",
+        "cut",
+    ]
 
 
 NUM_DEATHS = 10
 
 
 def outlive_peers(folder: str) -> list[tuple[int, int]]:
-    """Return, as rank 0, how many files and threads there were after each death of rank 1, and at last."""
+    """Return, as rank 0, how many files and threads there were after each death of rank
+    1, and at last.
+    """
     if own_rank() == 1:
         for generation in range(1, 1 + NUM_DEATHS):
             pid = os.fork()
             if pid == 0:
-                run_and_exit(lambda generation=generation: train_as_peer(folder, generation))
+                run_and_exit(
+                    lambda generation=generation: train_as_peer(folder, generation)
+                )
             os.waitpid(pid, 0)
         return []
-    groups = open_groups(0, 2, operation_s=5.0)  # as long as gloo may keep what it has forgotten
+    # as long as gloo may keep what it has forgotten
+    groups = open_groups(0, 2, operation_s=5.0)
     dist.new_group([0, 1], backend=CPU_BACKEND)
     client, store, counts = open_store(folder), open_store(folder), []
     for generation in range(1, 1 + NUM_DEATHS):
@@ -468,7 +585,11 @@ def outlive_peers(folder: str) -> list[tuple[int, int]]:
             while True:
                 dist.all_reduce(torch.ones(1000))
         groups.leave()
-        wait_until(lambda: "_bury" not in " ".join(thread.name for thread in threading.enumerate()))
+        wait_until(
+            lambda: (
+                "_bury" not in " ".join(thread.name for thread in threading.enumerate())
+            )
+        )
         counts.append(count_held())
     # gloo's own thread closes the last sockets, when it gets a CPU
     wait_until(lambda: holds_no_more(count_held(), counts[1]))
@@ -484,7 +605,9 @@ def train_as_peer(folder: str, generation: int) -> int:
         dist.all_reduce(torch.ones(1000))
 
 
-def test_a_survivor_of_many_deaths_holds_no_more_than_after_the_first(tmp_path: Path) -> None:
+def test_a_survivor_of_many_deaths_holds_no_more_than_after_the_first(
+    tmp_path: Path,
+) -> None:
     counts, _ = run_ranks(2, outlive_peers, str(tmp_path))
     assert len(counts) == NUM_DEATHS + 1
     assert holds_no_more(counts[-1], counts[1]), counts
@@ -520,15 +643,23 @@ def lose_ranks_inside_coalesced_collectives(folder: str) -> tuple[str, Any]:
     return outcome, plain(all_reduce(None, [0, 1]))
 
 
-def test_a_loss_inside_coalesced_collectives_leaves_nothing_to_later_ones(tmp_path: Path) -> None:
+def test_a_loss_inside_coalesced_collectives_leaves_nothing_to_later_ones(
+    tmp_path: Path,
+) -> None:
     found = run_ranks(2, lose_ranks_inside_coalesced_collectives, str(tmp_path))
     assert found == [("PeersLostError", [11.0, 22.0, 33.0])] * 2
 
 
 def wait_in_two_threads(folder: str) -> tuple[set[int], bool, int]:
-    """Return which threads told that they wait, what was told last while both did, and the training thread."""
+    """Return which threads told that they wait, what was told last while both did, and
+    the training thread.
+    """
     told: list[tuple[int, bool]] = []
-    groups = open_groups(own_rank(), 2, on_wait=lambda waiting: told.append((threading.get_ident(), waiting)))
+    groups = open_groups(
+        own_rank(),
+        2,
+        on_wait=lambda waiting: told.append((threading.get_ident(), waiting)),
+    )
     other: Any = dist.new_group([0, 1], backend=CPU_BACKEND)
     store = open_store(folder)
 
@@ -557,14 +688,17 @@ def test_only_the_thread_that_trains_tells_that_it_waits(tmp_path: Path) -> None
 
 
 def wait_in_backward(folder: str) -> list[bool]:
-    """Return what a rank told while a gradient waited for the other rank, in a thread that is not the training one."""
+    """Return what a rank told while a gradient waited for the other rank, in a thread
+    that is not the training one.
+    """
     told: list[bool] = []
     groups = open_groups(own_rank(), 2, on_wait=told.append)
     groups.form(open_store(folder), 1)
     told.clear()
     weight = torch.ones(1, requires_grad=True)
     weight.register_hook(lambda gradient: dist.barrier() or gradient)
-    thread = threading.Thread(target=lambda: (weight * 2.0).sum().backward())  # as autograd does it for a device
+    # as autograd does it for a device
+    thread = threading.Thread(target=lambda: (weight * 2.0).sum().backward())
     thread.start()
     thread.join()
     first = told[:2]
@@ -583,33 +717,51 @@ class CountingTransport(GlooBackend):
         super().__init__()
         self.num_made = 0
 
-    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> Any:
+    def make(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        form_s: float,
+        operation_s: float,
+    ) -> Any:
         self.num_made += 1
         return super().make(store, rank, size, form_s=form_s, operation_s=operation_s)
 
 
 def form_megatrons_groups(folder: str) -> tuple[int, int, list[float]]:
-    """Return the number of groups with more than one rank, of inner groups, and what two that share one compute.
+    """Return the number of groups with more than one rank, of inner groups, and what
+    two that share one compute.
 
-    Of these two, each rank has begun the operations in the same order and waits for them in the other.
+    Of these two, each rank has begun the operations in the same order and waits for
+    them in the other.
     """
     transport = CountingTransport()
     groups = ElasticGroups(transport, PATIENT, lambda waiting: None)
     groups.register()
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=4)
+    dist.init_process_group(
+        BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=4
+    )
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=2, expert_model_parallel_size=2, create_gloo_process_groups=False
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        create_gloo_process_groups=False,
     )
     store = open_store(folder)
     for generation in (1, 2):
         groups.form(open_store(folder), generation)
-        totals = [torch.tensor([float(1 + own_rank())]), torch.tensor([10.0 * (1 + own_rank())])]
+        totals = [
+            torch.tensor([float(1 + own_rank())]),
+            torch.tensor([10.0 * (1 + own_rank())]),
+        ]
         places: list[Any] = [
             parallel_state.get_data_parallel_group(),
             parallel_state.get_expert_model_parallel_group(),
         ]
         begun = [
-            dist.all_reduce(total, group=place, async_op=True) for total, place in zip(totals, places, strict=True)
+            dist.all_reduce(total, group=place, async_op=True)
+            for total, place in zip(totals, places, strict=True)
         ]
         for work in reversed(begun):
             assert work is not None
@@ -621,13 +773,18 @@ def form_megatrons_groups(folder: str) -> tuple[int, int, list[float]]:
 
 
 def test_groups_of_the_same_members_share_one_inner_group(tmp_path: Path) -> None:
-    for rank, (num_groups, num_made, totals) in enumerate(run_ranks(4, form_megatrons_groups, str(tmp_path))):
-        assert (num_groups, num_made) == (12, 3)  # the second generation goes on with those of the first
+    for rank, (num_groups, num_made, totals) in enumerate(
+        run_ranks(4, form_megatrons_groups, str(tmp_path))
+    ):
+        # the second generation goes on with those of the first
+        assert (num_groups, num_made) == (12, 3)
         assert totals == ([3.0, 30.0] if rank < 2 else [7.0, 70.0])
 
 
 def form_beside_threads_that_are_late() -> tuple[str, set[int], int]:
-    """Return how forming ended, how many groups its threads made, and how many are in the next generation."""
+    """Return how forming ended, how many groups its threads made, and how many are in
+    the next generation.
+    """
     transport = HeldTransport()
     groups = open_groups(0, 8, form_s=0.02, transport=transport)
     for other in range(1, 8):
@@ -642,11 +799,17 @@ def form_beside_threads_that_are_late() -> tuple[str, set[int], int]:
     transport.held.set()
     for thread in (*late, next_one):
         thread.join(WAIT_S)
-    return outcome, {transport.made_by.count(thread) for thread in late}, len(groups.insides)
+    return (
+        outcome,
+        {transport.made_by.count(thread) for thread in late},
+        len(groups.insides),
+    )
 
 
 def test_a_thread_that_is_late_in_forming_ends_with_its_generation() -> None:
-    assert run_ranks(1, form_beside_threads_that_are_late) == [("PeersLostError", {1}, 8)]
+    assert run_ranks(1, form_beside_threads_that_are_late) == [
+        ("PeersLostError", {1}, 8)
+    ]
 
 
 def form_while_the_generation_ends() -> str:

@@ -16,7 +16,12 @@ from moe_ckpt.errors import PeersLostError
 from tests.waits import WAIT_S
 
 
-def polling(client: dist.Store, *, is_over: Callable[[], bool] = lambda: False, timeout_s: float = WAIT_S) -> Any:
+def polling(
+    client: dist.Store,
+    *,
+    is_over: Callable[[], bool] = lambda: False,
+    timeout_s: float = WAIT_S,
+) -> Any:
     return PollingStore(client, threading.Lock(), "7/", is_over, timeout_s)
 
 
@@ -31,7 +36,9 @@ def test_a_polling_store_is_a_part_of_its_client() -> None:
 def test_a_polling_store_waits_for_a_key_that_another_sets() -> None:
     client, asked = dist.HashStore(), threading.Event()
     store = polling(client, is_over=lambda: bool(asked.set()))
-    setter = threading.Thread(target=lambda: asked.wait(WAIT_S) and client.set("7/a", "late"))
+    setter = threading.Thread(
+        target=lambda: asked.wait(WAIT_S) and client.set("7/a", "late")
+    )
     setter.start()
     assert store.get("a") == b"late"
     setter.join()
@@ -39,22 +46,32 @@ def test_a_polling_store_waits_for_a_key_that_another_sets() -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, timedelta(seconds=WAIT_S)])
-def test_a_wait_in_a_polling_store_ends_when_others_are_lost(timeout: timedelta | None) -> None:
+def test_a_wait_in_a_polling_store_ends_when_others_are_lost(
+    timeout: timedelta | None,
+) -> None:
     answers = iter([False, False, True])
     store = polling(dist.HashStore(), is_over=lambda: next(answers))
     with pytest.raises(PeersLostError, match="rendezvous: other ranks were lost"):
         store.wait(["a"], timeout)
 
 
-@pytest.mark.parametrize(("own_s", "asked_s"), [(0.02, None), (0.02, WAIT_S), (WAIT_S, 0.02)])
-def test_a_wait_in_a_polling_store_has_a_deadline(own_s: float, asked_s: float | None) -> None:
+@pytest.mark.parametrize(
+    ("own_s", "asked_s"), [(0.02, None), (0.02, WAIT_S), (WAIT_S, 0.02)]
+)
+def test_a_wait_in_a_polling_store_has_a_deadline(
+    own_s: float, asked_s: float | None
+) -> None:
     store = polling(dist.HashStore(), timeout_s=own_s)
     with pytest.raises(PeersLostError, match=r"got no \['a'\] in 0.02 s"):
         store.wait(["a"], None if asked_s is None else timedelta(seconds=asked_s))
 
 
-@pytest.mark.parametrize("ask", [lambda store: store.set("a", "1"), lambda store: store.add("a", 1)])
-def test_a_polling_store_that_is_over_asks_nothing(ask: Callable[[Any], object]) -> None:
+@pytest.mark.parametrize(
+    "ask", [lambda store: store.set("a", "1"), lambda store: store.add("a", 1)]
+)
+def test_a_polling_store_that_is_over_asks_nothing(
+    ask: Callable[[Any], object],
+) -> None:
     client = dist.HashStore()
     with pytest.raises(PeersLostError, match="rendezvous: other ranks were lost"):
         ask(polling(client, is_over=lambda: True))
@@ -63,7 +80,11 @@ def test_a_polling_store_that_is_over_asks_nothing(ask: Callable[[Any], object])
 
 def test_a_polling_store_asks_less_and_less_often() -> None:
     asked: list[float] = []
-    store = polling(dist.HashStore(), is_over=lambda: bool(asked.append(time.monotonic())), timeout_s=0.4)
+    store = polling(
+        dist.HashStore(),
+        is_over=lambda: bool(asked.append(time.monotonic())),
+        timeout_s=0.4,
+    )
     with pytest.raises(PeersLostError, match="got no"):
         store.wait(["a"])
     assert 10 < len(asked) < 60

@@ -1,4 +1,6 @@
-"""Servers outside of a job find it by its store or run folder, and take numbers that no other server has."""
+"""Servers outside of a job find it by its store or run folder, and take numbers that no
+other server has.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ import torch.distributed as dist
 from moe_ckpt import server
 from moe_ckpt.config import NO_TLS
 from moe_ckpt.elastic.job_store import STORE_FILE, part_of
-from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerHosts, ServerNumbers, ServerRules, ServerSettings
+from moe_ckpt.elastic.server_hosts import (
+    PART,
+    SETTINGS,
+    ServerHosts,
+    ServerNumbers,
+    ServerRules,
+    ServerSettings,
+)
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.exact_json import ExactDecoder
@@ -36,29 +45,51 @@ def address(port: int) -> Address:
 
 def test_each_number_has_one_server_and_a_lost_one_is_free_again() -> None:
     numbers = ServerNumbers(dist.HashStore(), 2)
-    assert [numbers.claim(address(port)) for port in (1, 2, 3)] == [(0, 0), (1, 0), None], "the third is a spare"
+    assert [numbers.claim(address(port)) for port in (1, 2, 3)] == [
+        (0, 0),
+        (1, 0),
+        None,
+    ], "the third is a spare"
     numbers.lose(0)
     assert numbers.address(0) == ""
     assert numbers.claim(address(3)) == (0, 1)
     assert numbers.claim(address(1)) is None, "the lost one, if it comes back"
-    assert [numbers.address(number) for number in (0, 1)] == [str(address(3)), str(address(2))]
+    assert [numbers.address(number) for number in (0, 1)] == [
+        str(address(3)),
+        str(address(2)),
+    ]
     assert numbers.wait(1, 0.0) == str(address(2))
 
 
-@pytest.mark.parametrize("mirror", [None, MirrorSettings(interface="e0", captures=3, loss=0.0, keep_iters=4)])
+@pytest.mark.parametrize(
+    "mirror", [None, MirrorSettings(interface="e0", captures=3, loss=0.0, keep_iters=4)]
+)
 def test_settings_reach_servers_as_they_are(mirror: MirrorSettings | None) -> None:
-    settings = ServerSettings(num_servers=2, timeout_s=60.0, most_bytes_per_owner=None, mirror=mirror, tls=NO_TLS)
-    assert ExactDecoder(ServerSettings).decode(msgspec.json.encode(settings)) == settings
+    settings = ServerSettings(
+        num_servers=2,
+        timeout_s=60.0,
+        most_bytes_per_owner=None,
+        mirror=mirror,
+        tls=NO_TLS,
+    )
+    assert (
+        ExactDecoder(ServerSettings).decode(msgspec.json.encode(settings)) == settings
+    )
 
 
-def test_a_job_is_found_by_its_store_or_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_found_by_its_store_or_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / STORE_FILE).write_text("10.0.0.1:29500\n")
     make_secret(tmp_path)
     secret = tmp_path / SECRET_FILE
     found = (address(29500), secret.read_text())
     assert find_job(str(tmp_path), None) == find_job("10.0.0.1:29500", secret) == found
     assert server.main(["nowhere:x"]) == 1
-    assert capsys.readouterr().err == "error: JOB: got 'nowhere:x', wanted a run folder, or HOST:PORT\n"
+    assert (
+        capsys.readouterr().err
+        == "error: JOB: got 'nowhere:x', wanted a run folder, or HOST:PORT\n"
+    )
     assert server.main(["10.0.0.1:29500"]) == 1
     wanted = "a copy of the run folder's file 'secret', which is not in the job's store"
     assert capsys.readouterr().err == f"error: --secret: got None, wanted {wanted}\n"
@@ -68,9 +99,17 @@ def serve(_: Connection, port: int, memory: Path, secret: Path) -> None:
     server.main([f"127.0.0.1:{port}", "--memory", str(memory), "--secret", str(secret)])
 
 
-def test_a_killed_server_leaves_no_states_in_memory(tmp_path: Path, start: Callable[..., Child]) -> None:
+def test_a_killed_server_leaves_no_states_in_memory(
+    tmp_path: Path, start: Callable[..., Child]
+) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    settings = ServerSettings(num_servers=1, timeout_s=60.0, most_bytes_per_owner=None, mirror=None, tls=NO_TLS)
+    settings = ServerSettings(
+        num_servers=1,
+        timeout_s=60.0,
+        most_bytes_per_owner=None,
+        mirror=None,
+        tls=NO_TLS,
+    )
     part_of(store, JOB).set(JOB_ID, "5")
     memory = tmp_path / "memory"
     memory.mkdir()
@@ -85,7 +124,9 @@ def test_a_killed_server_leaves_no_states_in_memory(tmp_path: Path, start: Calla
 
 
 class LoneRank:
-    """The only rank of a job. Each operation ends with the page as those of `ElasticGroups` leave it."""
+    """The only rank of a job. Each operation ends with the page as those of
+    `ElasticGroups` leave it.
+    """
 
     rank, size = 0, 1
 
@@ -102,8 +143,12 @@ class LoneRank:
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_a_rank_that_waits_for_servers_counts_as_waiting(tmp_path: Path, has_begun: bool) -> None:
-    """Its supervisor would kill it as hung. No server comes, neither as the job begins nor in place of a lost one."""
+def test_a_rank_that_waits_for_servers_counts_as_waiting(
+    tmp_path: Path, has_begun: bool
+) -> None:
+    """Its supervisor would kill it as hung. No server comes, neither as the job begins
+    nor in place of a lost one.
+    """
     page = StatusPage(tmp_path / "page")
     store = NotingStore(page)
     if has_begun:
@@ -112,5 +157,7 @@ def test_a_rank_that_waits_for_servers_counts_as_waiting(tmp_path: Path, has_beg
     ranks: Any = LoneRank(page)
     with contextlib.suppress(ConfigError):
         ServerHosts(store, TICKET, rules, page.waits).agree(ranks)
-    assert [is_waiting for request, is_waiting in store.seen if request == "wait"] == [True]
+    assert [is_waiting for request, is_waiting in store.seen if request == "wait"] == [
+        True
+    ]
     assert not page.waiting

@@ -1,4 +1,6 @@
-"""A node's folder in shared memory: there as long as the agent that started the ranks, found again by those after."""
+"""A node's folder in shared memory: there as long as the agent that started the ranks,
+found again by those after.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def live_on(connection: Connection) -> None:
 
 @pytest.fixture
 def start_agent(start: Callable[..., Child]) -> Callable[[], Child]:
-    """Return what starts a process that does nothing but live; the janitors of its folders go with it."""
+    """Return what starts a process that does nothing but live; the janitors of its
+    folders go with it.
+    """
     return lambda: start(live_on)
 
 
@@ -53,7 +57,9 @@ def open_as_supervisors(base: str, agent_pid: int) -> str:
 
 
 def memory_root_of(base: Path, agent: Child) -> Path:
-    """Return the folder that supervisors of an agent have opened; they are gone, only its janitor is there."""
+    """Return the folder that supervisors of an agent have opened; they are gone, only
+    its janitor is there.
+    """
     [root] = run_ranks(1, open_as_supervisors, str(base), agent.pid)
     return Path(root)
 
@@ -62,7 +68,9 @@ def wait_until_gone(path: Path) -> None:
     assert wait_until(lambda: not path.exists()), f"{path} is still there"
 
 
-def test_a_folder_goes_with_its_agent_and_not_before(tmp_path: Path, start_agent) -> None:
+def test_a_folder_goes_with_its_agent_and_not_before(
+    tmp_path: Path, start_agent
+) -> None:
     staying, leaving = start_agent(), start_agent()
     stays, goes = memory_root_of(tmp_path, staying), memory_root_of(tmp_path, leaving)
     for root in (stays, goes):
@@ -70,13 +78,21 @@ def test_a_folder_goes_with_its_agent_and_not_before(tmp_path: Path, start_agent
     leaving.kill()
     wait_until_gone(goes)
     assert (stays / "rank0003" / "page").exists(), "its janitor did not wait"
-    assert memory_root_of(tmp_path, staying) == stays, "supervisors that are started anew find their agent's folder"
+    assert memory_root_of(tmp_path, staying) == stays, (
+        "supervisors that are started anew find their agent's folder"
+    )
     assert sorted(tmp_path.iterdir()) == [stays]
-    assert stays.stat().st_mode & 0o777 == rank_memory(stays, 3).stat().st_mode & 0o777 == 0o700
+    assert (
+        stays.stat().st_mode & 0o777
+        == rank_memory(stays, 3).stat().st_mode & 0o777
+        == 0o700
+    )
 
 
 def open_and_die(output: Connection, base: str, agent_pid: int) -> None:
-    """Be a supervisor whose output another process reads, killed with all its process group as torchrun does."""
+    """Be a supervisor whose output another process reads, killed with all its process
+    group as torchrun does.
+    """
     os.setpgid(0, 0)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
@@ -85,7 +101,9 @@ def open_and_die(output: Connection, base: str, agent_pid: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def test_a_janitor_outlives_its_supervisors_group_and_keeps_no_output_open(tmp_path: Path, start, start_agent) -> None:
+def test_a_janitor_outlives_its_supervisors_group_and_keeps_no_output_open(
+    tmp_path: Path, start, start_agent
+) -> None:
     agent = start_agent()
     supervisor = start(open_and_die, str(tmp_path), agent.pid)
     assert supervisor.exit_status() == -signal.SIGKILL
@@ -107,7 +125,9 @@ def keep_on(connection: Connection, base: str, agent_pid: int) -> None:
     connection.recv()
 
 
-def test_a_folder_that_a_daemon_makes_after_its_agents_end_goes_with_it(tmp_path: Path, start, start_agent) -> None:
+def test_a_folder_that_a_daemon_makes_after_its_agents_end_goes_with_it(
+    tmp_path: Path, start, start_agent
+) -> None:
     agent = start_agent()
     daemon = start(keep_on, str(tmp_path), agent.pid)
     root = daemon.hear()
@@ -118,11 +138,15 @@ def test_a_folder_that_a_daemon_makes_after_its_agents_end_goes_with_it(tmp_path
     wait_until_gone(root)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+)
 def test_a_janitor_outlives_a_signal_to_all_processes_of_a_job(
     tmp_path: Path, start, start_agent, number: signal.Signals
 ) -> None:
-    """As Slurm and systemd send it: the agent ends by it, and somebody has to empty the memory."""
+    """As Slurm and systemd send it: the agent ends by it, and somebody has to empty the
+    memory.
+    """
     agent = start_agent()
     supervisor = start(supervise, str(tmp_path), agent.pid, 1000.0)
     os.kill(supervisor.hear(), number)
@@ -131,7 +155,9 @@ def test_a_janitor_outlives_a_signal_to_all_processes_of_a_job(
     assert wait_until(lambda: not list(tmp_path.iterdir()))
 
 
-def test_a_folder_whose_supervisor_died_before_it_had_a_janitor_gets_one(tmp_path: Path, start_agent) -> None:
+def test_a_folder_whose_supervisor_died_before_it_had_a_janitor_gets_one(
+    tmp_path: Path, start_agent
+) -> None:
     agent = start_agent()
     name = memory_root_of(tmp_path, agent).name
     (tmp_path / "again").mkdir()
@@ -150,17 +176,26 @@ def make_left(base: Path, name: str) -> Path:
     return root
 
 
-def test_folders_of_agents_that_are_gone_are_removed_and_no_others(tmp_path: Path, start_agent) -> None:
+def test_folders_of_agents_that_are_gone_are_removed_and_no_others(
+    tmp_path: Path, start_agent
+) -> None:
     gone, lives, opens = start_agent(), start_agent(), start_agent()
     here = pid_namespace()
     started, gone_started = start_ticks(lives.pid), start_ticks(gone.pid)
-    left = [f"{gone.pid}-{gone_started}-{here}", f"{lives.pid}-{started - 1}-{here}", f"1-{started}-{here + 1}"]
+    left = [
+        f"{gone.pid}-{gone_started}-{here}",
+        f"{lives.pid}-{started - 1}-{here}",
+        f"1-{started}-{here + 1}",
+    ]
     kept = [f"{lives.pid}-{started}-{here}", "mine", "test-1"]
     for name in left + kept:
         make_left(tmp_path, name)
     gone.kill()
     root = memory_root_of(tmp_path, opens)
-    assert {path.name for path in tmp_path.iterdir()} == {root.name, *(f"moe_ckpt-{name}" for name in kept)}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        root.name,
+        *(f"moe_ckpt-{name}" for name in kept),
+    }
 
 
 def lock(connection: Connection, path: Path) -> None:
@@ -171,7 +206,11 @@ def lock(connection: Connection, path: Path) -> None:
     connection.recv()
 
 
-@pytest.mark.parametrize("locked", [".", "janitor"], ids=["by a supervisor", "by its janitor, between two starts"])
+@pytest.mark.parametrize(
+    "locked",
+    [".", "janitor"],
+    ids=["by a supervisor", "by its janitor, between two starts"],
+)
 def test_the_folder_of_another_container_stays_while_a_process_has_it_locked(
     tmp_path: Path, start, start_agent, locked: str
 ) -> None:
@@ -213,13 +252,17 @@ def open_planted(base: str, agent_pid: int) -> str:
     [
         pytest.param(lambda path: path.mkdir(mode=0o777), id="open to others"),
         pytest.param(lambda path: path.mkdir(mode=0o710), id="open to a group"),
-        pytest.param(lambda path: path.symlink_to(path.parent), id="a link to a folder"),
+        pytest.param(
+            lambda path: path.symlink_to(path.parent), id="a link to a folder"
+        ),
         pytest.param(lambda path: path.symlink_to("nowhere"), id="a link to nothing"),
         pytest.param(lambda path: path.touch(), id="a file"),
         pytest.param(
             lambda path: (path.mkdir(mode=0o700), os.chown(path, STRANGER, STRANGER)),
             id="of another user",
-            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files"),
+            marks=pytest.mark.skipif(
+                os.geteuid() != 0, reason="only root can make another user's files"
+            ),
         ),
     ],
 )
@@ -234,11 +277,14 @@ def test_what_is_planted_in_place_of_the_folder_is_not_used(
     finally:
         os.umask(before)
     [error] = run_ranks(1, open_planted, str(tmp_path), agent.pid)
-    assert error.startswith(f"runtime.shared_memory: got {str(tmp_path)!r}, wanted a folder in")
+    assert error.startswith(
+        f"runtime.shared_memory: got {str(tmp_path)!r}, wanted a folder in"
+    )
     assert not path.is_dir() or path.is_symlink() or not list(path.iterdir())
 
 
-# The last supervisor of a node removes its memory, also where a janitor ends before it can.
+# The last supervisor of a node removes its memory, also where a janitor ends before it
+# can.
 
 W, F, G = Ended.WELL, Ended.FOR_GOOD, Ended.TO_GO_ON
 
@@ -286,7 +332,9 @@ def test_a_rank_that_is_started_again_has_not_ended(tmp_path: Path) -> None:
 # A process that a signal has stopped is let go on by another.
 
 
-def supervise(connection: Connection, base: str, agent_pid: int, patience_s: float) -> None:
+def supervise(
+    connection: Connection, base: str, agent_pid: int, patience_s: float
+) -> None:
     """Be a supervisor that ends with its agent, and says when it was stopped."""
     root = open_memory_root(Path(base), agent_pid, patience_s=patience_s)
     begin_rank(root, 0)
@@ -304,16 +352,22 @@ def stop(pid: int) -> None:
     assert wait_until(lambda: is_stopped(pid))
 
 
-def test_a_supervisor_that_was_stopped_goes_on(tmp_path: Path, start, start_agent) -> None:
+def test_a_supervisor_that_was_stopped_goes_on(
+    tmp_path: Path, start, start_agent
+) -> None:
     supervisor = start(supervise, str(tmp_path), start_agent().pid, 0.5)
     assert supervisor.hear()
     stop(supervisor.pid)
     assert supervisor.hear() == "goes on"
 
 
-def test_a_job_that_is_suspended_with_its_agent_stays_so(tmp_path: Path, start, start_agent) -> None:
+def test_a_job_that_is_suspended_with_its_agent_stays_so(
+    tmp_path: Path, start, start_agent
+) -> None:
     agents = start_agent(), start_agent()
-    suspended, other = (start(supervise, str(tmp_path), agent.pid, 0.5) for agent in agents)
+    suspended, other = (
+        start(supervise, str(tmp_path), agent.pid, 0.5) for agent in agents
+    )
     for process in (suspended, other):
         assert process.hear()
     stop(agents[0].pid)
@@ -326,7 +380,9 @@ def test_a_job_that_is_suspended_with_its_agent_stays_so(tmp_path: Path, start, 
     assert suspended.hear() == "goes on"
 
 
-def test_a_stopped_supervisor_ends_with_its_agent_and_its_memory_goes(tmp_path: Path, start, start_agent) -> None:
+def test_a_stopped_supervisor_ends_with_its_agent_and_its_memory_goes(
+    tmp_path: Path, start, start_agent
+) -> None:
     agent = start_agent()
     supervisor = start(supervise, str(tmp_path), agent.pid, 1000.0)
     assert supervisor.hear()
@@ -336,7 +392,9 @@ def test_a_stopped_supervisor_ends_with_its_agent_and_its_memory_goes(tmp_path: 
     assert wait_until(lambda: not list(tmp_path.iterdir()))
 
 
-def test_a_janitor_that_was_stopped_is_let_go_on_by_the_next_job(tmp_path: Path, start, start_agent) -> None:
+def test_a_janitor_that_was_stopped_is_let_go_on_by_the_next_job(
+    tmp_path: Path, start, start_agent
+) -> None:
     agent = start_agent()
     supervisor = start(supervise, str(tmp_path), agent.pid, 1000.0)
     stop(supervisor.hear())
@@ -347,7 +405,8 @@ def test_a_janitor_that_was_stopped_is_let_go_on_by_the_next_job(tmp_path: Path,
     wait_until_gone(left)
 
 
-# Jobs in PID namespaces of their own, as containers have them: the agent's end kills the janitor.
+# Jobs in PID namespaces of their own, as containers have them: the agent's end kills
+# the janitor.
 
 
 def train_in_container(base: Path, end: Ended | None) -> None:
@@ -371,7 +430,9 @@ def train_in_container(base: Path, end: Ended | None) -> None:
         os.waitpid(child, 0)
 
 
-def be_containers(connection: Connection, base: Path, ends: Sequence[Ended | None]) -> None:
+def be_containers(
+    connection: Connection, base: Path, ends: Sequence[Ended | None]
+) -> None:
     """Run a container for each end, and send what each leaves."""
     for end in ends:
         child = os.fork()  # a process can make one namespace only
@@ -382,7 +443,9 @@ def be_containers(connection: Connection, base: Path, ends: Sequence[Ended | Non
 
 
 @needs_namespaces
-def test_ten_jobs_in_containers_leave_nothing(tmp_path: Path, start: Callable[..., Child]) -> None:
+def test_ten_jobs_in_containers_leave_nothing(
+    tmp_path: Path, start: Callable[..., Child]
+) -> None:
     """Real namespaces: only the kernel ends a janitor with its container."""
     ends = [W, F, None, G, None] * 2 + [W]
     containers = start(be_containers, tmp_path, ends)
@@ -390,9 +453,14 @@ def test_ten_jobs_in_containers_leave_nothing(tmp_path: Path, start: Callable[..
 
 
 @pytest.mark.parametrize("base", ["missing", "file", "/proc"])
-def test_a_base_that_is_no_folder_that_can_be_written_is_named(tmp_path: Path, base: str) -> None:
+def test_a_base_that_is_no_folder_that_can_be_written_is_named(
+    tmp_path: Path, base: str
+) -> None:
     (tmp_path / "file").touch()
-    wanted = rf"^runtime.shared_memory: got '?{tmp_path / base}'?, wanted a folder in memory that can be written"
+    wanted = (
+        rf"^runtime.shared_memory: got '?{tmp_path / base}'?, wanted a folder in memory"
+        r" that can be written"
+    )
     with pytest.raises(ConfigError, match=wanted):
         open_memory_root(tmp_path / base, os.getpid())
 
@@ -413,7 +481,10 @@ def fill(root: Path, memory: Memory) -> None:
 
 
 def content_of(root: Path) -> Memory:
-    return {str(blob.parent.relative_to(root)): blob.read_text() for blob in root.rglob("blob")}
+    return {
+        str(blob.parent.relative_to(root)): blob.read_text()
+        for blob in root.rglob("blob")
+    }
 
 
 @pytest.mark.parametrize(
@@ -427,9 +498,17 @@ def content_of(root: Path) -> Memory:
             id="the same numbers",
         ),
         pytest.param(
-            {"rank0002/own": "2", "rank0002/held/rank0004": "4", "rank0003/held/rank0000": "0"},
+            {
+                "rank0002/own": "2",
+                "rank0002/held/rank0004": "4",
+                "rank0003/held/rank0000": "0",
+            },
             range(2),
-            {"rank0000/own": "0", "rank0000/held/rank0002": "2", "rank0000/held/rank0004": "4"},
+            {
+                "rank0000/own": "0",
+                "rank0000/held/rank0002": "2",
+                "rank0000/held/rank0004": "4",
+            },
             id="own memory is held, and copies are their owners' own",
         ),
         pytest.param(
@@ -439,15 +518,27 @@ def content_of(root: Path) -> Memory:
             id="an owner's before a copy",
         ),
         pytest.param(
-            {"rank0000/own": "0", "rank0000/held/rank0004": "4", "rank0001/held/rank0005": "5"},
+            {
+                "rank0000/own": "0",
+                "rank0000/held/rank0004": "4",
+                "rank0001/held/rank0005": "5",
+            },
             range(4, 6),
             {"rank0004/own": "4", "rank0005/own": "5", "rank0004/held/rank0000": "0"},
             id="upwards",
         ),
         pytest.param(
-            {"rank0000/own": "newer", "rank0002/held/rank0000": "older", "rank0000/held/rank0002": "copy"},
+            {
+                "rank0000/own": "newer",
+                "rank0002/held/rank0000": "older",
+                "rank0000/held/rank0002": "copy",
+            },
             range(2),
-            {"rank0000/own": "newer", "rank0000/held/rank0002": "copy", "rank0002/held/rank0000": "older"},
+            {
+                "rank0000/own": "newer",
+                "rank0000/held/rank0002": "copy",
+                "rank0002/held/rank0000": "older",
+            },
             id="own memory is not replaced",
         ),
     ],
@@ -491,10 +582,17 @@ def start_as_supervisor(root: str) -> None:
     (own / "new").touch()
 
 
-def test_supervisors_of_a_node_take_over_at_once_before_a_quick_worker(tmp_path: Path) -> None:
+def test_supervisors_of_a_node_take_over_at_once_before_a_quick_worker(
+    tmp_path: Path,
+) -> None:
     others = range(100, 300)
     before = {f"rank{4 + rank:04d}/held/rank{rank:04d}": f"{rank}" for rank in range(4)}
-    fill(tmp_path, before | {f"rank0007/held/rank{rank:04d}": f"{rank}" for rank in others})
+    fill(
+        tmp_path,
+        before | {f"rank0007/held/rank{rank:04d}": f"{rank}" for rank in others},
+    )
     run_ranks(4, start_as_supervisor, str(tmp_path))
     after = {f"rank{rank:04d}/own": f"{rank}" for rank in range(4)}
-    assert content_of(tmp_path) == after | {f"rank0000/held/rank{rank:04d}": f"{rank}" for rank in others}
+    assert content_of(tmp_path) == after | {
+        f"rank0000/held/rank{rank:04d}": f"{rank}" for rank in others
+    }

@@ -1,4 +1,6 @@
-"""A place is sick by too many deaths of one rank in a time, or by the word of a health command."""
+"""A place is sick by too many deaths of one rank in a time, or by the word of a health
+command.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_deaths, reason_of_status
+from moe_ckpt.elastic.sick_place import (
+    SickPlaceRules,
+    check_health,
+    reason_of_deaths,
+    reason_of_status,
+)
 from moe_ckpt.linux import is_alive
 from tests.elastic.workers import wait_until
 
@@ -34,11 +41,17 @@ def test_deaths_count_within_their_time(deaths_s: list[float], is_sick: bool) ->
     assert (reason is not None) == is_sick
     if reason:
         limits = "runtime.sick_deaths=3, runtime.sick_within_s=60"
-        assert reason == f"3 deaths within {deaths_s[-1] - deaths_s[-3]:.0f} seconds ({limits})"
+        assert (
+            reason
+            == f"3 deaths within {deaths_s[-1] - deaths_s[-3]:.0f} seconds ({limits})"
+        )
 
 
 def test_without_a_limit_any_number_of_deaths_is_allowed() -> None:
-    assert reason_of_deaths(SickPlaceRules(deaths=0, within_s=60.0), [100.0] * 1000) is None
+    assert (
+        reason_of_deaths(SickPlaceRules(deaths=0, within_s=60.0), [100.0] * 1000)
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +65,9 @@ def test_without_a_limit_any_number_of_deaths_is_allowed() -> None:
     ],
 )
 def test_statuses_of_the_health_command(status: int | None, how: str | None) -> None:
-    assert reason_of_status(RULES, status) == (how and f"runtime.health='nvidia-smi' {how}")
+    assert reason_of_status(RULES, status) == (
+        how and f"runtime.health='nvidia-smi' {how}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,17 +81,24 @@ def test_statuses_of_the_health_command(status: int | None, how: str | None) -> 
         ("kill -SEGV $$", "died of SIGSEGV"),
     ],
 )
-def test_the_health_command_is_run(command: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_health_command_is_run(
+    command: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "3")
     reason = check_health(SickPlaceRules(health=command, health_s=30.0))
     assert reason == (wanted and f"runtime.health={command!r} {wanted}")
 
 
-def test_a_health_command_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
+def test_a_health_command_that_hangs_is_ended_with_its_processes(
+    tmp_path: Path,
+) -> None:
     """A call into the driver of a sick GPU may never return."""
     command = f"sleep 1000 & echo $! > {tmp_path / 'pid'}; wait"
     since_s = time.monotonic()
     reason = check_health(SickPlaceRules(health=command, health_s=0.5))
-    assert reason == f"runtime.health={command!r} did not end within runtime.health_s=0.5 seconds"
+    assert (
+        reason
+        == f"runtime.health={command!r} did not end within runtime.health_s=0.5 seconds"
+    )
     assert 0.5 <= time.monotonic() - since_s < 30.0
     assert wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())))

@@ -1,4 +1,6 @@
-"""A process that is alone in its groups: one contribution to everything, and no exchange that needs others'."""
+"""A process that is alone in its groups: one contribution to everything, and no
+exchange that needs others'.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ ALONE: dict[str, Any] = {
     "gather": [[1.0, 2.0]] * SIZE,
     "gather_object": [{"rank": 0}] * SIZE,
 }
-"""What rank 0 of three has of each collective, itself the root where there is one; the rest needs others."""
+"""What rank 0 of three has of each collective, itself the root where there is one; the
+rest needs others.
+"""
 
 
 def use(group: Any, ranks: Sequence[int], *, sends: bool = True) -> dict[str, Any]:
@@ -81,8 +85,13 @@ def test_a_group_of_one_needs_no_generation_and_is_as_with_gloo(tmp_path: Path) 
     assert run_ranks(1, one_over_a_generation, str(tmp_path)) == [[wanted] * 3]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((), torch.int64), ((0,), torch.float32), ((2, 3), torch.bfloat16)])
-def test_a_gather_repeats_a_tensor_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((), torch.int64), ((0,), torch.float32), ((2, 3), torch.bfloat16)],
+)
+def test_a_gather_repeats_a_tensor_of_any_shape(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     own = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) + 1
     gathered = torch.zeros((SIZE * own.numel(),), dtype=dtype)
     assert SoloGroup(SIZE)._allgather_base(gathered, own).wait()
@@ -90,8 +99,18 @@ def test_a_gather_repeats_a_tensor_of_any_shape(shape: tuple[int, ...], dtype: t
 
 
 @pytest.mark.parametrize(
-    "name", ["scatter", "reduce_scatter", "alltoall", "alltoall_base", "_reduce_scatter_base", "all_to_all_single"]
+    "name",
+    [
+        "scatter",
+        "reduce_scatter",
+        "alltoall",
+        "alltoall_base",
+        "_reduce_scatter_base",
+        "all_to_all_single",
+    ],
 )
 def test_an_exchange_says_why_it_cannot_be(name: str) -> None:
-    with pytest.raises(RuntimeError, match="not formed yet: got an exchange among 3 ranks"):
+    with pytest.raises(
+        RuntimeError, match="not formed yet: got an exchange among 3 ranks"
+    ):
         getattr(SoloGroup(SIZE), name)([], [])

@@ -1,4 +1,6 @@
-"""gloo by way of host memory: the same results as gloo's, and no write to a tensor but by the thread that waits."""
+"""gloo by way of host memory: the same results as gloo's, and no write to a tensor but
+by the thread that waits.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import torch.distributed as dist
 from moe_ckpt.elastic.process_groups import BACKEND
 from moe_ckpt.elastic.staged import register_staged, staged_backend
 from moe_ckpt.elastic.staged_group import STAGED
-from tests.elastic.collectives import call_all, make_groups, ones, outcome_of, over_generations, with_plain_gloo
+from tests.elastic.collectives import (
+    call_all,
+    make_groups,
+    ones,
+    outcome_of,
+    over_generations,
+    with_plain_gloo,
+)
 from tests.elastic.workers import meet, open_groups, open_store, own_rank, wait_until
 from tests.ranks import rank_store, run_ranks
 
@@ -21,13 +30,19 @@ CPU = torch.device("cpu")
 
 def staged_over_generations(folder: str, device: str) -> list[dict[str, Any]]:
     torch.set_default_device(device)
-    return over_generations(folder, BACKEND, (1, 2), staged_backend(torch.device(device)))
+    return over_generations(
+        folder, BACKEND, (1, 2), staged_backend(torch.device(device))
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_staged_groups_compute_the_same_as_gloo_in_every_generation(tmp_path: Path, device: str) -> None:
+def test_staged_groups_compute_the_same_as_gloo_in_every_generation(
+    tmp_path: Path, device: str
+) -> None:
     wanted = run_ranks(3, with_plain_gloo)
-    assert run_ranks(3, staged_over_generations, str(tmp_path), device) == [[want] * 2 for want in wanted]
+    assert run_ranks(3, staged_over_generations, str(tmp_path), device) == [
+        [want] * 2 for want in wanted
+    ]
 
 
 def without_generations(device: str) -> dict[str, Any]:
@@ -45,7 +60,9 @@ def test_staged_is_a_backend_of_torch(device: str) -> None:
 
 
 def write_into_views() -> tuple[list[float], list[float]]:
-    """Return what a sharded optimizer's buffers hold: a rank's shard is a view of the buffer that it comes from."""
+    """Return what a sharded optimizer's buffers hold: a rank's shard is a view of the
+    buffer that it comes from.
+    """
     register_staged()
     dist.init_process_group(STAGED, store=rank_store(), rank=own_rank(), world_size=2)
     gradients, weights = ones(4), torch.zeros(4)
@@ -63,15 +80,20 @@ def test_a_result_that_is_a_view_of_its_source_is_kept() -> None:
     assert second == ([10.0, 20.0, 33.0, 44.0], summed)
 
 
-def wait_after_a_leave(folder: str) -> tuple[list[float], list[float], str, list[float]]:
-    """Return a tensor before and after a wait, and how the wait for an operation of an ended generation ends.
+def wait_after_a_leave(
+    folder: str,
+) -> tuple[list[float], list[float], str, list[float]]:
+    """Return a tensor before and after a wait, and how the wait for an operation of an
+    ended generation ends.
 
     And the tensor of that operation.
     """
     groups = open_groups(own_rank(), 2, transport=staged_backend(CPU))
     groups.form(open_store(folder), 1)
     in_time, late = ones(2), ones(2)
-    begun: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in (in_time, late)]
+    begun: list[Any] = [
+        dist.all_reduce(tensor, async_op=True) for tensor in (in_time, late)
+    ]
     assert wait_until(lambda: all(work.is_completed() for work in begun))
     before = in_time.tolist()
     begun[0].wait()
@@ -82,7 +104,9 @@ def wait_after_a_leave(folder: str) -> tuple[list[float], list[float], str, list
     return before, in_time.tolist(), outcome, late.tolist()
 
 
-def test_an_operation_of_an_ended_generation_writes_to_no_tensor(tmp_path: Path) -> None:
+def test_an_operation_of_an_ended_generation_writes_to_no_tensor(
+    tmp_path: Path,
+) -> None:
     for rank, found in enumerate(run_ranks(2, wait_after_a_leave, str(tmp_path))):
         mine = [10.0**rank, 2 * 10.0**rank]
         assert found == (mine, [11.0, 22.0], "PeersLostError", mine)

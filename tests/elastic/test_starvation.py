@@ -1,4 +1,6 @@
-"""A starved process is not a dead one: only time in which it could have run counts against it."""
+"""A starved process is not a dead one: only time in which it could have run counts
+against it.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,29 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from moe_ckpt.elastic.starvation import Readings, Silence, ThreadReading, read_threads, starved_s
+from moe_ckpt.elastic.starvation import (
+    Readings,
+    Silence,
+    ThreadReading,
+    read_threads,
+    starved_s,
+)
 from tests.waits import WAIT_S
 
 LIMIT_S = 1.0
 MAIN, HEART = 1, 2
 
 
-def reading(ran_s: float, waited_s: float, *, is_runnable: bool = False) -> ThreadReading:
+def reading(
+    ran_s: float, waited_s: float, *, is_runnable: bool = False
+) -> ThreadReading:
     return ThreadReading(ran_s=ran_s, waited_s=waited_s, is_runnable=is_runnable)
 
 
 class Process:
-    """A process whose threads have these readings; `looks` counts how often it was read."""
+    """A process whose threads have these readings; `looks` counts how often it was
+    read.
+    """
 
     def __init__(self) -> None:
         self.main = reading(5.0, 1.0)
@@ -36,12 +48,16 @@ class Process:
 
 
 def silent_for(process: Process, waited_s: float, until_s: float) -> float:
-    """Return when a process, silent since 100, counts as dead if it waits for CPUs for this share of the time."""
+    """Return when a process, silent since 100, counts as dead if it waits for CPUs for
+    this share of the time.
+    """
     silence, step_s = Silence(LIMIT_S, process.read), 0.05
     now_s = 100.0
     while now_s < 100.0 + until_s:
         now_s += step_s
-        process.main = reading(process.main.ran_s + 0.001, process.main.waited_s + waited_s * step_s)
+        process.main = reading(
+            process.main.ran_s + 0.001, process.main.waited_s + waited_s * step_s
+        )
         if silence.exceeds_limit(100.0, now_s):
             return now_s - 100.0
     return float("inf")
@@ -53,21 +69,29 @@ def test_a_process_that_could_have_run_is_dead_after_the_limit() -> None:
 
 def test_time_in_the_run_queue_does_not_count() -> None:
     """Of each second after the first look, a quarter counts."""
-    assert silent_for(Process(), 0.75, 10.0) == pytest.approx(0.25 + 0.75 / 0.25, abs=0.3)
+    assert silent_for(Process(), 0.75, 10.0) == pytest.approx(
+        0.25 + 0.75 / 0.25, abs=0.3
+    )
     assert silent_for(Process(), 1.0, 60.0) == float("inf")
 
 
 def test_a_wait_that_goes_on_is_seen_before_the_kernel_has_added_it() -> None:
     before = {MAIN: reading(5.0, 1.0, is_runnable=True)}
     assert starved_s(before, {MAIN: reading(5.0, 1.0, is_runnable=True)}, 0.5) == 0.5
-    assert starved_s(before, {MAIN: reading(5.4, 1.0, is_runnable=True)}, 0.5) == 0.0, "it has run"
-    assert starved_s(before, {MAIN: reading(5.0, 1.0)}, 0.5) == 0.0, "it sleeps, or is stopped"
+    assert starved_s(before, {MAIN: reading(5.4, 1.0, is_runnable=True)}, 0.5) == 0.0, (
+        "it has run"
+    )
+    assert starved_s(before, {MAIN: reading(5.0, 1.0)}, 0.5) == 0.0, (
+        "it sleeps, or is stopped"
+    )
 
 
 def test_the_longest_wait_of_any_thread_counts() -> None:
     before = {MAIN: reading(5.0, 1.0), HEART: reading(0.1, 0.0)}
     after = {MAIN: reading(5.1, 1.3), HEART: reading(0.1, 0.1), 3: reading(0.0, 9.0)}
-    assert starved_s(before, after, 0.5) == pytest.approx(0.3), "a thread that is new has no wait yet"
+    assert starved_s(before, after, 0.5) == pytest.approx(0.3), (
+        "a thread that is new has no wait yet"
+    )
 
 
 def test_a_wait_before_the_silence_is_no_excuse() -> None:
@@ -77,7 +101,10 @@ def test_a_wait_before_the_silence_is_no_excuse() -> None:
     # the kernel adds a wait of a minute, of which the silence had a third of a second
     process.main = reading(5.0, 61.0)
     assert not silence.exceeds_limit(100.0, 100.35)
-    assert not any(silence.exceeds_limit(100.0, now_s) for now_s in (100.55, 100.75, 100.95, 101.15, 101.3))
+    assert not any(
+        silence.exceeds_limit(100.0, now_s)
+        for now_s in (100.55, 100.75, 100.95, 101.15, 101.3)
+    )
     assert silence.exceeds_limit(100.0, 101.4)
 
 
@@ -87,16 +114,23 @@ def test_a_sign_of_life_ends_the_account() -> None:
     for now_s in (100.3, 100.6, 100.9):
         process.main = reading(5.0, process.main.waited_s + 0.3)
         assert not silence.exceeds_limit(100.0, now_s)
-    assert not any(silence.exceeds_limit(101.0, now_s) for now_s in (101.1, 101.3, 101.5, 101.7, 101.9))
+    assert not any(
+        silence.exceeds_limit(101.0, now_s)
+        for now_s in (101.1, 101.3, 101.5, 101.7, 101.9)
+    )
     assert silence.exceeds_limit(101.0, 102.1), "what was starved before is over"
 
 
 def test_time_in_which_nothing_was_looked_at_does_not_count() -> None:
-    """A supervisor can be starved with its worker, and be the first of them to run again."""
+    """A supervisor can be starved with its worker, and be the first of them to run
+    again.
+    """
     silence = Silence(LIMIT_S, Process().read)
     assert not silence.exceeds_limit(100.0, 100.1)
     assert not silence.exceeds_limit(100.0, 106.0), "the worker had no chance yet"
-    assert not any(silence.exceeds_limit(100.0, now_s) for now_s in (106.2, 106.4, 106.6, 106.8))
+    assert not any(
+        silence.exceeds_limit(100.0, now_s) for now_s in (106.2, 106.4, 106.6, 106.8)
+    )
     assert silence.exceeds_limit(100.0, 107.0), "it had one"
 
 
@@ -104,7 +138,10 @@ def test_time_before_the_first_look_does_not_count() -> None:
     """A supervisor can be stopped with its worker before it has looked at all."""
     silence = Silence(LIMIT_S, Process().read)
     assert not silence.exceeds_limit(100.0, 106.0)
-    assert not any(silence.exceeds_limit(100.0, now_s) for now_s in (106.2, 106.4, 106.6, 106.8, 106.9))
+    assert not any(
+        silence.exceeds_limit(100.0, now_s)
+        for now_s in (106.2, 106.4, 106.6, 106.8, 106.9)
+    )
     assert silence.exceeds_limit(100.0, 107.1)
 
 
@@ -131,20 +168,38 @@ def test_readings_of_a_real_process_add_up() -> None:
 def busy_loops(count: int) -> Iterator[None]:
     with ExitStack() as stack:
         for _ in range(count):
-            loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            loop = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            )
             stack.callback(loop.kill)
         yield
 
 
 @pytest.mark.full  # half a minute of a loaded machine
-@pytest.mark.parametrize(("is_stopped", "is_dead"), [(False, False), (True, True)], ids=["starved", "stopped"])
-def test_under_eight_busy_loops_only_a_stopped_process_is_dead(is_stopped: bool, is_dead: bool) -> None:
-    """The process is at the lowest priority, so that it waits for seconds, and never rests."""
-    with busy_loops(8), subprocess.Popen(["nice", "-n19", sys.executable, "-c", "while True: pass"]) as starved:
+@pytest.mark.parametrize(
+    ("is_stopped", "is_dead"),
+    [(False, False), (True, True)],
+    ids=["starved", "stopped"],
+)
+def test_under_eight_busy_loops_only_a_stopped_process_is_dead(
+    is_stopped: bool, is_dead: bool
+) -> None:
+    """The process is at the lowest priority, so that it waits for seconds, and never
+    rests.
+    """
+    with (
+        busy_loops(8),
+        subprocess.Popen(
+            ["nice", "-n19", sys.executable, "-c", "while True: pass"]
+        ) as starved,
+    ):
         time.sleep(0.5)
         if is_stopped:
             os.kill(starved.pid, signal.SIGSTOP)
-        silence, since_s = Silence(LIMIT_S, lambda: read_threads(starved.pid)), time.monotonic()
+        silence, since_s = (
+            Silence(LIMIT_S, lambda: read_threads(starved.pid)),
+            time.monotonic(),
+        )
         until_s, found = since_s + (WAIT_S if is_stopped else 2.5), False
         while time.monotonic() < until_s and not found:
             found = silence.exceeds_limit(since_s, time.monotonic())

@@ -1,4 +1,6 @@
-"""The page: what one process writes another reads, also after its death, and orders strike where they were told to."""
+"""The page: what one process writes another reads, also after its death, and orders
+strike where they were told to.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,22 @@ STEP_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP)
 TWO_MICRO_BATCHES = [
     (phase, iteration)
     for iteration in (1, 2, 3)
-    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP)
+    for phase in (
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.REDUCE,
+        Phase.STEP,
+    )
 ]
 
 
 @pytest.fixture
 def caught() -> list[int]:
-    """Return the list to which the page adds signals instead of sending them to this process."""
+    """Return the list to which the page adds signals instead of sending them to this
+    process.
+    """
     return []
 
 
@@ -56,17 +67,28 @@ def strikes(page: StatusPage, caught: list[int], steps: list[Step]) -> list[int]
     st.integers(0, 3),
 )
 def test_any_order_strikes_where_counting_says(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[Step], phase: Phase, iteration: int, skip: int
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[Step],
+    phase: Phase,
+    iteration: int,
+    skip: int,
 ) -> None:
     caught: list[int] = []
     page = StatusPage(tmp_path_factory.getbasetemp() / "page", execute=caught.append)
     page.reset()
     obeyed_before = page.orders_obeyed
     page.order(signal.SIGUSR1, phase, iteration=iteration, skip=skip)
-    meant = [i for i, (at, of) in enumerate(steps) if at == phase and iteration in (ANY_ITERATION, of)]
+    meant = [
+        i
+        for i, (at, of) in enumerate(steps)
+        if at == phase and iteration in (ANY_ITERATION, of)
+    ]
     wanted = meant[skip : skip + 1]
     assert strikes(page, caught, steps) == wanted
-    assert (page.orders_obeyed - obeyed_before, page.has_order) == (len(wanted), not wanted)
+    assert (page.orders_obeyed - obeyed_before, page.has_order) == (
+        len(wanted),
+        not wanted,
+    )
 
 
 def test_a_later_order_counts_alone(page: StatusPage, caught: list[int]) -> None:
@@ -79,13 +101,17 @@ def test_a_later_order_counts_alone(page: StatusPage, caught: list[int]) -> None
     assert (caught, page.orders_obeyed) == ([signal.SIGUSR2], 2)
 
 
-def test_joining_is_a_phase_that_can_be_struck_too(page: StatusPage, caught: list[int]) -> None:
+def test_joining_is_a_phase_that_can_be_struck_too(
+    page: StatusPage, caught: list[int]
+) -> None:
     page.order(signal.SIGUSR1, Phase.JOIN)
     page.join(4)
     assert (caught, page.generation, page.phase) == ([signal.SIGUSR1], 4, Phase.JOIN)
 
 
-def test_an_order_for_the_dead_is_void_for_the_successor(page: StatusPage, caught: list[int]) -> None:
+def test_an_order_for_the_dead_is_void_for_the_successor(
+    page: StatusPage, caught: list[int]
+) -> None:
     page.order(signal.SIGUSR1, Phase.FORWARD)
     page.enter(Phase.FORWARD)
     page.order(signal.SIGUSR1, Phase.FORWARD, skip=3)
@@ -101,8 +127,15 @@ def test_a_page_that_is_reset_is_a_newborns(page: StatusPage) -> None:
     page.enter(Phase.STEP, 7)
     before_s = time.monotonic()
     page.reset()
-    assert (page.generation, page.iteration, page.phase, page.waiting) == (0, 0, Phase.BUILD, False)
-    assert min(page.heartbeat_s, page.progress_s) >= before_s, "a newborn looked as if it had hung"
+    assert (page.generation, page.iteration, page.phase, page.waiting) == (
+        0,
+        0,
+        Phase.BUILD,
+        False,
+    )
+    assert min(page.heartbeat_s, page.progress_s) >= before_s, (
+        "a newborn looked as if it had hung"
+    )
 
 
 def test_copies_yield_to_training_unless_it_waits_for_copies(page: StatusPage) -> None:
@@ -127,18 +160,27 @@ def test_copies_yield_to_training_unless_it_waits_for_copies(page: StatusPage) -
     ],
     ids=["beat", "wait", "go on", "wait for copies", "enter", "join"],
 )
-def test_beating_is_no_progress_and_progress_no_beat(page: StatusPage, act, beats: bool, progresses: bool) -> None:
+def test_beating_is_no_progress_and_progress_no_beat(
+    page: StatusPage, act, beats: bool, progresses: bool
+) -> None:
     before = (page.heartbeat_s, page.progress_s)
     act(page)
-    assert (page.heartbeat_s > before[0], page.progress_s > before[1]) == (beats, progresses)
+    assert (page.heartbeat_s > before[0], page.progress_s > before[1]) == (
+        beats,
+        progresses,
+    )
 
 
-def test_all_processes_with_a_page_see_the_same(page: StatusPage, tmp_path: Path) -> None:
+def test_all_processes_with_a_page_see_the_same(
+    page: StatusPage, tmp_path: Path
+) -> None:
     other = StatusPage(tmp_path / "page")
     page.enter(Phase.FORWARD, 7)
     page.enter(Phase.STEP)
     other.wait(True)
-    assert (other.phase, other.iteration) == (Phase.STEP, 7), "an iteration lasts until the next is named"
+    assert (other.phase, other.iteration) == (Phase.STEP, 7), (
+        "an iteration lasts until the next is named"
+    )
     assert page.waiting, "opening a page changed it"
 
 
@@ -158,19 +200,26 @@ def test_a_page_tells_where_its_process_died(page: StatusPage, tmp_path: Path) -
         assert (seen.has_order, seen.orders_obeyed) == (False, 1)
 
 
-def test_a_page_is_its_owners_alone_and_has_its_memory_from_the_first(page: StatusPage, tmp_path: Path) -> None:
+def test_a_page_is_its_owners_alone_and_has_its_memory_from_the_first(
+    page: StatusPage, tmp_path: Path
+) -> None:
     found = os.stat(tmp_path / "page")
     assert (found.st_mode & 0o777, found.st_size) == (0o600, 4096)
     StatusPage(tmp_path / "unwritten")
     assert 512 * os.stat(tmp_path / "unwritten").st_blocks >= 4096
 
 
-def test_a_lack_of_room_for_a_page_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_room_for_a_page_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
-    wanted = rf"runtime.shared_memory: got '{tmp_path}', wanted room for 4096 more bytes \(.*No space left"
+    wanted = (
+        rf"runtime.shared_memory: got '{tmp_path}', wanted room for 4096 more bytes"
+        r" \(.*No space left"
+    )
     with pytest.raises(ConfigError, match=wanted):
         StatusPage(tmp_path / "page")
 
@@ -183,4 +232,6 @@ def test_a_save_is_no_hang_until_it_has_ended(page: StatusPage) -> None:
         assert page.waiting
         began_s = page.progress_s
     assert not page.waiting
-    assert page.progress_s > began_s, "the supervisor would kill a rank as soon as a long save has ended"
+    assert page.progress_s > began_s, (
+        "the supervisor would kill a rank as soon as a long save has ended"
+    )

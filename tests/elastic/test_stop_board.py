@@ -1,4 +1,6 @@
-"""The ranks of a job that is being stopped find what all of them have saved, without waiting for each other."""
+"""The ranks of a job that is being stopped find what all of them have saved, without
+waiting for each other.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from moe_ckpt.elastic.stop_board import StopBoard
 @pytest.fixture
 def board() -> StopBoard:
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=1))  # for a board that asks for what is not there
+    # for a board that asks for what is not there
+    store.set_timeout(timedelta(seconds=1))
     return StopBoard(store, 3)
 
 
@@ -26,14 +29,18 @@ def test_the_last_rank_finds_the_newest_that_all_have(board: StopBoard) -> None:
 def test_one_of_two_ranks_that_see_all_reports_is_told(board: StopBoard) -> None:
     for rank in range(3):
         board.report(rank, [4])
-    assert board.report(1, [4]) is None, "as a rank that has written before the last, and looks after it"
+    assert board.report(1, [4]) is None, (
+        "as a rank that has written before the last, and looks after it"
+    )
 
 
 def test_ranks_without_a_common_iteration_find_none(board: StopBoard) -> None:
     assert [board.report(rank, [rank]) for rank in range(3)] == [None] * 3
 
 
-def test_reports_of_an_earlier_stop_are_void_once_their_rank_is_started(board: StopBoard) -> None:
+def test_reports_of_an_earlier_stop_are_void_once_their_rank_is_started(
+    board: StopBoard,
+) -> None:
     for rank in range(3):
         board.report(rank, [4])
     for rank in range(3):

@@ -1,4 +1,6 @@
-"""Supervisors as real processes: workers are replaced, given up, or killed for hanging, and end with theirs."""
+"""Supervisors as real processes: workers are replaced, given up, or killed for hanging,
+and end with theirs.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +60,21 @@ def supervisor_main(
     os.dup2(fd, sys.stderr.fileno())
     page, generations = StatusPage(Path(folder) / "page"), kind(open_store(folder))
     sys.exit(
-        Supervisor(0, page, generations, lambda incarnation: train(incarnation, page, connection), limits, hooks).run()
+        Supervisor(
+            0,
+            page,
+            generations,
+            lambda incarnation: train(incarnation, page, connection),
+            limits,
+            hooks,
+        ).run()
     )
 
 
 def train(incarnation: int, page: StatusPage, connection: Connection) -> int:
-    """Do with the page what the test tells, and nothing else; end with the status that one of these acts returns."""
+    """Do with the page what the test tells, and nothing else; end with the status that
+    one of these acts returns.
+    """
     start_heartbeat(page)
     connection.send((incarnation, os.getpid(), os.getppid()))
     while True:
@@ -96,7 +107,13 @@ def fail(page: StatusPage) -> None:
 class Guarded(Child):
     """A supervisor, and the hand on its workers, which talk on its connection."""
 
-    def __init__(self, stack: ExitStack, folder: Path, limits: SupervisorLimits, main: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        limits: SupervisorLimits,
+        main: Callable[..., None],
+    ) -> None:
         folder.mkdir(exist_ok=True)
         super().__init__(stack, main, str(folder), limits)
         self.folder = folder
@@ -133,7 +150,11 @@ class Guarded(Child):
 def supervised(stack: ExitStack, tmp_path: Path) -> Callable[..., Guarded]:
     """Start a supervisor with these limits, else those that no test reaches."""
 
-    def start(main: Callable[..., None] = supervisor_main, folder: Path | None = None, **limits: Any) -> Guarded:
+    def start(
+        main: Callable[..., None] = supervisor_main,
+        folder: Path | None = None,
+        **limits: Any,
+    ) -> Guarded:
         folder = folder or tmp_path / f"supervisor{len(list(tmp_path.iterdir()))}"
         return Guarded(stack, folder, replace(PATIENT, **limits), main)
 
@@ -141,21 +162,49 @@ def supervised(stack: ExitStack, tmp_path: Path) -> Callable[..., Guarded]:
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGTERM, "SIGTERM"), (signal.SIGRTMIN + 1, "signal 35")]
+    ("number", "name"),
+    [
+        (signal.SIGKILL, "SIGKILL"),
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGRTMIN + 1, "signal 35"),
+    ],
 )
-def test_a_worker_killed_by_a_signal_is_replaced_by_its_next_life(supervised, number: int, name: str) -> None:
+def test_a_worker_killed_by_a_signal_is_replaced_by_its_next_life(
+    supervised, number: int, name: str
+) -> None:
     rank = supervised()
-    assert (rank.incarnation, rank.generations.incarnation(0), rank.generations.current()) == (0, 0, 1)
+    assert (
+        rank.incarnation,
+        rank.generations.incarnation(0),
+        rank.generations.current(),
+    ) == (0, 0, 1)
     rank.do(join_first_generation)
     rank.do(methodcaller("enter", Phase.BACKWARD, 7))
     dead = rank.worker_pid
     rank.kill_worker(number)
     rank.meet_worker()
-    assert (rank.incarnation, rank.generations.incarnation(0), rank.worker_pid != dead) == (1, 1, True)
-    assert (rank.page.generation, rank.page.iteration, rank.page.phase) == (0, 0, Phase.BUILD)
+    assert (
+        rank.incarnation,
+        rank.generations.incarnation(0),
+        rank.worker_pid != dead,
+    ) == (1, 1, True)
+    assert (rank.page.generation, rank.page.iteration, rank.page.phase) == (
+        0,
+        0,
+        Phase.BUILD,
+    )
     [death] = rank.generations.deaths(1)
-    assert (death.global_rank, death.pid, death.signal, death.why) == (0, dead, name, f"died of {name}")
-    assert (death.iteration, death.phase, death.fault) == (7, "backward", FaultClass.SIGNAL)
+    assert (death.global_rank, death.pid, death.signal, death.why) == (
+        0,
+        dead,
+        name,
+        f"died of {name}",
+    )
+    assert (death.iteration, death.phase, death.fault) == (
+        7,
+        "backward",
+        FaultClass.SIGNAL,
+    )
     assert 0 <= death.detect_s < WAIT_S
     assert rank.generations.current() == 2
     assert rank.generations.wait_for_end(1) == str(death)
@@ -170,8 +219,12 @@ def test_a_death_before_joining_ends_no_generation(supervised) -> None:
     assert "died of SIGKILL in build" in rank.said()
 
 
-@pytest.mark.parametrize(("act", "status"), [(return_zero, 0), (return_three, 3), (fail, 1)])
-def test_an_exit_status_is_passed_on_and_not_repaired(supervised, act: Act, status: int) -> None:
+@pytest.mark.parametrize(
+    ("act", "status"), [(return_zero, 0), (return_three, 3), (fail, 1)]
+)
+def test_an_exit_status_is_passed_on_and_not_repaired(
+    supervised, act: Act, status: int
+) -> None:
     rank = supervised()
     rank.do(join_first_generation)
     rank.tell(act)
@@ -187,17 +240,25 @@ def test_an_exit_status_is_passed_on_and_not_repaired(supervised, act: Act, stat
         (
             {},
             (4, 4, 4),
-            "error: rank 0 died 3 times in a row without progress (runtime.max_deaths=3), giving up; the",
+            (
+                "error: rank 0 died 3 times in a row without progress"
+                " (runtime.max_deaths=3), giving up; the"
+            ),
         ),
         (
             {"sick": SickPlaceRules(deaths=3, within_s=1000.0)},
             (1, 2, 4),
-            "the place of rank 0, is sick, no worker is started there again: 3 deaths within",
+            (
+                "the place of rank 0, is sick, no worker is started there again: 3"
+                " deaths within"
+            ),
         ),
     ],
     ids=["without progress", "at one place"],
 )
-def test_many_deaths_are_given_up(supervised, limits: dict[str, Any], iterations: Sequence[int], says: str) -> None:
+def test_many_deaths_are_given_up(
+    supervised, limits: dict[str, Any], iterations: Sequence[int], says: str
+) -> None:
     rank = supervised(**limits)
     for incarnation, iteration in enumerate(iterations):
         assert rank.incarnation == incarnation
@@ -208,21 +269,35 @@ def test_many_deaths_are_given_up(supervised, limits: dict[str, Any], iterations
     assert rank.exit_status() == 1
     assert rank.has_no_successor
     assert says in rank.said()
-    assert f"the last time: rank 0 (pid {rank.worker_pid}) died of SIGKILL in step of iteration 4" in rank.said()
+    assert (
+        f"the last time: rank 0 (pid {rank.worker_pid}) died of SIGKILL in step of"
+        " iteration 4" in rank.said()
+    )
 
 
 def test_a_place_that_is_well_is_left_by_no_end_of_a_job(supervised) -> None:
-    rank = begin_to_save(supervised(supervisor_that_saves, max_deaths=1, stop_save_s=WAIT_S))
+    rank = begin_to_save(
+        supervised(supervisor_that_saves, max_deaths=1, stop_save_s=WAIT_S)
+    )
     rank.kill_worker()
     assert rank.exit_status() == 1
-    assert ((rank.folder / "saved").exists(), (rank.folder / "left").exists()) == (True, False)
+    assert ((rank.folder / "saved").exists(), (rank.folder / "left").exists()) == (
+        True,
+        False,
+    )
 
 
-def test_no_worker_is_started_where_the_health_command_fails(supervised, tmp_path: Path) -> None:
-    """The job saves, as at any error that ends it; while the place is well, the command lets replacements begin."""
+def test_no_worker_is_started_where_the_health_command_fails(
+    supervised, tmp_path: Path
+) -> None:
+    """The job saves, as at any error that ends it; while the place is well, the command
+    lets replacements begin.
+    """
     sick = tmp_path / "is_sick"
     rank = supervised(
-        supervisor_that_saves, stop_save_s=WAIT_S, sick=SickPlaceRules(health=f"! test -e {sick}", health_s=30)
+        supervisor_that_saves,
+        stop_save_s=WAIT_S,
+        sick=SickPlaceRules(health=f"! test -e {sick}", health_s=30),
     )
     rank.kill_worker()
     rank.meet_worker()
@@ -231,8 +306,13 @@ def test_no_worker_is_started_where_the_health_command_fails(supervised, tmp_pat
     rank.kill_worker()
     assert rank.exit_status() == 1
     assert rank.has_no_successor
-    assert f"runtime.health='! test -e {sick}' ended with status 1; the last time: rank 0" in rank.said()
-    assert (rank.folder / "left").read_text() == "True", "the node leaves the job, after the save"
+    assert (
+        f"runtime.health='! test -e {sick}' ended with status 1; the last time: rank 0"
+        in rank.said()
+    )
+    assert (rank.folder / "left").read_text() == "True", (
+        "the node leaves the job, after the save"
+    )
 
 
 def test_progress_lets_the_count_of_deaths_begin_anew(supervised) -> None:
@@ -253,20 +333,30 @@ def test_a_stopped_worker_is_killed_and_replaced(supervised) -> None:
     rank.kill_worker(signal.SIGSTOP)
     rank.meet_worker()
     [death] = rank.generations.deaths(1)
-    wanted = "SIGKILL", f"hung: no heartbeat for runtime.heartbeat_s={HANG_S:g} seconds, killed", FaultClass.HANG
+    wanted = (
+        "SIGKILL",
+        f"hung: no heartbeat for runtime.heartbeat_s={HANG_S:g} seconds, killed",
+        FaultClass.HANG,
+    )
     assert (death.signal, death.why, death.fault) == wanted
     assert death.detect_s >= HANG_S
 
 
-def test_a_wedged_worker_is_killed_but_not_one_that_waits_for_others(supervised) -> None:
+def test_a_wedged_worker_is_killed_but_not_one_that_waits_for_others(
+    supervised,
+) -> None:
     waiting = supervised(progress_s=HANG_S)
     waiting.do(join_first_generation)
     waiting.do(methodcaller("wait", True))
-    wedged = supervised(progress_s=HANG_S)  # later: when it is found, the other has waited for longer
+    # later: when it is found, the other has waited for longer
+    wedged = supervised(progress_s=HANG_S)
     wedged.do(join_first_generation)
     wedged.meet_worker()
     [death] = wedged.generations.deaths(1)
-    assert death.why == f"hung: no progress for runtime.progress_s={HANG_S:g} seconds, killed"
+    assert (
+        death.why
+        == f"hung: no progress for runtime.progress_s={HANG_S:g} seconds, killed"
+    )
     assert death.detect_s < HANG_S, "its heart was beating"
     waiting.do(methodcaller("enter", Phase.STEP, 9))
     assert waiting.incarnation == 0
@@ -276,9 +366,17 @@ def test_a_wedged_worker_is_killed_but_not_one_that_waits_for_others(supervised)
     assert (death.iteration, death.why[:17]) == (9, "hung: no progress")
 
 
-@pytest.mark.parametrize(("phase", "status"), [(Phase.DONE, 0), (Phase.BUILD, 1)], ids=["done", "in own work"])
-def test_a_death_after_the_jobs_end_is_replaced_by_none(supervised, phase: Phase, status: int) -> None:
-    """A script's own work after the last iteration fails with its worker; no rank is there to repeat it."""
+@pytest.mark.parametrize(
+    ("phase", "status"),
+    [(Phase.DONE, 0), (Phase.BUILD, 1)],
+    ids=["done", "in own work"],
+)
+def test_a_death_after_the_jobs_end_is_replaced_by_none(
+    supervised, phase: Phase, status: int
+) -> None:
+    """A script's own work after the last iteration fails with its worker; no rank is
+    there to repeat it.
+    """
     rank = supervised()
     rank.do(join_first_generation)
     rank.do(methodcaller("enter", phase, 9))
@@ -302,7 +400,9 @@ signal.pause()
 
 
 def leave_processes(page: StatusPage, folder: Path, how: str) -> None:
-    """Start a process, and by it another one in a session of its own; wait until both have begun."""
+    """Start a process, and by it another one in a session of its own; wait until both
+    have begun.
+    """
     command = [sys.executable, "-S", "-c", LINGERING, how]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -311,11 +411,16 @@ def leave_processes(page: StatusPage, folder: Path, how: str) -> None:
 
 def left_by(rank: Guarded, how: str = "") -> list[Watch]:
     rank.do(functools.partial(leave_processes, folder=rank.folder, how=how))
-    return [Watch(rank.stack, int(pid)) for pid in (rank.folder / "left").read_text().split()]
+    return [
+        Watch(rank.stack, int(pid))
+        for pid in (rank.folder / "left").read_text().split()
+    ]
 
 
 @pytest.mark.parametrize("how", ["", "deaf", "stopped"])
-def test_a_worker_is_replaced_once_its_processes_have_ended(supervised, how: str) -> None:
+def test_a_worker_is_replaced_once_its_processes_have_ended(
+    supervised, how: str
+) -> None:
     rank = supervised()
     left = left_by(rank, how)
     rank.kill_worker()
@@ -326,7 +431,9 @@ def test_a_worker_is_replaced_once_its_processes_have_ended(supervised, how: str
 
 
 @pytest.mark.parametrize("end", [return_zero, fail, signal.SIGTERM])
-def test_no_process_of_a_worker_outlives_its_job(supervised, end: Act | signal.Signals) -> None:
+def test_no_process_of_a_worker_outlives_its_job(
+    supervised, end: Act | signal.Signals
+) -> None:
     rank = supervised(supervisor_with_daemons)
     left = left_by(rank)
     if isinstance(end, signal.Signals):
@@ -354,8 +461,12 @@ def pause_for_ever() -> int:
         signal.pause()
 
 
-def supervisor_with_processes(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
-    """Supervisor with a daemon and a janitor, whose pids files have, and which notes how it frees memory."""
+def supervisor_with_processes(
+    connection: Connection, folder: str, limits: SupervisorLimits
+) -> None:
+    """Supervisor with a daemon and a janitor, whose pids files have, and which notes
+    how it frees memory.
+    """
     place = Path(folder)
 
     def start(name: str) -> int:
@@ -365,7 +476,9 @@ def supervisor_with_processes(connection: Connection, folder: str, limits: Super
 
     def free_memory(status: int) -> None:
         daemon = int((place / "daemon").read_text())
-        (place / "freed").write_text(f"{status}, daemon is {'alive' if is_alive(daemon) else 'dead'}")
+        (place / "freed").write_text(
+            f"{status}, daemon is {'alive' if is_alive(daemon) else 'dead'}"
+        )
 
     janitor = start("janitor")
     hooks = SupervisorHooks(
@@ -379,9 +492,14 @@ def supervisor_with_processes(connection: Connection, folder: str, limits: Super
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("daemon", "the daemon (process {})"), ("janitor", "the janitor of the node's memory (process {})")],
+    [
+        ("daemon", "the daemon (process {})"),
+        ("janitor", "the janitor of the node's memory (process {})"),
+    ],
 )
-def test_a_process_beside_the_worker_that_was_stopped_goes_on(supervised, name: str, said: str) -> None:
+def test_a_process_beside_the_worker_that_was_stopped_goes_on(
+    supervised, name: str, said: str
+) -> None:
     rank = supervised(supervisor_with_processes, heartbeat_s=HANG_S)
     pid = int((rank.folder / name).read_text())
     os.kill(pid, signal.SIGSTOP)
@@ -403,15 +521,24 @@ def stop_for(seconds: float, pids: Sequence[int]) -> None:
 
 
 def processes_of(rank: Guarded) -> list[int]:
-    return [rank.supervisor_pid, rank.worker_pid, int((rank.folder / "daemon").read_text())]
+    return [
+        rank.supervisor_pid,
+        rank.worker_pid,
+        int((rank.folder / "daemon").read_text()),
+    ]
 
 
-def test_a_supervisor_that_was_stopped_for_long_says_so_and_none_of_its_processes(supervised) -> None:
+def test_a_supervisor_that_was_stopped_for_long_says_so_and_none_of_its_processes(
+    supervised,
+) -> None:
     rank = supervised(supervisor_with_processes, heartbeat_s=HANG_S)
     stop_for(HANG_S, processes_of(rank))
     assert wait_until(rank.said)
     rank.do(join_first_generation)
-    wanted = rf"rank 0: the supervisor \(process {rank.supervisor_pid}\) was stopped for \d+ s, and goes on\n"
+    wanted = (
+        rf"rank 0: the supervisor \(process {rank.supervisor_pid}\) was stopped for \d+"
+        r" s, and goes on\n"
+    )
     assert re.fullmatch(wanted, rank.said())
 
 
@@ -432,7 +559,9 @@ def test_a_short_stop_is_not_reported(supervised) -> None:
         (signal.SIGINT, 128 + signal.SIGINT),
     ],
 )
-def test_memory_is_freed_once_no_process_uses_it(supervised, end: Act | signal.Signals, status: int) -> None:
+def test_memory_is_freed_once_no_process_uses_it(
+    supervised, end: Act | signal.Signals, status: int
+) -> None:
     rank = supervised(supervisor_with_processes, stop_save_s=WAIT_S)
     if isinstance(end, signal.Signals):
         os.kill(rank.supervisor_pid, end)
@@ -443,7 +572,9 @@ def test_memory_is_freed_once_no_process_uses_it(supervised, end: Act | signal.S
 
 
 class FinishesMeanwhile(Generations):
-    """The last rank is done just after a supervisor has looked whether the job has finished."""
+    """The last rank is done just after a supervisor has looked whether the job has
+    finished.
+    """
 
     def has_finished(self, generation: int) -> bool:
         before = super().has_finished(generation)
@@ -461,7 +592,9 @@ def test_a_worker_that_dies_as_the_job_finishes_is_replaced_by_none(supervised) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_supervisor_that_is_told_to_stop_stops_its_worker(supervised, number: signal.Signals) -> None:
+def test_a_supervisor_that_is_told_to_stop_stops_its_worker(
+    supervised, number: signal.Signals
+) -> None:
     rank = supervised()
     os.kill(rank.supervisor_pid, number)
     assert rank.exit_status() == 128 + number
@@ -469,10 +602,14 @@ def test_a_supervisor_that_is_told_to_stop_stops_its_worker(supervised, number: 
     assert rank.has_no_successor
 
 
-def supervisor_that_saves(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
-    """Supervisor whose last save writes whether the worker has ended, or never ends if a file says so.
+def supervisor_that_saves(
+    connection: Connection, folder: str, limits: SupervisorLimits
+) -> None:
+    """Supervisor whose last save writes whether the worker has ended, or never ends if
+    a file says so.
 
-    Its node leaves the job if its place is sick: then a file says whether it had saved before.
+    Its node leaves the job if its place is sick: then a file says whether it had saved
+    before.
     """
     place = Path(folder)
 
@@ -480,14 +617,19 @@ def supervisor_that_saves(connection: Connection, folder: str, limits: Superviso
         while (place / "slow").exists():
             signal.pause()
         [pid] = (place / "worker").read_text().split()
-        (place / "saved").write_text(f"worker is {'alive' if is_alive(int(pid)) else 'dead'}")
+        (place / "saved").write_text(
+            f"worker is {'alive' if is_alive(int(pid)) else 'dead'}"
+        )
         return 0
 
     def leave() -> None:
         (place / "left").write_text(str((place / "saved").exists()))
 
     supervisor_main(
-        connection, folder, limits, SupervisorHooks(save_last=save_last, notice=place / "notice", leave=leave)
+        connection,
+        folder,
+        limits,
+        SupervisorHooks(save_last=save_last, notice=place / "notice", leave=leave),
     )
 
 
@@ -523,7 +665,9 @@ def test_a_job_that_has_to_end_saves_without_the_worker(
         rank.tell(end)
     assert rank.exit_status() == status
     saved = rank.folder / "saved"
-    assert (saved.exists() and saved.read_text()) == ("worker is dead" if is_saved else False)
+    assert (saved.exists() and saved.read_text()) == (
+        "worker is dead" if is_saved else False
+    )
 
 
 def test_a_file_of_a_maintenance_notice_stops_the_job(supervised) -> None:
@@ -531,7 +675,9 @@ def test_a_file_of_a_maintenance_notice_stops_the_job(supervised) -> None:
     (rank.folder / "notice").touch()
     assert rank.exit_status() == REQUEUE
     assert (rank.folder / "saved").exists()
-    assert f"rank 0: runtime.notice_file={rank.folder}/notice asks to stop" in rank.said()
+    assert (
+        f"rank 0: runtime.notice_file={rank.folder}/notice asks to stop" in rank.said()
+    )
 
 
 def test_a_save_that_takes_too_long_is_cut_off(supervised) -> None:
@@ -539,12 +685,17 @@ def test_a_save_that_takes_too_long_is_cut_off(supervised) -> None:
     (rank.folder / "slow").touch()
     os.kill(rank.supervisor_pid, signal.SIGTERM)
     assert rank.exit_status() == REQUEUE
-    assert "not saved within runtime.stop_save_s=1 seconds: the next start uses an older state" in rank.said()
+    assert (
+        "not saved within runtime.stop_save_s=1 seconds: the next start uses an older"
+        " state" in rank.said()
+    )
     assert not (rank.folder / "saved").exists()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_worker_does_not_outlive_a_killed_supervisor(supervised, stopped: bool) -> None:
+def test_a_worker_does_not_outlive_a_killed_supervisor(
+    supervised, stopped: bool
+) -> None:
     rank = supervised()
     if stopped:
         rank.kill_worker(signal.SIGSTOP)
@@ -577,20 +728,30 @@ class NotesTheLife(Generations):
         return super().end(generation, reason)
 
 
-def test_a_supervisor_that_is_started_again_goes_on_with_the_next_life(supervised) -> None:
-    """It announces it before it ends the generation: an earlier worker that is cut off would join the next one."""
+def test_a_supervisor_that_is_started_again_goes_on_with_the_next_life(
+    supervised,
+) -> None:
+    """It announces it before it ends the generation: an earlier worker that is cut off
+    would join the next one.
+    """
     notes = functools.partial(supervisor_main, kind=NotesTheLife)
     earlier = supervised(notes)
     earlier.generations.current()
     os.kill(earlier.supervisor_pid, signal.SIGTERM)
     assert earlier.exit_status() == 128 + signal.SIGTERM
     later = supervised(notes, folder=earlier.folder)
-    assert (later.incarnation, later.generations.incarnation(0), later.generations.current()) == (1, 1, 2)
+    assert (
+        later.incarnation,
+        later.generations.incarnation(0),
+        later.generations.current(),
+    ) == (1, 1, 2)
     assert later.generations.wait_for_end(1) == "supervisor of rank 0 was started again"
     assert open_store(str(later.folder)).get("incarnation at the end") == b"1"
 
 
-def supervisor_with_daemons(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
+def supervisor_with_daemons(
+    connection: Connection, folder: str, limits: SupervisorLimits
+) -> None:
     """Supervisor with daemons that do nothing but say their pid."""
     supervisor_pid = os.getpid()
 
@@ -604,7 +765,9 @@ def supervisor_with_daemons(connection: Connection, folder: str, limits: Supervi
         store.set(f"daemon/{store.add('daemons', 1)}", str(pid))
         return pid
 
-    supervisor_main(connection, folder, limits, SupervisorHooks(start_daemon=start_daemon))
+    supervisor_main(
+        connection, folder, limits, SupervisorHooks(start_daemon=start_daemon)
+    )
 
 
 def test_a_dead_daemon_is_replaced_but_not_for_ever(supervised) -> None:
@@ -615,18 +778,26 @@ def test_a_dead_daemon_is_replaced_but_not_for_ever(supervised) -> None:
     for number in (1, 2, 3):
         os.kill(int(store.get(f"daemon/{number}")), signal.SIGKILL)
         if number == 1:
-            assert rank.generations.wait_for_end(1) == "supervisor of rank 0: its daemon died"
+            assert (
+                rank.generations.wait_for_end(1)
+                == "supervisor of rank 0: its daemon died"
+            )
     rank.worker.wait_for_end()
     assert rank.exit_status() == 1
     assert rank.incarnation == rank.generations.incarnation(0) == 0
-    assert "error: the daemon of rank 0 died 3 times in a row without progress (runtime.max_deaths=3)" in rank.said()
+    assert (
+        "error: the daemon of rank 0 died 3 times in a row without progress"
+        " (runtime.max_deaths=3)" in rank.said()
+    )
     assert store.get("daemons") == b"3"
 
 
 class CutOff(Generations):
     """The network to the store is cut as a worker dies."""
 
-    error: Exception = StoreLostError("the store of the job at node0:29500 does not answer")
+    error: Exception = StoreLostError(
+        "the store of the job at node0:29500 does not answer"
+    )
 
     def record_death(self, generation: int, death: Death) -> None:
         raise self.error
@@ -639,30 +810,45 @@ class TooSlow(CutOff):
 
 
 def supervisor_that_is_cut_off(
-    connection: Connection, folder: str, limits: SupervisorLimits, *, kind: type[CutOff] = CutOff
+    connection: Connection,
+    folder: str,
+    limits: SupervisorLimits,
+    *,
+    kind: type[CutOff] = CutOff,
 ) -> None:
     supervisor_main(connection, folder, limits, hooks_that_save(folder), kind)
 
 
 def hooks_that_save(folder: str) -> SupervisorHooks:
-    return SupervisorHooks(save_last=lambda: int(not (Path(folder) / "saved").write_bytes(b"1")))
+    return SupervisorHooks(
+        save_last=lambda: int(not (Path(folder) / "saved").write_bytes(b"1"))
+    )
 
 
 @pytest.mark.parametrize(("kind", "status"), [(CutOff, STORE_LOST), (TooSlow, 1)])
-def test_a_supervisor_that_is_cut_off_saves_and_ends(supervised, kind: type[CutOff], status: int) -> None:
-    rank = supervised(functools.partial(supervisor_that_is_cut_off, kind=kind), stop_save_s=WAIT_S)
+def test_a_supervisor_that_is_cut_off_saves_and_ends(
+    supervised, kind: type[CutOff], status: int
+) -> None:
+    rank = supervised(
+        functools.partial(supervisor_that_is_cut_off, kind=kind), stop_save_s=WAIT_S
+    )
     rank.do(join_first_generation)
     rank.kill_worker()
     assert rank.exit_status() == status
     assert rank.has_no_successor
     assert (rank.folder / "saved").exists()
     if kind is CutOff:
-        assert rank.said() == "error: rank 0: the store of the job at node0:29500 does not answer\n"
+        assert (
+            rank.said()
+            == "error: rank 0: the store of the job at node0:29500 does not answer\n"
+        )
     else:
         assert "DistStoreError: wait timeout" in rank.said()
 
 
-def supervisor_that_ends_no_process(connection: Connection, folder: str, limits: SupervisorLimits) -> None:
+def supervisor_that_ends_no_process(
+    connection: Connection, folder: str, limits: SupervisorLimits
+) -> None:
     """Supervisor on a kernel whose driver does not answer: no signal ends a process."""
     os.kill = lambda pid, number: None
     supervisor._END_S = orphans.GRACE_S = HANG_S
@@ -670,7 +856,9 @@ def supervisor_that_ends_no_process(connection: Connection, folder: str, limits:
 
 
 @pytest.mark.parametrize("is_told", [False, True], ids=["hung", "told to stop"])
-def test_a_worker_that_cannot_be_ended_keeps_no_supervisor(supervised, is_told: bool) -> None:
+def test_a_worker_that_cannot_be_ended_keeps_no_supervisor(
+    supervised, is_told: bool
+) -> None:
     limits = {} if is_told else {"heartbeat_s": HANG_S}
     rank = supervised(supervisor_that_ends_no_process, stop_save_s=WAIT_S, **limits)
     rank.do(join_first_generation)
@@ -680,18 +868,25 @@ def test_a_worker_that_cannot_be_ended_keeps_no_supervisor(supervised, is_told: 
     assert rank.exit_status() == (REQUEUE if is_told else 1)
     assert rank.has_no_successor
     assert (rank.folder / "saved").exists()
-    assert ("hung: no heartbeat" in rank.said()) == ("it has not ended in 1 seconds" in rank.said()) == (not is_told)
+    assert (
+        ("hung: no heartbeat" in rank.said())
+        == ("it has not ended in 1 seconds" in rank.said())
+        == (not is_told)
+    )
 
 
 def fork_as_a_signal_comes(connection: Connection) -> None:
     said: list[str] = []
     signal.signal(signal.SIGTERM, lambda *_: said.append("handled"))
     os.register_at_fork(
-        before=lambda: os.kill(os.getpid(), signal.SIGTERM), after_in_parent=lambda: said.append("forked")
+        before=lambda: os.kill(os.getpid(), signal.SIGTERM),
+        after_in_parent=lambda: said.append("forked"),
     )
     os.waitpid(start_beside(lambda: 0), 0)
     connection.send(said)
 
 
-def test_a_signal_is_handled_after_a_fork_and_not_within_it(start: Callable[..., Child]) -> None:
+def test_a_signal_is_handled_after_a_fork_and_not_within_it(
+    start: Callable[..., Child],
+) -> None:
     assert start(fork_as_a_signal_comes).hear() == ["forked", "handled"]

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 
 from moe_ckpt.elastic.torchrun import write_error_file
 from scripts.write_configuration import ROOT
@@ -18,7 +21,9 @@ def report_of(path: Path) -> str:
     return str(ChildFailedError("train.py", {0: failure}))
 
 
-def test_the_report_names_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_names_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     assert "To enable traceback see" in report_of(path)
@@ -29,7 +34,9 @@ def test_the_report_names_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("path", ["", "/nowhere/error.json"])
-def test_without_a_file_nothing_is_written(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_file_nothing_is_written(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
     write_error_file("error: train.lr: got 0, wanted more")
 
@@ -42,20 +49,36 @@ def test_without_a_file_nothing_is_written(path: str, monkeypatch: pytest.Monkey
         ({"OMP_NUM_THREADS": "1"}, {}, True),
         ({"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "3"}, {}, True),
         ({"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}, {}, False),
-        ({"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}, True),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"},
+            {"OMP_NUM_THREADS": "1"},
+            True,
+        ),
     ],
 )
 def test_a_variable_of_the_user_is_told_from_one_of_torchrun(
     before: dict[str, str], at_start: dict[str, str], wanted: bool
 ) -> None:
-    """The process that asks is a child of one that was started with `at_start`, and sets `before` as torchrun does.
+    """The process that asks is a child of one that was started with `at_start`, and
+    sets `before` as torchrun does.
 
-    Two processes: what is asked for is the environment of another process, which the kernel keeps.
+    Two processes: what is asked for is the environment of another process, which the
+    kernel keeps.
     """
-    child = "import moe_ckpt.elastic.torchrun as t; print(t.is_set_by_user('OMP_NUM_THREADS', '1'))"
+    child = (
+        "import moe_ckpt.elastic.torchrun as t;"
+        " print(t.is_set_by_user('OMP_NUM_THREADS', '1'))"
+    )
     agent = (
-        f"import os, subprocess, sys; os.environ.update({before!r}); subprocess.run([sys.executable, '-c', {child!r}])"
+        f"import os, subprocess, sys; os.environ.update({before!r});"
+        f" subprocess.run([sys.executable, '-c', {child!r}])"
     )
     environment = {"PYTHONPATH": str(ROOT), **at_start}
-    said = subprocess.run([sys.executable, "-c", agent], env=environment, check=True, capture_output=True, text=True)
+    said = subprocess.run(
+        [sys.executable, "-c", agent],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert said.stdout == f"{wanted}\n"

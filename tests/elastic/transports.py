@@ -34,7 +34,15 @@ class HeldTransport:
         self.made_by: list[threading.Thread] = []
         self.when_formed: Callable[[], object] = lambda: None
 
-    def make(self, store: dist.Store, rank: int, size: int, *, form_s: float, operation_s: float) -> object:
+    def make(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        form_s: float,
+        operation_s: float,
+    ) -> object:
         self.made_by.append(threading.current_thread())
         self.held.wait(WAIT_S)
         return object()

@@ -1,4 +1,6 @@
-"""What a worker opens to live through generations, for tests: elastic groups and a membership, without a model."""
+"""What a worker opens to live through generations, for tests: elastic groups and a
+membership, without a model.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def own_rank() -> int:
 
 
 def open_store(folder: str) -> dist.Store:
-    """Return the store where a test's processes meet: a file, as a connection over TCP now and then takes seconds."""
+    """Return the store where a test's processes meet: a file, as a connection over TCP
+    now and then takes seconds.
+    """
     store = dist.FileStore(str(Path(folder) / "store"), -1)
     store.set_timeout(timedelta(seconds=WAIT_S))
     return store
@@ -51,11 +55,15 @@ def open_groups(
     transport: Any = None,
     world: str = BACKEND,
 ) -> ElasticGroups:
-    """Make the world a group that outlives generations, over gloo or another transport; it has this rank alone yet."""
+    """Make the world a group that outlives generations, over gloo or another transport;
+    it has this rank alone yet.
+    """
     timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s, abort_s=WAIT_S)
     groups = ElasticGroups(transport or GlooBackend(), timeouts, on_wait)
     groups.register()
-    dist.init_process_group(world, store=dist.HashStore(), rank=global_rank, world_size=world_size)
+    dist.init_process_group(
+        world, store=dist.HashStore(), rank=global_rank, world_size=world_size
+    )
     return groups
 
 
@@ -73,10 +81,16 @@ def open_membership(
 ) -> Membership:
     """Make this process an incarnation of a rank."""
     page = StatusPage(Path(folder) / f"page{global_rank}")
-    groups = open_groups(global_rank, world_size, on_wait=page.wait, transport=transport)
-    member = Member(global_rank=global_rank, world_size=world_size, incarnation=incarnation)
+    groups = open_groups(
+        global_rank, world_size, on_wait=page.wait, transport=transport
+    )
+    member = Member(
+        global_rank=global_rank, world_size=world_size, incarnation=incarnation
+    )
     watched = watched or connect(folder)
-    return Membership(member, connect(folder), watched, groups, page, join_s=join_s, grace_s=grace_s)
+    return Membership(
+        member, connect(folder), watched, groups, page, join_s=join_s, grace_s=grace_s
+    )
 
 
 def count_held() -> tuple[int, int]:
@@ -106,7 +120,9 @@ def wait_until(look: Callable[[], bool]) -> bool:
 
 
 class NotingStore(dist.HashStore):
-    """Notes of each request of the main thread whether the worker with this page counts as waiting then."""
+    """Notes of each request of the main thread whether the worker with this page counts
+    as waiting then.
+    """
 
     def __init__(self, page: StatusPage) -> None:
         super().__init__()
@@ -121,7 +137,9 @@ class NotingStore(dist.HashStore):
         self._note("add")
         return super().add(key, value)
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)) -> None:
+    def wait(
+        self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)
+    ) -> None:
         self._note("wait")
         super().wait(keys, timeout)
 

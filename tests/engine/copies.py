@@ -9,8 +9,14 @@ from typing import Any
 from moe_ckpt.engine.session import Session
 
 
-def answer_copies(session: Session, is_chosen: Callable[[str], bool], answer: Callable[[], Future[Any]]) -> None:
-    """Let `answer` stand in for the daemon's copies of a worker's chosen blobs; all others are copied."""
+def answer_copies(
+    session: Session,
+    is_chosen: Callable[[str], bool],
+    answer: Callable[[], Future[Any]],
+) -> None:
+    """Let `answer` stand in for the daemon's copies of a worker's chosen blobs; all
+    others are copied.
+    """
     assert session._elastic is not None
     assert session._elastic.daemon is not None
     daemon, copy = session._elastic.daemon, session._elastic.daemon.copy

@@ -1,4 +1,6 @@
-"""Rows of settings that cover every pair of values: a job, and the fault in one of its iterations."""
+"""Rows of settings that cover every pair of values: a job, and the fault in one of its
+iterations.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,14 @@ Axes = Mapping[str, Sequence[Any]]
 
 
 def rows_of(axes: Axes, is_possible: Callable[[Mapping[str, Any]], bool]) -> list[Any]:
-    """Return named tuples of the axes' values; `is_possible` is asked about rows and about their beginnings."""
+    """Return named tuples of the axes' values; `is_possible` is asked about rows and
+    about their beginnings.
+    """
     row = NamedTuple("Row", [(name, Any) for name in axes])  # type: ignore[misc]
-    found = AllPairs(list(axes.values()), filter_func=lambda values: is_possible(dict(zip(axes, values, strict=False))))
+    found = AllPairs(
+        list(axes.values()),
+        filter_func=lambda values: is_possible(dict(zip(axes, values, strict=False))),
+    )
     return [row(*values) for values in found]
 
 
@@ -28,6 +35,18 @@ def shape_of(row: Any) -> Shape:
 def fault_of(row: Any, iteration: int) -> Fault:
     """Return the death of the row's ranks in its phase."""
     ranks = range(row.shape.world_size)
-    victims = {"first": ranks[:1], "last": ranks[-1:], "a stage": ranks[-row.shape.dp :], "all": ranks}[row.dead]
+    victims = {
+        "first": ranks[:1],
+        "last": ranks[-1:],
+        "a stage": ranks[-row.shape.dp :],
+        "all": ranks,
+    }[row.dead]
     (phase, skip), first, also = row.phase, victims[0], tuple(victims[1:])
-    return Fault(rank=first, phase=phase, iteration=iteration, skip=skip, also=also, loses_memory=row.loses_memory)
+    return Fault(
+        rank=first,
+        phase=phase,
+        iteration=iteration,
+        skip=skip,
+        also=also,
+        loses_memory=row.loses_memory,
+    )

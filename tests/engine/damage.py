@@ -1,4 +1,6 @@
-"""Damage to snapshots in memory or on disk: bits that flip, headers of other runs, copies and writes that fail."""
+"""Damage to snapshots in memory or on disk: bits that flip, headers of other runs,
+copies and writes that fail.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ def flip_a_bit(folder: Path) -> None:
             file.write(bytes([first ^ 1]))
 
 
-def rewrite_headers(folder: Path, change: Callable[[SnapshotHeader], SnapshotHeader]) -> None:
-    """Change the headers of all snapshots in a blob folder; entries and headers keep checksums that match."""
+def rewrite_headers(
+    folder: Path, change: Callable[[SnapshotHeader], SnapshotHeader]
+) -> None:
+    """Change the headers of all snapshots in a blob folder; entries and headers keep
+    checksums that match.
+    """
     paths = list((folder / "index").glob("snapshot*.blob"))
     assert paths, folder
     for path in paths:
@@ -41,18 +47,32 @@ def rewrite_headers(folder: Path, change: Callable[[SnapshotHeader], SnapshotHea
 
 
 def is_unit(name: str, iteration: int | None = None) -> Choice:
-    return lambda header: header.unit is not None and header.unit.name == name and iteration in (None, header.iteration)
+    return lambda header: (
+        header.unit is not None
+        and header.unit.name == name
+        and iteration in (None, header.iteration)
+    )
 
 
 def is_expert_at(iteration: int) -> Choice:
     """Choose the experts that a partial snapshot of this iteration took."""
-    return lambda header: header.unit is not None and header.unit.name != CORE and header.iteration == iteration
+    return lambda header: (
+        header.unit is not None
+        and header.unit.name != CORE
+        and header.iteration == iteration
+    )
 
 
-def snapshots_in(path: Path, is_chosen: Choice = lambda _: True) -> dict[str, SnapshotHeader]:
+def snapshots_in(
+    path: Path, is_chosen: Choice = lambda _: True
+) -> dict[str, SnapshotHeader]:
     folder = BlobFolder(path)
     blobs = {key: folder.get(key) for key in folder.keys()}  # noqa: SIM118 - not a mapping
-    headers = {key: header_from_json(blob.header) for key, blob in blobs.items() if blob.payload is not None}
+    headers = {
+        key: header_from_json(blob.header)
+        for key, blob in blobs.items()
+        if blob.payload is not None
+    }
     return {key: header for key, header in headers.items() if is_chosen(header)}
 
 
@@ -65,7 +85,9 @@ def drop_snapshots(path: Path, is_chosen: Choice) -> None:
 
 
 def flip_a_bit_of(path: Path, is_chosen: Choice) -> None:
-    """Flip a bit in the payload of the chosen snapshots, at least one, of a blob folder."""
+    """Flip a bit in the payload of the chosen snapshots, at least one, of a blob
+    folder.
+    """
     chosen = snapshots_in(path, is_chosen)
     assert chosen, f"nothing to damage in {path}"
     for key in chosen:
@@ -75,7 +97,9 @@ def flip_a_bit_of(path: Path, is_chosen: Choice) -> None:
 
 
 def let_copies_fail(model: Model, first: int, last: int) -> None:
-    """Let the copies of snapshots `first` to `last` fail, counted from 1, the initial one of everything."""
+    """Let the copies of snapshots `first` to `last` fail, counted from 1, the initial
+    one of everything.
+    """
     take, num_taken = model.pieces, 0
 
     def pieces(*arguments: Any) -> Any:

@@ -1,7 +1,8 @@
-"""The states that all ranks of a job went through, and which partial checkpoint a recovery must have loaded.
+"""The states that all ranks of a job went through, and which partial checkpoint a
+recovery must have loaded.
 
-The events that chose experts for snapshots say how old each expert must be, and the model itself counts tokens: nothing
-here uses what a recovery plans or accounts for.
+The events that chose experts for snapshots say how old each expert must be, and the
+model itself counts tokens: nothing here uses what a recovery plans or accounts for.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from moe_ckpt.types import OperatorKind
 from tests.engine.job import ThreadJob
 from tests.engine.model import MICRO_BATCHES, TOKENS, Model, Weight, bytes_of, hash_of
 
-ROLES = {"both": (MASTER, COMPUTE, *MOMENTS), "weights": (MASTER, COMPUTE), "moments": MOMENTS}
+ROLES = {
+    "both": (MASTER, COMPUTE, *MOMENTS),
+    "weights": (MASTER, COMPUTE),
+    "moments": MOMENTS,
+}
 """By the setting `partial`: what of an expert is as old as its unit."""
 
 PlaceOf = Callable[[int, int], str]
-"""By stage and expert: the field of `ExpertsChosen` that names the place which its unit came from."""
+"""By stage and expert: the field of `ExpertsChosen` that names the place which its unit
+came from.
+"""
 
 
 def from_memory(_stage: int, _expert: int) -> str:
@@ -34,7 +41,9 @@ def from_memory(_stage: int, _expert: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One rank's state after `iteration`: hashes by expert and role, and of all else; `tokens` of that iteration."""
+    """One rank's state after `iteration`: hashes by expert and role, and of all else;
+    `tokens` of that iteration.
+    """
 
     iteration: int
     experts: Mapping[tuple[int, str], str]
@@ -57,23 +66,33 @@ class History:
     def committed(self, iteration: int, rank: int, model: Model) -> None:
         self.epochs[rank][-1].append(_state(iteration, model))
 
-    def check_recovery(self, epoch: int = 1, place_of: PlaceOf = from_memory, partial: str = "both") -> int:
-        """Compare the state that an epoch begins with, and the tokens that it lost, with the epoch before.
+    def check_recovery(
+        self, epoch: int = 1, place_of: PlaceOf = from_memory, partial: str = "both"
+    ) -> int:
+        """Compare the state that an epoch begins with, and the tokens that it lost,
+        with the epoch before.
 
-        Epochs are checked in order: losses add up. Return how many experts are older than the rest, over all stages.
+        Epochs are checked in order: losses add up. Return how many experts are older
+        than the rest, over all stages.
         """
         shape, num_old, back_to = self._job.shape, 0, self.epochs[0][epoch][0].iteration
         lost: dict[int, list[int]] = {}
         for stage in range(shape.pp):
             ranks = [rank for rank in self._job.ranks if shape.stage_of(rank) == stage]
             versions = {
-                expert: self._saved_at(ranks[0], expert, place_of(stage, expert), epoch - 1, back_to)
+                expert: self._saved_at(
+                    ranks[0], expert, place_of(stage, expert), epoch - 1, back_to
+                )
                 for expert in range(shape.experts)
             }
             self._check_states(ranks, epoch, versions, ROLES[partial])
             states = [self._by_iteration(rank, epoch - 1) for rank in ranks]
             lost[stage] = [
-                sum(state[i].tokens[expert] for state in states for i in range(version + 1, back_to + 1))
+                sum(
+                    state[i].tokens[expert]
+                    for state in states
+                    for i in range(version + 1, back_to + 1)
+                )
                 for expert, version in versions.items()
             ]
             num_old += sum(version < back_to for version in versions.values())
@@ -81,31 +100,66 @@ class History:
         return num_old
 
     def _check_states(
-        self, ranks: Iterable[int], epoch: int, versions: Mapping[int, int], roles: Sequence[str]
+        self,
+        ranks: Iterable[int],
+        epoch: int,
+        versions: Mapping[int, int],
+        roles: Sequence[str],
     ) -> None:
         for rank in ranks:
-            first, before = self.epochs[rank][epoch][0], self._by_iteration(rank, epoch - 1)
-            assert first.others == before[first.iteration].others, f"rank {rank}: all but experts"
+            first, before = (
+                self.epochs[rank][epoch][0],
+                self._by_iteration(rank, epoch - 1),
+            )
+            assert first.others == before[first.iteration].others, (
+                f"rank {rank}: all but experts"
+            )
             for (expert, role), digest in first.experts.items():
                 iteration = versions[expert] if role in roles else first.iteration
-                assert digest == before[iteration].experts[expert, role], f"rank {rank}: {role} of expert {expert}"
+                assert digest == before[iteration].experts[expert, role], (
+                    f"rank {rank}: {role} of expert {expert}"
+                )
 
-    def _check_account(self, epoch: int, back_to: int, lost: Mapping[int, list[int]]) -> None:
+    def _check_account(
+        self, epoch: int, back_to: int, lost: Mapping[int, list[int]]
+    ) -> None:
         shape = self._job.shape
         for stage, of_experts in lost.items():
             self._lost[stage] += sum(of_experts)
         given = back_to * MICRO_BATCHES * TOKENS * shape.dp
         shares = [self._lost[stage] / given if given else 0.0 for stage in lost]
         for rank in self._job.ranks:
-            (told,) = (event for event in self._events(rank, epoch - 1) if isinstance(event, TokensLost))
+            (told,) = (
+                event
+                for event in self._events(rank, epoch - 1)
+                if isinstance(event, TokensLost)
+            )
             of_stage = lost[shape.stage_of(rank)]
-            assert (told.iteration, told.lost_by_expert, told.lost_by_layer) == (back_to, [of_stage], [sum(of_stage)])
-            assert (told.plt, told.mlt) == pytest.approx((sum(shares) / len(shares), sum(shares)), rel=1e-12)
+            assert (told.iteration, told.lost_by_expert, told.lost_by_layer) == (
+                back_to,
+                [of_stage],
+                [sum(of_stage)],
+            )
+            assert (told.plt, told.mlt) == pytest.approx(
+                (sum(shares) / len(shares), sum(shares)), rel=1e-12
+            )
 
-    def _saved_at(self, rank: int, expert: int, place: str, epoch: int, back_to: int) -> int:
-        """Return when an expert was last saved in a place, no later than the iteration gone back to."""
-        chosen = [event for event in self._events(rank, epoch) if isinstance(event, ExpertsChosen)]
-        return max(each.iteration for each in chosen if each.iteration <= back_to and expert in getattr(each, place)[0])
+    def _saved_at(
+        self, rank: int, expert: int, place: str, epoch: int, back_to: int
+    ) -> int:
+        """Return when an expert was last saved in a place, no later than the iteration
+        gone back to.
+        """
+        chosen = [
+            event
+            for event in self._events(rank, epoch)
+            if isinstance(event, ExpertsChosen)
+        ]
+        return max(
+            each.iteration
+            for each in chosen
+            if each.iteration <= back_to and expert in getattr(each, place)[0]
+        )
 
     def _by_iteration(self, rank: int, epoch: int) -> dict[int, State]:
         return {state.iteration: state for state in self.epochs[rank][epoch]}
@@ -122,7 +176,9 @@ class History:
 
 @dataclass
 class Follower:
-    """Compares the states that servers hold for each rank with its model's, iteration by iteration."""
+    """Compares the states that servers hold for each rank with its model's, iteration
+    by iteration.
+    """
 
     job: ThreadJob
     states: dict[tuple[int, int], dict[str, bytes]] = field(default_factory=dict)
@@ -134,32 +190,58 @@ class Follower:
     def committed(self, iteration: int, rank: int, model: Model) -> None:
         pieces = model.pieces(range(len(model.operators)), ())
         pieces += model.buffer_pieces(range(len(model.operators)))
-        self.states[rank, iteration] = {str(key): bytes_of(tensor) for key, tensor, _ in pieces}
+        self.states[rank, iteration] = {
+            str(key): bytes_of(tensor) for key, tensor, _ in pieces
+        }
 
     def compare(self) -> None:
         for holder in self.job.ranks:
             for owner in self.job.ranks:
-                for state in read_kept(BlobFolder(held_path(self.job.memory(holder), owner))).snapshots:
+                for state in read_kept(
+                    BlobFolder(held_path(self.job.memory(holder), owner))
+                ).snapshots:
                     wanted = self.states[owner, state.header.iteration]
-                    assert {str(p.key): bytes_of(state.part(p)) for p in state.header.parts} == wanted
+                    assert {
+                        str(p.key): bytes_of(state.part(p)) for p in state.header.parts
+                    } == wanted
                     self.compared += 1
 
 
 def _state(iteration: int, model: Model) -> State:
-    is_expert = {weight: weight.operator.kind is OperatorKind.EXPERT for weight in model.weights.values()}
+    is_expert = {
+        weight: weight.operator.kind is OperatorKind.EXPERT
+        for weight in model.weights.values()
+    }
     experts = {
         (weight.operator.expert or 0, role): hash_of([tensor])
         for weight, is_one in is_expert.items()
         if is_one
         for role, tensor in _tensors(model, weight).items()
     }
-    others = [t for weight, is_one in is_expert.items() if not is_one for t in _tensors(model, weight).values()]
+    others = [
+        t
+        for weight, is_one in is_expert.items()
+        if not is_one
+        for t in _tensors(model, weight).values()
+    ]
     steps = [model.adam.state[weight.master]["step"] for weight in model.owned]
-    others += [*steps, *model.buffers.values(), model.loss_scale, model.schedule, model.generator.get_state()]
+    others += [
+        *steps,
+        *model.buffers.values(),
+        model.loss_scale,
+        model.schedule,
+        model.generator.get_state(),
+    ]
     tokens = [int(count) for count in model.counts().hard]
-    return State(iteration=iteration, experts=experts, others=hash_of(others), tokens=tokens)
+    return State(
+        iteration=iteration, experts=experts, others=hash_of(others), tokens=tokens
+    )
 
 
 def _tensors(model: Model, weight: Weight) -> dict[str, torch.Tensor]:
     moments = model.adam.state.get(weight.master, {})
-    return {MASTER: weight.master, COMPUTE: weight.values, **{role: moments[role] for role in MOMENTS if moments}}
+    return {
+        MASTER: weight.master,
+        COMPUTE: weight.values,
+        **{role: moments[role] for role in MOMENTS if moments},
+    }

@@ -1,8 +1,11 @@
-"""Jobs whose ranks are threads: the real session, in-memory tier, recovery, host memory and replica servers.
+"""Jobs whose ranks are threads: the real session, in-memory tier, recovery, host memory
+and replica servers.
 
-A rank's memory is a folder, and its replica daemon a few threads, both of which outlive its worker. A worker dies by an
-order in its status page, as in a real job: the thread ends where the page carries out the order, and a new worker with
-a model of its own takes its place. All ranks end the generation and come to one state in the next, by `GenerationLoop`.
+A rank's memory is a folder, and its replica daemon a few threads, both of which outlive
+its worker. A worker dies by an order in its status page, as in a real job: the thread
+ends where the page carries out the order, and a new worker with a model of its own
+takes its place. All ranks end the generation and come to one state in the next, by
+`GenerationLoop`.
 """
 
 from __future__ import annotations
@@ -53,9 +56,22 @@ from moe_ckpt.snapshot.arriving_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.types import Phase, ReadyGradients, RunIdentity
-from tests.engine.model import BOUNDARY_BYTES, MICRO_BATCHES, TOKENS, Model, Shape, TokenCounts
+from tests.engine.model import (
+    BOUNDARY_BYTES,
+    MICRO_BATCHES,
+    TOKENS,
+    Model,
+    Shape,
+    TokenCounts,
+)
 from tests.engine.model_files import ModelFiles
-from tests.engine.thread_ranks import HostRanks, ThreadGroup, ThreadRanks, WorkerKilled, one_processor
+from tests.engine.thread_ranks import (
+    HostRanks,
+    ThreadGroup,
+    ThreadRanks,
+    WorkerKilled,
+    one_processor,
+)
 from tests.engine.wire import ModelMirror, Wire
 from tests.report_runs import committed
 
@@ -74,14 +90,18 @@ MOMENTS = [
     (Phase.SNAPSHOT, 0),
     (Phase.BETWEEN, 0),
 ]
-"""Where a rank can die: as it enters a phase, and for how many entries before that it lives on."""
+"""Where a rank can die: as it enters a phase, and for how many entries before that it
+lives on.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A rank dies as it enters `phase` of `iteration`, for the (skip + 1)th time, and the ranks `also` with it.
+    """A rank dies as it enters `phase` of `iteration`, for the (skip + 1)th time, and
+    the ranks `also` with it.
 
-    `loses_memory`: the nodes of all these ranks are lost. `before_restart` is called while all of them are dead.
+    `loses_memory`: the nodes of all these ranks are lost. `before_restart` is called
+    while all of them are dead.
     """
 
     rank: int
@@ -95,14 +115,18 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The end of a job: digests by rank, and losses by iteration as all ranks have seen them."""
+    """The end of a job: digests by rank, and losses by iteration as all ranks have seen
+    them.
+    """
 
     digests: tuple[str, ...]
     losses: Mapping[int, float]
 
 
 class Daemon:
-    """The replica daemon of one rank: a server for its peers, senders to them, and a socket for its workers."""
+    """The replica daemon of one rank: a server for its peers, senders to them, and a
+    socket for its workers.
+    """
 
     def __init__(
         self,
@@ -121,10 +145,15 @@ class Daemon:
             TICKET,
             host="127.0.0.1",
             timeout_s=_WAIT_S,
-            rules=HoldingRules(serves_itself=serves_itself, captured=capture.sums if capture else no_capture),
+            rules=HoldingRules(
+                serves_itself=serves_itself,
+                captured=capture.sums if capture else no_capture,
+            ),
         )
         own = BlobFolder(own_path(folder))
-        self._replicator = Replicator(own, rank, TICKET, may_send=may_send, deadline_s=_WAIT_S)
+        self._replicator = Replicator(
+            own, rank, TICKET, may_send=may_send, deadline_s=_WAIT_S
+        )
         self._door = WorkerServer(folder, self._replicator, timeout_s=_WAIT_S)
 
     def close(self) -> None:
@@ -136,9 +165,16 @@ class Daemon:
 
 
 class _Hosts:
-    """Checkpoint servers on machines that train nothing, and the store where ranks find them."""
+    """Checkpoint servers on machines that train nothing, and the store where ranks find
+    them.
+    """
 
-    def __init__(self, folder: Path, config: FlowcheckConfig, capture: Callable[[int], MirrorCapture | None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: FlowcheckConfig,
+        capture: Callable[[int], MirrorCapture | None],
+    ) -> None:
         self.store = dist.HashStore()
         self.numbers = ServerNumbers(self.store, config.server_hosts)
         self._folder = folder
@@ -157,7 +193,9 @@ class _Hosts:
             TICKET,
             host="127.0.0.1",
             timeout_s=_WAIT_S,
-            rules=HoldingRules(serves_itself=True, captured=capture.sums if capture else no_capture),
+            rules=HoldingRules(
+                serves_itself=True, captured=capture.sums if capture else no_capture
+            ),
         )
         claimed = self.numbers.claim(server.address)
         assert claimed is not None
@@ -189,7 +227,9 @@ class _Hosts:
 
 
 class _Generations:
-    """Where the ranks of all generations meet: implements the ends and beginnings of `job.Rendezvous` for threads."""
+    """Where the ranks of all generations meet: implements the ends and beginnings of
+    `job.Rendezvous` for threads.
+    """
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -201,21 +241,33 @@ class _Generations:
         self._is_over = True
         self._groups: tuple[ThreadGroup, list[ThreadGroup]] | None = None
         self.failure: BaseException | None = None
-        self.at_end: list[Callable[[], None]] = []  # what workers do at each end of a generation
+        # what workers do at each end of a generation
+        self.at_end: list[Callable[[], None]] = []
 
     def join(self, rank: int) -> tuple[int, ThreadGroup, ThreadGroup]:
-        """Return the generation that begins, and this rank's groups: all ranks, and those of its stage."""
+        """Return the generation that begins, and this rank's groups: all ranks, and
+        those of its stage.
+        """
         with self._changed:
             self._arrived.add(rank)
             if len(self._arrived) == self._shape.world_size:
-                self.number, self._arrived, self._done, self._is_over = self.number + 1, set(), set(), False
+                self.number, self._arrived, self._done, self._is_over = (
+                    self.number + 1,
+                    set(),
+                    set(),
+                    False,
+                )
                 stages = [ThreadGroup(self._shape.dp) for _ in range(self._shape.pp)]
                 self._groups = ThreadGroup(self._shape.world_size), stages
                 self._changed.notify_all()
             else:
                 self._wait(lambda: rank not in self._arrived)
             assert self._groups is not None
-            return self.number, self._groups[0], self._groups[1][self._shape.stage_of(rank)]
+            return (
+                self.number,
+                self._groups[0],
+                self._groups[1][self._shape.stage_of(rank)],
+            )
 
     def end(self, reason: str) -> None:
         with self._changed:
@@ -234,7 +286,9 @@ class _Generations:
         with self._changed:
             self._done.add(rank)
             self._changed.notify_all()
-            self._wait(lambda: len(self._done) == self._shape.world_size or self._is_over)
+            self._wait(
+                lambda: len(self._done) == self._shape.world_size or self._is_over
+            )
             if self._is_over and len(self._done) < self._shape.world_size:
                 raise PeersLostError("ranks were lost before all had finished")
 
@@ -253,14 +307,22 @@ class _Generations:
             if self.failure is not None:
                 raise PeersLostError(f"a rank failed: {self.failure!r}")
             if not self._changed.wait(until_s - time.monotonic()):
-                raise AssertionError(f"deadlock between generations: {sorted(self._arrived)} have arrived")
+                raise AssertionError(
+                    f"deadlock between generations: {sorted(self._arrived)} have"
+                    " arrived"
+                )
 
 
 class _Rendezvous:
     """Implements `job.Rendezvous` for one worker that is a thread."""
 
     def __init__(
-        self, rank: int, generations: _Generations, page: StatusPage, ranks: ThreadRanks, stage: ThreadRanks
+        self,
+        rank: int,
+        generations: _Generations,
+        page: StatusPage,
+        ranks: ThreadRanks,
+        stage: ThreadRanks,
     ) -> None:
         self.page = page
         self._rank = rank
@@ -286,7 +348,11 @@ class _Rendezvous:
 
     def deaths(self) -> Sequence[Death]:
         first = self._reported or self._number - 1
-        return [death for number, death in self._generations.deaths if first <= number < self._number]
+        return [
+            death
+            for number, death in self._generations.deaths
+            if first <= number < self._number
+        ]
 
     def num_deaths(self) -> int:
         return len(self._generations.deaths)
@@ -307,7 +373,9 @@ class _Rendezvous:
 
 @dataclass
 class _Training:
-    """Implements `job.TrainingRun`: the loop of one rank, as a user's loop calls the hooks."""
+    """Implements `job.TrainingRun`: the loop of one rank, as a user's loop calls the
+    hooks.
+    """
 
     job: ThreadJob
     rank: int
@@ -320,7 +388,8 @@ class _Training:
 
     def run(self, done: int, notes: Sequence[str]) -> None:
         self.job.notes[self.rank] = notes
-        if self.prepared and self.prepared[0] == done:  # a recovery has finished its step
+        # a recovery has finished its step
+        if self.prepared and self.prepared[0] == done:
             self.job.note_loss(*self.prepared)
         self.job.log_start(done, self.rank, self.model)
         while done < self.job.iterations:
@@ -335,7 +404,9 @@ class _Training:
         while True:
             if hooks:
                 if model.data:
-                    model.data.iteration_started(iteration, keep_since=hooks.oldest_start)
+                    model.data.iteration_started(
+                        iteration, keep_since=hooks.oldest_start
+                    )
                 hooks.iteration_started(iteration)
             model.clear_gradients()
             self.job.upsets.pop((self.rank, iteration), lambda _: None)(model)
@@ -359,7 +430,8 @@ class _Training:
         self._log(iteration, loss, gradients)
         self.job.note_state(iteration, self.rank, model)
         if self.job.settles:
-            self.ranks.barrier()  # a rank that dies as the next iteration begins finds the snapshots of all
+            # a rank that dies as the next iteration begins finds the snapshots of all
+            self.ranks.barrier()
         return iteration
 
     def _mean_over_job(self, losses: list[float], iteration: int) -> float:
@@ -369,12 +441,18 @@ class _Training:
         return float("inf") if total[2] else float(total[0] / total[1])
 
     def _log(self, iteration: int, loss: float, gradients: ReadyGradients) -> None:
-        step = {"grad_norm": gradients.total_norm, "loss_scale": gradients.loss_scale, "skipped": gradients.overflow}
+        step = {
+            "grad_norm": gradients.total_norm,
+            "loss_scale": gradients.loss_scale,
+            "skipped": gradients.overflow,
+        }
         self.events.append(replace(committed(iteration, loss=loss), **step))
 
 
 class Observer(Protocol):
-    """Sees the models of all ranks, from their threads: where all go on from, and after each iteration of a rank."""
+    """Sees the models of all ranks, from their threads: where all go on from, and after
+    each iteration of a rank.
+    """
 
     def started(self, iteration: int, rank: int, model: Model) -> None:
         """Do nothing, if a subclass does not."""
@@ -384,11 +462,12 @@ class Observer(Protocol):
 
 
 class ThreadJob:
-    """A job of `shape` that trains `iterations` under `config`, or without a session, while faults strike in order.
+    """A job of `shape` that trains `iterations` under `config`, or without a session,
+    while faults strike in order.
 
-    `lossless`: all states and losses are compared with those of the job without faults; by default by the policy.
-    `settles`: after each iteration all ranks wait until its snapshots are in memory and on peers, and those of the one
-    before on disk.
+    `lossless`: all states and losses are compared with those of the job without faults;
+    by default by the policy. `settles`: after each iteration all ranks wait until its
+    snapshots are in memory and on peers, and those of the one before on disk.
     """
 
     def __init__(
@@ -406,24 +485,42 @@ class ThreadJob:
     ) -> None:
         self.folder, self.config, self.shape = folder, config, shape or Shape()
         self.iterations = iterations
-        self.identity = RunIdentity(run_id=run_id, model="model", layout=self.shape.layout)
+        self.identity = RunIdentity(
+            run_id=run_id, model="model", layout=self.shape.layout
+        )
         self.wire = Wire()
         self.notes: dict[int, Sequence[str]] = {}
         self.sessions: dict[int, Session] = {}
-        self.policies: dict[int, list[InMemoryPolicy]] = {rank: [] for rank in self.ranks}  # of each generation
+        # of each generation
+        self.policies: dict[int, list[InMemoryPolicy]] = {
+            rank: [] for rank in self.ranks
+        }
         self.models: dict[int, Model] = {}
         self.struck: list[Fault] = []
         self.on_worker: list[Callable[[int, Session], None]] = []
-        self.upsets: dict[tuple[int, int], Callable[[Model], object]] = {}  # once, by rank and iteration
+        # once, by rank and iteration
+        self.upsets: dict[tuple[int, int], Callable[[Model], object]] = {}
         self.observers: list[Observer] = []
-        self.sent_between_hosts: dict[int, list[torch.Tensor]] = {rank: [] for rank in self.ranks}
-        self._lossless = (config is None or not config.loses_tokens) if lossless is None else lossless
+        self.sent_between_hosts: dict[int, list[torch.Tensor]] = {
+            rank: [] for rank in self.ranks
+        }
+        self._lossless = (
+            (config is None or not config.loses_tokens)
+            if lossless is None
+            else lossless
+        )
         self.checks_digests = config is not None and self._lossless
         self.on_divergence = "window"
         self.settles = settles
         self.before_fetch: Callable[[int, int], None] = lambda rank, holder: None
         self._faults = list(faults)
-        self._replicas = 0 if config is None else 1 if config.replicas == "auto" else int(config.replicas)
+        self._replicas = (
+            0
+            if config is None
+            else 1
+            if config.replicas == "auto"
+            else int(config.replicas)
+        )
         self._losses_of_config = losses
         self._generations = _Generations(self.shape)
         self.at_end = self._generations.at_end
@@ -434,26 +531,36 @@ class ThreadJob:
         self.daemons: dict[int, Daemon] = {}
         self._clients: dict[int, DaemonClient | None] = {}
         served = config.served if config else None
-        self.hosts = _Hosts(folder, served, self._begin_capture) if served and served.on_hosts else None
+        self.hosts = (
+            _Hosts(folder, served, self._begin_capture)
+            if served and served.on_hosts
+            else None
+        )
         self._killed = {rank: threading.Event() for rank in self.ranks}
         self._incarnations = dict.fromkeys(self.ranks, 0)
         self._workers: list[threading.Thread] = []
         self._outcomes: dict[int, str] = {}
         self.pages = {
-            rank: StatusPage(self._made(folder / "pages") / str(rank), execute=self._executor(rank))
+            rank: StatusPage(
+                self._made(folder / "pages") / str(rank), execute=self._executor(rank)
+            )
             for rank in self.ranks
         }
         self.saves_slowly, self.sends_slowly = False, False
-        self.data_of: Callable[[Model], KeptBatches] | None = None  # called for each worker's model
+        # called for each worker's model
+        self.data_of: Callable[[Model], KeptBatches] | None = None
         self.start_from: Path | None = None  # a whole checkpoint of another run
-        self.diverging: dict[int, int] = {}  # by iteration: how many more attempts end in an infinite loss
+        # by iteration: how many more attempts end in an infinite loss
+        self.diverging: dict[int, int] = {}
 
     @property
     def ranks(self) -> range:
         return range(self.shape.world_size)
 
     def memory(self, rank: int) -> Path:
-        """The rank's folder in the memory of its node: `own` blobs, and those `held` for others."""
+        """The rank's folder in the memory of its node: `own` blobs, and those `held`
+        for others.
+        """
         return self._made(self.folder / "memory") / f"rank{rank:04d}"
 
     def disk(self, rank: int) -> Path:
@@ -490,16 +597,25 @@ class ThreadJob:
         if self._generations.failure:
             raise self._generations.failure
         assert not self._faults, f"these faults never struck: {self._faults}"
-        return Result(digests=tuple(self._outcomes[rank] for rank in self.ranks), losses=dict(self._losses))
+        return Result(
+            digests=tuple(self._outcomes[rank] for rank in self.ranks),
+            losses=dict(self._losses),
+        )
 
     def events(self, kind: type[T], rank: int = 0) -> list[T]:
         """Return one rank's events of a kind, over all its workers."""
-        return [entry.event for entry in read_events(self.event_path(rank)) if isinstance(entry.event, kind)]
+        return [
+            entry.event
+            for entry in read_events(self.event_path(rank))
+            if isinstance(entry.event, kind)
+        ]
 
     def note_loss(self, iteration: int, loss: float) -> None:
         with self._lock:
             if np.isfinite(loss):
-                assert not self._lossless or self._losses.get(iteration, loss) == loss, f"another loss of {iteration}"
+                assert (
+                    not self._lossless or self._losses.get(iteration, loss) == loss
+                ), f"another loss of {iteration}"
                 self._losses[iteration] = loss
 
     def log_start(self, iteration: int, rank: int, model: Model) -> None:
@@ -507,13 +623,16 @@ class ThreadJob:
             observer.started(iteration, rank, model)
 
     def note_state(self, iteration: int, rank: int, model: Model) -> None:
-        """Compare with the state of the same rank after the same iteration, where recoveries lose nothing."""
+        """Compare with the state of the same rank after the same iteration, where
+        recoveries lose nothing.
+        """
         if self.config is None:
             self.digests.setdefault(iteration, {})[rank] = model.digest()
         elif self.checks_digests:
             expected = _reference(self.shape, self.iterations)[1][iteration][rank]
             assert model.digest() == expected, (
-                f"rank {rank} after iteration {iteration}, after {len(self.struck)} faults"
+                f"rank {rank} after iteration {iteration}, after {len(self.struck)}"
+                " faults"
             )
         for observer in self.observers:
             observer.committed(iteration, rank, model)
@@ -521,7 +640,9 @@ class ThreadJob:
             self.settle(rank)
 
     def settle(self, rank: int) -> None:
-        """Wait until peers and servers have all of a rank's newest state, and no write to disk is in progress."""
+        """Wait until peers and servers have all of a rank's newest state, and no write
+        to disk is in progress.
+        """
         tier, memory = self.in_memory(rank).tier, self.rank_memory(rank)
         tier.settle()
         window, publisher = memory.snapshots.in_flight(), memory.publisher
@@ -534,7 +655,9 @@ class ThreadJob:
             client.copy([]).result(_WAIT_S)  # ends after all copies before it
 
     def kill(self, rank: int) -> None:
-        """Kill a rank at once. The first fault of the list is this rank's, in a phase that it does not enter."""
+        """Kill a rank at once. The first fault of the list is this rank's, in a phase
+        that it does not enter.
+        """
         self._killed[rank].set()
         self._generations.end(f"rank {rank} was killed")
 
@@ -546,7 +669,9 @@ class ThreadJob:
         return True
 
     def lose_memory(self, rank: int) -> None:
-        """Lose a node's memory, while its worker is dead: own blobs, and copies of others."""
+        """Lose a node's memory, while its worker is dead: own blobs, and copies of
+        others.
+        """
         self.daemons[rank].close()
         shutil.rmtree(self.memory(rank))
         self.daemons[rank] = self._daemon(rank)
@@ -562,7 +687,11 @@ class ThreadJob:
     def _daemon(self, rank: int) -> Daemon:
         may_send = lambda: not self.sends_slowly  # noqa: E731
         return Daemon(
-            self.memory(rank), rank, may_send, serves_itself=self._has_servers, capture=self._begin_capture(rank)
+            self.memory(rank),
+            rank,
+            may_send,
+            serves_itself=self._has_servers,
+            capture=self._begin_capture(rank),
         )
 
     def _begin_capture(self, rank: int) -> MirrorCapture | None:
@@ -571,10 +700,14 @@ class ThreadJob:
         config = self.config
         assert isinstance(config, FlowcheckConfig)
         watcher = Watcher(config.captures, loss=config.capture_loss, seed=rank)
-        return MirrorCapture(self.wire.port(), watcher, keep_iters=config.max_lag_iters + 2, wait_s=0.5)
+        return MirrorCapture(
+            self.wire.port(), watcher, keep_iters=config.max_lag_iters + 2, wait_s=0.5
+        )
 
     def _start(self, rank: int) -> None:
-        thread = threading.Thread(target=self._work, args=(rank,), name=f"rank {rank}", daemon=True)
+        thread = threading.Thread(
+            target=self._work, args=(rank,), name=f"rank {rank}", daemon=True
+        )
         self._workers.append(thread)
         thread.start()
 
@@ -600,7 +733,9 @@ class ThreadJob:
         rendezvous = _Rendezvous(rank, self._generations, page, ranks, stage_ranks)
         model = self.models[rank] = Model(self.shape, rank, ranks, stage_ranks)
         model.data = self.data_of(model) if self.data_of else None
-        events = EventLog(self.event_path(rank), global_rank=rank, clock_origin_unix_s=0.0)
+        events = EventLog(
+            self.event_path(rank), global_rank=rank, clock_origin_unix_s=0.0
+        )
         closing.callback(events.close)
         if self.config is None:
             rendezvous.join()
@@ -615,23 +750,37 @@ class ThreadJob:
         closing.callback(_close_copiers, session)
         for act in self.on_worker:
             act(rank, session)
-        training = _Training(self, rank, model, session, elastic.page.enter_in_iteration, events, ranks)
+        training = _Training(
+            self, rank, model, session, elastic.page.enter_in_iteration, events, ranks
+        )
         job = GenerationLoop(rendezvous, session, training, events)
 
         def start() -> int:
-            return session.resume(None) or (session.resume(self.start_from) if self.start_from else 0)
+            return session.resume(None) or (
+                session.resume(self.start_from) if self.start_from else 0
+            )
 
         job.run(start, lambda _: {})
         session.finish()
         return model.digest()
 
     def _elastic(self, rank: int, page: StatusPage) -> ElasticContext:
-        has_daemon = self._replicas > 0 or self._has_servers or bool(self.config and self.config.disk_every_iters)
+        has_daemon = (
+            self._replicas > 0
+            or self._has_servers
+            or bool(self.config and self.config.disk_every_iters)
+        )
         return ElasticContext(
-            member=Member(global_rank=rank, world_size=self.shape.world_size, incarnation=self._incarnations[rank]),
+            member=Member(
+                global_rank=rank,
+                world_size=self.shape.world_size,
+                incarnation=self._incarnations[rank],
+            ),
             page=page,
             memory=self.memory(rank),
-            daemon=DaemonClient(self.memory(rank), timeout_s=_WAIT_S) if has_daemon else None,
+            daemon=DaemonClient(self.memory(rank), timeout_s=_WAIT_S)
+            if has_daemon
+            else None,
             address_of=lambda peer: self._address_of(rank, peer),
             ticket=TICKET,
             replicas=self._replicas,
@@ -648,12 +797,21 @@ class ThreadJob:
         return self.daemons[peer].server.address
 
     def _session(
-        self, rank: int, model: Model, ranks: ThreadRanks, stage: ThreadRanks, elastic: ElasticContext, events: EventLog
+        self,
+        rank: int,
+        model: Model,
+        ranks: ThreadRanks,
+        stage: ThreadRanks,
+        elastic: ElasticContext,
+        events: EventLog,
     ) -> Session:
         assert self.config is not None
         host_ranks = cast("Ranks", HostRanks(ranks, self.sent_between_hosts[rank]))
         place = place_of(self.identity, self.shape, ranks, stage, host_ranks)
-        neighbours = sum(neighbour is not None for neighbour in (model.previous_rank, model.next_rank))
+        neighbours = sum(
+            neighbour is not None
+            for neighbour in (model.previous_rank, model.next_rank)
+        )
         tied = model.tied_weight()
         adapter = RankAdapter(
             place=place,
@@ -680,7 +838,9 @@ class ThreadJob:
         )
         folder = CheckpointFolder(self.folder / "checkpoints")
         files = ModelFiles(model, ranks, is_slow=self.saves_slowly)
-        durable = DurableTier(files, folder, self.identity, ranks, events, keep=self.config.keep)
+        durable = DurableTier(
+            files, folder, self.identity, ranks, events, keep=self.config.keep
+        )
 
         def build_generation() -> tuple[InMemoryPolicy, InMemoryCheckpointing]:
             policy, in_memory = assembly.build_generation()
@@ -711,10 +871,14 @@ class ThreadJob:
     def _arm_next(self) -> None:
         if self._faults:
             fault = self._faults[0]
-            self.pages[fault.rank].order(SIGKILL, fault.phase, iteration=fault.iteration, skip=fault.skip)
+            self.pages[fault.rank].order(
+                SIGKILL, fault.phase, iteration=fault.iteration, skip=fault.skip
+            )
 
     def _bury(self, rank: int) -> None:
-        """Do what supervisors do: note the death, and once all that die together are dead, start new workers."""
+        """Do what supervisors do: note the death, and once all that die together are
+        dead, start new workers.
+        """
         with self._lock:
             fault, page = self._faults[0], self.pages[rank]
             death = Death(
@@ -732,10 +896,14 @@ class ThreadJob:
             self._generations.deaths.append((number, death))
             self._generations.leave(rank)
             page.reset()
-            dead = {death.global_rank for at, death in self._generations.deaths[self._buried :]}
+            dead = {
+                death.global_rank
+                for at, death in self._generations.deaths[self._buried :]
+            }
             victims = {fault.rank, *fault.also}
             if not victims <= dead:
-                self._generations.end("ranks died")  # the others that die notice it in their next operation
+                # the others that die notice it in their next operation
+                self._generations.end("ranks died")
                 return
             self._buried = len(self._generations.deaths)
             self._faults.pop(0)
@@ -762,10 +930,18 @@ class ThreadJob:
 
 
 def place_of(
-    identity: RunIdentity, shape: Shape, ranks: ThreadRanks, stage_ranks: ThreadRanks, host_ranks: Ranks
+    identity: RunIdentity,
+    shape: Shape,
+    ranks: ThreadRanks,
+    stage_ranks: ThreadRanks,
+    host_ranks: Ranks,
 ) -> StagePlace:
     rank, dp_rank = ranks.rank, ranks.rank % shape.dp
-    places = {"pp_rank": shape.stage_of(rank), "ep_rank": dp_rank % shape.ep, "dp_rank": dp_rank}
+    places = {
+        "pp_rank": shape.stage_of(rank),
+        "ep_rank": dp_rank % shape.ep,
+        "dp_rank": dp_rank,
+    }
     return StagePlace(
         identity=identity,
         shard=ShardIdentity(global_rank=rank, tp_rank=0, etp_rank=0, **places),
@@ -779,8 +955,12 @@ def place_of(
 
 
 @cache
-def _reference(shape: Shape, iterations: int) -> tuple[Result, Mapping[int, Mapping[int, str]]]:
-    """Train without faults and sessions; return the result, and digests by iteration and rank."""
+def _reference(
+    shape: Shape, iterations: int
+) -> tuple[Result, Mapping[int, Mapping[int, str]]]:
+    """Train without faults and sessions; return the result, and digests by iteration
+    and rank.
+    """
     with tempfile.TemporaryDirectory() as folder:
         job = ThreadJob(Path(folder), None, shape, iterations=iterations)
         return job.run(), job.digests

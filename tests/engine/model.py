@@ -1,9 +1,11 @@
-"""A pipeline of small expert layers behind the engine's seams, trained by ranks that are threads.
+"""A pipeline of small expert layers behind the engine's seams, trained by ranks that
+are threads.
 
-It has all that a recovery must restore: sharded masters and moments of a real Adam, rounded compute weights, dropout
-from a generator, buffers that forward changes, a loss scale that skips steps, a learning-rate schedule, a norm over all
-ranks, gradients reduced over a stage, and, `tied`, a gradient that first and last stage share. After a wrong input its
-digest never again equals that of the job without faults.
+It has all that a recovery must restore: sharded masters and moments of a real Adam,
+rounded compute weights, dropout from a generator, buffers that forward changes, a loss
+scale that skips steps, a learning-rate schedule, a norm over all ranks, gradients
+reduced over a stage, and, `tied`, a gradient that first and last stage share. After a
+wrong input its digest never again equals that of the job without faults.
 """
 
 from __future__ import annotations
@@ -23,9 +25,23 @@ from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
 from moe_ckpt.snapshot.boundary_log import BoundaryLog, Direction, LoggedEnds
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
 from moe_ckpt.snapshot.capture import Piece
-from moe_ckpt.snapshot.codec import BUFFER, COMPUTE, EXP_AVG, EXP_AVG_SQ, MASTER, PartKey
+from moe_ckpt.snapshot.codec import (
+    BUFFER,
+    COMPUTE,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    PartKey,
+)
 from moe_ckpt.snapshot.step_log import StepRecord
-from moe_ckpt.types import ExpertCounts, OperatorId, OperatorKind, OperatorTable, ParallelLayout, ReadyGradients
+from moe_ckpt.types import (
+    ExpertCounts,
+    OperatorId,
+    OperatorKind,
+    OperatorTable,
+    ParallelLayout,
+    ReadyGradients,
+)
 
 HIDDEN, TOKENS, MICRO_BATCHES = 6, 3, 2
 BOUNDARY_BYTES = 2 * HIDDEN * TOKENS
@@ -33,7 +49,9 @@ BOUNDARY_BYTES = 2 * HIDDEN * TOKENS
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is trained: `skips` steps overflow at the beginning, `tied` shares the embedding, `ep` spreads experts."""
+    """What is trained: `skips` steps overflow at the beginning, `tied` shares the
+    embedding, `ep` spreads experts.
+    """
 
     pp: int = 2
     dp: int = 2
@@ -58,9 +76,13 @@ PAIR, PIPE = Shape(pp=2, dp=1), Shape(pp=3, dp=1)
 
 
 class Weight:
-    """One operator's weight on one rank: `values` for forward, and the range of the optimizer's state that it owns."""
+    """One operator's weight on one rank: `values` for forward, and the range of the
+    optimizer's state that it owns.
+    """
 
-    def __init__(self, operator: OperatorId, size: int, owned: range, seed: str) -> None:
+    def __init__(
+        self, operator: OperatorId, size: int, owned: range, seed: str
+    ) -> None:
         self.operator = operator
         self.name = f"{operator}.weight"
         self.owned = slice(owned.start, owned.stop)
@@ -90,23 +112,39 @@ class Weight:
 
 
 def generator(seed: str) -> torch.Generator:
-    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]))
+    return torch.Generator().manual_seed(
+        int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
+    )
 
 
 def inputs_of(iteration: int, micro_batch: int, dp_rank: int) -> torch.Tensor:
-    return torch.randn(TOKENS, HIDDEN, generator=generator(f"{iteration} {micro_batch} {dp_rank}"))
+    return torch.randn(
+        TOKENS, HIDDEN, generator=generator(f"{iteration} {micro_batch} {dp_rank}")
+    )
 
 
 class Pipe:
-    """Implements `interfaces.Communicator`: carries tensors to neighbour stages and logs them, or replays a log."""
+    """Implements `interfaces.Communicator`: carries tensors to neighbour stages and
+    logs them, or replays a log.
+    """
 
-    def __init__(self, ranks: Ranks, previous_rank: int | None, next_rank: int | None) -> None:
+    def __init__(
+        self, ranks: Ranks, previous_rank: int | None, next_rank: int | None
+    ) -> None:
         self.log: BoundaryLog | None = None
         self.bubbles: PipelineBubbles | None = None
         self._ranks = ranks
-        self._neighbour = {Direction.ACTIVATION: next_rank, Direction.GRADIENT: previous_rank}
-        self._source = {Direction.ACTIVATION: previous_rank, Direction.GRADIENT: next_rank}
-        self.replayed: dict[Direction, list[torch.Tensor] | None] = dict.fromkeys(Direction)
+        self._neighbour = {
+            Direction.ACTIVATION: next_rank,
+            Direction.GRADIENT: previous_rank,
+        }
+        self._source = {
+            Direction.ACTIVATION: previous_rank,
+            Direction.GRADIENT: next_rank,
+        }
+        self.replayed: dict[Direction, list[torch.Tensor] | None] = dict.fromkeys(
+            Direction
+        )
 
     def send(self, direction: Direction, tensor: torch.Tensor) -> None:
         sent = tensor.bfloat16()
@@ -127,7 +165,10 @@ class Pipe:
         return received.float()
 
 
-_OPPOSITE = {Direction.ACTIVATION: Direction.GRADIENT, Direction.GRADIENT: Direction.ACTIVATION}
+_OPPOSITE = {
+    Direction.ACTIVATION: Direction.GRADIENT,
+    Direction.GRADIENT: Direction.ACTIVATION,
+}
 
 
 @dataclass
@@ -147,28 +188,46 @@ class _Pass:
 
 
 class Model:
-    """One rank's stage: implements the engine's `Stage`, `Operators`, `Counts` and `FaultInjector`."""
+    """One rank's stage: implements the engine's `Stage`, `Operators`, `Counts` and
+    `FaultInjector`.
+    """
 
-    def __init__(self, shape: Shape, rank: int, ranks: Ranks, stage_ranks: Ranks) -> None:
+    def __init__(
+        self, shape: Shape, rank: int, ranks: Ranks, stage_ranks: Ranks
+    ) -> None:
         self.shape, self.rank = shape, rank
         self.stage, self.dp_rank = shape.stage_of(rank), rank % shape.dp
         self._ranks, self._stage_ranks = ranks, stage_ranks
-        self.on_replay: Callable[[int], object] = lambda _: None  # as a kernel that does not repeat itself
+        # as a kernel that does not repeat itself
+        self.on_replay: Callable[[int], object] = lambda _: None
         self.reads_others = False  # as from a file that has changed
         self.previous_rank = rank - shape.dp if self.stage > 0 else None
         self.next_rank = rank + shape.dp if self.stage < shape.pp - 1 else None
-        self.data: KeptBatches | None = None  # the inputs, if they are not read by the iteration's number
+        # the inputs, if they are not read by the iteration's number
+        self.data: KeptBatches | None = None
         self.communicator = Pipe(ranks, self.previous_rank, self.next_rank)
         self.operators = operators_of(shape, self.stage)
-        self.weights = {operator: weight for operator in self.operators if (weight := self._weight(operator))}
-        self.buffers = {"tokens": torch.zeros(shape.experts), "bias": torch.zeros(shape.experts)}
+        self.weights = {
+            operator: weight
+            for operator in self.operators
+            if (weight := self._weight(operator))
+        }
+        self.buffers = {
+            "tokens": torch.zeros(shape.experts),
+            "bias": torch.zeros(shape.experts),
+        }
         self.generator = generator(f"dropout {rank}")
         self.loss_scale = torch.tensor(2.0**shape.skips)
         self.schedule = torch.tensor(0)
-        self.owned = [weight for weight in self.weights.values() if weight.master.numel()]
+        self.owned = [
+            weight for weight in self.weights.values() if weight.master.numel()
+        ]
         self.adam = torch.optim.Adam([weight.master for weight in self.owned], lr=0.05)
         for weight in self.owned:
-            zeros = {"exp_avg": torch.zeros_like(weight.master), "exp_avg_sq": torch.zeros_like(weight.master)}
+            zeros = {
+                "exp_avg": torch.zeros_like(weight.master),
+                "exp_avg_sq": torch.zeros_like(weight.master),
+            }
             self.adam.state[weight.master] = {"step": torch.tensor(0.0), **zeros}
         self.table = self._table([self._owned_bytes()] * shape.dp)
         self._remembered: tuple[int, dict[str, torch.Tensor]] | None = None
@@ -176,25 +235,41 @@ class Model:
         self._stepped: tuple[int, Mapping[str, float]] | None = None
         self._clip = 1.0
         self._counted = np.zeros(shape.experts)
-        self._armed: dict[str, Callable[[], None]] = {}  # called once each, in the middle of a pass
+        # called once each, in the middle of a pass
+        self._armed: dict[str, Callable[[], None]] = {}
         self.on_reduced: Callable[[], None] = lambda: None
 
     def _weight(self, operator: OperatorId) -> Weight | None:
-        size = HIDDEN * (self.shape.experts if operator.kind is OperatorKind.GATE else 1)
-        of_rank = range(size * self.dp_rank // self.shape.dp, size * (self.dp_rank + 1) // self.shape.dp)
+        size = HIDDEN * (
+            self.shape.experts if operator.kind is OperatorKind.GATE else 1
+        )
+        of_rank = range(
+            size * self.dp_rank // self.shape.dp,
+            size * (self.dp_rank + 1) // self.shape.dp,
+        )
         if operator.kind is OperatorKind.EXPERT and self.shape.ep > 1:
             assert operator.expert is not None
             if operator.expert % self.shape.dp != self.dp_rank:
                 return None
             of_rank = range(size)
-        is_tied = self.shape.tied and operator.kind in (OperatorKind.EMBEDDING, OperatorKind.OUTPUT)
+        is_tied = self.shape.tied and operator.kind in (
+            OperatorKind.EMBEDDING,
+            OperatorKind.OUTPUT,
+        )
         return Weight(operator, size, of_rank, "tied" if is_tied else str(operator))
 
     # What iterations do
 
-    def train_on(self, iteration: int, on_backward: Callable[[], None] = lambda: None) -> list[float]:
-        """Leave the gradients of the iteration's batch; return the micro-batches' losses on the last stage."""
-        passes = [self._forward(iteration, micro_batch) for micro_batch in range(MICRO_BATCHES)]
+    def train_on(
+        self, iteration: int, on_backward: Callable[[], None] = lambda: None
+    ) -> list[float]:
+        """Leave the gradients of the iteration's batch; return the micro-batches'
+        losses on the last stage.
+        """
+        passes = [
+            self._forward(iteration, micro_batch)
+            for micro_batch in range(MICRO_BATCHES)
+        ]
         self._armed.pop("backward", lambda: None)()
         on_backward()
         for micro_batch, each in enumerate(passes):
@@ -207,7 +282,11 @@ class Model:
 
     def _forward(self, iteration: int, micro_batch: int) -> _Pass:
         self._armed.pop("forward", lambda: None)()
-        data = next(self.data) if self.data else inputs_of(iteration, micro_batch, self.dp_rank)
+        data = (
+            next(self.data)
+            if self.data
+            else inputs_of(iteration, micro_batch, self.dp_rank)
+        )
         hidden = (
             data * self._values(OperatorKind.EMBEDDING)
             if self.stage == 0
@@ -224,7 +303,9 @@ class Model:
         self._counted += counts.numpy()
         expert_out = self._experts_forward(gate_in, choices)
         out = gate_in + probabilities.gather(1, choices[:, None]) * expert_out
-        each = _Pass(data, hidden, block, keep, gate_in, probabilities, choices, expert_out, out)
+        each = _Pass(
+            data, hidden, block, keep, gate_in, probabilities, choices, expert_out, out
+        )
         if self.next_rank is None:
             each.loss = float(self._error(each).square().mean())
         else:
@@ -244,7 +325,11 @@ class Model:
         of_scores = of_chosen * (one_hot - each.probabilities)
         self._accumulate(OperatorKind.GATE, of_scores.T @ each.gate_in)
         gate_weight = self._values(OperatorKind.GATE).view(-1, HIDDEN)
-        gradient = gradient + of_scores @ gate_weight + self._experts_backward(each, gradient * chosen)
+        gradient = (
+            gradient
+            + of_scores @ gate_weight
+            + self._experts_backward(each, gradient * chosen)
+        )
         of_block = gradient * each.keep * (1 - each.block_out.square())
         self._accumulate(OperatorKind.BLOCK, (of_block * each.block_in).sum(0))
         gradient = gradient + of_block * self._values(OperatorKind.BLOCK)
@@ -253,15 +338,21 @@ class Model:
         else:
             self.communicator.send(Direction.GRADIENT, gradient)
 
-    def _experts_forward(self, tokens: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    def _experts_forward(
+        self, tokens: torch.Tensor, choices: torch.Tensor
+    ) -> torch.Tensor:
         """Return the experts' outputs; tokens visit the rank of their expert."""
         if self.shape.ep == 1:
             return self._apply_experts(tokens, choices)
         everywhere = self._stage_ranks.gather((tokens, choices))
-        computed = self._stage_ranks.gather([self._apply_experts(*of_rank) for of_rank in everywhere])
+        computed = self._stage_ranks.gather(
+            [self._apply_experts(*of_rank) for of_rank in everywhere]
+        )
         return torch.stack([of_rank[self.dp_rank] for of_rank in computed]).sum(0)
 
-    def _apply_experts(self, tokens: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    def _apply_experts(
+        self, tokens: torch.Tensor, choices: torch.Tensor
+    ) -> torch.Tensor:
         out = torch.zeros_like(tokens)
         for weight in self._experts():
             mine = choices == weight.operator.expert
@@ -273,11 +364,17 @@ class Model:
         if self.shape.ep == 1:
             return self._experts_gradient(*job)
         everywhere = self._stage_ranks.gather(job)
-        computed = self._stage_ranks.gather([self._experts_gradient(*of_rank) for of_rank in everywhere])
+        computed = self._stage_ranks.gather(
+            [self._experts_gradient(*of_rank) for of_rank in everywhere]
+        )
         return torch.stack([of_rank[self.dp_rank] for of_rank in computed]).sum(0)
 
     def _experts_gradient(
-        self, tokens: torch.Tensor, choices: torch.Tensor, out: torch.Tensor, gradient: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        choices: torch.Tensor,
+        out: torch.Tensor,
+        gradient: torch.Tensor,
     ) -> torch.Tensor:
         of_tokens = torch.zeros_like(tokens)
         inner = gradient * (1 - out.square())
@@ -288,16 +385,26 @@ class Model:
         return of_tokens
 
     def _experts(self) -> Iterable[Weight]:
-        return (weight for weight in self.weights.values() if weight.operator.kind is OperatorKind.EXPERT)
+        return (
+            weight
+            for weight in self.weights.values()
+            if weight.operator.kind is OperatorKind.EXPERT
+        )
 
     def _error(self, each: _Pass) -> torch.Tensor:
         return each.out * self._values(OperatorKind.OUTPUT) - each.inputs.flip(1)
 
     def _values(self, kind: OperatorKind) -> torch.Tensor:
-        return next(weight.values for weight in self.weights.values() if weight.operator.kind is kind).float()
+        return next(
+            weight.values
+            for weight in self.weights.values()
+            if weight.operator.kind is kind
+        ).float()
 
     def _accumulate(self, kind: OperatorKind, gradient: torch.Tensor) -> None:
-        next(weight for weight in self.weights.values() if weight.operator.kind is kind).accumulate(gradient)
+        next(
+            weight for weight in self.weights.values() if weight.operator.kind is kind
+        ).accumulate(gradient)
 
     def finish_gradients(self) -> ReadyGradients:
         """Reduce gradients over the stage, and agree on their norm with all ranks."""
@@ -307,13 +414,19 @@ class Model:
             total += weight.gradient[weight.owned].double().square().sum()
         self._ranks.reduce(total, "sum")
         scale = float(self.loss_scale)
-        return ReadyGradients(overflows=(scale > 1,), total_norm=float(total.sqrt()), loss_scale=scale)
+        return ReadyGradients(
+            overflows=(scale > 1,), total_norm=float(total.sqrt()), loss_scale=scale
+        )
 
     def _reduce_gradients(self, tied: torch.Tensor | None) -> None:
         sharded = [weight for weight in self.weights.values() if weight.is_sharded]
-        flat = torch.cat([*(weight.gradient for weight in sharded), self.buffers["tokens"]])
+        flat = torch.cat(
+            [*(weight.gradient for weight in sharded), self.buffers["tokens"]]
+        )
         self._stage_ranks.reduce(flat, "sum")
-        *gradients, tokens = flat.split([*(weight.gradient.numel() for weight in sharded), self.shape.experts])
+        *gradients, tokens = flat.split(
+            [*(weight.gradient.numel() for weight in sharded), self.shape.experts]
+        )
         for weight, gradient in zip(sharded, gradients, strict=True):
             weight.gradient.copy_(gradient)
         self._share_tied_gradient(tied)
@@ -328,7 +441,11 @@ class Model:
         if weight is None:
             return
         if logged is None:
-            other = self.dp_rank if self.stage else (self.shape.pp - 1) * self.shape.dp + self.dp_rank
+            other = (
+                self.dp_rank
+                if self.stage
+                else (self.shape.pp - 1) * self.shape.dp + self.dp_rank
+            )
             theirs = torch.empty_like(weight.gradient)
             self._ranks.send(weight.gradient, other)
             self._ranks.receive(theirs, other)
@@ -340,34 +457,57 @@ class Model:
     def tied_weight(self) -> Weight | None:
         ends = (OperatorKind.EMBEDDING, OperatorKind.OUTPUT)
         is_tied = self.shape.tied and self.shape.pp > 1
-        return next((w for w in self.weights.values() if is_tied and w.operator.kind in ends), None)
+        return next(
+            (w for w in self.weights.values() if is_tied and w.operator.kind in ends),
+            None,
+        )
 
     # Stage
 
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        self._remembered = iteration, {name: buffer.clone() for name, buffer in self.buffers.items()}
+        self._remembered = (
+            iteration,
+            {name: buffer.clone() for name, buffer in self.buffers.items()},
+        )
         return {
             "generator": self.generator.get_state(),
             "loss_scale": self.loss_scale.clone(),
             "schedule": self.schedule.clone(),
-            **({f"data.{name}": tensor for name, tensor in self.data.saved().items()} if self.data else {}),
+            **(
+                {f"data.{name}": tensor for name, tensor in self.data.saved().items()}
+                if self.data
+                else {}
+            ),
         }
 
-    def restore_start(self, start: Mapping[str, torch.Tensor], *, undo: int | None = None) -> None:
+    def restore_start(
+        self, start: Mapping[str, torch.Tensor], *, undo: int | None = None
+    ) -> None:
         self.generator.set_state(start["generator"].clone())
         self.loss_scale.copy_(start["loss_scale"])
         self.schedule.copy_(start["schedule"])
         if self.data:
-            self.data.restore({name.removeprefix("data."): start[name] for name in start if name.startswith("data.")})
+            self.data.restore(
+                {
+                    name.removeprefix("data."): start[name]
+                    for name in start
+                    if name.startswith("data.")
+                }
+            )
         if undo is not None:
             assert self._remembered is not None
             iteration, buffers = self._remembered
-            assert iteration == undo, f"asked for the buffers before iteration {undo}, got those of {iteration}"
+            assert iteration == undo, (
+                f"asked for the buffers before iteration {undo}, got those of"
+                f" {iteration}"
+            )
             for name, buffer in buffers.items():
                 self.buffers[name].copy_(buffer)
 
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:
-        return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=self._tied_gradient)
+        return StepRecord(
+            iteration=iteration, gradients=gradients, tied_gradient=self._tied_gradient
+        )
 
     def replay(
         self,
@@ -380,11 +520,18 @@ class Model:
     ) -> None:
         self.restore_start(start)
         self.clear_gradients()
-        logged = {Direction.ACTIVATION: ends.from_previous, Direction.GRADIENT: ends.from_next}
-        self.communicator.replayed = {way: None if end is None else list(end) for way, end in logged.items()}
+        logged = {
+            Direction.ACTIVATION: ends.from_previous,
+            Direction.GRADIENT: ends.from_next,
+        }
+        self.communicator.replayed = {
+            way: None if end is None else list(end) for way, end in logged.items()
+        }
         try:
             self.train_on(record.iteration)
-            assert not any(self.communicator.replayed.values()), "logged tensors were not asked for"
+            assert not any(self.communicator.replayed.values()), (
+                "logged tensors were not asked for"
+            )
         finally:
             self.communicator.replayed = dict.fromkeys(Direction)
         self._reduce_gradients(None if whole_model else record.tied_gradient)
@@ -416,7 +563,9 @@ class Model:
     def gather(self) -> None:
         """Make the sharded weights whole. Collective in the stage."""
         sharded = [weight for weight in self.weights.values() if weight.is_sharded]
-        for of_rank in self._stage_ranks.gather([(w.range, w.values[w.owned]) for w in sharded]):
+        for of_rank in self._stage_ranks.gather(
+            [(w.range, w.values[w.owned]) for w in sharded]
+        ):
             for weight, ((start, end), values) in zip(sharded, of_rank, strict=True):
                 weight.values[start:end] = values
 
@@ -428,21 +577,37 @@ class Model:
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
         found: list[Piece] = []
         for weight in self._at(full):
-            found += [(weight.key(role), tensor, weight.range) for role, tensor in self._state(weight).items()]
+            found += [
+                (weight.key(role), tensor, weight.range)
+                for role, tensor in self._state(weight).items()
+            ]
         for weight in self._at(compute):
-            found.append((weight.key(COMPUTE), weight.values[weight.owned], weight.range))
+            found.append(
+                (weight.key(COMPUTE), weight.values[weight.owned], weight.range)
+            )
         return found
 
     def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
-        gates = [op for op in self.operators if op.kind is OperatorKind.GATE and self.operators.index(op) in positions]
+        gates = [
+            op
+            for op in self.operators
+            if op.kind is OperatorKind.GATE and self.operators.index(op) in positions
+        ]
         return [
-            (PartKey(operator=str(gate), tensor=name, role=BUFFER), buffer, (0, buffer.numel()))
+            (
+                PartKey(operator=str(gate), tensor=name, role=BUFFER),
+                buffer,
+                (0, buffer.numel()),
+            )
             for gate in gates
             for name, buffer in self.buffers.items()
         ]
 
     def log_step(self, iteration: int, gradients: ReadyGradients) -> None:
-        numbers = {"lr": 0.05 / (1 + 0.1 * float(self.schedule)), "steps": self.adam_steps()[0]}
+        numbers = {
+            "lr": 0.05 / (1 + 0.1 * float(self.schedule)),
+            "steps": self.adam_steps()[0],
+        }
         self._stepped = None if gradients.overflow else (iteration, numbers)
         self._clip = _clip(gradients)
 
@@ -450,20 +615,38 @@ class Model:
         if self._stepped is None or self._stepped[0] != iteration:
             return None
         numbers = self._stepped[1]
-        adam: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "decoupled": False}
+        adam: dict[str, Any] = {
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "decoupled": False,
+        }
         step = AdamStep(learning_rate=numbers["lr"], steps=numbers["steps"], **adam)
         masters = [(weight.key(MASTER), weight.master) for weight in self._at(full)]
-        return {key: (master.grad, step) for key, master in masters if master.grad is not None}
+        return {
+            key: (master.grad, step)
+            for key, master in masters
+            if master.grad is not None
+        }
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
-        return {weight.key(MASTER): weight.gradient[weight.owned] for weight in self.owned}
+        return {
+            weight.key(MASTER): weight.gradient[weight.owned] for weight in self.owned
+        }
 
     def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
         taken = self.gradients(range(len(self.operators)), iteration) or {}
-        return {key: replace(step, scale=self._clip) for key, (_, step) in taken.items()}
+        return {
+            key: replace(step, scale=self._clip) for key, (_, step) in taken.items()
+        }
 
     def adam_steps(self) -> tuple[float, ...]:
-        return (float(self.adam.state[self.owned[0].master]["step"]),) if self.owned else (0.0,)
+        return (
+            (float(self.adam.state[self.owned[0].master]["step"]),)
+            if self.owned
+            else (0.0,)
+        )
 
     def load(
         self,
@@ -480,14 +663,25 @@ class Model:
                 weight.derive()
             elif str(weight.operator) in compute:
                 weight.values[weight.owned] = _found(parts, weight.key(COMPUTE))
-        for gate in (op for op in self.operators if op.kind is OperatorKind.GATE and str(op) in {*full, *compute}):
+        for gate in (
+            op
+            for op in self.operators
+            if op.kind is OperatorKind.GATE and str(op) in {*full, *compute}
+        ):
             for name, buffer in self.buffers.items():
-                buffer.copy_(_found(parts, PartKey(operator=str(gate), tensor=name, role=BUFFER)))
+                buffer.copy_(
+                    _found(parts, PartKey(operator=str(gate), tensor=name, role=BUFFER))
+                )
         self.gather()
 
     def digests(self) -> Mapping[str, str]:
-        state_of = lambda weight: self._state(weight).values() if weight in self.owned else ()  # noqa: E731
-        return {str(each.operator): hash_of([each.values, *state_of(each)]) for each in self.weights.values()}
+        state_of = lambda weight: (  # noqa: E731
+            self._state(weight).values() if weight in self.owned else ()
+        )
+        return {
+            str(each.operator): hash_of([each.values, *state_of(each)])
+            for each in self.weights.values()
+        }
 
     def freeze(self, frozen: Collection[str]) -> None:
         for weight in self.weights.values():
@@ -515,10 +709,19 @@ class Model:
     # What is compared
 
     def all_tensors(self) -> list[torch.Tensor]:
-        states = [tensor for weight in self.owned for tensor in self._state(weight).values()]
+        states = [
+            tensor for weight in self.owned for tensor in self._state(weight).values()
+        ]
         steps = [self.adam.state[weight.master]["step"] for weight in self.owned]
         values = [weight.values for weight in self.weights.values()]
-        return [*states, *steps, *values, *self.buffers.values(), self.loss_scale, self.schedule]
+        return [
+            *states,
+            *steps,
+            *values,
+            *self.buffers.values(),
+            self.loss_scale,
+            self.schedule,
+        ]
 
     def digest(self) -> str:
         tensors = [*self.all_tensors(), self.generator.get_state()]
@@ -526,24 +729,44 @@ class Model:
 
     def _state(self, weight: Weight) -> dict[str, torch.Tensor]:
         moments = self.adam.state[weight.master]
-        return {MASTER: weight.master.data, EXP_AVG: moments["exp_avg"], EXP_AVG_SQ: moments["exp_avg_sq"]}
+        return {
+            MASTER: weight.master.data,
+            EXP_AVG: moments["exp_avg"],
+            EXP_AVG_SQ: moments["exp_avg_sq"],
+        }
 
     def _at(self, positions: Collection[int]) -> list[Weight]:
         operators = {self.operators[position] for position in positions}
         return [weight for weight in self.owned if weight.operator in operators]
 
     def _owned_bytes(self) -> tuple[list[int], list[int]]:
-        """Return the bytes that this rank snapshots of each operator: with its whole state, and to compute with it."""
+        """Return the bytes that this rank snapshots of each operator: with its whole
+        state, and to compute with it.
+        """
         of = {weight.operator: weight.master.numel() for weight in self.owned}
         buffers = sum(buffer.nbytes for buffer in self.buffers.values())
-        extra = [buffers if operator.kind is OperatorKind.GATE else 0 for operator in self.operators]
-        full = [12 * of.get(operator, 0) + more for operator, more in zip(self.operators, extra, strict=True)]
-        compute = [2 * of.get(operator, 0) + more for operator, more in zip(self.operators, extra, strict=True)]
+        extra = [
+            buffers if operator.kind is OperatorKind.GATE else 0
+            for operator in self.operators
+        ]
+        full = [
+            12 * of.get(operator, 0) + more
+            for operator, more in zip(self.operators, extra, strict=True)
+        ]
+        compute = [
+            2 * of.get(operator, 0) + more
+            for operator, more in zip(self.operators, extra, strict=True)
+        ]
         return full, compute
 
     def _table(self, of_ranks: Sequence[tuple[list[int], list[int]]]) -> OperatorTable:
-        full, compute = (np.array([of_rank[kind] for of_rank in of_ranks], np.int64) for kind in (0, 1))
-        return OperatorTable(operators=self.operators, full_bytes=full, compute_bytes=compute)
+        full, compute = (
+            np.array([of_rank[kind] for of_rank in of_ranks], np.int64)
+            for kind in (0, 1)
+        )
+        return OperatorTable(
+            operators=self.operators, full_bytes=full, compute_bytes=compute
+        )
 
 
 class TokenCounts:
@@ -564,9 +787,20 @@ def _clip(gradients: ReadyGradients) -> float:
 
 def operators_of(shape: Shape, stage: int) -> list[OperatorId]:
     edges = [OperatorId(kind=OperatorKind.EMBEDDING)] if stage == 0 else []
-    inside = [OperatorId(kind=kind, layer=stage) for kind in (OperatorKind.BLOCK, OperatorKind.GATE)]
-    experts = [OperatorId(kind=OperatorKind.EXPERT, layer=stage, expert=expert) for expert in range(shape.experts)]
-    return [*edges, *inside, *experts, *([OperatorId(kind=OperatorKind.OUTPUT)] if stage == shape.pp - 1 else [])]
+    inside = [
+        OperatorId(kind=kind, layer=stage)
+        for kind in (OperatorKind.BLOCK, OperatorKind.GATE)
+    ]
+    experts = [
+        OperatorId(kind=OperatorKind.EXPERT, layer=stage, expert=expert)
+        for expert in range(shape.experts)
+    ]
+    return [
+        *edges,
+        *inside,
+        *experts,
+        *([OperatorId(kind=OperatorKind.OUTPUT)] if stage == shape.pp - 1 else []),
+    ]
 
 
 def _found(parts: Mapping[PartKey, torch.Tensor], key: PartKey) -> torch.Tensor:

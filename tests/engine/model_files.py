@@ -1,4 +1,6 @@
-"""Whole checkpoints of a model whose ranks are threads: implements `ports.DurableState` with one file a rank."""
+"""Whole checkpoints of a model whose ranks are threads: implements `ports.DurableState`
+with one file a rank.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.engine.model import Model
 
 
 class ModelFiles:
-    """Layouts cannot change. Files are written at once; a save that `is_slow` is complete when it is waited for."""
+    """Layouts cannot change. Files are written at once; a save that `is_slow` is
+    complete when it is waited for.
+    """
 
     def __init__(self, model: Model, ranks: Ranks, *, is_slow: bool = False) -> None:
         self._is_slow = is_slow
@@ -27,9 +31,9 @@ class ModelFiles:
         return f"rank{self._ranks.rank}"
 
     def start_save(self, directory: Path, iteration: int) -> None:
-        self._written = gather_results(self._ranks, lambda: self._write(directory, iteration), CheckpointSaveError)[
-            self._ranks.rank
-        ]
+        self._written = gather_results(
+            self._ranks, lambda: self._write(directory, iteration), CheckpointSaveError
+        )[self._ranks.rank]
 
     def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
         if self._is_slow and not wait:
@@ -43,18 +47,29 @@ class ModelFiles:
     def is_writing(self) -> bool:
         return False
 
-    def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
+    def load(
+        self, directory: Path, resharded_from: ParallelLayout | None = None
+    ) -> int:
         assert resharded_from is None, "the layout of thread ranks is fixed"
-        return gather_results(self._ranks, lambda: self._read(directory), CheckpointLoadError)[0]
+        return gather_results(
+            self._ranks, lambda: self._read(directory), CheckpointLoadError
+        )[0]
 
     def _write(self, directory: Path, iteration: int) -> list[FileRecord]:
         data = self._model.data.saved() if self._model.data else None
-        state = (iteration, self._model.all_tensors(), self._model.generator.get_state(), data)
+        state = (
+            iteration,
+            self._model.all_tensors(),
+            self._model.generator.get_state(),
+            data,
+        )
         (directory / self._name).write_bytes(pickle.dumps(state))
         return seal_files(directory, [self._name])
 
     def _read(self, directory: Path) -> int:
-        iteration, tensors, generator, data = pickle.loads((directory / self._name).read_bytes())
+        iteration, tensors, generator, data = pickle.loads(
+            (directory / self._name).read_bytes()
+        )
         for mine, saved in zip(self._model.all_tensors(), tensors, strict=True):
             mine.data.copy_(saved)
         self._model.generator.set_state(generator)

@@ -1,4 +1,6 @@
-"""A file system of a few megabytes in a test's folder, which the test fills, makes read-only, and mends again."""
+"""A file system of a few megabytes in a test's folder, which the test fills, makes
+read-only, and mends again.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,16 @@ class SmallDisk:
         """Take all room but so much."""
         there = os.statvfs(self.path)
         with (self.path / "filling").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, there.f_bavail * there.f_frsize - left_bytes)
+            os.posix_fallocate(
+                file.fileno(), 0, there.f_bavail * there.f_frsize - left_bytes
+            )
 
     def fill_to_the_last_page(self) -> None:
         """Take all room, also while other threads write."""
-        with (self.path / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        with (
+            (self.path / "filling").open("wb", buffering=0) as file,
+            contextlib.suppress(OSError),
+        ):
             while True:
                 file.write(bytes(_PAGE_BYTES))
 
@@ -47,7 +54,10 @@ class SmallDisk:
 def small_disk(path: Path) -> Iterator[SmallDisk]:
     """Mount a small disk at a folder. Skips the test where that is impossible."""
     if os.geteuid() != 0:
-        pytest.skip("a file system of its own: got a process without root's privileges, wanted root")
+        pytest.skip(
+            "a file system of its own: got a process without root's privileges, wanted"
+            " root"
+        )
     path.mkdir(parents=True, exist_ok=True)
     try:
         _mount("-t", "tmpfs", "-o", f"size={_SIZE_BYTES},mode=0700", "tmpfs", str(path))

@@ -1,4 +1,6 @@
-"""Moments between iterations at which a test acts on a job of thread ranks, and the start after its end."""
+"""Moments between iterations at which a test acts on a job of thread ranks, and the
+start after its end.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class StoppedError(Exception):
 
 
 class At(Observer):
-    """Acts after an iteration while no rank trains, nor saves if it `settles`; `ends` lets the job end there."""
+    """Acts after an iteration while no rank trains, nor saves if it `settles`; `ends`
+    lets the job end there.
+    """
 
     def __init__(
         self,
@@ -49,10 +53,16 @@ class At(Observer):
 
 
 def started_again(job: ThreadJob) -> list[tuple[str, int]]:
-    """Start the job again once all memory is gone, and let it come to its end; return the load of each rank."""
+    """Start the job again once all memory is gone, and let it come to its end; return
+    the load of each rank.
+    """
     shutil.rmtree(job.folder / "memory")
     before = [len(job.events(StateResumed, rank)) for rank in job.ranks]
     again = ThreadJob(job.folder, job.config, job.shape, iterations=job.iterations)
     assert again.run().digests == uninterrupted(job.shape, job.iterations).digests
-    loads = [event for rank in again.ranks for event in again.events(StateResumed, rank)[before[rank] :]]
+    loads = [
+        event
+        for rank in again.ranks
+        for event in again.events(StateResumed, rank)[before[rank] :]
+    ]
     return [(load.source.rpartition("/")[2], load.iteration) for load in loads]

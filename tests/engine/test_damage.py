@@ -1,6 +1,8 @@
-"""Memory that cannot be trusted is refused by name, and the next better source is taken; failing copies stop nothing.
+"""Memory that cannot be trusted is refused by name, and the next better source is
+taken; failing copies stop nothing.
 
-Rank 1, the second of two stages, loses its state in iteration 11; windows 1 to 3, 4 to 6 and 7 to 9 are complete.
+Rank 1, the second of two stages, loses its state in iteration 11; windows 1 to 3, 4 to
+6 and 7 to 9 are complete.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ import pytest
 
 from moe_ckpt.engine.rank_memory import RankMemory
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.events import CheckpointFailed, CheckpointSkipped, SnapshotTaken, StageRecovered
+from moe_ckpt.events import (
+    CheckpointFailed,
+    CheckpointSkipped,
+    SnapshotTaken,
+    StageRecovered,
+)
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.snapshot.boundary_log import Direction
 from moe_ckpt.snapshot.codec import Snapshot
@@ -29,10 +36,22 @@ from tests.policies.profiles import config
 from tests.waits import WAIT_S
 
 
-def job_of(folder: Path, iteration: int = 11, phase: str = "forward", stage: int = 1, **settings: Any) -> ThreadJob:
+def job_of(
+    folder: Path,
+    iteration: int = 11,
+    phase: str = "forward",
+    stage: int = 1,
+    **settings: Any,
+) -> ThreadJob:
     """Return a job of 12 iterations with one loss of state."""
     losses = [StateLoss(iteration=iteration, stage=stage, phase=phase)]
-    return ThreadJob(folder, config("moevement", **{"window": 3} | settings), PAIR, iterations=12, losses=losses)
+    return ThreadJob(
+        folder,
+        config("moevement", **{"window": 3} | settings),
+        PAIR,
+        iterations=12,
+        losses=losses,
+    )
 
 
 def recovered_from(job: ThreadJob, rank: int = 1) -> list[int]:
@@ -93,7 +112,9 @@ def _flip_a_byte_of_the_boundary_log(memory: RankMemory) -> None:
 
 
 def _have_no_memory_for_the_boundary_log(memory: RankMemory) -> None:
-    """Refuse the memory of one tensor of the boundary log, that of the iteration under way."""
+    """Refuse the memory of one tensor of the boundary log, that of the iteration under
+    way.
+    """
     buffers = memory.buffers[0]
     acquire = buffers.acquire
 
@@ -105,9 +126,12 @@ def _have_no_memory_for_the_boundary_log(memory: RankMemory) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "inflict"), [(11, _flip_a_byte_of_the_boundary_log), (9, _have_no_memory_for_the_boundary_log)]
+    ("at", "inflict"),
+    [(11, _flip_a_byte_of_the_boundary_log), (9, _have_no_memory_for_the_boundary_log)],
 )
-def test_a_gap_in_boundary_logs_rolls_all_back(at: int, inflict: Callable[[RankMemory], None], tmp_path: Path) -> None:
+def test_a_gap_in_boundary_logs_rolls_all_back(
+    at: int, inflict: Callable[[RankMemory], None], tmp_path: Path
+) -> None:
     job = job_of(tmp_path, window=4)  # windows 1 to 4 and 5 to 8
     job.upsets[0, at] = lambda _: inflict(job.rank_memory(0))
     exact(job)
@@ -115,7 +139,9 @@ def test_a_gap_in_boundary_logs_rolls_all_back(at: int, inflict: Callable[[RankM
 
 
 def test_only_what_the_plan_takes_is_read(tmp_path: Path) -> None:
-    """The stage that lost nothing serves iterations 8 to 10; its windows and older logs cost the recovery no time."""
+    """The stage that lost nothing serves iterations 8 to 10; its windows and older logs
+    cost the recovery no time.
+    """
     job = job_of(tmp_path, keep_windows=2)
 
     def inflict(memory: RankMemory) -> None:
@@ -130,18 +156,28 @@ def test_only_what_the_plan_takes_is_read(tmp_path: Path) -> None:
     assert (recovered_from(job, 0), recovered_from(job, 1)) == ([], [7])
 
 
-def test_a_snapshot_that_fails_stops_nothing_and_no_rank_keeps_its_window(tmp_path: Path) -> None:
+def test_a_snapshot_that_fails_stops_nothing_and_no_rank_keeps_its_window(
+    tmp_path: Path,
+) -> None:
     job = job_of(tmp_path, iteration=8, phase="step", stage=0)
-    job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None)
+    job.on_worker.append(
+        lambda rank, _: let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None
+    )
     exact(job)
     (failure,) = job.events(CheckpointFailed, 1)
     assert (failure.iteration, "out of memory" in failure.reason) == (5, True)
-    assert recovered_from(job, 0) == [1], "the window of 4 to 6 is complete on rank 0 only"
+    assert recovered_from(job, 0) == [1], (
+        "the window of 4 to 6 is complete on rank 0 only"
+    )
 
 
 @pytest.mark.parametrize("policy", ["gemini", "checkfreq"])
-def test_a_snapshot_may_be_hashed_after_its_window_was_dropped(policy: str, tmp_path: Path) -> None:
-    """That of rank 1 cannot be copied, and rank 0 publishes its own only after all have dropped the window."""
+def test_a_snapshot_may_be_hashed_after_its_window_was_dropped(
+    policy: str, tmp_path: Path
+) -> None:
+    """That of rank 1 cannot be copied, and rank 0 publishes its own only after all have
+    dropped the window.
+    """
     job = ThreadJob(tmp_path, config(policy, every_iters=2), PAIR, iterations=8)
     all_dropped = threading.Event()
     late: list[int] = []
@@ -160,7 +196,9 @@ def test_a_snapshot_may_be_hashed_after_its_window_was_dropped(policy: str, tmp_
         publisher.add_snapshot = add_snapshot  # type: ignore[method-assign]
 
     job.upsets[0, 2] = lambda _: publish_late()
-    job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 3, 3) if rank == 1 else None)
+    job.on_worker.append(
+        lambda rank, _: let_copies_fail(job.models[rank], 3, 3) if rank == 1 else None
+    )
     At(job, 5, all_dropped.set, settles=False)
     exact(job)
     assert late == [4]
@@ -170,18 +208,30 @@ def test_a_snapshot_may_be_hashed_after_its_window_was_dropped(policy: str, tmp_
 
 def test_a_snapshot_that_fails_ends_a_strict_job(tmp_path: Path) -> None:
     job = job_of(tmp_path, strict=True)
-    job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None)
-    with pytest.raises(CheckpointSaveError, match="a snapshot is not complete on every rank"):
+    job.on_worker.append(
+        lambda rank, _: let_copies_fail(job.models[rank], 6, 6) if rank == 1 else None
+    )
+    with pytest.raises(
+        CheckpointSaveError, match="a snapshot is not complete on every rank"
+    ):
         job.run()
 
 
 def test_logs_end_although_no_window_is_ever_complete(tmp_path: Path) -> None:
-    """Nothing leads from the initial snapshot to a late iteration any more, so nothing of the logs is needed."""
+    """Nothing leads from the initial snapshot to a late iteration any more, so nothing
+    of the logs is needed.
+    """
 
     def logged_after(iterations: int) -> list[int]:
         folder = tmp_path / str(iterations)
-        job = ThreadJob(folder, config("moevement", window=2), PAIR, iterations=iterations)
-        job.on_worker.append(lambda rank, _: let_copies_fail(job.models[rank], 2, 999) if rank == 1 else None)
+        job = ThreadJob(
+            folder, config("moevement", window=2), PAIR, iterations=iterations
+        )
+        job.on_worker.append(
+            lambda rank, _: (
+                let_copies_fail(job.models[rank], 2, 999) if rank == 1 else None
+            )
+        )
         job.run()
         boundary = job.rank_memory(1).boundary
         assert boundary is not None
@@ -190,9 +240,15 @@ def test_logs_end_although_no_window_is_ever_complete(tmp_path: Path) -> None:
     assert logged_after(24) == logged_after(30)
 
 
-@pytest.mark.parametrize(("phase", "number", "again"), [("forward", 5, 5), ("between", 6, 6)])
-def test_a_snapshot_that_the_loss_tears_is_taken_again(phase: str, number: int, again: int, tmp_path: Path) -> None:
-    """Rank 1's copy waits until its state is lost; a second loss starts from the same snapshot, taken again."""
+@pytest.mark.parametrize(
+    ("phase", "number", "again"), [("forward", 5, 5), ("between", 6, 6)]
+)
+def test_a_snapshot_that_the_loss_tears_is_taken_again(
+    phase: str, number: int, again: int, tmp_path: Path
+) -> None:
+    """Rank 1's copy waits until its state is lost; a second loss starts from the same
+    snapshot, taken again.
+    """
     losses = [
         StateLoss(iteration=5, stage=1, phase=phase),
         StateLoss(iteration=again, stage=1, phase="step"),
@@ -209,7 +265,11 @@ def test_a_snapshot_that_the_loss_tears_is_taken_again(phase: str, number: int, 
             nonlocal num_taken
             num_taken += 1
             engine = job.rank_memory(1).engine
-            while num_taken == number and engine._capture is not None and not lost.wait(0.001):
+            while (
+                num_taken == number
+                and engine._capture is not None
+                and not lost.wait(0.001)
+            ):
                 pass  # until the capture is discarded, or the state under it is gone
             return take(*arguments)
 

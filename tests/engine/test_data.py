@@ -1,4 +1,6 @@
-"""Batches from iterators without random access: each recovery ends as if batches were read by their numbers."""
+"""Batches from iterators without random access: each recovery ends as if batches were
+read by their numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.kept_batches import KeptBatches
 from moe_ckpt.types import Phase
 from tests.engine.job import Fault, ThreadJob, exact
-from tests.engine.model import HIDDEN, MICRO_BATCHES, PAIR, TOKENS, Model, Shape, inputs_of
+from tests.engine.model import (
+    HIDDEN,
+    MICRO_BATCHES,
+    PAIR,
+    TOKENS,
+    Model,
+    Shape,
+    inputs_of,
+)
 from tests.policies.profiles import config
 
 ITERATION_BYTES = MICRO_BATCHES * TOKENS * HIDDEN * 4
@@ -33,7 +43,9 @@ class Stream:
 
     def __next__(self) -> torch.Tensor:
         number, self.number = self.number, self.number + 1
-        return inputs_of(1 + number // MICRO_BATCHES, number % MICRO_BATCHES, self.dp_rank)
+        return inputs_of(
+            1 + number // MICRO_BATCHES, number % MICRO_BATCHES, self.dp_rank
+        )
 
 
 class StatefulStream(Stream):
@@ -45,13 +57,22 @@ class StatefulStream(Stream):
 
 
 def made(
-    folder: Path, policy: str, *faults: Fault, stream: type[Stream] = Stream, kept_iters: int = 8, **options: Any
+    folder: Path,
+    policy: str,
+    *faults: Fault,
+    stream: type[Stream] = Stream,
+    kept_iters: int = 8,
+    **options: Any,
 ) -> ThreadJob:
     settings = {**POLICIES[policy], **options.pop("settings", {})}
-    job = ThreadJob(folder, config(policy, **settings), faults=faults, lossless=True, **options)
+    job = ThreadJob(
+        folder, config(policy, **settings), faults=faults, lossless=True, **options
+    )
 
     def data_of(model: Model) -> KeptBatches:
-        return KeptBatches(stream(model.dp_rank), limit_bytes=kept_iters * ITERATION_BYTES)
+        return KeptBatches(
+            stream(model.dp_rank), limit_bytes=kept_iters * ITERATION_BYTES
+        )
 
     job.data_of = data_of
     return job
@@ -59,10 +80,18 @@ def made(
 
 @pytest.mark.parametrize(
     ("policy", "stream"),
-    [*((policy, Stream) for policy in POLICIES), ("moevement", StatefulStream), ("gemini", StatefulStream)],
+    [
+        *((policy, Stream) for policy in POLICIES),
+        ("moevement", StatefulStream),
+        ("gemini", StatefulStream),
+    ],
 )
-def test_a_job_on_an_iterator_ends_as_without_faults(policy: str, stream: type[Stream], tmp_path: Path) -> None:
-    """Batches of 14 iterations do not fit into the bound: older ones are dropped as windows replace each other."""
+def test_a_job_on_an_iterator_ends_as_without_faults(
+    policy: str, stream: type[Stream], tmp_path: Path
+) -> None:
+    """Batches of 14 iterations do not fit into the bound: older ones are dropped as
+    windows replace each other.
+    """
     faults = (
         Fault(rank=1, phase=Phase.BACKWARD, iteration=4),
         Fault(rank=2, phase=Phase.STEP, iteration=7, loses_memory=True),
@@ -73,20 +102,45 @@ def test_a_job_on_an_iterator_ends_as_without_faults(policy: str, stream: type[S
 
 
 @pytest.mark.parametrize("iteration", [1, 2])
-def test_a_job_on_an_iterator_recovers_from_its_first_iterations(iteration: int, tmp_path: Path) -> None:
-    exact(made(tmp_path, "moevement", Fault(rank=1, phase=Phase.REDUCE, iteration=iteration)))
+def test_a_job_on_an_iterator_recovers_from_its_first_iterations(
+    iteration: int, tmp_path: Path
+) -> None:
+    exact(
+        made(
+            tmp_path,
+            "moevement",
+            Fault(rank=1, phase=Phase.REDUCE, iteration=iteration),
+        )
+    )
 
 
 def test_a_stream_with_state_continues_from_a_whole_checkpoint(tmp_path: Path) -> None:
-    """The whole pair dies with its memory: the state on disk leads on, in new processes."""
-    everything = Fault(rank=0, also=(1,), phase=Phase.FORWARD, iteration=7, loses_memory=True)
+    """The whole pair dies with its memory: the state on disk leads on, in new
+    processes.
+    """
+    everything = Fault(
+        rank=0, also=(1,), phase=Phase.FORWARD, iteration=7, loses_memory=True
+    )
     settings = {"durable_every_iters": 3, "async_save": False}
-    exact(made(tmp_path, "moevement", everything, stream=StatefulStream, shape=PAIR, settings=settings))
+    exact(
+        made(
+            tmp_path,
+            "moevement",
+            everything,
+            stream=StatefulStream,
+            shape=PAIR,
+            settings=settings,
+        )
+    )
 
 
 def test_a_bound_below_a_window_ends_the_job_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"^run\.keep_batches_bytes: got 288, wanted at least \d+, the bytes of micro"
+        ConfigError,
+        match=(
+            r"^run\.keep_batches_bytes: got 288, wanted at least \d+, the bytes of"
+            r" micro"
+        ),
     ):
         made(tmp_path, "moevement", kept_iters=2, shape=Shape(dp=1)).run()
 

@@ -1,4 +1,6 @@
-"""Which window has which role on its way to disk, through successes, failures and restarts."""
+"""Which window has which role on its way to disk, through successes, failures and
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ from tests.waits import WAIT_S
 class Disk:
     """Windows on their way to a disk that is as fast as the test says."""
 
-    def __init__(self, folder: Path, *, strict: bool = False, copy_s: float = WAIT_S) -> None:
+    def __init__(
+        self, folder: Path, *, strict: bool = False, copy_s: float = WAIT_S
+    ) -> None:
         self.path = folder / "events.jsonl"
         self.events = EventLog(self.path, global_rank=0, clock_origin_unix_s=0.0)
-        publisher = Publisher(BlobFolder(folder / "own", pinned=False), NoCopies(), copy_s, lambda _: None)
+        publisher = Publisher(
+            BlobFolder(folder / "own", pinned=False), NoCopies(), copy_s, lambda _: None
+        )
         self.windows = DiskWindows(publisher, self.events, strict=strict)
 
     @property
@@ -62,7 +68,9 @@ def test_windows_are_taken_then_written_then_there(tmp_path: Path) -> None:
     disk.windows.begin(8, to_disk=True)
     assert disk.roles == (8, 6, 4)
     disk.windows.begin(9, to_disk=False)
-    assert disk.roles == (None, 6, 4), "a window that has not set out gives way to one that is not for the disk"
+    assert disk.roles == (None, 6, 4), (
+        "a window that has not set out gives way to one that is not for the disk"
+    )
     (persisted,) = disk.told()
     assert isinstance(persisted, WindowPersisted)
     assert persisted.window_start == 4
@@ -76,7 +84,9 @@ def hung(_: Future[None]) -> None:
     pass
 
 
-@pytest.mark.parametrize(("fate", "reason"), [(lost, "disk full"), (hung, "not on disk after 0.01 s")])
+@pytest.mark.parametrize(
+    ("fate", "reason"), [(lost, "disk full"), (hung, "not on disk after 0.01 s")]
+)
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_window_that_is_lost_leaves_the_one_before_it(
     fate: Callable[[Future[None]], None], reason: str, strict: bool, tmp_path: Path

@@ -1,4 +1,6 @@
-"""Whole checkpoints: the marker comes last and names every file, and only what it describes is loaded."""
+"""Whole checkpoints: the marker comes last and names every file, and only what it
+describes is loaded.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,21 @@ from typing import Any
 import pytest
 
 from moe_ckpt.collectives import Ranks
-from moe_ckpt.durable.checkpoint_folder import MARKER, CheckpointFolder, is_committed, read_manifest, seal_files
+from moe_ckpt.durable.checkpoint_folder import (
+    MARKER,
+    CheckpointFolder,
+    is_committed,
+    read_manifest,
+    seal_files,
+)
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.events import CheckpointFailed, CheckpointSaved, CheckpointSkipped, StateResharded, StateResumed
+from moe_ckpt.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    CheckpointSkipped,
+    StateResharded,
+    StateResumed,
+)
 from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, Phase, RunIdentity
 from tests.engine.job import Fault, ThreadJob, exact
 from tests.engine.model import PAIR
@@ -51,13 +65,21 @@ def _reasons(function: Callable[[Ranks], object], error: type[Exception]) -> lis
     return run_threads(2, fail)
 
 
-def test_the_marker_lists_the_files_of_all_ranks_and_unnamed_ones(tmp_path: Path) -> None:
+def test_the_marker_lists_the_files_of_all_ranks_and_unnamed_ones(
+    tmp_path: Path,
+) -> None:
     _save(tmp_path, 1)
     directory = _directory(tmp_path, 1)
-    assert list(read_manifest(directory).files) == seal_files(directory, ["metadata", "rank0", "rank1"])
+    assert list(read_manifest(directory).files) == seal_files(
+        directory, ["metadata", "rank0", "rank1"]
+    )
     for rank in range(2):
         (saved,) = events_of(tmp_path, CheckpointSaved, rank)
-        assert (saved.iteration, saved.directory, saved.size_bytes) == (1, str(directory), 7)
+        assert (saved.iteration, saved.directory, saved.size_bytes) == (
+            1,
+            str(directory),
+            7,
+        )
 
 
 def test_a_file_that_changes_before_the_commit_is_not_accepted(tmp_path: Path) -> None:
@@ -68,11 +90,16 @@ def test_a_file_that_changes_before_the_commit_is_not_accepted(tmp_path: Path) -
         tier.save(1)
         tier.resume(CheckpointRef(iteration=1, directory=str(_directory(tmp_path, 1))))
 
-    assert all("rank1: got 1 bytes with CRC-32" in reason for reason in _reasons(save_and_load, CheckpointLoadError))
+    assert all(
+        "rank1: got 1 bytes with CRC-32" in reason
+        for reason in _reasons(save_and_load, CheckpointLoadError)
+    )
 
 
 class OnDiskOfItsOwn(OneFileEach):
-    """Rank 1's directory is not that of rank 0: it is not on a file system that both share."""
+    """Rank 1's directory is not that of rank 0: it is not on a file system that both
+    share.
+    """
 
     def start_save(self, directory: Path, iteration: int) -> None:
         own = directory.parent / f"of-rank{self.ranks.rank}"
@@ -80,9 +107,16 @@ class OnDiskOfItsOwn(OneFileEach):
         super().start_save(directory if self.ranks.rank == 0 else own, iteration)
 
 
-def test_a_file_that_rank_zero_does_not_see_fails_the_save_everywhere(tmp_path: Path) -> None:
-    reasons = _reasons(lambda ranks: open_tier(tmp_path, OnDiskOfItsOwn(ranks)).save(1), CheckpointSaveError)
-    assert all("iter_0000001: rank1: written, and not there" in reason for reason in reasons)
+def test_a_file_that_rank_zero_does_not_see_fails_the_save_everywhere(
+    tmp_path: Path,
+) -> None:
+    reasons = _reasons(
+        lambda ranks: open_tier(tmp_path, OnDiskOfItsOwn(ranks)).save(1),
+        CheckpointSaveError,
+    )
+    assert all(
+        "iter_0000001: rank1: written, and not there" in reason for reason in reasons
+    )
     assert not is_committed(_directory(tmp_path, 1))
     for rank in range(2):
         (failed,) = events_of(tmp_path, CheckpointFailed, rank)
@@ -93,7 +127,11 @@ def test_a_save_is_committed_once_it_is_written_everywhere(tmp_path: Path) -> No
     def save(ranks: Ranks) -> list[bool]:
         tier = open_tier(tmp_path, OneFileEach(ranks, is_slow=True))
         seen = []
-        for step in (lambda: tier.save(1), lambda: tier.poll(wait=False), lambda: tier.poll(wait=True)):
+        for step in (
+            lambda: tier.save(1),
+            lambda: tier.poll(wait=False),
+            lambda: tier.poll(wait=True),
+        ):
             step()
             seen.append(is_committed(_directory(tmp_path, 1)))
             ranks.barrier()
@@ -135,8 +173,12 @@ def test_no_save_starts_while_any_rank_writes_an_abandoned_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_older_checkpoints_are_dropped_and_later_ones_stay(keep: int, tmp_path: Path) -> None:
-    """A later one is there because it could not be used, and a torn one below the newest is of no use."""
+def test_older_checkpoints_are_dropped_and_later_ones_stay(
+    keep: int, tmp_path: Path
+) -> None:
+    """A later one is there because it could not be used, and a torn one below the
+    newest is of no use.
+    """
     _save(tmp_path, 9)
     _directory(tmp_path, 1).mkdir()
     _directory(tmp_path, 8).mkdir()
@@ -151,18 +193,32 @@ def _edit(directory: Path, **changes: Any) -> None:
     (directory / MARKER).write_text(json.dumps(marker | changes))
 
 
-def test_a_state_of_another_iteration_than_the_marker_names_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_another_iteration_than_the_marker_names_is_refused(
+    tmp_path: Path,
+) -> None:
     _save(tmp_path, 1)
     directory = _directory(tmp_path, 1)
     (directory / "rank0").write_text("2")
     files = seal_files(directory, ["metadata", "rank0", "rank1"])
-    _edit(directory, files=[{"name": f.name, "size_bytes": f.size_bytes, "crc32": f.crc32} for f in files])
+    _edit(
+        directory,
+        files=[
+            {"name": f.name, "size_bytes": f.size_bytes, "crc32": f.crc32}
+            for f in files
+        ],
+    )
     ref = CheckpointRef(iteration=1, directory=str(directory))
-    reasons = _reasons(lambda ranks: open_tier(tmp_path, OneFileEach(ranks)).resume(ref), CheckpointLoadError)
+    reasons = _reasons(
+        lambda ranks: open_tier(tmp_path, OneFileEach(ranks)).resume(ref),
+        CheckpointLoadError,
+    )
     assert all("wanted 1" in each for each in reasons), reasons
 
 
-OTHER_RUN, OTHER_MODEL = replace(IDENTITY, run_id="run-2"), replace(IDENTITY, model="f00d")
+OTHER_RUN, OTHER_MODEL = (
+    replace(IDENTITY, run_id="run-2"),
+    replace(IDENTITY, model="f00d"),
+)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +251,9 @@ def test_a_checkpoint_of_another_run_is_loaded_by_its_path_only(
     assert (resumed.iteration, resumed.source) == (3, str(directory))
 
 
-def test_a_state_of_another_layout_is_loaded_as_such_and_reported(tmp_path: Path) -> None:
+def test_a_state_of_another_layout_is_loaded_as_such_and_reported(
+    tmp_path: Path,
+) -> None:
     _save(tmp_path, 3)
     wanted = ParallelLayout(pp=2, dp=1, ep=1, tp=1)
 
@@ -207,19 +265,33 @@ def test_a_state_of_another_layout_is_loaded_as_such_and_reported(tmp_path: Path
 
     assert run_threads(2, load) == [[("iter_0000003", LAYOUT)]] * 2
     (resharded,) = events_of(tmp_path, StateResharded, 1)
-    assert (resharded.iteration, resharded.saved_at, resharded.loaded_at) == (3, str(LAYOUT), str(wanted))
+    assert (resharded.iteration, resharded.saved_at, resharded.loaded_at) == (
+        3,
+        str(LAYOUT),
+        str(wanted),
+    )
 
 
-def _job(folder: Path, *faults: Fault, policy: str = "gemini", **settings: Any) -> ThreadJob:
-    """Return a job with checkpoints after iterations 2, 4 and 6, whose nodes keep no copies."""
-    extra = {"every_iters": 3, "replicas": 0} if policy == "gemini" else {"window": 2, "replicas": 0}
+def _job(
+    folder: Path, *faults: Fault, policy: str = "gemini", **settings: Any
+) -> ThreadJob:
+    """Return a job with checkpoints after iterations 2, 4 and 6, whose nodes keep no
+    copies.
+    """
+    extra = (
+        {"every_iters": 3, "replicas": 0}
+        if policy == "gemini"
+        else {"window": 2, "replicas": 0}
+    )
     made = config(policy, **{"durable_every_iters": 2, "keep": 3} | extra | settings)
     return ThreadJob(folder, made, PAIR, iterations=6, faults=faults)
 
 
 def _all_lost(before_restart: Callable[[ThreadJob], None]) -> Fault:
     both: dict[str, Any] = {"rank": 1, "also": (0,), "loses_memory": True}
-    return Fault(phase=Phase.BACKWARD, iteration=5, before_restart=before_restart, **both)
+    return Fault(
+        phase=Phase.BACKWARD, iteration=5, before_restart=before_restart, **both
+    )
 
 
 def _checkpoint(job: ThreadJob, iteration: int) -> Path:
@@ -236,48 +308,82 @@ def _from_another_run(job: ThreadJob) -> None:
     ("spoil", "back_to", "reason"),
     [
         (lambda job: None, 4, None),
-        (lambda job: (_checkpoint(job, 4) / MARKER).unlink(), 2, f"no {MARKER}: the save was not finished"),
-        (lambda job: (_checkpoint(job, 4) / "rank1").write_bytes(b"damaged"), 2, "CRC-32"),
+        (
+            lambda job: (_checkpoint(job, 4) / MARKER).unlink(),
+            2,
+            f"no {MARKER}: the save was not finished",
+        ),
+        (
+            lambda job: (_checkpoint(job, 4) / "rank1").write_bytes(b"damaged"),
+            2,
+            "CRC-32",
+        ),
         (_from_another_run, 2, "saved by run other, wanted run run"),
     ],
     ids=["whole", "torn", "damaged", "another run"],
 )
 def test_when_all_memory_is_lost_the_newest_usable_one_is_loaded(
-    policy: str, spoil: Callable[[ThreadJob], None], back_to: int, reason: str | None, tmp_path: Path
+    policy: str,
+    spoil: Callable[[ThreadJob], None],
+    back_to: int,
+    reason: str | None,
+    tmp_path: Path,
 ) -> None:
     job = exact(_job(tmp_path, _all_lost(spoil), policy=policy))
     for rank in job.ranks:
         (resumed,) = job.events(StateResumed, rank)
-        assert (resumed.iteration, resumed.source) == (back_to, str(_checkpoint(job, back_to)))
-        skipped = [event for event in job.events(CheckpointSkipped, rank) if event.source == str(_checkpoint(job, 4))]
+        assert (resumed.iteration, resumed.source) == (
+            back_to,
+            str(_checkpoint(job, back_to)),
+        )
+        skipped = [
+            event
+            for event in job.events(CheckpointSkipped, rank)
+            if event.source == str(_checkpoint(job, 4))
+        ]
         assert bool(skipped) == (reason is not None)
         assert all(reason is not None and reason in event.reason for event in skipped)
 
 
-def test_without_a_usable_checkpoint_the_error_says_what_was_tried(tmp_path: Path) -> None:
+def test_without_a_usable_checkpoint_the_error_says_what_was_tried(
+    tmp_path: Path,
+) -> None:
     def damage(job: ThreadJob) -> None:
         for iteration in (2, 4):
             (_checkpoint(job, iteration) / "rank1").unlink()
 
     job = _job(tmp_path, _all_lost(damage))
-    with pytest.raises(CheckpointLoadError, match=r"(?s)no usable checkpoint.*iter_0000004/rank1.*iter_0000002/rank1"):
+    with pytest.raises(
+        CheckpointLoadError,
+        match=r"(?s)no usable checkpoint.*iter_0000004/rank1.*iter_0000002/rank1",
+    ):
         job.run()
     assert _checkpoint(job, 4).exists(), "nothing that was saved is removed"
 
 
 def test_a_save_that_a_fault_cuts_off_is_abandoned(tmp_path: Path) -> None:
-    """Writers finish when they are waited for: the save of iteration 2 is under way when rank 1 dies in 3."""
-    job = _job(tmp_path, Fault(rank=1, phase=Phase.BACKWARD, iteration=3), policy="moevement")
+    """Writers finish when they are waited for: the save of iteration 2 is under way
+    when rank 1 dies in 3.
+    """
+    job = _job(
+        tmp_path, Fault(rank=1, phase=Phase.BACKWARD, iteration=3), policy="moevement"
+    )
     job.saves_slowly = True
     exact(job)
-    assert [[event.iteration for event in job.events(CheckpointSaved, rank)] for rank in job.ranks] == [[4, 6], [4, 6]]
+    assert [
+        [event.iteration for event in job.events(CheckpointSaved, rank)]
+        for rank in job.ranks
+    ] == [[4, 6], [4, 6]]
     assert not _checkpoint(job, 2).exists(), "what was abandoned is cleaned up"
 
 
 def test_a_save_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     job = exact(_job(tmp_path))
-    assert [[event.iteration for event in job.events(CheckpointFailed, rank)] for rank in job.ranks] == [[2, 4, 6]] * 2
+    assert [
+        [event.iteration for event in job.events(CheckpointFailed, rank)]
+        for rank in job.ranks
+    ] == [[2, 4, 6]] * 2
 
 
 def test_a_checkpoint_stays_while_its_iteration_is_saved_again(tmp_path: Path) -> None:
@@ -288,7 +394,10 @@ def test_a_checkpoint_stays_while_its_iteration_is_saved_again(tmp_path: Path) -
         def finish_save(self, *, wait: bool) -> Sequence[FileRecord] | None:
             raise CheckpointSaveError(f"no room left, with wait={wait}")
 
-    _reasons(lambda ranks: open_tier(tmp_path, NoRoomLeft(ranks)).save(4), CheckpointSaveError)
+    _reasons(
+        lambda ranks: open_tier(tmp_path, NoRoomLeft(ranks)).save(4),
+        CheckpointSaveError,
+    )
     [kept] = CheckpointFolder(tmp_path).committed()
     assert kept.iteration == 4
 
@@ -297,7 +406,9 @@ def test_a_checkpoint_stays_while_its_iteration_is_saved_again(tmp_path: Path) -
 
     run_threads(2, resume)
     _save(tmp_path, 4, keep=1)
-    assert [ref.directory for ref in CheckpointFolder(tmp_path).committed()] == [str(_directory(tmp_path, 4))]
+    assert [ref.directory for ref in CheckpointFolder(tmp_path).committed()] == [
+        str(_directory(tmp_path, 4))
+    ]
 
 
 def test_strict_ends_the_job_when_a_save_fails(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What is told of experts: whole windows only, orders that are new, and of a long run not every window."""
+"""What is told of experts: whole windows only, orders that are new, and of a long run
+not every window.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,41 @@ OPERATORS = [
 ]
 BYTES = np.ones((1, len(OPERATORS)), np.int64)
 NAMES = ["layer 3", "mtp 0 layer 0"]
-EXPERTS = tuple(UnitPlan(name=str(OPERATORS[position]), full=(position,)) for position in (1, 2, 4))
+EXPERTS = tuple(
+    UnitPlan(name=str(OPERATORS[position]), full=(position,)) for position in (1, 2, 4)
+)
 
 
 class Told:
     def __init__(self, folder: Path, *, writes: bool = True) -> None:
         self._folder = folder
-        log = EventLog(folder / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0)
+        log = EventLog(
+            folder / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0
+        )
         self.of = ExpertEvents(
-            OperatorTable(operators=OPERATORS, full_bytes=BYTES, compute_bytes=BYTES), log, writes=writes
+            OperatorTable(operators=OPERATORS, full_bytes=BYTES, compute_bytes=BYTES),
+            log,
+            writes=writes,
         )
 
-    def window(self, start: int, *counts: float, slots: tuple[tuple[int, ...], ...] = ((1, 4), (0, 2, 3, 5))) -> None:
-        """Let a window begin, for which the policy asks if `counts` are given; `slots` are positions in the table."""
+    def window(
+        self,
+        start: int,
+        *counts: float,
+        slots: tuple[tuple[int, ...], ...] = ((1, 4), (0, 2, 3, 5)),
+    ) -> None:
+        """Let a window begin, for which the policy asks if `counts` are given; `slots`
+        are positions in the table.
+        """
         if counts:
             self.of.measured(np.array(counts, np.float64))
         for slot, full in enumerate(slots):
-            plan = SlotPlan(window_start=start, slot=slot, num_slots=len(slots), units=(UnitPlan(full=full),))
+            plan = SlotPlan(
+                window_start=start,
+                slot=slot,
+                num_slots=len(slots),
+                units=(UnitPlan(full=full),),
+            )
             self.of.took(plan)
 
     def popularity(self) -> dict[int, list[list[float]]]:
@@ -69,7 +89,9 @@ def test_orders_are_told_where_they_are_new(tmp_path: Path) -> None:
     assert told.orders() == {1: [[0, 1], [0, 1]], 5: [[0, 1], [1, 0]]}
 
 
-def test_counts_are_not_told_of_a_window_in_which_a_rank_lost_its_own(tmp_path: Path) -> None:
+def test_counts_are_not_told_of_a_window_in_which_a_rank_lost_its_own(
+    tmp_path: Path,
+) -> None:
     told = Told(tmp_path)
     told.window(0, 0, 0, 0, 0)
     told.of.interrupted()
@@ -94,7 +116,10 @@ def test_a_long_run_tells_of_a_window_in_a_thousandth_of_it(tmp_path: Path) -> N
     iterations = list(told.popularity())
     assert iterations[:1000] == list(range(1, 1001))
     assert 1000 < len(iterations) < 2500
-    assert max(after / before for before, after in itertools.pairwise(iterations[1000:])) < 1.002
+    assert (
+        max(after / before for before, after in itertools.pairwise(iterations[1000:]))
+        < 1.002
+    )
 
 
 def test_one_rank_of_a_stage_tells(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The last save of a job that is stopped, without its workers' help: the next start goes on from it, bit for bit."""
+"""The last save of a job that is stopped, without its workers' help: the next start
+goes on from it, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from moe_ckpt.elastic import job_store
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import LastSaveDone, read_events
-from moe_ckpt.replication.final_save import SaveTarget, save_last, saved_iterations, windows_in, write_save_target
+from moe_ckpt.replication.final_save import (
+    SaveTarget,
+    save_last,
+    saved_iterations,
+    windows_in,
+    write_save_target,
+)
 from moe_ckpt.run_elastic import RankPlace
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
@@ -31,7 +39,9 @@ from tests.policies.profiles import config
 from tests.waits import WAIT_S
 
 
-def stopped(folder: Path, policy: str, *, after: int = 5, shape: Shape = PAIR, **settings: Any) -> ThreadJob:
+def stopped(
+    folder: Path, policy: str, *, after: int = 5, shape: Shape = PAIR, **settings: Any
+) -> ThreadJob:
     """Return a job that was stopped after an iteration; its ranks' memory is there."""
     job = ThreadJob(folder, config(policy, **settings), shape, settles=True)
     At(job, after, ends=True)
@@ -77,20 +87,28 @@ def test_a_stopped_job_goes_on_from_its_last_save(
 
 
 def test_both_ranks_of_a_stage_and_tied_embeddings_go_on(tmp_path: Path) -> None:
-    job = stopped(tmp_path, "moevement", shape=Shape(tied=True), window=2, pause_iters=1)
+    job = stopped(
+        tmp_path, "moevement", shape=Shape(tied=True), window=2, pause_iters=1
+    )
     assert [saved(job.memory(rank))[-1] for rank in job.ranks] == [5] * 4
     assert started_again(job) == [("local disk", 5)] * 4
 
 
-def test_where_one_rank_was_too_late_all_go_on_from_the_save_before(tmp_path: Path) -> None:
+def test_where_one_rank_was_too_late_all_go_on_from_the_save_before(
+    tmp_path: Path,
+) -> None:
     settings: dict[str, Any] = {"window": 1, "pause_iters": 1}
     job = stopped(tmp_path, "moevement", **settings)
     for rank in job.ranks:
         save_last(job.memory(rank))
     shutil.rmtree(job.folder / "memory")
     again = stopped(tmp_path, "moevement", after=7, **settings)
-    assert list(windows_in(BlobFolder(again.disk(1)))), "a start keeps the window that it has loaded"
-    assert len(list(windows_in(BlobFolder(again.disk(1))))) == 1, "and no other: saves would fill the disk"
+    assert list(windows_in(BlobFolder(again.disk(1)))), (
+        "a start keeps the window that it has loaded"
+    )
+    assert len(list(windows_in(BlobFolder(again.disk(1))))) == 1, (
+        "and no other: saves would fill the disk"
+    )
     assert saved(again.memory(0))[-1] > 5
     assert started_again(again) == [("local disk", 5)] * 2
 
@@ -102,24 +120,39 @@ def test_where_a_rank_never_saved_all_begin_anew(fails: bool, tmp_path: Path) ->
     assert saved(job.memory(0))[-1] == 5
     if fails:
         limit_disk(job, 1, 1)
-        with pytest.raises(CheckpointSaveError, match=r"wanted at most ckpt.disk_budget_bytes=1"):
+        with pytest.raises(
+            CheckpointSaveError, match=r"wanted at most ckpt.disk_budget_bytes=1"
+        ):
             save_last(job.memory(1))
     assert started_again(job) == []
-    assert list(windows_in(BlobFolder(job.disk(0)))) == [], "a later start would take it for a state of this one"
+    assert list(windows_in(BlobFolder(job.disk(0)))) == [], (
+        "a later start would take it for a state of this one"
+    )
 
 
-@pytest.mark.parametrize("lose", [shutil.rmtree, lambda path: BlobFolder(path).clear()], ids=["disk", "files"])
-def test_where_a_ranks_saved_state_is_lost_none_begins_anew(lose: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lose",
+    [shutil.rmtree, lambda path: BlobFolder(path).clear()],
+    ids=["disk", "files"],
+)
+def test_where_a_ranks_saved_state_is_lost_none_begins_anew(
+    lose: Callable[[Path], None], tmp_path: Path
+) -> None:
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     for rank in job.ranks:
         save_last(job.memory(rank))
     lose(job.disk(1))
-    with pytest.raises(CheckpointLoadError, match=r"snapshots up to iteration \(rank 0: 5, rank 1: None\)"):
+    with pytest.raises(
+        CheckpointLoadError,
+        match=r"snapshots up to iteration \(rank 0: 5, rank 1: None\)",
+    ):
         started_again(job)
     assert windows_in(BlobFolder(job.disk(0)))
 
 
-def test_a_rank_whose_memory_is_being_replaced_saves_what_is_whole(tmp_path: Path) -> None:
+def test_a_rank_whose_memory_is_being_replaced_saves_what_is_whole(
+    tmp_path: Path,
+) -> None:
     job = stopped(tmp_path, "gemini", every_iters=2)
     folders = [BlobFolder(own_path(job.memory(rank))) for rank in job.ranks]
     for folder in folders:
@@ -188,7 +221,9 @@ DAMAGES = pytest.mark.parametrize(
 
 
 @DAMAGES
-def test_a_window_on_disk_that_a_start_refuses_is_not_saved(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_window_on_disk_that_a_start_refuses_is_not_saved(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
     job = stopped(tmp_path, "moevement", window=2, pause_iters=1)
     assert saved(job.memory(1))[-1] == 5
     damage(job.disk(1))
@@ -213,7 +248,9 @@ def test_an_intact_window_beside_a_damaged_one_counts(tmp_path: Path) -> None:
 def test_no_rank_says_that_it_is_safe_to_kill_at_a_damaged_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a start that has refused the windows on disk: nothing in memory replaces them."""
+    """As after a start that has refused the windows on disk: nothing in memory replaces
+    them.
+    """
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     save_last(job.memory(1))
     flip_a_bit_of(job.disk(1), lambda _: True)
@@ -223,34 +260,52 @@ def test_no_rank_says_that_it_is_safe_to_kill_at_a_damaged_window(
 
 
 def place_of(job: ThreadJob, rank: int) -> RankPlace:
-    launch = Launch(global_rank=rank, world_size=2, local_rank=rank, local_world_size=2, attempt=0)
-    facts: Any = {"ticket": TICKET, "ranks_per_node": 1, "replicas": 1, "has_daemon": True, "host": "127.0.0.1"}
+    launch = Launch(
+        global_rank=rank, world_size=2, local_rank=rank, local_world_size=2, attempt=0
+    )
+    facts: Any = {
+        "ticket": TICKET,
+        "ranks_per_node": 1,
+        "replicas": 1,
+        "has_daemon": True,
+        "host": "127.0.0.1",
+    }
     folder = RunFolder(path=job.memory(rank), run_id="run", clock_origin_unix_s=0.0)
     return RankPlace(launch=launch, memory=job.memory(rank), folder=folder, **facts)
 
 
-def test_a_last_save_that_a_disk_ends_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_last_save_that_a_disk_ends_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     limit_disk(job, 1, 1)
     assert run_elastic._save_last(place_of(job, 1), WAIT_S) == 1
     said = capsys.readouterr().err
-    assert said.startswith("error: rank 1: not saved, the next start uses an older state: local disk")
+    assert said.startswith(
+        "error: rank 1: not saved, the next start uses an older state: local disk"
+    )
     assert said.count("\n") == 1
 
 
 def test_a_disk_with_room_for_the_older_window_alone_has_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks may have it: this one says which, although its newest window is not saved."""
+    """All ranks may have it: this one says which, although its newest window is not
+    saved.
+    """
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1, keep_windows=2)
     *older, newest = saved(job.memory(0))
     assert older
-    there = sum(file.stat().st_size for file in job.disk(0).rglob("*") if file.is_file())
+    there = sum(
+        file.stat().st_size for file in job.disk(0).rglob("*") if file.is_file()
+    )
     limit_disk(job, 1, 5 * there // 6)
     assert run_elastic._save_last(place_of(job, 1), WAIT_S) == 1
     said = capsys.readouterr()
-    assert said.err.startswith("error: rank 1: not saved, the next start uses an older state: local disk")
+    assert said.err.startswith(
+        "error: rank 1: not saved, the next start uses an older state: local disk"
+    )
     assert said.out.startswith(f"rank 1: iteration {older[-1]} is on disk")
     assert saved_iterations(job.memory(1)) == older, newest
     logged = [each.event for each in read_events(place_of(job, 1).folder.events(1))]
@@ -266,14 +321,19 @@ def test_a_rank_that_is_cut_off_saves_and_says_so(
     assert run_elastic._save_last(place_of(job, 0), WAIT_S) == 0
     assert capsys.readouterr().out.splitlines() == [
         "rank 0: iteration 5 is on disk",
-        "rank 0: the store of the job does not answer: whether all ranks have it is unknown",
+        (
+            "rank 0: the store of the job does not answer: whether all ranks have it is"
+            " unknown"
+        ),
     ]
 
 
 class SlowRanks(dist.HashStore):
     """The store of a job whose other ranks report once they are waited for."""
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)) -> None:
+    def wait(
+        self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)
+    ) -> None:
         for key in keys:
             self.set(key, "[5]")
         super().wait(keys, timeout)

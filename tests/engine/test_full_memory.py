@@ -1,4 +1,5 @@
-"""Shared memory without room: one error at the start, and later a replacement all the same, bit for bit.
+"""Shared memory without room: one error at the start, and later a replacement all the
+same, bit for bit.
 
 The memory of all ranks is one small tmpfs, which a stranger fills.
 """
@@ -37,7 +38,10 @@ FULL_AT = 4
 def test_ranks_are_replaced_while_the_memory_is_full(
     policy: str, settings: dict[str, Any], also: tuple[int, ...], tmp_path: Path
 ) -> None:
-    deaths = [Fault(rank=0, phase=Phase.BACKWARD, iteration=6, also=also), Fault(rank=1, phase=Phase.STEP, iteration=7)]
+    deaths = [
+        Fault(rank=0, phase=Phase.BACKWARD, iteration=6, also=also),
+        Fault(rank=1, phase=Phase.STEP, iteration=7),
+    ]
     with small_disk(tmp_path / "memory") as memory:
         job = ThreadJob(tmp_path, config(policy, **settings), PAIR, faults=deaths)
         At(job, FULL_AT, memory.fill_to_the_last_page)
@@ -61,23 +65,39 @@ def test_a_memory_that_is_too_small_is_one_error_before_iteration_1(
 ) -> None:
     with small_disk(tmp_path / "memory") as memory:
         memory.fill(left_bytes=LEFT_BYTES)
-        job = ThreadJob(tmp_path, config(policy, **settings), Shape(pp=2, dp=1, experts=200))
+        job = ThreadJob(
+            tmp_path, config(policy, **settings), Shape(pp=2, dp=1, experts=200)
+        )
         with pytest.raises(
-            ConfigError, match=r"^runtime.shared_memory: got \d+ bytes for ranks 0, 1, of which \d+ are"
+            ConfigError,
+            match=(
+                r"^runtime.shared_memory: got \d+ bytes for ranks 0, 1, of which"
+                r" \d+ are"
+            ),
         ):
             job.run()
         assert job.events(IterationCommitted) == []
 
 
 def test_windows_may_grow_beyond_a_small_memory(tmp_path: Path) -> None:
-    """With window=auto training begins with windows of one slot: more slots come if there is room."""
+    """With window=auto training begins with windows of one slot: more slots come if
+    there is room.
+    """
     with small_disk(tmp_path / "memory") as memory:
         memory.fill(left_bytes=8 * LEFT_BYTES)
-        exact(ThreadJob(tmp_path, config("moevement", window="auto"), Shape(pp=2, dp=1, experts=40)))
+        exact(
+            ThreadJob(
+                tmp_path,
+                config("moevement", window="auto"),
+                Shape(pp=2, dp=1, experts=40),
+            )
+        )
 
 
 def test_a_start_from_windows_in_a_full_memory_goes_on(tmp_path: Path) -> None:
-    """As after torchrun has started all ranks again: the windows there are no room that lacks."""
+    """As after torchrun has started all ranks again: the windows there are no room that
+    lacks.
+    """
     with small_disk(tmp_path / "memory") as memory:
         job = ThreadJob(tmp_path, config("moevement", window=2, pause_iters=0), PAIR)
         At(job, FULL_AT, memory.fill_to_the_last_page, ends=True)

@@ -1,4 +1,6 @@
-"""Ranks that have read different inputs learn so before they train together, and which input it is."""
+"""Ranks that have read different inputs learn so before they train together, and which
+input it is.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ ALIKE = {"data.path": "20000 bytes, aa", "data.tokenizer": "8 bytes, bb"}
 
 def _error_of(of_each: list[Inputs]) -> str | None:
     cpu_stand_in.enable()
-    dist.init_process_group("gloo", store=rank_store(), rank=int(os.environ["RANK"]), world_size=len(of_each))
+    dist.init_process_group(
+        "gloo",
+        store=rank_store(),
+        rank=int(os.environ["RANK"]),
+        world_size=len(of_each),
+    )
     ranks = TorchRanks()
     try:
         require_equal(ranks, of_each[ranks.rank])
@@ -34,8 +41,11 @@ def _error_of(of_each: list[Inputs]) -> str | None:
         (ALIKE, None),
         (
             {**ALIKE, "data.path": "20014 bytes, cc"},
-            "data.path: got 20000 bytes, aa on ranks 0, 1 and 20014 bytes, cc on ranks 2, "
-            "wanted the same content on all ranks for as long as the job runs",
+            (
+                "data.path: got 20000 bytes, aa on ranks 0, 1 and 20014 bytes, cc on"
+                " ranks 2, wanted the same content on all ranks for as long as the job"
+                " runs"
+            ),
         ),
         ({"data.path": ALIKE["data.path"]}, None),
         ({}, None),

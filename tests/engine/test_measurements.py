@@ -1,4 +1,6 @@
-"""What a snapshot adds to training: by stopping it, and by slowing down the iterations in which it is copied."""
+"""What a snapshot adds to training: by stopping it, and by slowing down the iterations
+in which it is copied.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ class Loop:
         self.now_s += seconds
         self.meter.iteration_finished()
 
-    def snapshot(self, *, stall_s: float, busy_s: float, wait_s: float = 0.0, sizes: Sequence[int] = ()) -> None:
+    def snapshot(
+        self,
+        *,
+        stall_s: float,
+        busy_s: float,
+        wait_s: float = 0.0,
+        sizes: Sequence[int] = (),
+    ) -> None:
         self.meter.snapshot_began()
         with self.meter.stalling():
             self.now_s += stall_s
@@ -41,10 +50,14 @@ class Loop:
     [
         pytest.param(0.25, (1.5, 1.5, 1.5), 0.75, id="stops and slows down"),
         pytest.param(0.0, (1.0, 1.0, 4.0), 1.0, id="the average"),
-        pytest.param(0.0, (0.5, 0.5, 0.5), 0.0, id="noise makes nothing cheaper than free"),
+        pytest.param(
+            0.0, (0.5, 0.5, 0.5), 0.0, id="noise makes nothing cheaper than free"
+        ),
     ],
 )
-def test_a_snapshot_costs_stalls_and_slower_steps(stall_s: float, busy_s: tuple[float, ...], expected: float) -> None:
+def test_a_snapshot_costs_stalls_and_slower_steps(
+    stall_s: float, busy_s: tuple[float, ...], expected: float
+) -> None:
     loop = Loop()
     loop.iterate(1.0, quiet=True)
     for seconds in busy_s:

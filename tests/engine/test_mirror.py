@@ -1,4 +1,6 @@
-"""ckpt.capture=mirror with ranks that are threads: servers make the training's states of captured gradients."""
+"""ckpt.capture=mirror with ranks that are threads: servers make the training's states
+of captured gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from tests.policies.profiles import config
 
 
 def mirrored(**settings: Any) -> InMemoryConfig:
-    return config("flowcheck", capture="mirror", mirror_interface="lo", **{"max_lag_iters": 0, **settings})
+    return config(
+        "flowcheck",
+        capture="mirror",
+        mirror_interface="lo",
+        **{"max_lag_iters": 0, **settings},
+    )
 
 
 @pytest.mark.parametrize(
@@ -25,7 +32,9 @@ def mirrored(**settings: Any) -> InMemoryConfig:
     [Shape(pp=1, dp=4), Shape(tied=True), Shape(pp=1, dp=3, ep=3, skips=2)],
     ids=["one stage", "stages, tied", "experts spread, skipping"],
 )
-def test_servers_hold_what_training_has_and_training_sends_none_of_it(shape: Shape, tmp_path: Path) -> None:
+def test_servers_hold_what_training_has_and_training_sends_none_of_it(
+    shape: Shape, tmp_path: Path
+) -> None:
     job = ThreadJob(tmp_path, mirrored(), shape)
     follower = Follower(job)
     job.observers.append(follower)
@@ -33,18 +42,27 @@ def test_servers_hold_what_training_has_and_training_sends_none_of_it(shape: Sha
     follower.compare()
     assert follower.compared >= 2 * shape.world_size
     for rank in job.ranks:
-        assert [event.iteration for event in job.events(SnapshotTaken, rank)] == [0], "one snapshot, at the start"
+        assert [event.iteration for event in job.events(SnapshotTaken, rank)] == [0], (
+            "one snapshot, at the start"
+        )
         model = job.models[rank]
-        tapped = [weight for weight in model.owned if not weight.is_sharded or weight is model.tied_weight()]
+        tapped = [
+            weight
+            for weight in model.owned
+            if not weight.is_sharded or weight is model.tied_weight()
+        ]
         buffers = sum(buffer.nbytes for buffer in model.buffers.values())
         gradients = 4 * sum(weight.master.numel() for weight in tapped)
         assert [event.size_bytes for event in job.events(GradientsSent, rank)] == [
-            buffers + (0 if iteration <= shape.skips else gradients) for iteration in range(1, 9)
+            buffers + (0 if iteration <= shape.skips else gradients)
+            for iteration in range(1, 9)
         ]
 
 
 @pytest.mark.parametrize("loses_memory", [False, True])
-def test_a_killed_rank_goes_back_to_captured_states(loses_memory: bool, tmp_path: Path) -> None:
+def test_a_killed_rank_goes_back_to_captured_states(
+    loses_memory: bool, tmp_path: Path
+) -> None:
     faults = [
         Fault(rank=1, phase=Phase.BACKWARD, iteration=4, loses_memory=loses_memory),
         Fault(rank=0, phase=Phase.STEP, iteration=7),
@@ -57,7 +75,9 @@ def test_a_killed_rank_goes_back_to_captured_states(loses_memory: bool, tmp_path
 
 
 def test_an_iteration_that_captures_lack_costs_a_snapshot(tmp_path: Path) -> None:
-    """Operation 0 is the mark: 3 is iteration 3. In stage 1 none of its frames reaches a port."""
+    """Operation 0 is the mark: 3 is iteration 3. In stage 1 none of its frames reaches
+    a port.
+    """
     job = ThreadJob(tmp_path, mirrored(), Shape(), iterations=9)
     job.wire.is_lost = lambda stage, operation: (stage, operation) == (1, 3)
     follower = Follower(job)
@@ -75,4 +95,6 @@ def test_without_a_mirror_port_every_iteration_is_a_snapshot(tmp_path: Path) -> 
     job = ThreadJob(tmp_path, mirrored(), Shape(), iterations=3)
     job.wire.is_lost = lambda *_: True
     assert job.run() == uninterrupted(Shape(), 3)
-    assert "wanted a mirror port of their switch" in job.events(GradientsLost, 0)[0].reason
+    assert (
+        "wanted a mirror port of their switch" in job.events(GradientsLost, 0)[0].reason
+    )

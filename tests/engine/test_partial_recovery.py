@@ -1,8 +1,10 @@
-"""Recoveries from partial checkpoints: which version of each unit every rank loads, from where, and what that costs.
+"""Recoveries from partial checkpoints: which version of each unit every rank loads,
+from where, and what that costs.
 
-Three jobs of two ranks: in APART each rank is a stage with experts of its own, in TOGETHER both have a piece of each
-expert, in SPREAD each has half of the experts. In a job that `settles`, a fault as iteration 5 begins finds snapshot 4
-in memory and on peers, and 3 on disk.
+Three jobs of two ranks: in APART each rank is a stage with experts of its own, in
+TOGETHER both have a piece of each expert, in SPREAD each has half of the experts. In a
+job that `settles`, a fault as iteration 5 begins finds snapshot 4 in memory and on
+peers, and 3 on disk.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ from tests.engine.job import Fault, ThreadJob, exact, uninterrupted
 from tests.engine.model import Shape
 from tests.policies.profiles import config
 
-APART, TOGETHER, SPREAD = Shape(pp=2, dp=1), Shape(pp=1, dp=2), Shape(pp=1, dp=2, ep=2, experts=4)
+APART, TOGETHER, SPREAD = (
+    Shape(pp=2, dp=1),
+    Shape(pp=1, dp=2),
+    Shape(pp=1, dp=2, ep=2, experts=4),
+)
 SETTINGS: dict[str, dict[str, Any]] = {
     "moc": {"k_snapshot": 1, "k_persist": 1, "dynamic_k": False},
     "moetion": {"experts": 1, "remote_experts": 1},
@@ -51,24 +57,38 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def _all_of(policy: str, shape: Shape, **settings: Any) -> dict[str, Any]:
-    names = ("k_snapshot", "k_persist") if policy == "moc" else ("experts", "remote_experts")
+    names = (
+        ("k_snapshot", "k_persist")
+        if policy == "moc"
+        else ("experts", "remote_experts")
+    )
     return dict.fromkeys(names, shape.experts) | settings
 
 
-def _partial(folder: Path, policy: str, shape: Shape, faults: Sequence[Fault], **settings: Any) -> ThreadJob:
+def _partial(
+    folder: Path, policy: str, shape: Shape, faults: Sequence[Fault], **settings: Any
+) -> ThreadJob:
     """Return a job of which each snapshot takes one expert."""
     made = config(policy, **SETTINGS[policy] | settings)
     return ThreadJob(folder, made, shape, iterations=6, faults=faults, settles=True)
 
 
-def _whole(folder: Path, policy: str, shape: Shape, faults: Sequence[Fault], **settings: Any) -> ThreadJob:
-    """Return a job of which each snapshot takes all experts: every state is compared with that without faults."""
+def _whole(
+    folder: Path, policy: str, shape: Shape, faults: Sequence[Fault], **settings: Any
+) -> ThreadJob:
+    """Return a job of which each snapshot takes all experts: every state is compared
+    with that without faults.
+    """
     made = config(policy, **_all_of(policy, shape, **settings))
-    return ThreadJob(folder, made, shape, iterations=6, faults=faults, settles=True, lossless=True)
+    return ThreadJob(
+        folder, made, shape, iterations=6, faults=faults, settles=True, lossless=True
+    )
 
 
 def _back_to(job: ThreadJob) -> list[int]:
-    back_to = [[event.iteration for event in job.events(Rejoined, rank)] for rank in job.ranks]
+    back_to = [
+        [event.iteration for event in job.events(Rejoined, rank)] for rank in job.ranks
+    ]
     assert all(each == back_to[0] for each in back_to), back_to
     return back_to[0]
 
@@ -80,7 +100,9 @@ ALL_LOST = Fault(rank=1, phase=Phase.FORWARD, iteration=5, also=(0,), loses_memo
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A job with all experts in each snapshot, and the iterations that its ranks go back to, or may go back to."""
+    """A job with all experts in each snapshot, and the iterations that its ranks go
+    back to, or may go back to.
+    """
 
     faults: Sequence[Fault]
     back_to: Sequence[int | Collection[int]]
@@ -97,31 +119,66 @@ BOTH = ("moc", "moetion")
 WHOLE = {
     "as an iteration begins": Whole(faults=[_dies(Phase.FORWARD)], back_to=[3]),
     "in backward": Whole(faults=[_dies(Phase.BACKWARD)], back_to=[3], policies=BOTH),
-    "while gradients are reduced": Whole(faults=[_dies(Phase.REDUCE)], back_to=[3], shape=TOGETHER),
+    "while gradients are reduced": Whole(
+        faults=[_dies(Phase.REDUCE)], back_to=[3], shape=TOGETHER
+    ),
     "before the update": Whole(faults=[_dies(Phase.STEP)], back_to=[3], shape=TOGETHER),
-    "between update and gather": Whole(faults=[_dies(Phase.STEP, skip=1)], back_to=[3], shape=TOGETHER, policies=BOTH),
+    "between update and gather": Whole(
+        faults=[_dies(Phase.STEP, skip=1)], back_to=[3], shape=TOGETHER, policies=BOTH
+    ),
     "before the snapshot": Whole(faults=[_dies(Phase.SNAPSHOT)], back_to=[3]),
-    "during the snapshot": Whole(faults=[_dies(Phase.BETWEEN)], back_to=[(3, 4)], policies=BOTH),
-    "in the first iteration": Whole(faults=[_dies(Phase.BACKWARD, 1)], back_to=[0], policies=BOTH),
-    "in the first step": Whole(faults=[_dies(Phase.STEP, 1, skip=1)], back_to=[0], shape=TOGETHER),
+    "during the snapshot": Whole(
+        faults=[_dies(Phase.BETWEEN)], back_to=[(3, 4)], policies=BOTH
+    ),
+    "in the first iteration": Whole(
+        faults=[_dies(Phase.BACKWARD, 1)], back_to=[0], policies=BOTH
+    ),
+    "in the first step": Whole(
+        faults=[_dies(Phase.STEP, 1, skip=1)], back_to=[0], shape=TOGETHER
+    ),
     "again while all go back": Whole(
-        faults=[_dies(Phase.BACKWARD), Fault(rank=1, phase=Phase.RECOVERY), Fault(rank=0, phase=Phase.RECOVERY)],
+        faults=[
+            _dies(Phase.BACKWARD),
+            Fault(rank=1, phase=Phase.RECOVERY),
+            Fault(rank=0, phase=Phase.RECOVERY),
+        ],
         back_to=[3],
     ),
-    "right after a recovery": Whole(faults=[_dies(Phase.BACKWARD), _dies(Phase.FORWARD, rank=0)], back_to=[3, 3]),
+    "right after a recovery": Whole(
+        faults=[_dies(Phase.BACKWARD), _dies(Phase.FORWARD, rank=0)], back_to=[3, 3]
+    ),
     "one after the other": Whole(
-        faults=[_dies(Phase.STEP, 3, rank=0, skip=1), _dies(Phase.BACKWARD, 5)], back_to=[2, 4], policies=BOTH
+        faults=[_dies(Phase.STEP, 3, rank=0, skip=1), _dies(Phase.BACKWARD, 5)],
+        back_to=[2, 4],
+        policies=BOTH,
     ),
     "all ranks": Whole(faults=[_dies(Phase.BACKWARD, also=(0,))], back_to=[3]),
-    "experts on two ranks": Whole(faults=[_dies(Phase.BACKWARD)], back_to=[3], shape=SPREAD),
-    "steps are skipped": Whole(faults=[_dies(Phase.BACKWARD)], back_to=[3], shape=Shape(pp=1, dp=2, skips=4)),
-    "a tied embedding": Whole(faults=[_dies(Phase.BACKWARD)], back_to=[3], shape=Shape(pp=2, dp=1, tied=True)),
-    "units of weights": Whole(faults=[_dies(Phase.BACKWARD)], back_to=[3], settings={"partial": "weights"}),
-    "units of moments": Whole(faults=[_dies(Phase.BACKWARD)], back_to=[3], settings={"partial": "moments"}),
-    "every other iteration": Whole(faults=[_dies(Phase.BACKWARD)], back_to=[2], settings={"every_iters": 2}),
-    "a node, from its peer": Whole(faults=[NODE_LOST], back_to=[4], shape=TOGETHER, policies=["moetion"]),
+    "experts on two ranks": Whole(
+        faults=[_dies(Phase.BACKWARD)], back_to=[3], shape=SPREAD
+    ),
+    "steps are skipped": Whole(
+        faults=[_dies(Phase.BACKWARD)], back_to=[3], shape=Shape(pp=1, dp=2, skips=4)
+    ),
+    "a tied embedding": Whole(
+        faults=[_dies(Phase.BACKWARD)], back_to=[3], shape=Shape(pp=2, dp=1, tied=True)
+    ),
+    "units of weights": Whole(
+        faults=[_dies(Phase.BACKWARD)], back_to=[3], settings={"partial": "weights"}
+    ),
+    "units of moments": Whole(
+        faults=[_dies(Phase.BACKWARD)], back_to=[3], settings={"partial": "moments"}
+    ),
+    "every other iteration": Whole(
+        faults=[_dies(Phase.BACKWARD)], back_to=[2], settings={"every_iters": 2}
+    ),
+    "a node, from its peer": Whole(
+        faults=[NODE_LOST], back_to=[4], shape=TOGETHER, policies=["moetion"]
+    ),
     "a node, from its peer, sent whole": Whole(
-        faults=[NODE_LOST], back_to=[4], policies=["moetion"], settings={"send_gradients": False}
+        faults=[NODE_LOST],
+        back_to=[4],
+        policies=["moetion"],
+        settings={"send_gradients": False},
     ),
     "a node, from disk": Whole(faults=[NODE_LOST], back_to=[3]),
     "all nodes, from disk": Whole(faults=[ALL_LOST], back_to=[3], shape=TOGETHER),
@@ -130,19 +187,32 @@ WHOLE = {
 
 @pytest.mark.parametrize(
     ("policy", "case"),
-    [pytest.param(policy, case, id=f"{policy}, {name}") for name, case in WHOLE.items() for policy in case.policies],
+    [
+        pytest.param(policy, case, id=f"{policy}, {name}")
+        for name, case in WHOLE.items()
+        for policy in case.policies
+    ],
 )
-def test_with_all_experts_nothing_is_lost(policy: str, case: Whole, tmp_path: Path) -> None:
+def test_with_all_experts_nothing_is_lost(
+    policy: str, case: Whole, tmp_path: Path
+) -> None:
     job = exact(_whole(tmp_path, policy, case.shape, case.faults, **case.settings))
     for found, wanted in zip(_back_to(job), case.back_to, strict=True):
         assert found in ((wanted,) if isinstance(wanted, int) else wanted)
     for rank in job.ranks:
-        assert all(event.plt == 0.0 and not any(event.lost_by_layer) for event in job.events(TokensLost, rank))
-        assert not list((job.memory(rank) / "fetched").rglob("*.blob")), "units that came from peers were left behind"
+        assert all(
+            event.plt == 0.0 and not any(event.lost_by_layer)
+            for event in job.events(TokensLost, rank)
+        )
+        assert not list((job.memory(rank) / "fetched").rglob("*.blob")), (
+            "units that came from peers were left behind"
+        )
 
 
 def _of_lost_rank(place: str, shape: Shape) -> PlaceOf:
-    """Return where units come from after rank 1 has lost its memory: those that it has a piece of from elsewhere."""
+    """Return where units come from after rank 1 has lost its memory: those that it has
+    a piece of from elsewhere.
+    """
 
     def place_of(stage: int, expert: int) -> str:
         is_lost = {APART: stage == 1, TOGETHER: True, SPREAD: expert % 2 == 1}[shape]
@@ -155,24 +225,58 @@ def _of_lost_rank(place: str, shape: Shape) -> PlaceOf:
     ("policy", "shape", "faults", "settings"),
     [
         pytest.param("moc", APART, [BEGINS_5], {}, id="moc, in turns"),
-        pytest.param("moc", SPREAD, [BEGINS_5], {"selection": "load"}, id="moc, by load, experts on two ranks"),
-        pytest.param("moc", TOGETHER, [BEGINS_5], {"partial": "weights"}, id="moc, weights"),
-        pytest.param("moc", APART, [BEGINS_5], {"partial": "moments"}, id="moc, moments"),
+        pytest.param(
+            "moc",
+            SPREAD,
+            [BEGINS_5],
+            {"selection": "load"},
+            id="moc, by load, experts on two ranks",
+        ),
+        pytest.param(
+            "moc", TOGETHER, [BEGINS_5], {"partial": "weights"}, id="moc, weights"
+        ),
+        pytest.param(
+            "moc", APART, [BEGINS_5], {"partial": "moments"}, id="moc, moments"
+        ),
         pytest.param("moetion", TOGETHER, [BEGINS_5], {}, id="moetion"),
-        pytest.param("moetion", SPREAD, [BEGINS_5], {}, id="moetion, experts on two ranks"),
-        pytest.param("moc", APART, [_dies(Phase.STEP, 3, rank=0), BEGINS_5], {}, id="twice, counted once"),
-        pytest.param("moc", APART, [_dies(Phase.STEP, 1, skip=1), BEGINS_5], {}, id="began anew"),
-        pytest.param("moetion", APART, [BEGINS_5, _dies(Phase.FORWARD, 5, rank=0)], {}, id="right after a recovery"),
+        pytest.param(
+            "moetion", SPREAD, [BEGINS_5], {}, id="moetion, experts on two ranks"
+        ),
+        pytest.param(
+            "moc",
+            APART,
+            [_dies(Phase.STEP, 3, rank=0), BEGINS_5],
+            {},
+            id="twice, counted once",
+        ),
+        pytest.param(
+            "moc", APART, [_dies(Phase.STEP, 1, skip=1), BEGINS_5], {}, id="began anew"
+        ),
+        pytest.param(
+            "moetion",
+            APART,
+            [BEGINS_5, _dies(Phase.FORWARD, 5, rank=0)],
+            {},
+            id="right after a recovery",
+        ),
     ],
 )
 def test_each_expert_is_as_it_was_last_saved(
-    policy: str, shape: Shape, faults: Sequence[Fault], settings: dict[str, Any], tmp_path: Path
+    policy: str,
+    shape: Shape,
+    faults: Sequence[Fault],
+    settings: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     job = _partial(tmp_path, policy, shape, faults, **settings)
     history = History(job)
     job.run()
     back_to, partial = _back_to(job), settings.get("partial", "both")
-    num_old = [history.check_recovery(epoch, partial=partial) for epoch, at in enumerate(back_to, 1) if at > 0]
+    num_old = [
+        history.check_recovery(epoch, partial=partial)
+        for epoch, at in enumerate(back_to, 1)
+        if at > 0
+    ]
     assert back_to[-1] == 4
     assert num_old[0] > 0
 
@@ -197,32 +301,60 @@ def test_a_lost_rank_loads_older_experts_and_others_their_own(
     history = History(job)
     job.run()
     assert _back_to(job) == [back_to]
-    place_of: PlaceOf = (lambda _, __: place) if fault.also else _of_lost_rank(place, shape)
+    place_of: PlaceOf = (
+        (lambda _, __: place) if fault.also else _of_lost_rank(place, shape)
+    )
     assert history.check_recovery(place_of=place_of) > 0
     (rejoined,) = job.events(Rejoined, 1)
     assert (rejoined.fetched_bytes > 0) == (place == "on_peers")
-    assert [event.source for event in job.events(StateResumed)] == (["local disk"] if fault.also else [])
+    assert [event.source for event in job.events(StateResumed)] == (
+        ["local disk"] if fault.also else []
+    )
 
 
 @pytest.mark.parametrize("place", ["own", "held", "disk"])
-@pytest.mark.parametrize("is_gone", [is_expert_at, lambda iteration: is_unit(CORE, iteration)], ids=["units", "core"])
-def test_a_torn_snapshot_is_passed_over(place: str, is_gone: Callable[[int], Choice], tmp_path: Path) -> None:
-    """A worker that dies while it publishes a snapshot leaves some of its units; with older ones they would not fit."""
+@pytest.mark.parametrize(
+    "is_gone",
+    [is_expert_at, lambda iteration: is_unit(CORE, iteration)],
+    ids=["units", "core"],
+)
+def test_a_torn_snapshot_is_passed_over(
+    place: str, is_gone: Callable[[int], Choice], tmp_path: Path
+) -> None:
+    """A worker that dies while it publishes a snapshot leaves some of its units; with
+    older ones they would not fit.
+    """
     torn = {"own": 4, "held": 4, "disk": 3}[place]
 
     def tear(job: ThreadJob) -> None:
-        path = {"own": own_path(job.memory(1)), "held": held_path(job.memory(0), 1), "disk": job.disk(1)}[place]
+        path = {
+            "own": own_path(job.memory(1)),
+            "held": held_path(job.memory(0), 1),
+            "disk": job.disk(1),
+        }[place]
         drop_snapshots(path, is_gone(torn))
 
     policy = "moetion" if place == "held" else "moc"
-    fault = Fault(rank=1, phase=Phase.FORWARD, iteration=5, loses_memory=place != "own", before_restart=tear)
+    fault = Fault(
+        rank=1,
+        phase=Phase.FORWARD,
+        iteration=5,
+        loses_memory=place != "own",
+        before_restart=tear,
+    )
     job = exact(_whole(tmp_path, policy, APART, [fault]))
     assert _back_to(job) == [torn - 1]
 
 
-@pytest.mark.parametrize(("policy", "elsewhere"), [("moc", "local disk"), ("moetion", "memory of rank 0")])
-def test_a_damaged_unit_comes_from_another_place(policy: str, elsewhere: str, tmp_path: Path) -> None:
-    """Of the only version of an expert in own memory a bit is wrong; the version elsewhere is the same."""
+@pytest.mark.parametrize(
+    ("policy", "elsewhere"), [("moc", "local disk"), ("moetion", "memory of rank 0")]
+)
+def test_a_damaged_unit_comes_from_another_place(
+    policy: str, elsewhere: str, tmp_path: Path
+) -> None:
+    """Of the only version of an expert in own memory a bit is wrong; the version
+    elsewhere is the same.
+    """
     damaged: list[str] = []
 
     def damage(job: ThreadJob) -> None:
@@ -243,34 +375,55 @@ def test_a_damaged_unit_comes_from_another_place(policy: str, elsewhere: str, tm
     assert elsewhere in job.notes[1][0]
 
 
-def test_a_damaged_core_takes_all_ranks_one_snapshot_further_back(tmp_path: Path) -> None:
+def test_a_damaged_core_takes_all_ranks_one_snapshot_further_back(
+    tmp_path: Path,
+) -> None:
     def damage(job: ThreadJob) -> None:
         flip_a_bit_of(own_path(job.memory(1)), is_unit(CORE, 4))
 
-    job = exact(_whole(tmp_path, "moc", APART, [replace(BEGINS_5, before_restart=damage)]))
+    job = exact(
+        _whole(tmp_path, "moc", APART, [replace(BEGINS_5, before_restart=damage)])
+    )
     assert _back_to(job) == [3]
 
 
 def _foreign_run(folder: Path) -> Path:
     """Return the memory of rank 1 after a job of another run, which is ahead."""
-    other = ThreadJob(folder / "other", config("moc", **SETTINGS["moc"]), APART, iterations=7, run_id="other")
+    other = ThreadJob(
+        folder / "other",
+        config("moc", **SETTINGS["moc"]),
+        APART,
+        iterations=7,
+        run_id="other",
+    )
     other.run()
     return own_path(other.memory(1))
 
 
 @pytest.mark.parametrize(
     ("foreign_of", "reason"),
-    [(_foreign_run, "got run id other"), (lambda folder: own_path(folder / "job" / "memory" / "rank0000"), "shard")],
+    [
+        (_foreign_run, "got run id other"),
+        (lambda folder: own_path(folder / "job" / "memory" / "rank0000"), "shard"),
+    ],
     ids=["run", "rank"],
 )
-def test_foreign_units_are_refused(foreign_of: Callable[[Path], Path], reason: str, tmp_path: Path) -> None:
+def test_foreign_units_are_refused(
+    foreign_of: Callable[[Path], Path], reason: str, tmp_path: Path
+) -> None:
     """They lie where this rank's memory was; the disk has its own."""
 
     def put_in_its_place(job: ThreadJob) -> None:
         shutil.rmtree(own_path(job.memory(1)), ignore_errors=True)
         shutil.copytree(foreign_of(tmp_path), own_path(job.memory(1)))
 
-    fault = Fault(rank=1, phase=Phase.FORWARD, iteration=5, loses_memory=True, before_restart=put_in_its_place)
+    fault = Fault(
+        rank=1,
+        phase=Phase.FORWARD,
+        iteration=5,
+        loses_memory=True,
+        before_restart=put_in_its_place,
+    )
     job = _partial(tmp_path / "job", "moc", APART, [fault])
     history = History(job)
     job.run()
@@ -283,7 +436,11 @@ def test_foreign_units_are_refused(foreign_of: Callable[[Path], Path], reason: s
 
 def _epochs_in(job: ThreadJob) -> set[int]:
     """Return the epochs of all units in own memories."""
-    units = [unit for rank in job.ranks for unit in snapshots_in(own_path(job.memory(rank))).values()]
+    units = [
+        unit
+        for rank in job.ranks
+        for unit in snapshots_in(own_path(job.memory(rank))).values()
+    ]
     return {unit.unit.epoch for unit in units if unit.unit}
 
 
@@ -297,59 +454,99 @@ def _epochs_in(job: ThreadJob) -> set[int]:
         ([_dies(Phase.BACKWARD, 3), NODE_LOST], 2),
         ([_dies(Phase.BACKWARD, 3), ALL_LOST], 2),
     ],
-    ids=["none", "one", "began anew", "two", "a node, from disk", "all nodes, from disk"],
+    ids=[
+        "none",
+        "one",
+        "began anew",
+        "two",
+        "a node, from disk",
+        "all nodes, from disk",
+    ],
 )
-def test_every_recovery_begins_an_epoch(faults: Sequence[Fault], epoch: int, tmp_path: Path) -> None:
+def test_every_recovery_begins_an_epoch(
+    faults: Sequence[Fault], epoch: int, tmp_path: Path
+) -> None:
     job = _partial(tmp_path, "moc", APART, faults)
     job.run()
     assert _epochs_in(job) == {epoch}
 
 
 def test_after_a_checkpoint_nothing_on_disks_is_of_the_epoch(tmp_path: Path) -> None:
-    """Rank 1's disk is lost with all memory: iterations that rank 0's disk has come again, and may differ."""
+    """Rank 1's disk is lost with all memory: iterations that rank 0's disk has come
+    again, and may differ.
+    """
     left: set[int] = set()
 
     def lose_a_disk(job: ThreadJob) -> None:
         shutil.rmtree(job.disk(1))
         left.update(header.iteration for header in snapshots_in(job.disk(0)).values())
 
-    fault = Fault(rank=1, phase=Phase.FORWARD, iteration=5, also=(0,), loses_memory=True, before_restart=lose_a_disk)
+    fault = Fault(
+        rank=1,
+        phase=Phase.FORWARD,
+        iteration=5,
+        also=(0,),
+        loses_memory=True,
+        before_restart=lose_a_disk,
+    )
     job = _partial(tmp_path, "moc", APART, [fault], durable_every_iters=2)
     job.run()
     (resumed,) = job.events(StateResumed)
     assert resumed.iteration == 4
     assert Path(resumed.source).name == "iter_0000004"
-    assert resumed.passed_over == ["local disk: got snapshots up to iteration (rank 0: 3, rank 1: None), " + _SAME]
+    assert resumed.passed_over == [
+        "local disk: got snapshots up to iteration (rank 0: 3, rank 1: None), " + _SAME
+    ]
     assert max(left) == 3
     assert _epochs_in(job) == {1}
 
 
-_SAME = "wanted whole ones, of this run and layout, that lead all ranks to one iteration"
+_SAME = (
+    "wanted whole ones, of this run and layout, that lead all ranks to one iteration"
+)
 
 
 def _lose_copies(job: ThreadJob) -> None:
     shutil.rmtree(held_path(job.memory(0), 1))
 
 
-NOTHING_LEFT = Fault(rank=1, phase=Phase.FORWARD, iteration=5, loses_memory=True, before_restart=_lose_copies)
+NOTHING_LEFT = Fault(
+    rank=1,
+    phase=Phase.FORWARD,
+    iteration=5,
+    loses_memory=True,
+    before_restart=_lose_copies,
+)
 
 
 @pytest.mark.parametrize(
     ("settings", "source"),
-    [({"durable_every_iters": 3}, "iter_0000003"), ({"durable_every_iters": 2, "disk_every_iters": 1}, None)],
+    [
+        ({"durable_every_iters": 3}, "iter_0000003"),
+        ({"durable_every_iters": 2, "disk_every_iters": 1}, None),
+    ],
     ids=["to a checkpoint", "to local disks"],
 )
-def test_where_memory_is_no_use_all_go_to_disk(settings: dict[str, Any], source: str | None, tmp_path: Path) -> None:
+def test_where_memory_is_no_use_all_go_to_disk(
+    settings: dict[str, Any], source: str | None, tmp_path: Path
+) -> None:
     """The recovery itself looks at local disks; checkpoints are the next step down."""
     job = exact(_whole(tmp_path, "moetion", APART, [NOTHING_LEFT], **settings))
     assert _back_to(job) == [3]
     resumed = job.events(StateResumed)
-    assert [Path(event.source).name for event in resumed] == ([source] if source else [])
-    assert all(event.passed_over[0].startswith("host memory: partial checkpoints: got") for event in resumed)
+    assert [Path(event.source).name for event in resumed] == (
+        [source] if source else []
+    )
+    assert all(
+        event.passed_over[0].startswith("host memory: partial checkpoints: got")
+        for event in resumed
+    )
 
 
 def test_after_a_checkpoint_ranks_of_a_stage_account_alike(tmp_path: Path) -> None:
-    """The checkpoint has no account: the surviving rank begins a new one, as its replaced peer does."""
+    """The checkpoint has no account: the surviving rank begins a new one, as its
+    replaced peer does.
+    """
     job = _partial(tmp_path, "moetion", TOGETHER, [NOTHING_LEFT], durable_every_iters=3)
     job.run()
     assert [event.iteration for event in job.events(StateResumed)] == [3]
@@ -360,19 +557,30 @@ def test_after_a_checkpoint_ranks_of_a_stage_account_alike(tmp_path: Path) -> No
 
 def _seen_tokens(job: ThreadJob, rank: int) -> dict[tuple[str, int], int]:
     headers = snapshots_in(own_path(job.memory(rank))).values()
-    units = [(header.unit, header.iteration) for header in headers if header.unit and header.unit.name != CORE]
+    units = [
+        (header.unit, header.iteration)
+        for header in headers
+        if header.unit and header.unit.name != CORE
+    ]
     return {(unit.name, iteration): unit.seen_tokens for unit, iteration in units}
 
 
 def test_where_nothing_is_left_the_job_says_so(tmp_path: Path) -> None:
     job = _whole(tmp_path, "moetion", APART, [NOTHING_LEFT])
-    with pytest.raises(NothingLeftError, match=r"got those of iterations \(rank 0: 3, 4; rank 1: none\), wanted one"):
+    with pytest.raises(
+        NothingLeftError,
+        match=r"got those of iterations \(rank 0: 3, 4; rank 1: none\), wanted one",
+    ):
         job.run()
 
 
 def test_copies_that_a_peer_cannot_send_count_as_none(tmp_path: Path) -> None:
-    """When all have planned with them they are gone: all plan again, and rank 1 loads its units from disk."""
-    job = _partial(tmp_path, "moetion", APART, [NODE_LOST], experts=2, disk_every_iters=1)
+    """When all have planned with them they are gone: all plan again, and rank 1 loads
+    its units from disk.
+    """
+    job = _partial(
+        tmp_path, "moetion", APART, [NODE_LOST], experts=2, disk_every_iters=1
+    )
     asked: list[tuple[int, int]] = []
 
     def lose(rank: int, holder: int) -> None:
@@ -388,33 +596,60 @@ def test_copies_that_a_peer_cannot_send_count_as_none(tmp_path: Path) -> None:
 
 
 def test_units_that_a_dead_worker_left_fail_no_place(tmp_path: Path) -> None:
-    """A worker that dies in its recovery leaves fetched units: the next one does not take them for those of a peer."""
+    """A worker that dies in its recovery leaves fetched units: the next one does not
+    take them for those of a peer.
+    """
 
     def leave_units(job: ThreadJob) -> None:
         shutil.copytree(own_path(job.memory(0)), job.memory(1) / "fetched")
 
-    job = exact(_whole(tmp_path, "moetion", TOGETHER, [replace(NODE_LOST, before_restart=leave_units)]))
+    job = exact(
+        _whole(
+            tmp_path,
+            "moetion",
+            TOGETHER,
+            [replace(NODE_LOST, before_restart=leave_units)],
+        )
+    )
     assert _back_to(job) == [4]
 
 
 @pytest.mark.parametrize(
     ("settings", "sizes"),
-    [({}, [1, 2, 4]), ({"k_snapshot": 3, "plt_limit": 0.99}, [3, 3, 3]), ({"dynamic_k": False}, [1, 1, 1])],
+    [
+        ({}, [1, 2, 4]),
+        ({"k_snapshot": 3, "plt_limit": 0.99}, [3, 3, 3]),
+        ({"dynamic_k": False}, [1, 1, 1]),
+    ],
     ids=["doubled", "below the limit", "switched off"],
 )
-def test_experts_double_where_faults_cost_too_much(settings: dict[str, Any], sizes: list[int], tmp_path: Path) -> None:
-    """The number that a recovery has come to is in the snapshots, and counts after the next."""
+def test_experts_double_where_faults_cost_too_much(
+    settings: dict[str, Any], sizes: list[int], tmp_path: Path
+) -> None:
+    """The number that a recovery has come to is in the snapshots, and counts after the
+    next.
+    """
     faults = [_dies(Phase.BACKWARD, 3), _dies(Phase.BACKWARD, 5, rank=0)]
-    job = _partial(tmp_path, "moc", Shape(pp=2, dp=1, experts=4), faults, **{"dynamic_k": True} | settings)
+    job = _partial(
+        tmp_path,
+        "moc",
+        Shape(pp=2, dp=1, experts=4),
+        faults,
+        **{"dynamic_k": True} | settings,
+    )
     job.run()
-    chosen = {event.iteration: len(event.memory[0]) for event in job.events(ExpertsChosen)}
+    chosen = {
+        event.iteration: len(event.memory[0]) for event in job.events(ExpertsChosen)
+    }
     assert _back_to(job) == [2, 4]
     assert [chosen[1], chosen[3], chosen[6]] == sizes
 
 
 def test_units_on_disk_are_the_next_start_s_if_memory_is_gone(tmp_path: Path) -> None:
     settings = config("moc", **_all_of("moc", APART))
-    ThreadJob(tmp_path, settings, APART, iterations=3, settles=True, lossless=True).run()
+    ThreadJob(
+        tmp_path, settings, APART, iterations=3, settles=True, lossless=True
+    ).run()
     shutil.rmtree(tmp_path / "memory")
     job = ThreadJob(tmp_path, settings, APART, iterations=6, lossless=True)
     assert job.run().digests == uninterrupted(APART, 6).digests
@@ -428,10 +663,15 @@ def test_units_of_another_run_on_disk_are_no_start(tmp_path: Path) -> None:
     settings = config("moc", **SETTINGS["moc"])
     ThreadJob(tmp_path, settings, APART, iterations=3, settles=True).run()
     shutil.rmtree(tmp_path / "memory")
-    job = ThreadJob(tmp_path, settings, APART, iterations=3, run_id="other", lossless=True)
+    job = ThreadJob(
+        tmp_path, settings, APART, iterations=3, run_id="other", lossless=True
+    )
     assert job.run().digests == uninterrupted(APART, 3).digests
     assert not job.events(StateResumed)
-    assert all("got run id run, wanted other" in event.reason for event in job.events(CheckpointSkipped, 1))
+    assert all(
+        "got run id run, wanted other" in event.reason
+        for event in job.events(CheckpointSkipped, 1)
+    )
     assert job.events(CheckpointSkipped, 1)
 
 
@@ -439,9 +679,16 @@ MANY = Shape(pp=2, dp=1, experts=6)
 """A snapshot takes one of six experts: the same one comes again after the job's end."""
 
 
-def test_a_unit_whose_write_failed_is_written_with_the_next_snapshot(tmp_path: Path) -> None:
+def test_a_unit_whose_write_failed_is_written_with_the_next_snapshot(
+    tmp_path: Path,
+) -> None:
     """Until then the expert stays on disk as it was at first."""
-    job = _partial(tmp_path, "moc", MANY, [Fault(rank=1, phase=Phase.FORWARD, iteration=6, loses_memory=True)])
+    job = _partial(
+        tmp_path,
+        "moc",
+        MANY,
+        [Fault(rank=1, phase=Phase.FORWARD, iteration=6, loses_memory=True)],
+    )
 
     def fail_once(_: object) -> None:
         disk = job.rank_memory(1).disk
@@ -455,8 +702,14 @@ def test_a_unit_whose_write_failed_is_written_with_the_next_snapshot(tmp_path: P
     assert _back_to(job)[0] > failed.iteration
 
 
-@pytest.mark.parametrize(("phase", "iteration", "back_to"), [(Phase.STEP, 4, 2), (Phase.BACKWARD, 5, 4)])
-@pytest.mark.parametrize("shape", [MANY, Shape(pp=1, dp=2, ep=2, experts=2)], ids=["all lack some", "one has all"])
+@pytest.mark.parametrize(
+    ("phase", "iteration", "back_to"), [(Phase.STEP, 4, 2), (Phase.BACKWARD, 5, 4)]
+)
+@pytest.mark.parametrize(
+    "shape",
+    [MANY, Shape(pp=1, dp=2, ep=2, experts=2)],
+    ids=["all lack some", "one has all"],
+)
 def test_an_epoch_whose_first_snapshot_failed_replaces_none(
     shape: Shape, phase: Phase, iteration: int, back_to: int, tmp_path: Path
 ) -> None:
@@ -474,7 +727,13 @@ def test_an_epoch_whose_first_snapshot_failed_replaces_none(
 
 
 def test_epochs_go_on_where_all_begin_anew(tmp_path: Path) -> None:
-    """All go back to the beginning twice, the second time without a snapshot; then a node is lost."""
+    """All go back to the beginning twice, the second time without a snapshot; then a
+    node is lost.
+    """
     faults = [_dies(Phase.BACKWARD, 2), _dies(Phase.BACKWARD, 1), NODE_LOST]
-    job = exact(_whole(tmp_path, "moetion", Shape(pp=1, dp=3), faults, replicas=2, every_iters=2))
+    job = exact(
+        _whole(
+            tmp_path, "moetion", Shape(pp=1, dp=3), faults, replicas=2, every_iters=2
+        )
+    )
     assert _back_to(job) == [0, 0, 4]

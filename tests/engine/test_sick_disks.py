@@ -1,6 +1,8 @@
-"""Disks that are full, read-only or stopped while a job saves: a clear line, exact training, nothing lost, then saves.
+"""Disks that are full, read-only or stopped while a job saves: a clear line, exact
+training, nothing lost, then saves.
 
-The disk of rank 1 fails after iteration 3, and is mended after iteration 8: a tmpfs, and a writer that stands still.
+The disk of rank 1 fails after iteration 3, and is mended after iteration 8: a tmpfs,
+and a writer that stands still.
 """
 
 from __future__ import annotations
@@ -41,9 +43,17 @@ class Sickness:
     says: str
 
 
-FULL = Sickness(break_it=SmallDisk.fill, mend_it=SmallDisk.empty, says="No space left on device")
-READ_ONLY = Sickness(break_it=SmallDisk.forbid_writes, mend_it=SmallDisk.allow_writes, says="Read-only file system")
-SICKNESSES = pytest.mark.parametrize("sickness", [FULL, READ_ONLY], ids=["full", "read-only"])
+FULL = Sickness(
+    break_it=SmallDisk.fill, mend_it=SmallDisk.empty, says="No space left on device"
+)
+READ_ONLY = Sickness(
+    break_it=SmallDisk.forbid_writes,
+    mend_it=SmallDisk.allow_writes,
+    says="Read-only file system",
+)
+SICKNESSES = pytest.mark.parametrize(
+    "sickness", [FULL, READ_ONLY], ids=["full", "read-only"]
+)
 SAVING: dict[str, dict[str, Any]] = {
     "moevement": {"window": 1, "pause_iters": 1, "disk_every_iters": 2},
     "checkfreq": {"every_iters": 2},
@@ -56,9 +66,13 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def job_in(folder: Path, policy: str, faults: Sequence[Fault] = (), **settings: Any) -> ThreadJob:
+def job_in(
+    folder: Path, policy: str, faults: Sequence[Fault] = (), **settings: Any
+) -> ThreadJob:
     configured = config(policy, **{**SAVING[policy], **settings})
-    return ThreadJob(folder, configured, PAIR, iterations=ITERATIONS, settles=True, faults=faults)
+    return ThreadJob(
+        folder, configured, PAIR, iterations=ITERATIONS, settles=True, faults=faults
+    )
 
 
 @CASES
@@ -72,21 +86,37 @@ def test_training_goes_on_and_saves_again_once_the_disk_is_mended(
         exact(job)
         failed = job.events(CheckpointFailed, 1)
         assert failed
-        assert all(BROKEN_AT <= event.iteration <= MENDED_AT and sickness.says in event.reason for event in failed)
+        assert all(
+            BROKEN_AT <= event.iteration <= MENDED_AT and sickness.says in event.reason
+            for event in failed
+        )
         assert not job.events(CheckpointFailed, 0), "its disk is another"
-        lines = [record.message for record in caplog.records if "not on disk, training goes on" in record.message]
+        lines = [
+            record.message
+            for record in caplog.records
+            if "not on disk, training goes on" in record.message
+        ]
         assert len(lines) == len(failed)
         assert all(sickness.says in line and str(disk.path) in line for line in lines)
-        written = [[event.window_start for event in job.events(WindowPersisted, rank)] for rank in job.ranks]
-        assert all(min(starts) <= BROKEN_AT and max(starts) > MENDED_AT for starts in written)
+        written = [
+            [event.window_start for event in job.events(WindowPersisted, rank)]
+            for rank in job.ranks
+        ]
+        assert all(
+            min(starts) <= BROKEN_AT and max(starts) > MENDED_AT for starts in written
+        )
         [(source, iteration), another] = started_again(job)
     assert (source, another) == ("local disk", (source, iteration))
     assert iteration > MENDED_AT
 
 
 @CASES
-def test_a_state_that_was_saved_before_outlives_a_sick_disk(policy: str, sickness: Sickness, tmp_path: Path) -> None:
-    """The job ends while only the healthy disk has newer states: all ranks go on from the newest that both have."""
+def test_a_state_that_was_saved_before_outlives_a_sick_disk(
+    policy: str, sickness: Sickness, tmp_path: Path
+) -> None:
+    """The job ends while only the healthy disk has newer states: all ranks go on from
+    the newest that both have.
+    """
     with small_disk(tmp_path / DISK) as disk:
         job = job_in(tmp_path, policy)
         At(job, BROKEN_AT, lambda: sickness.break_it(disk))
@@ -117,16 +147,28 @@ def test_whole_checkpoints_go_on_once_their_disk_is_mended(
 
 
 def test_disks_that_fail_in_turn_keep_a_state_that_both_have(tmp_path: Path) -> None:
-    """Rank 1 lacks the window that rank 0 wrote last, and rank 0 the two after it: the first of all serves."""
-    with small_disk(tmp_path / "snapshots" / "rank0000") as first, small_disk(tmp_path / DISK) as second:
+    """Rank 1 lacks the window that rank 0 wrote last, and rank 0 the two after it: the
+    first of all serves.
+    """
+    with (
+        small_disk(tmp_path / "snapshots" / "rank0000") as first,
+        small_disk(tmp_path / DISK) as second,
+    ):
         job = job_in(tmp_path, "moevement")
-        turns = ((3, second.forbid_writes), (5, second.allow_writes), (5, first.forbid_writes))
+        turns = (
+            (3, second.forbid_writes),
+            (5, second.allow_writes),
+            (5, first.forbid_writes),
+        )
         for iteration, act in turns:
             At(job, iteration, act)
         At(job, MENDED_AT, first.allow_writes, ends=True)
         with pytest.raises(StoppedError):
             job.run()
-        failed = [[event.iteration for event in job.events(CheckpointFailed, rank)] for rank in job.ranks]
+        failed = [
+            [event.iteration for event in job.events(CheckpointFailed, rank)]
+            for rank in job.ranks
+        ]
         assert failed == [[5, 7], [3]]
         [(source, iteration), another] = started_again(job)
     assert (source, another) == ("local disk", (source, iteration))
@@ -137,7 +179,9 @@ def writer_that_stands_still(job: ThreadJob, *, since: int, until: int) -> None:
     goes_on, stands_still = threading.Event(), threading.Event()
 
     def stop_writer() -> None:
-        job.daemons[1]._door._disk_thread.submit(lambda: (stands_still.set(), goes_on.wait(WAIT_S)))
+        job.daemons[1]._door._disk_thread.submit(
+            lambda: (stands_still.set(), goes_on.wait(WAIT_S))
+        )
         assert stands_still.wait(WAIT_S)
 
     At(job, since, stop_writer)
@@ -145,21 +189,40 @@ def writer_that_stands_still(job: ThreadJob, *, since: int, until: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["moevement", "gemini"])
-def test_a_slow_disk_gets_its_window_though_later_ones_stay_in_memory(policy: str, tmp_path: Path) -> None:
-    """The write of the window for the disk takes as long as two later windows, neither of which goes to disk."""
-    often: dict[str, Any] = {"moevement": {"window": 1, "pause_iters": 1}, "gemini": {"every_iters": 2}}[policy]
-    job = ThreadJob(tmp_path, config(policy, **often, disk_every_iters=8), PAIR, iterations=18)
+def test_a_slow_disk_gets_its_window_though_later_ones_stay_in_memory(
+    policy: str, tmp_path: Path
+) -> None:
+    """The write of the window for the disk takes as long as two later windows, neither
+    of which goes to disk.
+    """
+    often: dict[str, Any] = {
+        "moevement": {"window": 1, "pause_iters": 1},
+        "gemini": {"every_iters": 2},
+    }[policy]
+    job = ThreadJob(
+        tmp_path, config(policy, **often, disk_every_iters=8), PAIR, iterations=18
+    )
     writer_that_stands_still(job, since=7, until=13)
     exact(job)
     assert not job.events(CheckpointFailed, 1)
-    written = [[event.window_start for event in job.events(WindowPersisted, rank)] for rank in job.ranks]
+    written = [
+        [event.window_start for event in job.events(WindowPersisted, rank)]
+        for rank in job.ranks
+    ]
     assert written[0] == written[1]
     assert sum(7 < start < 13 for start in written[1]) == 1
 
 
 def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
-    """It waits for the writer for `copy_s`, half a second here, before each window for the disk."""
-    job = ThreadJob(tmp_path, config("moevement", **SAVING["moevement"]), PAIR, iterations=ITERATIONS)
+    """It waits for the writer for `copy_s`, half a second here, before each window for
+    the disk.
+    """
+    job = ThreadJob(
+        tmp_path,
+        config("moevement", **SAVING["moevement"]),
+        PAIR,
+        iterations=ITERATIONS,
+    )
 
     def wait_less() -> None:
         publisher = job.rank_memory(1).publisher
@@ -171,7 +234,9 @@ def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
     exact(job)
     reasons = {event.reason for event in job.events(CheckpointFailed, 1)}
     assert reasons == {"not on disk after 0.5 s"}
-    assert max(event.window_start for event in job.events(WindowPersisted, 1)) > BROKEN_AT
+    assert (
+        max(event.window_start for event in job.events(WindowPersisted, 1)) > BROKEN_AT
+    )
     [(source, iteration), another] = started_again(job)
     assert (source, another) == ("local disk", (source, iteration))
     assert iteration > BROKEN_AT
@@ -179,7 +244,9 @@ def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["from the start", "after a window of all"])
 def test_a_sick_disk_does_not_fill_the_others(when: str, tmp_path: Path) -> None:
-    """Rank 1's disk takes nothing for good, and a fault begins a generation that has not seen it take anything."""
+    """Rank 1's disk takes nothing for good, and a fault begins a generation that has
+    not seen it take anything.
+    """
     with small_disk(tmp_path / DISK) as disk:
         job = job_in(tmp_path, "moevement", [DEATH])
         if when == "from the start":
@@ -187,9 +254,14 @@ def test_a_sick_disk_does_not_fill_the_others(when: str, tmp_path: Path) -> None
         else:
             At(job, BROKEN_AT, disk.fill)
         exact(job)
-        starts = [{header.window_start for header in snapshots_in(job.disk(rank)).values()} for rank in job.ranks]
+        starts = [
+            {header.window_start for header in snapshots_in(job.disk(rank)).values()}
+            for rank in job.ranks
+        ]
     assert len(starts[0]) == 2
-    assert starts[0] & starts[1] == ({min(starts[0])} if starts[1] else set()), "what all disks have stays"
+    assert starts[0] & starts[1] == ({min(starts[0])} if starts[1] else set()), (
+        "what all disks have stays"
+    )
 
 
 def test_a_disk_that_is_read_only_at_the_next_start_is_read(tmp_path: Path) -> None:
@@ -203,13 +275,19 @@ def test_a_disk_that_is_read_only_at_the_next_start_is_read(tmp_path: Path) -> N
         assert started_again(job) == [("local disk", max(starts))] * 2
 
 
-def test_the_older_window_that_a_start_has_loaded_stays_on_all_disks(tmp_path: Path) -> None:
-    """The newest window on rank 1's disk is damaged, and that disk takes nothing after the start."""
+def test_the_older_window_that_a_start_has_loaded_stays_on_all_disks(
+    tmp_path: Path,
+) -> None:
+    """The newest window on rank 1's disk is damaged, and that disk takes nothing after
+    the start.
+    """
     job = job_in(tmp_path, "moevement")
     At(job, MENDED_AT, ends=True)
     with pytest.raises(StoppedError):
         job.run()
-    common, newest = sorted({header.window_start for header in snapshots_in(job.disk(1)).values()})
+    common, newest = sorted(
+        {header.window_start for header in snapshots_in(job.disk(1)).values()}
+    )
     flip_a_bit_of(job.disk(1), lambda header: header.window_start == newest)
     shutil.rmtree(job.folder / "memory")
     again = job_in(tmp_path, "moevement")
@@ -235,12 +313,18 @@ def test_a_disk_that_is_read_only_from_the_start_ends_no_job(tmp_path: Path) -> 
     assert job.events(CheckpointFailed, 1)
 
 
-def test_a_disk_with_input_errors_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing on rank 1's disk can be listed, in the generation in which that begins, nor in the next."""
+def test_a_disk_with_input_errors_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing on rank 1's disk can be listed, in the generation in which that begins,
+    nor in the next.
+    """
     job = job_in(tmp_path, "moevement", [DEATH])
     broken: list[Path] = []
 
-    def iterdir(self: Path, list_folder: Callable[[Path], Iterator[Path]] = Path.iterdir) -> Iterator[Path]:
+    def iterdir(
+        self: Path, list_folder: Callable[[Path], Iterator[Path]] = Path.iterdir
+    ) -> Iterator[Path]:
         if broken and self.is_relative_to(broken[0]):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
         return list_folder(self)

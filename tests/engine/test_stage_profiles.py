@@ -1,4 +1,6 @@
-"""Profiles of all stages: the same on every rank as each stage has them, described once for each kind of stage."""
+"""Profiles of all stages: the same on every rank as each stage has them, described once
+for each kind of stage.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,14 @@ def profile(shape: Shape, stage: int, rank: int, *, has_moments: bool) -> StageP
         ids.append(OperatorId(kind=OperatorKind.BLOCK, layer=0, mtp_depth=1))
     full = np.arange(shape.dp * len(ids), dtype=np.int64).reshape(shape.dp, -1) + 7
     table = OperatorTable(
-        operators=ids, full_bytes=6 * full, compute_bytes=full, moment_bytes=4 * full if has_moments else None
+        operators=ids,
+        full_bytes=6 * full,
+        compute_bytes=full,
+        moment_bytes=4 * full if has_moments else None,
     )
-    return StageProfile(table=table, boundary_log_bytes=100, step_log_bytes=10 * (rank % shape.dp))
+    return StageProfile(
+        table=table, boundary_log_bytes=100, step_log_bytes=10 * (rank % shape.dp)
+    )
 
 
 def share(shape: Shape, *, has_moments: bool) -> list[Sequence[StageProfile]]:
@@ -49,7 +56,9 @@ def share(shape: Shape, *, has_moments: bool) -> list[Sequence[StageProfile]]:
 
 @pytest.mark.parametrize("has_moments", [False, True])
 @pytest.mark.parametrize("num_stages", [1, 2, 5])
-def test_every_rank_gets_the_profiles_of_all_stages(num_stages: int, has_moments: bool) -> None:
+def test_every_rank_gets_the_profiles_of_all_stages(
+    num_stages: int, has_moments: bool
+) -> None:
     shape = Shape(pp=num_stages, experts=16)
     for profiles in share(shape, has_moments=has_moments):
         assert len(profiles) == num_stages
@@ -59,8 +68,12 @@ def test_every_rank_gets_the_profiles_of_all_stages(num_stages: int, has_moments
             wanted = profile(shape, stage, 0, has_moments=has_moments)
             assert list(got.table.operators) == wanted.table.operators
             for name in ("full_bytes", "compute_bytes", "moment_bytes"):
-                np.testing.assert_array_equal(getattr(got.table, name), getattr(wanted.table, name))
-            assert (got.boundary_log_bytes, got.step_log_bytes) == (100, 10), "of the rank that logs most"
+                np.testing.assert_array_equal(
+                    getattr(got.table, name), getattr(wanted.table, name)
+                )
+            assert (got.boundary_log_bytes, got.step_log_bytes) == (100, 10), (
+                "of the rank that logs most"
+            )
 
 
 def test_rows_without_operators_are_packed_too() -> None:

@@ -1,4 +1,6 @@
-"""Host memory through recoveries: logs end with the state, and begin with the oldest window."""
+"""Host memory through recoveries: logs end with the state, and begin with the oldest
+window.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.policies.profiles import config
 
 
 class Keeping(Observer):
-    """Checks the host memory of every rank where all go on from a state, and after each iteration."""
+    """Checks the host memory of every rank where all go on from a state, and after each
+    iteration.
+    """
 
     def __init__(self, job: ThreadJob) -> None:
         self._job = job
@@ -39,46 +43,69 @@ class Keeping(Observer):
         self._check(memory, iteration)
         assert memory.boundary is not None
         logged_bytes = memory.boundary.size_bytes
-        memory.boundary.record(Direction.ACTIVATION, torch.zeros(4))  # as evaluations send between iterations
+        # as evaluations send between iterations
+        memory.boundary.record(Direction.ACTIVATION, torch.zeros(4))
         assert memory.boundary.size_bytes == logged_bytes
         oldest = memory.snapshots.oldest_needed_iteration()
         if oldest is not None:
-            assert not any(memory.steps.has_start(earlier) for earlier in range(oldest + 1)), oldest
+            assert not any(
+                memory.steps.has_start(earlier) for earlier in range(oldest + 1)
+            ), oldest
             assert min(memory.steps.gradients, default=iteration) > oldest
 
     def _check(self, memory: RankMemory, iteration: int) -> None:
-        assert not any(memory.steps.has_start(later) for later in range(iteration + 2, self._job.iterations + 2))
+        assert not any(
+            memory.steps.has_start(later)
+            for later in range(iteration + 2, self._job.iterations + 2)
+        )
         assert max(memory.steps.gradients, default=0) <= iteration
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_logs_lead_from_the_oldest_window_to_the_state(window: int, tmp_path: Path) -> None:
+def test_logs_lead_from_the_oldest_window_to_the_state(
+    window: int, tmp_path: Path
+) -> None:
     faults = [
         Fault(rank=2, phase=Phase.REDUCE, iteration=1),  # all begin anew
         Fault(rank=1, phase=Phase.REDUCE, iteration=6, loses_memory=True),
         Fault(rank=0, phase=Phase.STEP, iteration=9, also=(1, 2)),  # all go back
     ]
-    job = ThreadJob(tmp_path, config("moevement", window=window), PIPE, iterations=12, faults=faults)
+    job = ThreadJob(
+        tmp_path, config("moevement", window=window), PIPE, iterations=12, faults=faults
+    )
     keeping = Keeping(job)
     exact(job)
     assert keeping.began_anew == 2 * PIPE.world_size
 
 
 def test_of_windows_on_the_local_disk_old_ones_are_dropped(tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("moevement", window=2, disk_every_iters=2), PAIR, iterations=12, settles=True)
+    job = ThreadJob(
+        tmp_path,
+        config("moevement", window=2, disk_every_iters=2),
+        PAIR,
+        iterations=12,
+        settles=True,
+    )
     job.run()
     for rank in job.ranks:
-        starts = {header.window_start for header in snapshots_in(job.disk(rank)).values()}
+        starts = {
+            header.window_start for header in snapshots_in(job.disk(rank)).values()
+        }
         assert len(starts) in (1, 2)
         assert max(starts) >= 8
         assert min(starts) >= 5, "the one before it"
 
 
 def test_of_units_on_the_local_disk_old_ones_are_dropped(tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config("moc", every_iters=2), PAIR, iterations=16, settles=True)
+    job = ThreadJob(
+        tmp_path, config("moc", every_iters=2), PAIR, iterations=16, settles=True
+    )
     job.run()
     for rank in job.ranks:
-        assert min(header.window_start for header in snapshots_in(job.disk(rank)).values()) >= 8
+        assert (
+            min(header.window_start for header in snapshots_in(job.disk(rank)).values())
+            >= 8
+        )
 
 
 class Copied(Observer):
@@ -93,16 +120,33 @@ class Copied(Observer):
         windows = self._job.rank_memory(rank).snapshots.windows()
         if windows:
             # keys alone: the peer may drop an older snapshot while it is read
-            keys = BlobFolder(self._job.memory(1 - rank) / "held" / f"rank{rank:04d}").keys()
-            places = [key.split("-")[1:3] for key in keys if key.startswith("snapshot-")]
-            slots = [int(slot) for start, slot in places if int(start) == windows[0].start]
-            assert sorted(slots) == list(range(windows[0].num_snapshots)), (rank, iteration, windows[0].start)
+            keys = BlobFolder(
+                self._job.memory(1 - rank) / "held" / f"rank{rank:04d}"
+            ).keys()
+            places = [
+                key.split("-")[1:3] for key in keys if key.startswith("snapshot-")
+            ]
+            slots = [
+                int(slot) for start, slot in places if int(start) == windows[0].start
+            ]
+            assert sorted(slots) == list(range(windows[0].num_snapshots)), (
+                rank,
+                iteration,
+                windows[0].start,
+            )
             self.num_seen += 1
 
 
-@pytest.mark.parametrize(("policy", "settings"), [("moevement", {"window": 2}), ("gemini", {"every_iters": 2})])
-def test_a_window_counts_once_peers_hold_it(policy: str, settings: dict[str, int], tmp_path: Path) -> None:
-    job = ThreadJob(tmp_path, config(policy, **settings), Shape(pp=2, dp=1), iterations=7)
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [("moevement", {"window": 2}), ("gemini", {"every_iters": 2})],
+)
+def test_a_window_counts_once_peers_hold_it(
+    policy: str, settings: dict[str, int], tmp_path: Path
+) -> None:
+    job = ThreadJob(
+        tmp_path, config(policy, **settings), Shape(pp=2, dp=1), iterations=7
+    )
     job.sends_slowly = True
     copied = Copied(job)
     job.run()

@@ -1,4 +1,6 @@
-"""One contract for both implementations of `Ranks`, and the ends of threads that real processes have as well."""
+"""One contract for both implementations of `Ranks`, and the ends of threads that real
+processes have as well.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.collectives import Ranks, TorchRanks, broadcast_result, gather_results, receive_buffers, send_buffers
+from moe_ckpt.collectives import (
+    Ranks,
+    TorchRanks,
+    broadcast_result,
+    gather_results,
+    receive_buffers,
+    send_buffers,
+)
 from moe_ckpt.errors import CheckpointLoadError, PeersLostError
 from tests.engine.thread_ranks import run_threads
 from tests.ranks import rank_store, run_ranks
@@ -25,8 +34,12 @@ def _use_everything(ranks: Ranks) -> list[Any]:
     ranks.barrier()
     received = torch.zeros(2, dtype=torch.bfloat16)
     sent, other = torch.full((2,), ranks.rank, dtype=torch.bfloat16), 1 - ranks.rank
-    transfers = [lambda: ranks.send(sent, other), lambda: ranks.receive(received, other)]
-    for transfer in transfers if ranks.rank == 0 else reversed(transfers):  # processes may wait for the receiver
+    transfers = [
+        lambda: ranks.send(sent, other),
+        lambda: ranks.receive(received, other),
+    ]
+    # processes may wait for the receiver
+    for transfer in transfers if ranks.rank == 0 else reversed(transfers):
         transfer()
     return [
         ranks.size,
@@ -41,7 +54,9 @@ def _use_everything(ranks: Ranks) -> list[Any]:
 
 
 def _send_buffers(ranks: Ranks) -> list[list[int]]:
-    """Send buffers of several sizes, and none at all, to the other rank; return the received."""
+    """Send buffers of several sizes, and none at all, to the other rank; return the
+    received.
+    """
     other = 1 - ranks.rank
     sent = [torch.arange(size, dtype=torch.uint8) for size in (5, 0, 2)]
     if ranks.rank == 0:
@@ -49,12 +64,16 @@ def _send_buffers(ranks: Ranks) -> list[list[int]]:
         send_buffers(ranks, [], other)
         return []
     received = [*receive_buffers(ranks, other), *receive_buffers(ranks, other)]
-    assert [buffer.tolist() for buffer in received] == [buffer.tolist() for buffer in sent]
+    assert [buffer.tolist() for buffer in received] == [
+        buffer.tolist() for buffer in sent
+    ]
     return [buffer.tolist() for buffer in received]
 
 
 def _fail_on_rank_one(ranks: Ranks) -> tuple[str, str]:
-    """Return the errors that this rank sees where rank 1 alone fails to compute, and where rank 0 alone computes."""
+    """Return the errors that this rank sees where rank 1 alone fails to compute, and
+    where rank 0 alone computes.
+    """
 
     def compute() -> int:
         if ranks.rank == 1:
@@ -72,9 +91,16 @@ def _in_process(function: Callable[[Ranks], Any]) -> Any:
     return function(TorchRanks())
 
 
-@pytest.mark.parametrize("function", [_use_everything, _send_buffers, _fail_on_rank_one])
-def test_threads_and_processes_return_the_same(function: Callable[[Ranks], Any]) -> None:
-    in_threads, in_processes = run_threads(2, function), run_ranks(2, _in_process, function)
+@pytest.mark.parametrize(
+    "function", [_use_everything, _send_buffers, _fail_on_rank_one]
+)
+def test_threads_and_processes_return_the_same(
+    function: Callable[[Ranks], Any],
+) -> None:
+    in_threads, in_processes = (
+        run_threads(2, function),
+        run_ranks(2, _in_process, function),
+    )
     assert repr(in_threads) == repr(in_processes)
     assert in_threads[1]
 

@@ -1,7 +1,9 @@
-"""Ranks of a job that are threads of one process: the second implementation of `collectives.Ranks`.
+"""Ranks of a job that are threads of one process: the second implementation of
+`collectives.Ranks`.
 
-Values cross threads as pickled copies, as they would cross processes. A group that is cut raises PeersLostError in all
-operations under way and in all later ones; a rank whose worker was killed raises WorkerKilled in its next operation.
+Values cross threads as pickled copies, as they would cross processes. A group that is
+cut raises PeersLostError in all operations under way and in all later ones; a rank
+whose worker was killed raises WorkerKilled in its next operation.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ _DEADLINE_S = 60.0
 
 @contextlib.contextmanager
 def one_processor() -> Iterator[None]:
-    """Keep threads that are started meanwhile on one processor, another for each of pytest-xdist's workers.
+    """Keep threads that are started meanwhile on one processor, another for each of
+    pytest-xdist's workers.
 
-    One thread at a time holds Python's lock, and gives it back around each operation of a tensor: between two
-    processors that costs as much time as the operations.
+    One thread at a time holds Python's lock, and gives it back around each operation of
+    a tensor: between two processors that costs as much time as the operations.
     """
     allowed = os.sched_getaffinity(0)
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
-    os.sched_setaffinity(0, {sorted(allowed)[int(worker.removeprefix("gw")) % len(allowed)]})
+    os.sched_setaffinity(
+        0, {sorted(allowed)[int(worker.removeprefix("gw")) % len(allowed)]}
+    )
     try:
         yield
     finally:
@@ -43,7 +48,9 @@ def one_processor() -> Iterator[None]:
 
 
 class WorkerKilled(BaseException):
-    """The worker of this thread is dead: no code of it may catch this, as none could run after SIGKILL."""
+    """The worker of this thread is dead: no code of it may catch this, as none could
+    run after SIGKILL.
+    """
 
 
 class ThreadGroup:
@@ -52,7 +59,8 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self.size = size
         self._changed = threading.Condition()
-        self._rounds: dict[int, dict[int, tuple[str, bytes]]] = defaultdict(dict)  # contributions by round and rank
+        # contributions by round and rank
+        self._rounds: dict[int, dict[int, tuple[str, bytes]]] = defaultdict(dict)
         self._position = [0] * size
         self._mail: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
         self._reason: str | None = None
@@ -72,9 +80,14 @@ class ThreadGroup:
             arrived = self._rounds[number]
             arrived[rank] = operation, _to_bytes(value)
             self._changed.notify_all()
-            self._wait(lambda: len(arrived) == self.size, f"rank {rank} in {operation}: {sorted(arrived)} are here")
+            self._wait(
+                lambda: len(arrived) == self.size,
+                f"rank {rank} in {operation}: {sorted(arrived)} are here",
+            )
             operations = {name for name, _ in arrived.values()}
-            assert len(operations) == 1, f"ranks disagree on collective {number}: {arrived}"
+            assert len(operations) == 1, (
+                f"ranks disagree on collective {number}: {arrived}"
+            )
             self._rounds.pop(number - 1, None)
         return [pickle.loads(arrived[each][1]) for each in range(self.size)]
 
@@ -103,7 +116,9 @@ class ThreadGroup:
 
 
 class ThreadRanks:
-    """Implements `Ranks` for a rank that is a thread, over the generations of its job; `use` puts in the next group."""
+    """Implements `Ranks` for a rank that is a thread, over the generations of its job;
+    `use` puts in the next group.
+    """
 
     def __init__(self, rank: int, is_killed: threading.Event | None = None) -> None:
         self.rank = rank
@@ -118,15 +133,21 @@ class ThreadRanks:
         return self._current().size
 
     def reduce(self, tensor: torch.Tensor, operation: Reduction) -> None:
-        stacked = torch.stack(self._current().exchange(self.rank, f"reduce {operation}", tensor.detach()))
-        reduced = {"sum": stacked.sum, "min": stacked.amin, "max": stacked.amax}[operation](0)
+        stacked = torch.stack(
+            self._current().exchange(self.rank, f"reduce {operation}", tensor.detach())
+        )
+        reduced = {"sum": stacked.sum, "min": stacked.amin, "max": stacked.amax}[
+            operation
+        ](0)
         tensor.copy_(reduced)
 
     def gather(self, value: T) -> list[T]:
         return self._current().exchange(self.rank, "gather", value)
 
     def broadcast(self, value: T) -> T:
-        return self._current().exchange(self.rank, "broadcast", value if self.rank == 0 else None)[0]  # type: ignore[return-value]
+        return self._current().exchange(
+            self.rank, "broadcast", value if self.rank == 0 else None
+        )[0]  # type: ignore[return-value]
 
     def barrier(self) -> None:
         self._current().exchange(self.rank, "barrier", None)
@@ -136,7 +157,10 @@ class ThreadRanks:
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         received = self._current().receive(rank, self.rank)
-        assert (received.shape, received.dtype) == (tensor.shape, tensor.dtype), (received, tensor)
+        assert (received.shape, received.dtype) == (tensor.shape, tensor.dtype), (
+            received,
+            tensor,
+        )
         tensor.copy_(received)
 
     def confirm(self) -> None:
@@ -154,11 +178,15 @@ class ThreadRanks:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as their bytes: torch's own way takes a tenth of a millisecond for each."""
+    """Writes tensors as their bytes: torch's own way takes a tenth of a millisecond for
+    each.
+    """
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, torch.Tensor):
-            content = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            content = (
+                value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
             return _tensor_of, (content, value.dtype, tuple(value.shape))
         return NotImplemented
 
@@ -169,14 +197,18 @@ def _to_bytes(value: object) -> bytes:
     return stream.getvalue()
 
 
-def _tensor_of(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor_of(
+    content: bytes, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
     if not content:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
 
 
 def run_threads(size: int, function: Callable[..., T], *arguments: Any) -> list[T]:
-    """Return `function(ranks, *arguments)` of each rank of a new group; a rank that raises ends the others."""
+    """Return `function(ranks, *arguments)` of each rank of a new group; a rank that
+    raises ends the others.
+    """
     group, outcomes = ThreadGroup(size), dict[int, T]()
     errors: list[tuple[int, BaseException]] = []
 
@@ -201,7 +233,9 @@ def run_threads(size: int, function: Callable[..., T], *arguments: Any) -> list[
 
 
 class HostRanks:
-    """The same ranks, for tensors in host memory; `sent` keeps all that this rank sends."""
+    """The same ranks, for tensors in host memory; `sent` keeps all that this rank
+    sends.
+    """
 
     def __init__(self, ranks: ThreadRanks, sent: list[torch.Tensor]) -> None:
         self._ranks = ranks

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ckpt.collectives import Ranks, gather_results
-from moe_ckpt.durable.checkpoint_folder import CheckpointFolder, is_committed, seal_files
+from moe_ckpt.durable.checkpoint_folder import (
+    CheckpointFolder,
+    is_committed,
+    seal_files,
+)
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import EventLog
@@ -17,9 +21,11 @@ IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=LAYOUT)
 
 
 class OneFileEach:
-    """Implements `ports.DurableState`: each rank writes the iteration to a file; rank 0 writes one more, unnamed.
+    """Implements `ports.DurableState`: each rank writes the iteration to a file; rank 0
+    writes one more, unnamed.
 
-    A save that `is_slow` finishes when it is waited for; until then `is_writing`, also after it was abandoned.
+    A save that `is_slow` finishes when it is waited for; until then `is_writing`, also
+    after it was abandoned.
     """
 
     def __init__(self, ranks: Ranks, *, is_slow: bool = False) -> None:
@@ -56,13 +62,23 @@ class OneFileEach:
     def is_writing(self) -> bool:
         return self._is_writing
 
-    def load(self, directory: Path, resharded_from: ParallelLayout | None = None) -> int:
+    def load(
+        self, directory: Path, resharded_from: ParallelLayout | None = None
+    ) -> int:
         self.loaded.append((directory.name, resharded_from))
         read = lambda: int((directory / self.name).read_text())  # noqa: E731
         return gather_results(self.ranks, read, CheckpointLoadError)[0]
 
 
-def open_tier(folder: Path, state: OneFileEach, identity: RunIdentity = IDENTITY, *, keep: int = 1) -> DurableTier:
+def open_tier(
+    folder: Path, state: OneFileEach, identity: RunIdentity = IDENTITY, *, keep: int = 1
+) -> DurableTier:
     rank = state.ranks.rank
-    events = EventLog(folder / "events" / f"rank{rank:04d}.jsonl", global_rank=rank, clock_origin_unix_s=0.0)
-    return DurableTier(state, CheckpointFolder(folder), identity, state.ranks, events, keep=keep)
+    events = EventLog(
+        folder / "events" / f"rank{rank:04d}.jsonl",
+        global_rank=rank,
+        clock_origin_unix_s=0.0,
+    )
+    return DurableTier(
+        state, CheckpointFolder(folder), identity, state.ranks, events, keep=keep
+    )

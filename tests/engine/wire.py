@@ -1,6 +1,8 @@
-"""The network of ranks that are threads: frames of gloo's ring all-reduces, as a mirror port shows them.
+"""The network of ranks that are threads: frames of gloo's ring all-reduces, as a mirror
+port shows them.
 
-Frames are built after the sum is known: messages of the reduce-scatter carry zeros, except those of marks.
+Frames are built after the sum is known: messages of the reduce-scatter carry zeros,
+except those of marks.
 """
 
 from __future__ import annotations
@@ -46,12 +48,15 @@ class WirePort:
 
 
 class Wire:
-    """Shows each frame at all ports, unless `is_lost` says otherwise of the number of its operation."""
+    """Shows each frame at all ports, unless `is_lost` says otherwise of the number of
+    its operation.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ports: list[WirePort] = []
-        self._sent: dict[tuple[int, int], int] = defaultdict(int)  # bytes, by stage and sender
+        # bytes, by stage and sender
+        self._sent: dict[tuple[int, int], int] = defaultdict(int)
         self._operations: dict[int, int] = defaultdict(int)  # by stage
         self.is_lost: Callable[[int, int], bool] = lambda stage, operation: False
 
@@ -63,8 +68,12 @@ class Wire:
     def num_operations(self, stage: int) -> int:
         return self._operations[stage]
 
-    def all_reduce(self, stage: int, contributions: list[bytes], result: bytes, element_bytes: int) -> None:
-        """Send the frames of one operation; `contributions` are those of a mark, by rank, or empty."""
+    def all_reduce(
+        self, stage: int, contributions: list[bytes], result: bytes, element_bytes: int
+    ) -> None:
+        """Send the frames of one operation; `contributions` are those of a mark, by
+        rank, or empty.
+        """
         size = len(contributions)
         ring = Ring(num_bytes=len(result), size=size, element_bytes=element_bytes)
         with self._lock:
@@ -74,17 +83,42 @@ class Wire:
             for rank in range(size):
                 for step, sent in enumerate(ring.sends(rank)):
                     content = slice(sent.start, sent.start + sent.num_bytes)
-                    behind = [contributions[(rank + i) % size] for i in range(step // ring.segments_per_rank + 1)]
-                    partial = bytes(map(max, *behind, behind[0])) if any(behind) else bytes(len(result))
+                    behind = [
+                        contributions[(rank + i) % size]
+                        for i in range(step // ring.segments_per_rank + 1)
+                    ]
+                    partial = (
+                        bytes(map(max, *behind, behind[0]))
+                        if any(behind)
+                        else bytes(len(result))
+                    )
                     payload = (result if sent.is_final else partial)[content]
-                    frames.append(self._frame(stage, rank, (rank - 1) % size, _message(number, payload)))
+                    frames.append(
+                        self._frame(
+                            stage, rank, (rank - 1) % size, _message(number, payload)
+                        )
+                    )
             for port in self._ports if not self.is_lost(stage, number) else ():
                 port.put(frames)
 
     def _frame(self, stage: int, source: int, target: int, payload: bytes) -> bytes:
         sequence = self._sent[stage, source]
         self._sent[stage, source] += len(payload)
-        tcp = struct.pack(">HHIIBBHHH", 7000 + stage, 8000, sequence % 2**32, 0, 5 << 4, 0x10, 0, 0, 0) + payload
+        tcp = (
+            struct.pack(
+                ">HHIIBBHHH",
+                7000 + stage,
+                8000,
+                sequence % 2**32,
+                0,
+                5 << 4,
+                0x10,
+                0,
+                0,
+                0,
+            )
+            + payload
+        )
         ends = bytes([10, stage, 0, source]) + bytes([10, stage, 0, target])
         ip = struct.pack(">BBHHHBBH", 0x45, 0, 20 + len(tcp), 0, 0, 64, 6, 0) + ends
         return bytes(12) + b"\x08\x00" + ip + tcp
@@ -96,7 +130,9 @@ def _message(number: int, payload: bytes) -> bytes:
 
 
 class ModelMirror:
-    """Implements `engine.interfaces.Mirror` for a stage that reduces all its shared weights in one bucket."""
+    """Implements `engine.interfaces.Mirror` for a stage that reduces all its shared
+    weights in one bucket.
+    """
 
     def __init__(self, model: Model, stage_ranks: Ranks, wire: Wire) -> None:
         self._model = model
@@ -109,18 +145,29 @@ class ModelMirror:
 
     def mark(self) -> None:
         self._group = self._ranks.broadcast(secrets.token_bytes(GROUP_BYTES))
-        marks = [mark_of(self._group, self._ranks.size, rank) for rank in range(self._ranks.size)]
+        marks = [
+            mark_of(self._group, self._ranks.size, rank)
+            for rank in range(self._ranks.size)
+        ]
         self._send(marks, bytes(map(max, *marks, marks[0])), 1)
         self._num_operations = self._wire.num_operations(self._model.stage)
         self._ranks.barrier()  # no rank reduces before all have read this
 
     def sums(self) -> tuple[MirroredSums, ...]:
-        first, self._num_operations = self._num_operations, self._wire.num_operations(self._model.stage)
+        first, self._num_operations = (
+            self._num_operations,
+            self._wire.num_operations(self._model.stage),
+        )
         return (
             MirroredSums(
                 group=self._group.hex(),
                 size=self._ranks.size,
-                buckets=(4 * sum(weight.gradient.numel() for weight in self._reduced_weights()),),
+                buckets=(
+                    4
+                    * sum(
+                        weight.gradient.numel() for weight in self._reduced_weights()
+                    ),
+                ),
                 dtype="float32",
                 first=first,
                 end=self._num_operations,
@@ -131,9 +178,13 @@ class ModelMirror:
         bucket = torch.cat([weight.gradient for weight in self._reduced_weights()])
         self._send([b""] * self._ranks.size, bucket.numpy().tobytes(), 4)
 
-    def _send(self, contributions: list[bytes], result: bytes, element_bytes: int) -> None:
+    def _send(
+        self, contributions: list[bytes], result: bytes, element_bytes: int
+    ) -> None:
         if self._ranks.rank == 0:
-            self._wire.all_reduce(self._model.stage, contributions, result, element_bytes)
+            self._wire.all_reduce(
+                self._model.stage, contributions, result, element_bytes
+            )
         self._ranks.barrier()
 
     def _reduced_weights(self) -> list[Weight]:
@@ -143,6 +194,8 @@ class ModelMirror:
         places, start, tied = dict[PartKey, BucketPlace](), 0, self._model.tied_weight()
         for weight in self._reduced_weights():
             if weight is not tied and weight.master.numel():
-                places[weight.key(MASTER)] = BucketPlace(group=0, bucket=0, start=start + weight.range[0])
+                places[weight.key(MASTER)] = BucketPlace(
+                    group=0, bucket=0, start=start + weight.range[0]
+                )
             start += weight.gradient.numel()
         return places

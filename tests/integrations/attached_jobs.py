@@ -1,6 +1,8 @@
-"""Jobs of examples/megatron_lm.sh, in processes that have Megatron-LM's wheel in place of the installed megatron-core.
+"""Jobs of examples/megatron_lm.sh, in processes that have Megatron-LM's wheel in place
+of the installed megatron-core.
 
-`run_jobs` starts this module once, which imports everything slow and forks the jobs one after another.
+`run_jobs` starts this module once, which imports everything slow and forks the jobs one
+after another.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ T = TypeVar("T")
 EXAMPLE = ROOT / "examples" / "megatron_lm.py"
 NUM_RANKS, NUM_ITERS = 4, 6
 BRIDGE, SWIFT = ("--loop", "megatron-bridge"), ("--loop", "ms-swift")
-_, _, _WORDS = (ROOT / "examples" / "megatron_lm.sh").read_text().partition(f"-- examples/{EXAMPLE.name} ")
+_, _, _WORDS = (
+    (ROOT / "examples" / "megatron_lm.sh")
+    .read_text()
+    .partition(f"-- examples/{EXAMPLE.name} ")
+)
 ARGUMENTS = (
     *_WORDS.replace("\\\n", " ").split(),
     *("--train-iters", str(NUM_ITERS), "--eval-interval", "3"),  # the last one counts
@@ -44,7 +50,8 @@ ARGUMENTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job: its name, options of moe_ckpt.run, kills, and what replaces or follows the example's arguments.
+    """One job: its name, options of moe_ckpt.run, kills, and what replaces or follows
+    the example's arguments.
 
     `is_noisy`: no pass of the model repeats itself. `is_observed`: as in a run of
     `moe-ckpt prove`, whose digests are in the folder `observed` beside the run folder.
@@ -61,7 +68,9 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A job that has ended: its exit status, its run folder, and what its processes wrote."""
+    """A job that has ended: its exit status, its run folder, and what its processes
+    wrote.
+    """
 
     status: int
     run: Path
@@ -69,7 +78,9 @@ class Ended:
 
     @property
     def digests(self) -> dict[tuple[int, int], set[str]]:
-        """The digests that each rank has logged after each iteration, over all its lives."""
+        """The digests that each rank has logged after each iteration, over all its
+        lives.
+        """
         found: dict[tuple[int, int], set[str]] = {}
         for rank in range(NUM_RANKS):
             for event in self._events(rank, StateDigest):
@@ -84,7 +95,10 @@ class Ended:
     @property
     def num_processes(self) -> list[int]:
         """How many workers each rank has had."""
-        return [sum(1 for _ in self._events(rank, WorkerStarted)) for rank in range(NUM_RANKS)]
+        return [
+            sum(1 for _ in self._events(rank, WorkerStarted))
+            for rank in range(NUM_RANKS)
+        ]
 
     def _events(self, rank: int, kind: type[T]) -> Iterator[T]:
         for logged in read_events(self.run / "events" / f"rank{rank:04d}.jsonl"):
@@ -95,7 +109,8 @@ class Ended:
 def run_jobs(folder: Path, *jobs: Job, sources: Path | None = None) -> dict[str, Ended]:
     """Run jobs to their ends, good or bad; return how each has ended, by its name.
 
-    `sources` of another Megatron-LM replace those of the wheel, which has the other packages that they import.
+    `sources` of another Megatron-LM replace those of the wheel, which has the other
+    packages that they import.
     """
     (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
     path = os.pathsep.join(map(str, (ROOT, *([sources] if sources else []), FOLDER)))
@@ -103,33 +118,58 @@ def run_jobs(folder: Path, *jobs: Job, sources: Path | None = None) -> dict[str,
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment["TORCHDYNAMO_DISABLE"] = "1"  # no compiler to import
     with (folder / "log").open("w") as log:
-        subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=JOB_S, check=True, cwd=folder)
+        subprocess.run(
+            command,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            timeout=JOB_S,
+            check=True,
+            cwd=folder,
+        )
     _require_no_process(folder)
     statuses = json.loads((folder / "statuses.json").read_text())
     return {job.name: _ended(folder, job.name, statuses[job.name]) for job in jobs}
 
 
 def _require_no_process(folder: Path) -> None:
-    """Require that the last process that works in a folder ends by itself; all jobs there have ended."""
+    """Require that the last process that works in a folder ends by itself; all jobs
+    there have ended.
+    """
     with ExitStack() as stack:
         for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # another user's process, or one that has just ended
+            # another user's process, or one that has just ended
+            with contextlib.suppress(OSError):
                 if (path / "cwd").readlink() == folder:
                     Watch(stack, int(path.name)).wait_for_end()
 
 
 def _ended(folder: Path, name: str, status: int) -> Ended:
-    log = "".join(path.read_text() for path in sorted((folder / name).glob("supervisor*.log")))
+    log = "".join(
+        path.read_text() for path in sorted((folder / name).glob("supervisor*.log"))
+    )
     return Ended(status=status, run=folder / name / "run", log=log)
 
 
 def main(folder: Path) -> int:
-    """Run the jobs of FOLDER/jobs.json; their statuses are in FOLDER/statuses.json then."""
+    """Run the jobs of FOLDER/jobs.json; their statuses are in FOLDER/statuses.json
+    then.
+    """
     from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415 - after PYTHONPATH is that of the wheel
 
     described = json.loads((folder / "jobs.json").read_text())
-    jobs = [Job(**{**job, "kills": tuple(Kill(**kill) for kill in job["kills"])}) for job in described]
-    loop = next((name for _, name in (BRIDGE, SWIFT) if any(name in job.options for job in jobs)), "megatron-lm")
+    jobs = [
+        Job(**{**job, "kills": tuple(Kill(**kill) for kill in job["kills"])})
+        for job in described
+    ]
+    loop = next(
+        (
+            name
+            for _, name in (BRIDGE, SWIFT)
+            if any(name in job.options for job in jobs)
+        ),
+        "megatron-lm",
+    )
     if loop == BRIDGE[1]:
         bridge_stubs.install(sources_of(BRIDGE_TAG) / "src" / "megatron" / "bridge")
     if loop == SWIFT[1]:
@@ -153,7 +193,9 @@ def _run(folder: Path, job: Job) -> int:
         run_job(lambda: _supervise(job, run, memory), NUM_RANKS, folder, None)
         os._exit(1)
     try:
-        done = not job.kills or carry_out(job.kills, run, ranks_per_node=1, say=print, patience_s=30.0)
+        done = not job.kills or carry_out(
+            job.kills, run, ranks_per_node=1, say=print, patience_s=30.0
+        )
         _, status = os.waitpid(pid, 0)
     finally:
         shutil.rmtree(memory, ignore_errors=True)
@@ -170,9 +212,15 @@ def _supervise(job: Job, run: Path, memory: str) -> int:
     if job.is_observed:
         os.environ |= Order(run=str(run.with_name("observed"))).environment()
         enter(str(run / "sitecustomize.py"))
-    settings = (f"run.dir={run}", f"runtime.shared_memory={memory}", "run.digest_every_iters=1")
+    settings = (
+        f"run.dir={run}",
+        f"runtime.shared_memory={memory}",
+        "run.digest_every_iters=1",
+    )
     options = [word for setting in settings for word in ("--set", setting)]
-    return run_main([*options, *job.options, "--", job.script, *ARGUMENTS, *job.arguments])
+    return run_main(
+        [*options, *job.options, "--", job.script, *ARGUMENTS, *job.arguments]
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""A program that pretrains a small MoE through Megatron-Bridge's own `pretrain`, on CPUs; it knows nothing of moe_ckpt.
+"""A program that pretrains a small MoE through Megatron-Bridge's own `pretrain`, on
+CPUs; it knows nothing of moe_ckpt.
 
-Of the arguments it takes `--train-iters`, `--eval-interval`, `--save` and `--load`, and leaves all others alone.
+Of the arguments it takes `--train-iters`, `--eval-interval`, `--save` and `--load`, and
+leaves all others alone.
 """
 # Megatron-Bridge and the Megatron-Core that it needs are not installed:
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
@@ -12,7 +14,8 @@ import torch.distributed as dist
 
 from tests.integrations.small_moe import SEQUENCE, VOCABULARY, settings
 
-if __name__ == "__main__":  # processes that write checkpoints import this file again, without stand-ins
+# processes that write checkpoints import this file again, without stand-ins
+if __name__ == "__main__":
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
     from megatron.bridge.training.config import (
         CheckpointConfig,
@@ -44,11 +47,20 @@ def model():
 def recipe(num_iters, eval_interval, **folders):
     return ConfigContainer(
         model=model(),
-        train=TrainingConfig(train_iters=num_iters, global_batch_size=8, micro_batch_size=2),
-        # a process that loads draws a seed at its first evaluation, which an attached one has in an earlier iteration
-        validation=ValidationConfig(eval_interval=None if folders["load"] else eval_interval, eval_iters=1),
+        train=TrainingConfig(
+            train_iters=num_iters, global_batch_size=8, micro_batch_size=2
+        ),
+        # a process that loads draws a seed at its first evaluation, which an attached
+        # one has in an earlier iteration
+        validation=ValidationConfig(
+            eval_interval=None if folders["load"] else eval_interval, eval_iters=1
+        ),
         optimizer=OptimizerConfig(
-            optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.01, use_distributed_optimizer=True
+            optimizer="adam",
+            lr=1e-3,
+            min_lr=1e-4,
+            weight_decay=0.01,
+            use_distributed_optimizer=True,
         ),
         scheduler=SchedulerConfig(
             start_weight_decay=0.01,
@@ -73,9 +85,15 @@ def recipe(num_iters, eval_interval, **folders):
             data_sharding=True,
         ),
         logger=LoggerConfig(log_interval=1, skip_train_metrics_log=True),
-        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
+        tokenizer=TokenizerConfig(
+            tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1
+        ),
         checkpoint=CheckpointConfig(
-            ckpt_format="torch_dist", save_interval=2, load_optim=False, load_rng=False, **folders
+            ckpt_format="torch_dist",
+            save_interval=2,
+            load_optim=False,
+            load_rng=False,
+            **folders,
         ),
         dist=DistributedInitConfig(distributed_backend="gloo"),
     )
@@ -88,6 +106,12 @@ if __name__ == "__main__":
     parser.add_argument("--train-iters", type=int)
     parser.add_argument("--eval-interval", type=int)
     given, _ = parser.parse_known_args()
-    if not dist.is_initialized():  # Bridge's own start wants a device for its first barrier
+    # Bridge's own start wants a device for its first barrier
+    if not dist.is_initialized():
         dist.init_process_group("gloo")
-    pretrain(recipe(given.train_iters, given.eval_interval, save=given.save, load=given.load), forward_step)
+    pretrain(
+        recipe(
+            given.train_iters, given.eval_interval, save=given.save, load=given.load
+        ),
+        forward_step,
+    )

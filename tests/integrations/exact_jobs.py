@@ -1,4 +1,6 @@
-"""Attached jobs that live through all faults, and through their loop's own checkpoints, beside a plain run."""
+"""Attached jobs that live through all faults, and through their loop's own checkpoints,
+beside a plain run.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_ckpt.faults.schedule import Kill
-from tests.integrations.attached_jobs import EXAMPLE, NUM_ITERS, NUM_RANKS, Ended, Job, run_jobs
+from tests.integrations.attached_jobs import (
+    EXAMPLE,
+    NUM_ITERS,
+    NUM_RANKS,
+    Ended,
+    Job,
+    run_jobs,
+)
 
 PLAIN = Job(name="plain", options=("--ckpt", "none"))
 OPTIONS = {
@@ -14,7 +23,16 @@ OPTIONS = {
     "gemini": ("--ckpt", "gemini", "--set", "every_iters=2"),
     "moc": ("--ckpt", "moc", "--set", "k_snapshot=4", "--set", "k_persist=4"),
     "checkfreq": ("--ckpt", "checkfreq", "--set", "every_iters=2"),
-    "moetion": ("--ckpt", "moetion", "--set", "boost=0", "--set", "experts=4", "--set", "remote_experts=4"),
+    "moetion": (
+        "--ckpt",
+        "moetion",
+        "--set",
+        "boost=0",
+        "--set",
+        "experts=4",
+        "--set",
+        "remote_experts=4",
+    ),
     "flowcheck": ("--ckpt", "flowcheck"),
 }
 PATIENT = ("--set", "runtime.heartbeat_s=30", "--set", "runtime.progress_s=60")
@@ -29,26 +47,47 @@ NODE = Kill(rank=0, iteration=3, phase="backward", scope="node")
 
 
 def require_equal(ended: Ended, plain: Ended) -> None:
-    """Require that a job ended well and that its state was the plain run's after every iteration, on every rank."""
+    """Require that a job ended well and that its state was the plain run's after every
+    iteration, on every rank.
+    """
     assert ended.status == 0, ended.log
     wanted = plain.digests
-    assert sorted(wanted) == [(rank, done) for rank in range(NUM_RANKS) for done in range(1, NUM_ITERS + 1)]
+    assert sorted(wanted) == [
+        (rank, done) for rank in range(NUM_RANKS) for done in range(1, NUM_ITERS + 1)
+    ]
     assert ended.digests == wanted
 
 
 def require_exact_under_all_faults(
-    folder: Path, policy: str, *, script: Path = EXAMPLE, sources: Path | None = None, loop: tuple[str, ...] = ()
+    folder: Path,
+    policy: str,
+    *,
+    script: Path = EXAMPLE,
+    sources: Path | None = None,
+    loop: tuple[str, ...] = (),
 ) -> None:
-    """Require a policy to be exact without faults, under kills, and after the loss of a node and a hang.
+    """Require a policy to be exact without faults, under kills, and after the loss of a
+    node and a hang.
 
-    `sources` replace those of the wheel; `loop` are the options that choose a training loop.
+    `sources` replace those of the wheel; `loop` are the options that choose a training
+    loop.
     """
     options = (*OPTIONS[policy], *loop)
-    lost = (HANG,) if policy == "checkfreq" else (NODE, HANG)  # its disk is the lost node's
+    # its disk is the lost node's
+    lost = (HANG,) if policy == "checkfreq" else (NODE, HANG)
     jobs = (
-        Job(name="attached", options=(*options, *PATIENT, *CHECKED), script=str(script)),
-        Job(name="killed", options=(*options, *PATIENT), kills=KILLS, script=str(script)),
-        Job(name="lost", options=(*options, "--set", "runtime.heartbeat_s=8"), kills=lost, script=str(script)),
+        Job(
+            name="attached", options=(*options, *PATIENT, *CHECKED), script=str(script)
+        ),
+        Job(
+            name="killed", options=(*options, *PATIENT), kills=KILLS, script=str(script)
+        ),
+        Job(
+            name="lost",
+            options=(*options, "--set", "runtime.heartbeat_s=8"),
+            kills=lost,
+            script=str(script),
+        ),
     )
     plain = Job(name="plain", options=(*PLAIN.options, *loop), script=str(script))
     ended = run_jobs(folder, plain, *jobs, sources=sources)
@@ -59,11 +98,17 @@ def require_exact_under_all_faults(
 
 
 def require_exact_through_checkpoints(
-    folder: Path, *, script: Path = EXAMPLE, sources: Path | None = None, loop: tuple[str, ...] = ()
+    folder: Path,
+    *,
+    script: Path = EXAMPLE,
+    sources: Path | None = None,
+    loop: tuple[str, ...] = (),
 ) -> None:
-    """Require a killed run to write and load the loop's own checkpoints as a plain run does.
+    """Require a killed run to write and load the loop's own checkpoints as a plain run
+    does.
 
-    The optimizer is left out of the load: Megatron-Core cannot load the state of torch's Adam, which a CPU has.
+    The optimizer is left out of the load: Megatron-Core cannot load the state of
+    torch's Adam, which a CPU has.
     """
     plain = Job(name="plain", options=(*PLAIN.options, *loop), script=str(script))
     killed = replace(plain, options=(*OPTIONS["moevement"], *PATIENT, *loop))
@@ -71,21 +116,39 @@ def require_exact_through_checkpoints(
     ended = run_jobs(
         folder,
         replace(plain, arguments=_saving(folder / "of-plain")),
-        replace(killed, name="killed", kills=KILLS, arguments=_saving(folder / "of-killed")),
+        replace(
+            killed, name="killed", kills=KILLS, arguments=_saving(folder / "of-killed")
+        ),
         replace(plain, name="on", arguments=_loading(folder / "of-plain")),
-        replace(killed, name="killed on", kills=(on,), arguments=_loading(folder / "of-killed")),
+        replace(
+            killed,
+            name="killed on",
+            kills=(on,),
+            arguments=_loading(folder / "of-killed"),
+        ),
         sources=sources,
     )
     require_equal(ended["killed"], ended["plain"])
     after, wanted = ended["killed on"], ended["on"].digests
     assert after.status == 0, after.log
-    assert sorted(wanted) == [(rank, NUM_ITERS + done) for rank in range(NUM_RANKS) for done in range(1, 5)]
-    assert {key: digest for key, digest in after.digests.items() if key in wanted} == wanted
+    assert sorted(wanted) == [
+        (rank, NUM_ITERS + done) for rank in range(NUM_RANKS) for done in range(1, 5)
+    ]
+    assert {
+        key: digest for key, digest in after.digests.items() if key in wanted
+    } == wanted
     assert after.num_processes == [1, 1, 2, 1]
 
 
 def _saving(folder: Path) -> tuple[str, ...]:
-    return ("--save", str(folder), "--save-interval", "2", "--ckpt-format", "torch_dist")
+    return (
+        "--save",
+        str(folder),
+        "--save-interval",
+        "2",
+        "--ckpt-format",
+        "torch_dist",
+    )
 
 
 def _loading(folder: Path) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """A client of Megatron-LM's `pretrain` with the options of production recipes, on CPUs.
 
-It has a stand-in for attention over context-parallel ranks, and takes moe_ckpt's for a fused Adam. Beside Megatron-LM's
-arguments: `--train-only PATTERN` freezes all parameters whose names do not match; `--stateful` gives an external
-iterator a state; `--storage-takes-s S` makes saves slow.
+It has a stand-in for attention over context-parallel ranks, and takes moe_ckpt's for a
+fused Adam. Beside Megatron-LM's arguments: `--train-only PATTERN` freezes all
+parameters whose names do not match; `--stateful` gives an external iterator a state;
+`--storage-takes-s S` makes saves slow.
 """
 # Megatron-Core's annotations differ between the installed release and that of Megatron-LM's wheel:
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
@@ -18,7 +19,9 @@ from types import SimpleNamespace
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedMegatronDatasetBuilder,
+)
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig
@@ -27,7 +30,10 @@ from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 
 from moe_ckpt.megatron import precision_adam
@@ -36,24 +42,39 @@ from moe_ckpt.megatron import precision_adam
 def loss_of(mask, per_token):
     total, count = (per_token.float().view(-1) * mask.view(-1)).sum(), mask.sum()
     report = {"lm loss": torch.stack([total, count]).detach()}
-    return (total, count.int(), report) if get_args().calculate_per_token_loss else (total / count, report)
+    return (
+        (total, count.int(), report)
+        if get_args().calculate_per_token_loss
+        else (total / count, report)
+    )
 
 
 def forward_step(batches, model):
     batch = next(batches)
-    batch["loss_mask"][:, : int(batch["tokens"][0, 0]) % 4] = 0.0  # ranks differ in their tokens
+    # ranks differ in their tokens
+    batch["loss_mask"][:, : int(batch["tokens"][0, 0]) % 4] = 0.0
     group = parallel_state.get_context_parallel_group()
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group) if group.size() > 1 else batch
+    batch = (
+        get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+        if group.size() > 1
+        else batch
+    )
     masked = {"loss_mask": batch["loss_mask"]} if get_args().mtp_num_layers else {}
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **masked)
+    output = model(
+        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **masked
+    )
     return output, partial(loss_of, batch["loss_mask"])
 
 
 class Stream:
-    """Samples without random access. As `iter(DataLoader)`, the first read for training draws a seed from torch."""
+    """Samples without random access. As `iter(DataLoader)`, the first read for training
+    draws a seed from torch.
+    """
 
     def __init__(self, seed, is_open=False):
-        self.generator = torch.Generator().manual_seed(seed + parallel_state.get_data_parallel_rank())
+        self.generator = torch.Generator().manual_seed(
+            seed + parallel_state.get_data_parallel_rank()
+        )
         self.is_open = is_open
 
     def __next__(self):
@@ -61,11 +82,18 @@ class Stream:
             self.is_open = torch.empty((), dtype=torch.int64).random_() is not None
         args = get_args()
         words = torch.randint(
-            args.padded_vocab_size, (args.micro_batch_size, args.seq_length + 1), generator=self.generator
+            args.padded_vocab_size,
+            (args.micro_batch_size, args.seq_length + 1),
+            generator=self.generator,
         )
         positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1)
         tokens, labels = words[:, :-1].contiguous(), words[:, 1:].contiguous()
-        return {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": torch.ones(labels.shape)}
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "position_ids": positions,
+            "loss_mask": torch.ones(labels.shape),
+        }
 
 
 class StatefulStream(Stream):
@@ -80,31 +108,63 @@ def datasets(sizes, vp_stage=None):
     if get_args().dataloader_type == "external":
         kind = StatefulStream if get_args().stateful else Stream
         return kind(1), kind(1000, is_open=True), None
-    shape = {"sequence_length": get_args().seq_length, "random_seed": get_args().seed, "split": get_args().split}
-    masks = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
-    config = GPTDatasetConfig(**shape, **masks, create_attention_mask=False, tokenizer=build_tokenizer(get_args()))
-    return BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
+    shape = {
+        "sequence_length": get_args().seq_length,
+        "random_seed": get_args().seed,
+        "split": get_args().split,
+    }
+    masks = {
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+    }
+    config = GPTDatasetConfig(
+        **shape,
+        **masks,
+        create_attention_mask=False,
+        tokenizer=build_tokenizer(get_args()),
+    )
+    return BlendedMegatronDatasetBuilder(
+        MockGPTDataset, sizes, lambda: True, config
+    ).build()
 
 
 datasets.is_distributed = True
 
 
 class GatheredAttention(dot_product_attention.DotProductAttention):
-    """Megatron's local attention over the keys and values of all context-parallel ranks."""
+    """Megatron's local attention over the keys and values of all context-parallel
+    ranks.
+    """
 
     def __init__(self, config, layer_number, attn_mask_type, *arguments, **options):
         alone = copy.copy(config)
         alone.context_parallel_size = 1  # else Megatron's attention refuses
-        super().__init__(alone, layer_number, AttnMaskType.arbitrary, *arguments, **options)
+        super().__init__(
+            alone, layer_number, AttnMaskType.arbitrary, *arguments, **options
+        )
 
     def forward(self, query, key, value, *_, **__):
         group = parallel_state.get_context_parallel_group()
-        gather = partial(tensor_parallel.gather_from_sequence_parallel_region, group=group)
+        gather = partial(
+            tensor_parallel.gather_from_sequence_parallel_region, group=group
+        )
         half = query.shape[0] // 2
-        starts = [[rank * half, (2 * group.size() - 1 - rank) * half] for rank in range(group.size())]
-        positions = torch.tensor([start + i for pair in starts for start in pair for i in range(half)])
+        starts = [
+            [rank * half, (2 * group.size() - 1 - rank) * half]
+            for rank in range(group.size())
+        ]
+        positions = torch.tensor(
+            [start + i for pair in starts for start in pair for i in range(half)]
+        )
         mine = positions.view(group.size(), -1)[group.rank()]
-        return super().forward(query, gather(key), gather(value), (positions > mine[:, None])[None, None], None)
+        return super().forward(
+            query,
+            gather(key),
+            gather(value),
+            (positions > mine[:, None])[None, None],
+            None,
+        )
 
 
 def freeze(pattern, chunks):
@@ -132,7 +192,9 @@ def own_arguments(parser):
 
 
 def use_fused_adam():
-    """Let `--use-precision-aware-optimizer` find the CPU reference where it looks for Transformer Engine's Adam."""
+    """Let `--use-precision-aware-optimizer` find the CPU reference where it looks for
+    Transformer Engine's Adam.
+    """
     precision_adam.install()
     check = OptimizerConfig.__post_init__
 
@@ -144,7 +206,8 @@ def use_fused_adam():
 
 
 def main():
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=10)  # --context-parallel-size is checked by it
+    # --context-parallel-size is checked by it
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=10)
     if "--step-batch-size-schedule" in sys.argv:
         at = sys.argv.index("--global-batch-size")
         del sys.argv[at : at + 2]
@@ -153,7 +216,9 @@ def main():
         use_fused_adam()
     if args.context_parallel_size > 1:
         for module in ("models.gpt.gpt_layer_specs", "models.backends"):
-            importlib.import_module(f"megatron.core.{module}").DotProductAttention = GatheredAttention
+            importlib.import_module(
+                f"megatron.core.{module}"
+            ).DotProductAttention = GatheredAttention
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     if args.train_only:
         container.model.pre_wrap_hooks.append(partial(freeze, args.train_only))

@@ -1,4 +1,5 @@
-"""The small MoE that the recipes of Megatron-Bridge and of ms-swift train on CPUs, as settings of Megatron-Core.
+"""The small MoE that the recipes of Megatron-Bridge and of ms-swift train on CPUs, as
+settings of Megatron-Core.
 
 It has two stages, and expert parallelism over two ranks.
 """
@@ -11,10 +12,18 @@ SEQUENCE, VOCABULARY = 16, 256
 
 
 def settings() -> dict[str, Any]:
-    """Return the settings of the model; their numbers of bits, and losses, are the recipes' own."""
+    """Return the settings of the model; their numbers of bits, and losses, are the
+    recipes' own.
+    """
     from megatron.core.transformer.enums import AttnBackend  # noqa: PLC0415 - processes that write checkpoints need none
 
-    fusions = ("masked_softmax", "bias_activation", "bias_dropout", "apply_rope", "cross_entropy_loss")
+    fusions = (
+        "masked_softmax",
+        "bias_activation",
+        "bias_dropout",
+        "apply_rope",
+        "cross_entropy_loss",
+    )
     return {f"{name}_fusion": False for name in (*fusions, "gradient_accumulation")} | {
         "attention_backend": AttnBackend.unfused,
         "transformer_impl": "local",

@@ -1,4 +1,6 @@
-"""Stand-ins for names of packages that a CPU cannot have, or that a test does not need, and what imports them."""
+"""Stand-ins for names of packages that a CPU cannot have, or that a test does not need,
+and what imports them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from typing import Any
 
 
 class Stub(type):
-    """A name of a stubbed package: a class, all of whose attributes are classes, and which a call makes None of."""
+    """A name of a stubbed package: a class, all of whose attributes are classes, and
+    which a call makes None of.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -20,20 +24,36 @@ class Stub(type):
         return Stub(name, (), {"_is_stub": True})
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        return None if "_is_stub" in vars(cls) else super().__call__(*arguments, **options)
+        return (
+            None if "_is_stub" in vars(cls) else super().__call__(*arguments, **options)
+        )
 
     def __getitem__(cls, item: Any) -> Any:
         return cls
 
 
 def stub_imports(stubbed: Sequence[str], importer: str) -> Mapping[str, Any]:
-    """Let the modules of the package `importer` find stand-ins where they import these; return the stand-ins."""
-    stubs: dict[str, Any] = {name: Stub(name, (), {"_is_stub": True, "__version__": "0"}) for name in stubbed}
+    """Let the modules of the package `importer` find stand-ins where they import these;
+    return the stand-ins.
+    """
+    stubs: dict[str, Any] = {
+        name: Stub(name, (), {"_is_stub": True, "__version__": "0"}) for name in stubbed
+    }
     real = builtins.__import__
 
-    def load(name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+    def load(
+        name: str,
+        scope: Any = None,
+        local: Any = None,
+        fromlist: Any = (),
+        level: int = 0,
+    ) -> Any:
         root = next((each for each in stubs if f"{name}.".startswith(f"{each}.")), None)
-        if level or root is None or not f"{(scope or {}).get('__name__')}.".startswith(f"{importer}."):
+        if (
+            level
+            or root is None
+            or not f"{(scope or {}).get('__name__')}.".startswith(f"{importer}.")
+        ):
             return real(name, scope, local, fromlist, level)
         if not fromlist and "." in root:
             return real(name.partition(".")[0], scope, local, fromlist, level)

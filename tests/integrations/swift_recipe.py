@@ -1,6 +1,8 @@
-"""A program that trains a small MoE through ms-swift's own Megatron trainer, on CPUs; it knows nothing of moe_ckpt.
+"""A program that trains a small MoE through ms-swift's own Megatron trainer, on CPUs;
+it knows nothing of moe_ckpt.
 
-Of the arguments it takes `--train-iters` and `--eval-interval`, and leaves all others alone. Samples differ in length.
+Of the arguments it takes `--train-iters` and `--eval-interval`, and leaves all others
+alone. Samples differ in length.
 """
 # ms-swift and the Megatron-Core that it needs are not installed:
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
@@ -35,7 +37,9 @@ def model(args, _):
     config.bridge = SimpleNamespace(load_weights=lambda *_: None)
     network = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=4, moe_grouped_gemm=False
+        ),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         pre_process=mpu.is_pipeline_first_stage(),
@@ -57,12 +61,19 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(self.seed * 1000 + index)
-        return torch.randint(VOCABULARY, (SEQUENCE // 2 + index % 5,), generator=generator)
+        return torch.randint(
+            VOCABULARY, (SEQUENCE // 2 + index % 5,), generator=generator
+        )
 
 
 def collate(samples, padding_to=None):
     longest = max(map(len, samples))
-    rows = torch.stack([torch.nn.functional.pad(each, (0, longest - len(each)), value=-100) for each in samples])
+    rows = torch.stack(
+        [
+            torch.nn.functional.pad(each, (0, longest - len(each)), value=-100)
+            for each in samples
+        ]
+    )
     return {
         "input_ids": rows.clamp(min=0),
         "labels": rows,
@@ -165,7 +176,8 @@ def train(num_iters, eval_interval):
     megatron_lm_utils.set_random_seed = seed_everything  # mcore-bridge's
     base.get_mcore_model = model  # made by mcore-bridge of Transformer Engine's layers
     base.save_mcore_checkpoint = lambda *_, **__: None
-    folder = Path(tempfile.mkdtemp(dir=Path.cwd()))  # which the test removes, also after a kill
+    # which the test removes, also after a kill
+    folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
     (folder / "args.json").write_text("{}")
     args = arguments(folder, num_iters, eval_interval)
     initialize_megatron(args)

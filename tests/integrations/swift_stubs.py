@@ -1,8 +1,10 @@
-"""Lets ms-swift's Megatron trainer be imported without the packages that a CPU cannot have, or does not need.
+"""Lets ms-swift's Megatron trainer be imported without the packages that a CPU cannot
+have, or does not need.
 
-Owns: stand-ins for what ms-swift itself imports from them, and from its own packages for models, templates and other
-trainers. The packages `swift`, `swift.megatron` and `swift.dataset` are entered without their own first lines. All
-modules of the training loop, and the patches that ms-swift applies to Megatron-Core, are the real ones.
+Owns: stand-ins for what ms-swift itself imports from them, and from its own packages
+for models, templates and other trainers. The packages `swift`, `swift.megatron` and
+`swift.dataset` are entered without their own first lines. All modules of the training
+loop, and the patches that ms-swift applies to Megatron-Core, are the real ones.
 """
 
 from __future__ import annotations
@@ -16,15 +18,36 @@ from typing import Any
 from tests.integrations.stub_names import Stub, enter, stub_imports
 
 STUBBED = (
-    *("accelerate", "datasets", "json_repair", "modelscope", "pandas", "peft", "tqdm", "transformers"),
-    *("megatron.core.extensions.transformer_engine", "megatron.core.ssm.mamba_context_parallel"),
-    *("swift.model", "swift.template", "swift.trainers", "swift.tuners", "swift.megatron.model", "mcore_bridge"),
+    *(
+        "accelerate",
+        "datasets",
+        "json_repair",
+        "modelscope",
+        "pandas",
+        "peft",
+        "tqdm",
+        "transformers",
+    ),
+    *(
+        "megatron.core.extensions.transformer_engine",
+        "megatron.core.ssm.mamba_context_parallel",
+    ),
+    *(
+        "swift.model",
+        "swift.template",
+        "swift.trainers",
+        "swift.tuners",
+        "swift.megatron.model",
+        "mcore_bridge",
+    ),
 )
 _ENTERED = ("swift", "swift.megatron", "swift.dataset", "swift.dataset.preprocessor")
 
 
 def install(swift: Path) -> None:
-    """Prepare this process for imports of ms-swift, whose package is the folder `swift`."""
+    """Prepare this process for imports of ms-swift, whose package is the folder
+    `swift`.
+    """
     stubs = stub_imports(STUBBED, "swift")
     logger = Stub("utils", (), {"logger": Stub("logger", (), {"get_logger": _logger})})
     setattr(stubs["modelscope"], "utils", logger)  # noqa: B010 - the stub's class does not name it

@@ -1,4 +1,6 @@
-"""An attachment's functions in place of a script's and a loop's: groups of processes, and saves."""
+"""An attachment's functions in place of a script's and a loop's: groups of processes,
+and saves.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,14 @@ def functions(*names: str) -> ModuleType:
 
 def attach_megatron_lm(save: Callable[..., Any], *place: Any) -> Callable[..., Any]:
     training: Any = functions(
-        *("initialize_megatron", "get_args", "load_checkpoint", "get_forward_backward_func", "train", "train_step"),
+        *(
+            "initialize_megatron",
+            "get_args",
+            "load_checkpoint",
+            "get_forward_backward_func",
+            "train",
+            "train_step",
+        ),
         *("build_train_valid_test_datasets", "build_train_valid_test_data_iterators"),
     )
     training.save_checkpoint = save
@@ -60,7 +69,12 @@ def attach_megatron_bridge(save: Callable[..., Any], *place: Any) -> Callable[..
         pretrain=functions("runtime_config_update", "train"),
         setup=functions("create_checkpoint_manager", "setup_data_iterators"),
         loaders=functions("build_pretraining_data_loader"),
-        train=functions("train", "train_step", "get_forward_backward_func", "prepare_forward_step_func"),
+        train=functions(
+            "train",
+            "train_step",
+            "get_forward_backward_func",
+            "prepare_forward_step_func",
+        ),
         eval=functions("get_forward_backward_func"),
     )
     bridge.train.save_checkpoint_and_time = save
@@ -82,11 +96,17 @@ def attach_ms_swift(save: Callable[..., Any], *place: Any) -> Callable[..., Any]
     return functools.partial(Trainer.save_checkpoint, None)
 
 
-@pytest.mark.parametrize("attach", [attach_megatron_lm, attach_megatron_bridge, attach_ms_swift])
-def test_a_rank_is_not_hung_while_its_loop_saves(attach: Callable[..., Callable[..., Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "attach", [attach_megatron_lm, attach_megatron_bridge, attach_ms_swift]
+)
+def test_a_rank_is_not_hung_while_its_loop_saves(
+    attach: Callable[..., Callable[..., Any]], tmp_path: Path
+) -> None:
     page = StatusPage(tmp_path / "page")
     page.reset()
-    joined = SimpleNamespace(worker=SimpleNamespace(page=page, turn=None, incarnation=0))
+    joined = SimpleNamespace(
+        worker=SimpleNamespace(page=page, turn=None, incarnation=0)
+    )
     save = attach(lambda *_: page.waiting, joined, parse_run(["script.py"]))
     assert save()
     assert not page.waiting

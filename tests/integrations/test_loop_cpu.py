@@ -13,7 +13,9 @@ from moe_ckpt.integrations import loop_cpu
 from moe_ckpt.megatron import cpu_stand_in
 from tests.elastic.processes import Child
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs a machine without a GPU"
+)
 
 
 def test_a_counted_device_is_no_gpu_for_a_cuda_build(stack: ExitStack) -> None:
@@ -27,7 +29,9 @@ def test_a_counted_device_is_no_gpu_for_a_cuda_build(stack: ExitStack) -> None:
 
 
 def _enable_in_a_cuda_build(connection: Connection) -> None:
-    on_cpu = loop_cpu.enable(SimpleNamespace(initialize_megatron=print), SimpleNamespace())
+    on_cpu = loop_cpu.enable(
+        SimpleNamespace(initialize_megatron=print), SimpleNamespace()
+    )
     torch.cuda._is_compiled = lambda: True  # type: ignore[method-assign] # in a CPU build, too
     connection.send(
         {

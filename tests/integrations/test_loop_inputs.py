@@ -1,4 +1,6 @@
-"""The files that a loop's settings name count by content; words that name no file do not."""
+"""The files that a loop's settings name count by content; words that name no file do
+not.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def corpus(tmp_path: Path) -> Path:
     ids=["weights and prefixes", "a blend", "by name", "a path", "numbers of samples"],
 )
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_corpus_counts_with_both_of_its_files(named: Any, suffix: str, corpus: Path) -> None:
+def test_a_corpus_counts_with_both_of_its_files(
+    named: Any, suffix: str, corpus: Path
+) -> None:
     before = identities_of({"--data-path": named(corpus)})
     Path(f"{corpus}{suffix}").write_bytes(b"other")
     after = identities_of({"--data-path": named(corpus)})
@@ -41,7 +45,9 @@ def test_a_corpus_counts_with_both_of_its_files(named: Any, suffix: str, corpus:
     assert before != after
 
 
-def test_a_tokenizer_in_a_folder_counts_without_what_lies_beside_it(tmp_path: Path) -> None:
+def test_a_tokenizer_in_a_folder_counts_without_what_lies_beside_it(
+    tmp_path: Path,
+) -> None:
     for name in ("tokenizer.json", "weights.safetensors"):
         (tmp_path / name).write_text(name)
     settings = {"--tokenizer-model": str(tmp_path)}
@@ -56,13 +62,21 @@ def test_a_tokenizer_in_a_folder_counts_without_what_lies_beside_it(tmp_path: Pa
 def test_settings_that_name_no_file_are_left_out() -> None:
     assert (
         identities_of(
-            {"--data-path": None, "--split": "99,1,0", "--seed": 7, "--empty": "", "--template": "{{ a }}" * 99}
+            {
+                "--data-path": None,
+                "--split": "99,1,0",
+                "--seed": 7,
+                "--empty": "",
+                "--template": "{{ a }}" * 99,
+            }
         )
         == {}
     )
 
 
-def test_a_file_that_cannot_be_read_is_an_error_of_its_setting(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_an_error_of_its_setting(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("not yours")
 
@@ -71,7 +85,9 @@ def test_a_file_that_cannot_be_read_is_an_error_of_its_setting(corpus: Path, mon
         identities_of({"--data-path": str(corpus)})
 
 
-def test_the_program_counts_if_it_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_counts_if_it_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "train.py"
     script.write_text("print(1)")
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(script)))
@@ -84,7 +100,11 @@ def test_the_program_counts_if_it_is_a_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_bridge_names_data_and_tokenizer_but_no_cache(corpus: Path) -> None:
-    dataset = SimpleNamespace(blend=([str(corpus)], None), path_to_cache=str(corpus.parent))
+    dataset = SimpleNamespace(
+        blend=([str(corpus)], None), path_to_cache=str(corpus.parent)
+    )
     tokenizer = SimpleNamespace(tokenizer_model=f"{corpus}.idx")
-    found = identities_of(files_of(SimpleNamespace(dataset=dataset, tokenizer=tokenizer)))
+    found = identities_of(
+        files_of(SimpleNamespace(dataset=dataset, tokenizer=tokenizer))
+    )
     assert found.keys() == {"dataset.blend", "tokenizer.tokenizer_model"}

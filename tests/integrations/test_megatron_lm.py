@@ -1,4 +1,6 @@
-"""Megatron-LM's unmodified `pretrain` under moe_ckpt.run: whatever dies, every digest is the plain run's."""
+"""Megatron-LM's unmodified `pretrain` under moe_ckpt.run: whatever dies, every digest
+is the plain run's.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,20 @@ from tests.run_files import EVENTS_OF_A_KILLED_RUN, RESULT_KEYS
 
 CLIENT = str(Path(__file__).with_name("recipe_client.py"))
 
-pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
+pytestmark = pytest.mark.skipif(
+    not FOLDER.exists(),
+    reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py",
+)
 
 
 def require_exact_under_kills(folder: Path, plain: Job) -> None:
     """Require that the job with kills in each phase leaves the state of this one."""
-    with_kills = replace(plain, name="killed", options=(*OPTIONS["moevement"], *PATIENT, *CHECKED), kills=KILLS)
+    with_kills = replace(
+        plain,
+        name="killed",
+        options=(*OPTIONS["moevement"], *PATIENT, *CHECKED),
+        kills=KILLS,
+    )
     ended = run_jobs(folder, plain, with_kills)
     require_equal(ended["killed"], ended["plain"])
     killed = ended["killed"]
@@ -45,7 +55,9 @@ def test_kills_in_each_phase_leave_the_plain_runs_state(tmp_path: Path) -> None:
 
 
 def test_a_pass_with_a_wrong_result_is_no_step(tmp_path: Path) -> None:
-    """The rerun machine runs the pass of iteration 2 again, and ends the loop before the optimizer's step."""
+    """The rerun machine runs the pass of iteration 2 again, and ends the loop before
+    the optimizer's step.
+    """
     injected = ("--rerun-mode", "validate_results", "--error-injection-rate", "1")
     wrong = Job(
         name="wrong",
@@ -57,7 +69,8 @@ def test_a_pass_with_a_wrong_result_is_no_step(tmp_path: Path) -> None:
     assert {iteration for _, iteration in ended.digests} == {1}, ended.log
 
 
-# counts the forward steps of rank 0's first process, and changes a file in iteration 3 (of 2 micro-batches each)
+# counts the forward steps of rank 0's first process, and changes a file in iteration 3
+# (of 2 micro-batches each)
 _CHANGING = """
 import os, pathlib
 _calls, _plain = [], forward_step
@@ -72,13 +85,19 @@ def forward_step(*arguments):
 
 @pytest.mark.full
 @pytest.mark.parametrize("changed", ["the script", "--vocab-file"])
-def test_a_job_whose_inputs_change_ends_at_the_next_death(tmp_path: Path, changed: str) -> None:
+def test_a_job_whose_inputs_change_ends_at_the_next_death(
+    tmp_path: Path, changed: str
+) -> None:
     """Processes, as a replacement alone runs the script once more."""
     script, vocabulary = tmp_path / "script.py", tmp_path / "vocabulary"
     vocabulary.write_text("words")
-    changing = _CHANGING.replace("CHANGED", str(script if changed == "the script" else vocabulary))
+    changing = _CHANGING.replace(
+        "CHANGED", str(script if changed == "the script" else vocabulary)
+    )
     script.write_text(
-        EXAMPLE.read_text().replace('if __name__ == "__main__":', f'{changing}\nif __name__ == "__main__":')
+        EXAMPLE.read_text().replace(
+            'if __name__ == "__main__":', f'{changing}\nif __name__ == "__main__":'
+        )
     )
     job = Job(
         name="changed",
@@ -102,13 +121,19 @@ def test_each_policy_is_exact_under_all_faults(tmp_path: Path, policy: str) -> N
 @pytest.mark.full
 @pytest.mark.parametrize("policy", ["moevement", "gemini", "moc"])
 @pytest.mark.parametrize("tag", TAGS)
-def test_the_script_of_a_tag_is_exact_under_all_faults(tmp_path: Path, tag: str, policy: str) -> None:
+def test_the_script_of_a_tag_is_exact_under_all_faults(
+    tmp_path: Path, tag: str, policy: str
+) -> None:
     sources = sources_of(tag)
     if not sources.exists():
         pytest.skip(f"get it by: .venv/bin/python scripts/fetch_megatron_lm.py {tag}")
-    changed = subprocess.run(["git", "-C", sources, "diff", "--quiet", "HEAD"], check=False)
+    changed = subprocess.run(
+        ["git", "-C", sources, "diff", "--quiet", "HEAD"], check=False
+    )
     assert changed.returncode == 0, "the sources are the tag's own"
-    require_exact_under_all_faults(tmp_path, policy, script=sources / "pretrain_gpt.py", sources=sources)
+    require_exact_under_all_faults(
+        tmp_path, policy, script=sources / "pretrain_gpt.py", sources=sources
+    )
 
 
 OPTIONS_TOGETHER = {
@@ -120,11 +145,23 @@ OPTIONS_TOGETHER = {
     ),
     "fp16, balanced by bias and loss": (
         *("--fp16", "--initial-loss-scale", "65536", "--moe-router-enable-expert-bias"),
-        *("--moe-router-score-function", "sigmoid", "--moe-router-load-balancing-type", "aux_loss"),
+        *(
+            "--moe-router-score-function",
+            "sigmoid",
+            "--moe-router-load-balancing-type",
+            "aux_loss",
+        ),
         *("--moe-aux-loss-coeff", "0.01", "--rerun-mode", "validate_results"),
     ),
     "recomputed, loader processes": (
-        *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        *(
+            "--recompute-granularity",
+            "full",
+            "--recompute-method",
+            "uniform",
+            "--recompute-num-layers",
+            "1",
+        ),
         *("--num-workers", "1"),
     ),
 }
@@ -132,15 +169,30 @@ OPTIONS_TOGETHER = {
 
 RECIPES = {
     "overlapped, per token": (
-        *("--calculate-per-token-loss", "--overlap-param-gather", "--overlap-grad-reduce"),
+        *(
+            "--calculate-per-token-loss",
+            "--overlap-param-gather",
+            "--overlap-grad-reduce",
+        ),
         *("--bf16", "--ddp-bucket-size", "4000"),
     ),
     "frozen base, growing batches": (
-        *("--train-only", "experts|layernorm", "--step-batch-size-schedule", "0:4 192:8"),
+        *(
+            "--train-only",
+            "experts|layernorm",
+            "--step-batch-size-schedule",
+            "0:4 192:8",
+        ),
     ),
     "context parallel": ("--context-parallel-size", "2", "--calculate-per-token-loss"),
     "tokens further ahead": (
-        *("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion"),
+        *(
+            "--mtp-num-layers",
+            "1",
+            "--position-embedding-type",
+            "rope",
+            "--no-rope-fusion",
+        ),
         "--untie-embeddings-and-output-weights",
     ),
     "virtual stages": (
@@ -154,7 +206,14 @@ RECIPES = {
         *("--dataloader-type", "external", "--stateful"),
     ),
     "precision-aware optimizer": (
-        *("--use-precision-aware-optimizer", "--bf16", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+        *(
+            "--use-precision-aware-optimizer",
+            "--bf16",
+            "--exp-avg-dtype",
+            "bf16",
+            "--exp-avg-sq-dtype",
+            "bf16",
+        ),
     ),
 }
 """Arguments beside the example's, of a client that takes them."""
@@ -177,7 +236,14 @@ def test_megatrons_own_checkpoints_are_written_and_loaded(tmp_path: Path) -> Non
 @pytest.mark.full
 def test_a_save_to_slow_storage_is_no_hang(tmp_path: Path) -> None:
     limits = ("--set", "runtime.heartbeat_s=5", "--set", "runtime.progress_s=6")
-    saving = ("--save", str(tmp_path / "saved"), "--save-interval", str(NUM_ITERS), "--ckpt-format", "torch_dist")
+    saving = (
+        "--save",
+        str(tmp_path / "saved"),
+        "--save-interval",
+        str(NUM_ITERS),
+        "--ckpt-format",
+        "torch_dist",
+    )
     slow = Job(
         name="slow",
         options=(*OPTIONS["moevement"], *limits),
@@ -198,7 +264,9 @@ def test_a_job_that_could_not_be_exact_ends_before_it_builds(tmp_path: Path) -> 
     loop.parent.mkdir(parents=True)
     loop.write_text("")
     swift = tmp_path / "of_swift.py"
-    swift.write_text('if __name__ == "__main__":\n    import swift.megatron.trainers.base\n')
+    swift.write_text(
+        'if __name__ == "__main__":\n    import swift.megatron.trainers.base\n'
+    )
     options = OPTIONS["moevement"]
     ended = run_jobs(
         tmp_path,
@@ -208,10 +276,19 @@ def test_a_job_that_could_not_be_exact_ends_before_it_builds(tmp_path: Path) -> 
         Job(name="idle", options=options, script=str(idle)),
     )
     messages = {
-        "loop of swift": "moe_ckpt.run: got ms-swift's training loop (swift.megatron.trainers.base), wanted --lo",
-        "counting": "--log-num-zeros-in-grad: got True, wanted False or None with moe_ckpt.run: the split optimizer",
+        "loop of swift": (
+            "moe_ckpt.run: got ms-swift's training loop (swift.megatron.trainers.base),"
+            " wanted --lo"
+        ),
+        "counting": (
+            "--log-num-zeros-in-grad: got True, wanted False or None with moe_ckpt.run:"
+            " the split optimizer"
+        ),
         "boosted": "ckpt.boost: got 0.1, wanted 0 with moe_ckpt.run",
-        "idle": "wanted a program that calls megatron.training's pretrain: nothing was protected",
+        "idle": (
+            "wanted a program that calls megatron.training's pretrain: nothing was"
+            " protected"
+        ),
     }
     for name, message in messages.items():
         assert ended[name].status == 1

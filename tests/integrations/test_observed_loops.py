@@ -1,4 +1,6 @@
-"""`moe-ckpt prove` observes each loop by its seams: digests are those of a plain run's own log."""
+"""`moe-ckpt prove` observes each loop by its seams: digests are those of a plain run's
+own log.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,17 @@ LOOPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_without_an_attachment_is_observed(tmp_path: Path, loop: str) -> None:
     """A real job, as the hook waits for the loop's own modules and sees its iterations."""
-    if not FOLDER.exists() or (loop in (BRIDGE_TAG, SWIFT_TAG) and not sources_of(loop).exists()):
+    if not FOLDER.exists() or (
+        loop in (BRIDGE_TAG, SWIFT_TAG) and not sources_of(loop).exists()
+    ):
         pytest.skip(f"get it by: .venv/bin/python scripts/fetch_megatron_lm.py {loop}")
     job = Job(
         name="plain",
-        options=(*PLAIN.options, "--set=run.digest_tensors=true", *LOOPS[loop]["options"]),
+        options=(
+            *PLAIN.options,
+            "--set=run.digest_tensors=true",
+            *LOOPS[loop]["options"],
+        ),
         script=str(LOOPS[loop]["script"]),
         is_observed=True,
     )

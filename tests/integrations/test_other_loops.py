@@ -1,4 +1,6 @@
-"""Unmodified loops of Megatron-Bridge and ms-swift under moe_ckpt.run: whatever dies, each digest is a plain run's."""
+"""Unmodified loops of Megatron-Bridge and ms-swift under moe_ckpt.run: whatever dies,
+each digest is a plain run's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ import pytest
 
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
 from tests.integrations.attached_jobs import BRIDGE, SWIFT
-from tests.integrations.exact_jobs import require_exact_through_checkpoints, require_exact_under_all_faults
+from tests.integrations.exact_jobs import (
+    require_exact_through_checkpoints,
+    require_exact_under_all_faults,
+)
 
 pytestmark = pytest.mark.full
 HERE = Path(__file__).parent
@@ -18,7 +23,10 @@ OF_BRIDGE: dict[str, Any] = {
     "sources": sources_of(BRIDGE_TAG) / "src",
     "loop": BRIDGE,
 }
-LOOPS = {BRIDGE_TAG: OF_BRIDGE, SWIFT_TAG: {"script": HERE / "swift_recipe.py", "loop": SWIFT}}
+LOOPS = {
+    BRIDGE_TAG: OF_BRIDGE,
+    SWIFT_TAG: {"script": HERE / "swift_recipe.py", "loop": SWIFT},
+}
 
 
 def require_sources(tag: str) -> None:
@@ -28,7 +36,9 @@ def require_sources(tag: str) -> None:
 
 @pytest.mark.parametrize("policy", ["moevement", "gemini", "moc"])
 @pytest.mark.parametrize("tag", LOOPS)
-def test_a_loop_is_exact_under_all_faults(tmp_path: Path, tag: str, policy: str) -> None:
+def test_a_loop_is_exact_under_all_faults(
+    tmp_path: Path, tag: str, policy: str
+) -> None:
     require_sources(tag)
     require_exact_under_all_faults(tmp_path, policy, **LOOPS[tag])
 

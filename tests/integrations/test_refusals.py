@@ -1,4 +1,6 @@
-"""What an attachment to Megatron-LM refuses, before anything is built: options, versions, loops and programs."""
+"""What an attachment to Megatron-LM refuses, before anything is built: options,
+versions, loops and programs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from moe_ckpt import run
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations import megatron_lm_seams as seams
 from moe_ckpt.integrations.loop_seams import mark_attached, what_to_install
-from moe_ckpt.integrations.megatron_lm_options import EXACT, REFUSALS, Refusal, option_table, require_supported
+from moe_ckpt.integrations.megatron_lm_options import (
+    EXACT,
+    REFUSALS,
+    Refusal,
+    option_table,
+    require_supported,
+)
 from moe_ckpt.integrations.other_loops import BRIDGE, LOOPS, refuse_other_loops
 from moe_ckpt.run_elastic import require_forkable, run_elastic
 from scripts.fetch_megatron_lm import FOLDER
@@ -37,7 +45,11 @@ GUARDED = 'if __name__ == "__main__":\n    print("trained")\n'
 
 def test_the_options_of_the_example_are_fine() -> None:
     require_supported(Namespace(**FINE))
-    dense = Namespace(num_experts=None, use_distributed_optimizer=False, pipeline_model_parallel_size=1)
+    dense = Namespace(
+        num_experts=None,
+        use_distributed_optimizer=False,
+        pipeline_model_parallel_size=1,
+    )
     require_supported(dense)
 
 
@@ -52,7 +64,9 @@ def test_each_refused_option_is_named_with_its_reason(refusal: Refusal) -> None:
 
 def test_the_documentation_has_every_option() -> None:
     text = (ROOT / "docs" / "attach.md").read_text()
-    assert "\n".join(option_table()) in text, "python -m moe_ckpt.integrations.megatron_lm_options prints the table"
+    assert "\n".join(option_table()) in text, (
+        "python -m moe_ckpt.integrations.megatron_lm_options prints the table"
+    )
 
 
 def test_every_exact_option_names_tests_that_exist() -> None:
@@ -64,7 +78,11 @@ def test_recipes_of_megatron_bridge_meet_the_table_of_refusals() -> None:
     recipes = read_recipes()
     assert len(recipes) == 54
     assert set(recipes[0]) >= {*EXACT_SINCE, *SPEED}
-    left = {recipe["recipe"] for recipe in recipes if {each.option for each in refused_now(recipe)} - {*SPEED}}
+    left = {
+        recipe["recipe"]
+        for recipe in recipes
+        if {each.option for each in refused_now(recipe)} - {*SPEED}
+    }
     assert left == {
         "deepseek_v4_flash_pretrain_32gpu_h100_bf16_muon",
         "deepseek_v4_flash_pretrain_64gpu_gb200_bf16_muon",
@@ -72,11 +90,21 @@ def test_recipes_of_megatron_bridge_meet_the_table_of_refusals() -> None:
     }, "Muon's state is not in snapshots"
 
 
-@pytest.mark.skipif(not FOLDER.exists(), reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py")
+@pytest.mark.skipif(
+    not FOLDER.exists(),
+    reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py",
+)
 def test_every_refused_option_is_one_that_megatron_lm_has() -> None:
     """A misspelt name would refuse nothing."""
-    sources = [*FOLDER.glob("megatron/training/**/*.py"), *FOLDER.glob("megatron/core/**/*config*.py")]
-    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources).replace("-", "_")))
+    sources = [
+        *FOLDER.glob("megatron/training/**/*.py"),
+        *FOLDER.glob("megatron/core/**/*config*.py"),
+    ]
+    words = set(
+        re.findall(
+            r"\w+", "\n".join(path.read_text() for path in sources).replace("-", "_")
+        )
+    )
     assert [refusal.option for refusal in REFUSALS if refusal.option not in words] == []
 
 
@@ -84,16 +112,27 @@ def test_every_refused_option_is_one_that_megatron_lm_has() -> None:
 def test_a_stage_without_experts_needs_a_sharded_optimizer(frequency: Any) -> None:
     fine = FINE | {"moe_layer_freq": frequency}
     require_supported(Namespace(**fine))
-    with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer: got False, wanted True"):
+    with pytest.raises(
+        ConfigError, match=r"^--use-distributed-optimizer: got False, wanted True"
+    ):
         require_supported(Namespace(**fine | {"use_distributed_optimizer": False}))
 
 
 @pytest.mark.parametrize(
     ("options", "flag"),
     [
-        ({"pipeline_model_parallel_layout": "Ett|L"}, "--pipeline-model-parallel-layout: got 'Ett|L'"),
-        ({"decoder_first_pipeline_num_layers": 2}, "--decoder-first-pipeline-num-layers: got 2"),
-        ({"decoder_last_pipeline_num_layers": 2}, "--decoder-last-pipeline-num-layers: got 2"),
+        (
+            {"pipeline_model_parallel_layout": "Ett|L"},
+            "--pipeline-model-parallel-layout: got 'Ett|L'",
+        ),
+        (
+            {"decoder_first_pipeline_num_layers": 2},
+            "--decoder-first-pipeline-num-layers: got 2",
+        ),
+        (
+            {"decoder_last_pipeline_num_layers": 2},
+            "--decoder-last-pipeline-num-layers: got 2",
+        ),
         (
             {"account_for_loss_in_pipeline_split": True, "num_layers": 1},
             "--account-for-loss-in-pipeline-split: got True",
@@ -102,24 +141,39 @@ def test_a_stage_without_experts_needs_a_sharded_optimizer(frequency: Any) -> No
     ids=str,
 )
 def test_a_stage_without_layers_is_refused(options: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{re.escape(flag)}, wanted a layer in each stage"):
+    with pytest.raises(
+        ConfigError, match=rf"^{re.escape(flag)}, wanted a layer in each stage"
+    ):
         require_supported(Namespace(**FINE | options))
 
 
 def test_a_version_that_was_not_tried_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"^megatron-core: got 0\.21\.0, wanted 0\.18\.\* or 0\.19\.\*"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^megatron-core: got 0\.21\.0, wanted 0\.18\.\* or 0\.19\.\*",
+    ):
         seams._tried_version("0.21.0")
 
 
 WHAT_TO_INSTALL = {
-    "too old": ((3, 11), True, "Python 3.12 or newer (this is 3.11), and pip install 'loop>=1'"),
+    "too old": (
+        (3, 11),
+        True,
+        "Python 3.12 or newer (this is 3.11), and pip install 'loop>=1'",
+    ),
     "the same": ((3, 12), False, "pip install 'loop>=1'"),
     "newer": ((3, 13), True, "pip install 'loop>=1'"),
-    "too new": ((3, 13), False, "Python 3.12 (this is 3.13), and pip install 'loop>=1'"),
+    "too new": (
+        (3, 13),
+        False,
+        "Python 3.12 (this is 3.13), and pip install 'loop>=1'",
+    ),
 }
 
 
-@pytest.mark.parametrize(("this", "or_newer", "wanted"), WHAT_TO_INSTALL.values(), ids=WHAT_TO_INSTALL)
+@pytest.mark.parametrize(
+    ("this", "or_newer", "wanted"), WHAT_TO_INSTALL.values(), ids=WHAT_TO_INSTALL
+)
 def test_what_to_install_names_python_where_this_one_has_no_such_release(
     this: tuple[int, int], or_newer: bool, wanted: str
 ) -> None:
@@ -127,11 +181,19 @@ def test_what_to_install_names_python_where_this_one_has_no_such_release(
 
 
 def loop_module(tried: str = "0.19") -> ModuleType:
-    """Return a module with the functions, parameters and calls that an attachment looks for."""
-    module, parameters = ModuleType("megatron.training.training"), seams.parameters_of(tried)
+    """Return a module with the functions, parameters and calls that an attachment looks
+    for.
+    """
+    module, parameters = (
+        ModuleType("megatron.training.training"),
+        seams.parameters_of(tried),
+    )
     for name in (*parameters, *seams.CALLS):
         calls = " + ".join(f"{each}()" for each in seams.CALLS.get(name, ())) or "0"
-        exec(f"def {name}({', '.join(parameters.get(name, ()))}): return {calls}", vars(module))
+        exec(
+            f"def {name}({', '.join(parameters.get(name, ()))}): return {calls}",
+            vars(module),
+        )
     return module
 
 
@@ -140,7 +202,10 @@ def test_a_seam_without_its_calls_is_named() -> None:
     module: Any = loop_module()
     seams.require_training(module, "0.19")
     module.pretrain = lambda: module.train()
-    wanted = r"^megatron\.training\.training\.pretrain: got another .* wanted one with calls of initialize_megatron"
+    wanted = (
+        r"^megatron\.training\.training\.pretrain: got another .* wanted one with calls"
+        r" of initialize_megatron"
+    )
     with pytest.raises(ConfigError, match=wanted):
         seams.require_training(module, "0.19")
 
@@ -148,7 +213,10 @@ def test_a_seam_without_its_calls_is_named() -> None:
 def test_the_parameters_of_another_version_are_not_enough() -> None:
     module = loop_module("0.18")
     seams.require_training(module, "0.18")
-    wanted = r"train: got another .* wanted one with the parameters .*p2p_communicator, pg_collection, as in .* 0\.19"
+    wanted = (
+        r"train: got another .* wanted one with the parameters .*p2p_communicator,"
+        r" pg_collection, as in .* 0\.19"
+    )
     with pytest.raises(ConfigError, match=wanted):
         seams.require_training(module, "0.19")
 
@@ -156,12 +224,17 @@ def test_the_parameters_of_another_version_are_not_enough() -> None:
 def test_a_second_attachment_is_refused() -> None:
     module = loop_module()
     mark_attached(module)
-    with pytest.raises(ConfigError, match=r"^moe_ckpt\.run: got a second attachment to megatron\.training, "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^moe_ckpt\.run: got a second attachment to megatron\.training, ",
+    ):
         mark_attached(module)
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Return the exit status of the runner and its message; the process was not started by torchrun."""
+    """Return the exit status of the runner and its message; the process was not started
+    by torchrun.
+    """
     status = run.main(arguments)
     return status, capsys.readouterr().err
 
@@ -176,7 +249,10 @@ def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "message"),
     [
         (GUARDED, "error: this process was not started by torchrun"),
-        ("print('trained')\n", 'wanted one that trains under `if __name__ == "__main__":` only'),
+        (
+            "print('trained')\n",
+            'wanted one that trains under `if __name__ == "__main__":` only',
+        ),
         ("if True print\n", "wanted a Python script (invalid syntax"),
         (None, "wanted a Python script ([Errno 2] No such file"),
     ],
@@ -193,32 +269,45 @@ def test_a_script_that_cannot_be_run_is_one_error(
     assert "Traceback" not in error
 
 
-def test_a_runner_inside_a_run_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_runner_inside_a_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = loop_module()
     mark_attached(module)
     monkeypatch.setitem(sys.modules, "megatron.training.training", module)
     status, error = outcome(capsys, "--", "train.py")
     assert status == 1
-    assert error.startswith("error: moe_ckpt.run: got 'a second one', wanted one attachment a process")
+    assert error.startswith(
+        "error: moe_ckpt.run: got 'a second one', wanted one attachment a process"
+    )
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_without_an_attachment_is_refused_at_its_import(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its package can be imported, for conversions say; a module that was imported before is found, too."""
+    """Its package can be imported, for conversions say; a module that was imported
+    before is found, too.
+    """
     root, *parts = name.split(".")
     file = tmp_path.joinpath(*parts).with_suffix(".py")
     file.parent.mkdir(parents=True)
     file.write_text("")
     package = ModuleType(root)
     package.__path__ = [str(tmp_path)]
-    before = {each: module for each, module in sys.modules.items() if each.partition(".")[0] != root}
+    before = {
+        each: module
+        for each, module in sys.modules.items()
+        if each.partition(".")[0] != root
+    }
     monkeypatch.setattr(sys, "modules", {**before, root: package})
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     refuse_other_loops("megatron-lm")
     importlib.import_module(name.rpartition(".")[0])
-    with pytest.raises(ConfigError, match=r"^moe_ckpt\.run: got (Megatron-Bridge|ms-swift)'s (training )?loop"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^moe_ckpt\.run: got (Megatron-Bridge|ms-swift)'s (training )?loop",
+    ):
         importlib.import_module(name)
     sys.meta_path.pop(0)
     importlib.import_module(name)
@@ -226,7 +315,9 @@ def test_a_loop_without_an_attachment_is_refused_at_its_import(
         refuse_other_loops("megatron-lm")
 
 
-def test_the_attached_loop_alone_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_attached_loop_alone_can_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     refuse_other_loops("megatron-bridge")
     finder: Any = sys.meta_path[0]
@@ -237,30 +328,56 @@ def test_the_attached_loop_alone_can_be_imported(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("options", [[], ["--plain"]], ids=" ".join)
-def test_without_megatron_the_error_names_it(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_megatron_the_error_names_it(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("megatron.training.training", "moe_ckpt.megatron.determinism"):
-        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails, as without Megatron
-    # pip has the loop for Python 3.12 and newer only: on an older one the error names that
-    python = r"Python 3\.12 or newer \(this is 3\.11\), and " if sys.version_info < (3, 12) else ""
-    wanted = rf"^megatron\.training: got no such package .*, wanted {python}pip install 'megatron-core>=0\.18,<0\.20'"
+        # an import of it fails, as without Megatron
+        monkeypatch.setitem(sys.modules, name, None)
+    # pip has the loop for Python 3.12 and newer only: on an older one the error names
+    # that
+    python = (
+        r"Python 3\.12 or newer \(this is 3\.11\), and "
+        if sys.version_info < (3, 12)
+        else ""
+    )
+    wanted = (
+        rf"^megatron\.training: got no such package .*, wanted {python}pip install"
+        r" 'megatron-core>=0\.18,<0\.20'"
+    )
     with pytest.raises(ConfigError, match=wanted):
         run._start(run.parse_run([*options, "train.py"]), cast("Any", None), [])
 
 
-def test_an_import_that_has_started_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as forked processes see it
+def test_an_import_that_has_started_cuda_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # as forked processes see it
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"runtime\.guard: got True, wanted false: an import has started CUDA"):
+    with pytest.raises(
+        ConfigError,
+        match=r"runtime\.guard: got True, wanted false: an import has started CUDA",
+    ):
         run_elastic(cast("Any", None), cast("Any", None), lambda worker: 0)
 
 
-def test_without_a_gpu_a_look_for_one_is_no_started_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as a CUDA build sees it that found no device
+def test_without_a_gpu_a_look_for_one_is_no_started_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # as a CUDA build sees it that found no device
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     require_forkable()
 
 
-def test_the_question_for_a_gpu_does_not_start_cuda_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_question_for_a_gpu_does_not_start_cuda_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked, which may start CUDA before a fork"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_available",
+        lambda: pytest.fail("asked, which may start CUDA before a fork"),
+    )
     require_forkable()

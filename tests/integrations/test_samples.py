@@ -1,4 +1,6 @@
-"""The samples of each iteration, where later batches are larger, are those that Megatron-LM's loop consumes."""
+"""The samples of each iteration, where later batches are larger, are those that
+Megatron-LM's loop consumes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ NUM_ITERS = 12
 
 @pytest.fixture(params=[[START, STEP, SAMPLES], None], ids=["growing", "constant"])
 def growth(request: pytest.FixtureRequest) -> Iterator[list[int] | None]:
-    """Initialize Megatron's global calculator of batch sizes; yield the growth of its batches."""
+    """Initialize Megatron's global calculator of batch sizes; yield the growth of its
+    batches.
+    """
     calculator.init_num_microbatches_calculator(
         rank=1,
         rampup_batch_size=request.param,
@@ -29,7 +33,9 @@ def growth(request: pytest.FixtureRequest) -> Iterator[list[int] | None]:
 
 
 def consumed_by_loop() -> list[int]:
-    """Return the samples before each iteration, counted as Megatron-LM's `train` counts them."""
+    """Return the samples before each iteration, counted as Megatron-LM's `train` counts
+    them.
+    """
     after = [0]
     for _ in range(NUM_ITERS):
         calculator.update_num_microbatches(after[-1], consistency_check=False)
@@ -43,10 +49,16 @@ def test_samples_before_an_iteration_are_derived(growth: list[int] | None) -> No
     assert backwards[::-1] == consumed_by_loop()
     first = [consumed.after(1), consumed.after(2) - consumed.after(1)]
     assert first == ([START, START] if growth else [LARGEST, LARGEST])
-    assert consumed.after(NUM_ITERS) - consumed.after(NUM_ITERS - 1) == LARGEST == consumed.largest_batch
+    assert (
+        consumed.after(NUM_ITERS) - consumed.after(NUM_ITERS - 1)
+        == LARGEST
+        == consumed.largest_batch
+    )
 
 
-def test_a_replay_goes_back_to_the_batch_size_of_its_iteration(growth: list[int] | None) -> None:
+def test_a_replay_goes_back_to_the_batch_size_of_its_iteration(
+    growth: list[int] | None,
+) -> None:
     consumed = ConsumedSamples()
     for iteration in (NUM_ITERS, 1, NUM_ITERS):
         consumed.set_batch_size(iteration)

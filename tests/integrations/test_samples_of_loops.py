@@ -32,14 +32,21 @@ def cyclic(loader: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Bridge:
-    """Megatron-Bridge's loop: loaders start after the consumed samples; that of validation is endless."""
+    """Megatron-Bridge's loop: loaders start after the consumed samples; that of
+    validation is endless.
+    """
 
     changes: dict[str, Any]
     num_read = 4
 
     @property
     def settings(self) -> Any:
-        fine = {"eval_interval": 3, "eval_iters": 1, "start_eval_at_iter": None, "eval_global_batch_size": 2}
+        fine = {
+            "eval_interval": 3,
+            "eval_iters": 1,
+            "start_eval_at_iter": None,
+            "eval_global_batch_size": 2,
+        }
         return SimpleNamespace(**fine | self.changes)
 
     @staticmethod
@@ -48,12 +55,21 @@ class Bridge:
         return DataLoader(dataset[consumed:], batch_size=None)  # type: ignore[arg-type]
 
     def readers(self) -> Readers:
-        return iter(self.build(DATASET, 0, "single")), cyclic(self.build(DATASET, 0, "cyclic"))
+        return iter(self.build(DATASET, 0, "single")), cyclic(
+            self.build(DATASET, 0, "cyclic")
+        )
 
     def num_validated_after(self, iteration: int) -> int:
-        """Return the samples of the evaluation after an iteration, by the condition of Bridge's loop."""
+        """Return the samples of the evaluation after an iteration, by the condition of
+        Bridge's loop.
+        """
         every, start = self.settings.eval_interval, self.settings.start_eval_at_iter
-        is_due = self.settings.eval_iters and every and (start is None or iteration >= start) and iteration % every == 0
+        is_due = (
+            self.settings.eval_iters
+            and every
+            and (start is None or iteration >= start)
+            and iteration % every == 0
+        )
         return 2 if is_due else 0
 
     def batches(self) -> BridgeBatches:
@@ -65,7 +81,9 @@ class Bridge:
 
 
 class Sampler:
-    """Passes of so many micro-batches of one sample, in another order each time; `consumed` is kept between passes."""
+    """Passes of so many micro-batches of one sample, in another order each time;
+    `consumed` is kept between passes.
+    """
 
     def __init__(self, length: int) -> None:
         self.length, self.consumed = length, 0
@@ -86,7 +104,10 @@ class Swift:
 
     @property
     def settings(self) -> Any:
-        return SimpleNamespace(**{"eval_steps": 3, "eval_iters": 1, "num_microbatches": self.num_read} | self.changes)
+        return SimpleNamespace(
+            **{"eval_steps": 3, "eval_iters": 1, "num_microbatches": self.num_read}
+            | self.changes
+        )
 
     @staticmethod
     def create(dataset: Any, indices: Any) -> Any:
@@ -101,28 +122,42 @@ class Swift:
 
     def num_validated_after(self, iteration: int) -> int:
         every = self.settings.eval_steps
-        return self.settings.eval_iters * self.num_read if every and iteration % every == 0 else 0
+        return (
+            self.settings.eval_iters * self.num_read
+            if every and iteration % every == 0
+            else 0
+        )
 
     def batches(self) -> SwiftBatches:
         return SwiftBatches(self.create, self.settings, *self.loaders())
 
 
 class MegatronLM(Bridge):
-    """Megatron-LM's loop, which evaluates when Bridge's does, and draws its iterators' seeds before training."""
+    """Megatron-LM's loop, which evaluates when Bridge's does, and draws its iterators'
+    seeds before training.
+    """
 
     @property
     def settings(self) -> Any:
-        fine = {"dataloader_type": "single", "virtual_pipeline_model_parallel_size": None, "global_batch_size": 4}
+        fine = {
+            "dataloader_type": "single",
+            "virtual_pipeline_model_parallel_size": None,
+            "global_batch_size": 4,
+        }
         return SimpleNamespace(**fine | vars(super().settings))
 
     def readers(self) -> Readers:
-        return iter(self.build(DATASET, 0, "single")), iter(self.build(DATASET, 0, "single"))
+        return iter(self.build(DATASET, 0, "single")), iter(
+            self.build(DATASET, 0, "single")
+        )
 
     def batches(self) -> IterationBatches:  # type: ignore[override]
         training: Any = ModuleType("training")
         training.get_args = lambda: self.settings
         training.build_train_valid_test_datasets = lambda: (DATASET, DATASET, None)
-        training.build_pretraining_data_loader = lambda dataset, consumed: self.build(dataset, consumed, "single")
+        training.build_pretraining_data_loader = lambda dataset, consumed: self.build(
+            dataset, consumed, "single"
+        )
         batches = IterationBatches(training, keep_bytes=0)
         batches.build_datasets()
         return batches
@@ -133,7 +168,16 @@ STARTS = ({}, {"start_eval_at_iter": 4}, {"start_eval_at_iter": 6})
 LOOPS = [
     *map(Bridge, (*STARTS, {"eval_iters": 0}, {"eval_interval": None})),
     *map(MegatronLM, (*STARTS, {"eval_iters": 0}, {"eval_interval": None})),
-    *map(Swift, ({}, {"eval_iters": 3}, {"eval_iters": 0}, {"eval_steps": None}, {"eval_steps": 1})),
+    *map(
+        Swift,
+        (
+            {},
+            {"eval_iters": 3},
+            {"eval_iters": 0},
+            {"eval_steps": None},
+            {"eval_steps": 1},
+        ),
+    ),
 ]
 Iteration = tuple[list[int], list[int], torch.Tensor, torch.Tensor]
 
@@ -151,7 +195,9 @@ def read(samples: Any, count: int) -> list[int]:
 
 
 def plain_run(loop: Loop) -> list[Iteration]:
-    """Return of each iteration its samples, those of the evaluation after it, and the generator before and after it."""
+    """Return of each iteration its samples, those of the evaluation after it, and the
+    generator before and after it.
+    """
     torch.manual_seed(7)
     training, validating = loop.readers()
     done: list[Iteration] = []
@@ -160,7 +206,14 @@ def plain_run(loop: Loop) -> list[Iteration]:
         samples = read(training, loop.num_read)
         torch.rand(3)
         after = torch.get_rng_state()
-        done.append((samples, read(validating, loop.num_validated_after(iteration)), before, after))
+        done.append(
+            (
+                samples,
+                read(validating, loop.num_validated_after(iteration)),
+                before,
+                after,
+            )
+        )
         before = after  # a snapshot is taken before the evaluation
     return done
 
@@ -170,7 +223,9 @@ def test_iterations_read_and_draw_as_in_a_plain_run(loop: Loop, done: int) -> No
     wanted, batches = plain_run(loop), loop.batches()
     torch.set_rng_state(wanted[done][2])
     training, validating = batches.training_after(done), batches.validation_after(done)
-    for iteration, (samples, validated, _, after) in enumerate(wanted[done:], start=done + 1):
+    for iteration, (samples, validated, _, after) in enumerate(
+        wanted[done:], start=done + 1
+    ):
         batches.draw_seeds(iteration)
         assert read(training, loop.num_read) == samples
         torch.rand(3)
@@ -195,7 +250,9 @@ class Numbers:
     """An external iterator over samples in order, or shuffled by torch's generator."""
 
     def __init__(self, shuffle: bool) -> None:
-        self.loader = iter(DataLoader(TensorDataset(torch.arange(40)), batch_size=1, shuffle=shuffle))
+        self.loader = iter(
+            DataLoader(TensorDataset(torch.arange(40)), batch_size=1, shuffle=shuffle)
+        )
 
     def __next__(self) -> Any:
         return next(self.loader)
@@ -209,8 +266,13 @@ class StatefulNumbers(Numbers):
         """Nothing to do."""
 
 
-def external(train: Callable[[], Any], valid: Callable[[], Any], *, tries: bool = True) -> IterationBatches:
-    settings = {"dataloader_type": "external", "virtual_pipeline_model_parallel_size": None}
+def external(
+    train: Callable[[], Any], valid: Callable[[], Any], *, tries: bool = True
+) -> IterationBatches:
+    settings = {
+        "dataloader_type": "external",
+        "virtual_pipeline_model_parallel_size": None,
+    }
     training: Any = ModuleType("training")
     training.get_args = lambda: SimpleNamespace(**settings)
     training.build_train_valid_test_datasets = lambda: (train(), valid(), None)
@@ -223,15 +285,29 @@ ORDERED, SHUFFLED = partial(Numbers, shuffle=False), partial(Numbers, shuffle=Tr
 
 
 def test_external_iterators_that_a_new_process_repeats_are_fine() -> None:
-    """Also one that reads no data, and one that would be found out later only, as a replacement opens its own."""
+    """Also one that reads no data, and one that would be found out later only, as a
+    replacement opens its own.
+    """
     external(ORDERED, ORDERED)
     external(ORDERED, lambda: None)
     external(partial(StatefulNumbers, shuffle=True), ORDERED)
     external(SHUFFLED, SHUFFLED, tries=False)
 
 
-@pytest.mark.parametrize(("train", "valid"), [(SHUFFLED, ORDERED), (ORDERED, SHUFFLED), (SHUFFLED, lambda: None)])
-def test_an_external_iterator_that_shuffles_by_the_process_is_refused(train: Any, valid: Any) -> None:
-    """The test forks, as the check does: whether a new process reads the same is what it is about."""
-    with pytest.raises(ConfigError, match=r"^--dataloader-type external: got 'other micro-batches in another process'"):
+@pytest.mark.parametrize(
+    ("train", "valid"),
+    [(SHUFFLED, ORDERED), (ORDERED, SHUFFLED), (SHUFFLED, lambda: None)],
+)
+def test_an_external_iterator_that_shuffles_by_the_process_is_refused(
+    train: Any, valid: Any
+) -> None:
+    """The test forks, as the check does: whether a new process reads the same is what
+    it is about.
+    """
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^--dataloader-type external: got 'other micro-batches in another process'"
+        ),
+    ):
         external(train, valid)

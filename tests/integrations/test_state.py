@@ -1,6 +1,8 @@
-"""`run.exactness=state` in attached loops: after each death every rank has a state that it had logged before.
+"""`run.exactness=state` in attached loops: after each death every rank has a state that
+it had logged before.
 
-Real jobs, as in `tests/launcher/test_elastic_state.py`: a loop of another project is entered again after each death.
+Real jobs, as in `tests/launcher/test_elastic_state.py`: a loop of another project is
+entered again after each death.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ KILLS = (
 
 def killed(folder: Path, loop: str, policy: str, *settings: str) -> Digests:
     """Return the digests of a noisy job of a loop that has lived through all kills."""
-    if not FOLDER.exists() or (loop in (BRIDGE_TAG, SWIFT_TAG) and not sources_of(loop).exists()):
+    if not FOLDER.exists() or (
+        loop in (BRIDGE_TAG, SWIFT_TAG) and not sources_of(loop).exists()
+    ):
         pytest.skip(f"get it by: .venv/bin/python scripts/fetch_megatron_lm.py {loop}")
     words = [f"--set={each}" for each in (*settings, "run.digest_tensors=true")]
     job = Job(

@@ -1,4 +1,6 @@
-"""Refusals of the attachment to ms-swift, before a model is built: trainers, arguments, and seams that moved."""
+"""Refusals of the attachment to ms-swift, before a model is built: trainers, arguments,
+and seams that moved.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,25 @@ from moe_ckpt.integrations.megatron_lm_options import REFUSALS, Refusal
 FINE = {"tuner_type": "full", "task_type": "causal_lm", "optimizer": "adam"}
 
 
-@pytest.mark.parametrize("refusal", [*options._OWN, *REFUSALS], ids=lambda refusal: refusal.option)
+@pytest.mark.parametrize(
+    "refusal", [*options._OWN, *REFUSALS], ids=lambda refusal: refusal.option
+)
 def test_each_argument_that_cannot_be_exact_is_refused(refusal: Refusal) -> None:
     options.require_supported(options.TRAINER, SimpleNamespace(**FINE))
     got = True if False in refusal.allowed else "another"
     with pytest.raises(ConfigError) as error:
-        options.require_supported(options.TRAINER, SimpleNamespace(**FINE | {refusal.option: got}))
+        options.require_supported(
+            options.TRAINER, SimpleNamespace(**FINE | {refusal.option: got})
+        )
     assert str(error.value).startswith(f"--{refusal.option}: got {got!r}, wanted ")
     assert str(error.value).endswith(refusal.reason)
 
 
 def test_another_trainer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^ms-swift's trainer: got 'MegatronDPOTrainer', wanted MegatronTrainer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^ms-swift's trainer: got 'MegatronDPOTrainer', wanted MegatronTrainer",
+    ):
         options.require_supported("MegatronDPOTrainer", SimpleNamespace(**FINE))
 
 
@@ -36,10 +45,16 @@ def trainer(without: str = "", moved: str = "") -> Any:
     """Return a class with the trainer's seams, of which one may be missing or moved."""
     names: dict[str, Any] = {}
     for function in {**seams._PARAMETERS, **seams._CALLS}:
-        body = " + ".join(f"self.{each}" for each in seams._CALLS.get(function, ())) or "0"
+        body = (
+            " + ".join(f"self.{each}" for each in seams._CALLS.get(function, ())) or "0"
+        )
         parameters = ", ".join(seams._PARAMETERS.get(function, ("self",)))
         exec(f"def {function}({parameters}): return {body}", names)
-    methods = {name: names[name] for name in {**seams._PARAMETERS, **seams._CALLS} if name != without}
+    methods = {
+        name: names[name]
+        for name in {**seams._PARAMETERS, **seams._CALLS}
+        if name != without
+    }
     return type("MegatronTrainer", (), methods | ({moved: lambda: 0} if moved else {}))
 
 
@@ -47,8 +62,14 @@ def trainer(without: str = "", moved: str = "") -> Any:
 def test_a_seam_of_ms_swift_that_moved_is_named(name: str) -> None:
     tables = seams._PARAMETERS, seams._CALLS, "ms-swift 4.5"
     require_seams(trainer(), *tables)
-    with pytest.raises(ConfigError, match=rf"MegatronTrainer\.{name}: got another function .* as in ms-swift 4\.5"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"MegatronTrainer\.{name}: got another function .* as in ms-swift 4\.5",
+    ):
         require_seams(trainer(moved=name), *tables)
     if name != "__init__":  # every class has one
-        with pytest.raises(ConfigError, match=rf"MegatronTrainer\.{name}: got nothing, wanted the function"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"MegatronTrainer\.{name}: got nothing, wanted the function",
+        ):
             require_seams(trainer(without=name), *tables)

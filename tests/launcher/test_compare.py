@@ -1,4 +1,6 @@
-"""Comparing: what is run with which faults, and one comparison from the command to the page."""
+"""Comparing: what is run with which faults, and one comparison from the command to the
+page.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ AT = ("fault=at", "fault.at=[{iteration: 3, rank: 1, phase: backward}]")
 
 
 def test_policies_without_supervisors_are_struck_from_outside() -> None:
-    dense, moevement = plan_variants(["dense", "moevement", *AT, "model.num_layers=2"], 4)
+    dense, moevement = plan_variants(
+        ["dense", "moevement", *AT, "model.num_layers=2"], 4
+    )
     assert moevement.overrides == ("ckpt=moevement", *AT, "model.num_layers=2")
     assert moevement.kills == ()
     assert dense.overrides == ("ckpt=dense", "model.num_layers=2", "fault=none")
@@ -32,9 +36,17 @@ def test_the_same_seed_is_the_same_plan() -> None:
 
 
 def test_policies_have_own_settings_and_come_in_the_order_given() -> None:
-    variants = plan_variants(["gemini:ckpt.every_iters=5,ckpt.replicas=2", "gemini", "train.iterations=20"], 4)
+    variants = plan_variants(
+        ["gemini:ckpt.every_iters=5,ckpt.replicas=2", "gemini", "train.iterations=20"],
+        4,
+    )
     assert [variant.name for variant in variants] == ["1-gemini", "2-gemini"]
-    assert variants[0].overrides == ("ckpt=gemini", "train.iterations=20", "ckpt.every_iters=5", "ckpt.replicas=2")
+    assert variants[0].overrides == (
+        "ckpt=gemini",
+        "train.iterations=20",
+        "ckpt.every_iters=5",
+        "ckpt.replicas=2",
+    )
 
 
 def test_without_policies_all_are_run() -> None:
@@ -45,14 +57,22 @@ def test_without_policies_all_are_run() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["genimi"], "POLICY: got 'genimi', wanted one of checkfreq, dense, flowcheck, gemini"),
+        (
+            ["genimi"],
+            "POLICY: got 'genimi', wanted one of checkfreq, dense, flowcheck, gemini",
+        ),
         (["dense", "train.iteration=5"], "train.iteration"),
         (
-            ["moevement", "fault=state_loss", "fault.at=[{iteration: 3, stage: 0, phase: step}]"],
+            [
+                "moevement",
+                "fault=state_loss",
+                "fault.at=[{iteration: 3, stage: 0, phase: step}]",
+            ],
             "fault.kind: got 'state_loss', wanted at, poisson, trace or none",
         ),
         (
-            ["none", "fault=at", "fault.at=[{iteration: 3, rank: 1, signal: STOP}]"],  # a hang that is never found
+            # a hang that is never found
+            ["none", "fault=at", "fault.at=[{iteration: 3, rank: 1, signal: STOP}]"],
             "fault: signal: got 'STOP', wanted one of KILL, SEGV, TERM under ckpt=none",
         ),
     ],
@@ -65,13 +85,17 @@ def test_a_mistake_is_named_before_anything_runs(
     assert not (tmp_path / "new").exists()
 
 
-def test_runs_that_are_there_are_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_are_there_are_not_touched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path / "1-none")
     assert main(["none", "-o", str(tmp_path)]) == 1
     assert "wanted a folder without runs" in capsys.readouterr().err
 
 
-SETTINGS = tuple(setting for setting in fast("train.iterations=6") if setting != "run.progress=none")
+SETTINGS = tuple(
+    setting for setting in fast("train.iterations=6") if setting != "run.progress=none"
+)
 
 
 def test_runs_are_started_struck_and_reported_on_one_by_one(
@@ -79,16 +103,42 @@ def test_runs_are_started_struck_and_reported_on_one_by_one(
 ) -> None:
     stand_in = StandIn(tmp_path / "bin", monkeypatch)
     stand_in.wait_for_kill("1-none", 1, [(1.0, committed(1)), (2.0, committed(2))])
-    write_run(stand_in.run_of("1-none"), Story(ranks=2, fault_after=None), policy="none")
+    write_run(
+        stand_in.run_of("1-none"), Story(ranks=2, fault_after=None), policy="none"
+    )
     write_run(stand_in.run_of("2-gemini"), Story(ranks=2), policy="gemini")
     stand_in.fail("3-dense")
     folder = tmp_path / "runs"
-    assert main(["none", "gemini", "dense", *SETTINGS, *AT, "--ranks", "2", "-o", str(folder)]) == 0
+    assert (
+        main(
+            [
+                "none",
+                "gemini",
+                "dense",
+                *SETTINGS,
+                *AT,
+                "--ranks",
+                "2",
+                "-o",
+                str(folder),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert stand_in.struck_by == signal.SIGKILL
-    starts = [("none", 1, ("fault=none",)), ("gemini", 0, AT), ("dense", 1, ("fault=none",))]
-    for number, (command, (policy, restarts, faults)) in enumerate(zip(stand_in.commands, starts, strict=True), 1):
-        first, last = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"], f"run.dir={folder}/"
+    starts = [
+        ("none", 1, ("fault=none",)),
+        ("gemini", 0, AT),
+        ("dense", 1, ("fault=none",)),
+    ]
+    for number, (command, (policy, restarts, faults)) in enumerate(
+        zip(stand_in.commands, starts, strict=True), 1
+    ):
+        first, last = (
+            ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"],
+            f"run.dir={folder}/",
+        )
         assert command[:3] == first
         assert command[3].endswith("launcher/train.py")
         assert command[4] == f"ckpt={policy}"
@@ -110,12 +160,20 @@ def test_where_no_run_has_begun_there_is_no_report(
 
 
 @pytest.mark.full
-def test_two_real_policies_under_the_same_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["none", "gemini", *SETTINGS, *AT, "--ranks", "2", "-o", str(tmp_path)]) == 0
+def test_two_real_policies_under_the_same_kill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["none", "gemini", *SETTINGS, *AT, "--ranks", "2", "-o", str(tmp_path)])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "| run | 1-none | 2-gemini |" in said
     assert "| state | finished | finished |" in said
     assert "| recoveries | 1 | 1 |" in said
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("1-none", "2-gemini")]
+    results = [
+        json.loads((tmp_path / name / "result.json").read_text())
+        for name in ("1-none", "2-gemini")
+    ]
     assert results[0]["digest"] == results[1]["digest"]

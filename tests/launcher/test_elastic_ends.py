@@ -1,4 +1,6 @@
-"""However a supervised job ends, it leaves no process and no shared memory, and says once why it failed."""
+"""However a supervised job ends, it leaves no process and no shared memory, and says
+once why it failed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def _kill_the_agent(job: ElasticJob) -> None:
 def _interrupt_all(job: ElasticJob) -> None:
     """What Ctrl-C in a terminal does."""
     for pid in job.processes():
-        with contextlib.suppress(ProcessLookupError):  # the first that heard of it have ended others already
+        # the first that heard of it have ended others already
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGINT)
 
 
@@ -44,8 +47,12 @@ def _kill_a_supervisor(job: ElasticJob) -> None:
     os.kill(job.worker(1).supervisor_pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("end", [_kill_the_agent, _interrupt_all, _end_the_agent, _kill_a_supervisor])
-def test_nothing_is_left_of_a_job_that_was_ended(end: Callable[[ElasticJob], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "end", [_kill_the_agent, _interrupt_all, _end_the_agent, _kill_a_supervisor]
+)
+def test_nothing_is_left_of_a_job_that_was_ended(
+    end: Callable[[ElasticJob], None], tmp_path: Path
+) -> None:
     with ElasticJob(2, tmp_path, *LONG) as job:
         job.wait_until(1, 3)
         end(job)
@@ -60,7 +67,9 @@ def test_nothing_is_left_where_the_agent_dies_during_a_recovery(tmp_path: Path) 
         job.wait_for_failure()
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_folder_is_refused_and_harms_nobody(
+    tmp_path: Path,
+) -> None:
     training = (*PP2, "train.iterations=10")
     settings = ("ckpt.window=2", "run.digest_every_iters=3")
     with ElasticJob(2, tmp_path, *training, *settings, setup=let_others_in) as job:
@@ -75,7 +84,9 @@ def test_a_second_run_in_the_same_folder_is_refused_and_harms_nobody(tmp_path: P
     assert "wanted a folder of its own for every run" in said
     outcome, expected = outcome_of(job.run, result), uninterrupted(2, *training)
     assert outcome == expected
-    assert outcome.digests == {iteration: expected.digests[iteration] for iteration in (3, 6, 9)}
+    assert outcome.digests == {
+        iteration: expected.digests[iteration] for iteration in (3, 6, 9)
+    }
 
 
 def _let_rank_one_fail(error: Exception) -> None:
@@ -93,39 +104,66 @@ def _let_rank_one_fail(error: Exception) -> None:
     ("error", "says", "lives"),
     [
         (ZeroDivisionError("of the user"), "\nZeroDivisionError: of the user", 1),
-        (RuntimeError("CUDA error: unspecified launch failure"), "error: rank 1 failed again in iteration 4 at the", 2),
+        (
+            RuntimeError("CUDA error: unspecified launch failure"),
+            "error: rank 1 failed again in iteration 4 at the",
+            2,
+        ),
     ],
     ids=["of the program", "of a device, again"],
 )
-def test_an_error_in_training_ends_the_job(error: Exception, says: str, lives: int, tmp_path: Path) -> None:
-    with ElasticJob(2, tmp_path, *LONG, setup=functools.partial(_let_rank_one_fail, error)) as job:
+def test_an_error_in_training_ends_the_job(
+    error: Exception, says: str, lives: int, tmp_path: Path
+) -> None:
+    with ElasticJob(
+        2, tmp_path, *LONG, setup=functools.partial(_let_rank_one_fail, error)
+    ) as job:
         said = job.wait_for_failure()
     assert said.count(says) == 1, said
     assert f"\n{type(error).__name__}: {error}" in said, "its traceback"
-    assert [len(events_of(job.run, WorkerStarted, rank)) for rank in range(2)] == [1, lives]
-    assert count_faults_in(job.run) == ({"error": 1} if lives == 1 else {"exception": 1, "error": 1})
+    assert [len(events_of(job.run, WorkerStarted, rank)) for rank in range(2)] == [
+        1,
+        lives,
+    ]
+    assert count_faults_in(job.run) == (
+        {"error": 1} if lives == 1 else {"exception": 1, "error": 1}
+    )
 
 
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("parallel.pp=3", "parallel.pp * parallel.tp: got 3, wanted a divisor of 2 processes"),
-        ("ckpt.network_interface=eth77", "ckpt.network_interface: got 'eth77', wanted one of"),
+        (
+            "parallel.pp=3",
+            "parallel.pp * parallel.tp: got 3, wanted a divisor of 2 processes",
+        ),
+        (
+            "ckpt.network_interface=eth77",
+            "ckpt.network_interface: got 'eth77', wanted one of",
+        ),
         pytest.param(
-            "ckpt.tls={certificate: /nowhere/a.pem, key: /nowhere/a.key, authority: /nowhere/all.pem}",
-            "ckpt.tls.certificate: got '/nowhere/a.pem', wanted a file that can be read (No such file or directory)",
+            "ckpt.tls={certificate: /nowhere/a.pem, key: /nowhere/a.key, authority:"
+            " /nowhere/all.pem}",
+            "ckpt.tls.certificate: got '/nowhere/a.pem', wanted a file that can be read"
+            " (No such file or directory)",
             marks=pytest.mark.full,
         ),
     ],
 )
-def test_a_setting_that_cannot_be_is_one_error(setting: str, says: str, tmp_path: Path) -> None:
+def test_a_setting_that_cannot_be_is_one_error(
+    setting: str, says: str, tmp_path: Path
+) -> None:
     with ElasticJob(2, tmp_path, *LONG, setting) as job:
         said = job.wait_for_failure()
     assert (said.count(f"error: {says}"), said.count("error: ")) == (1, 1), said
 
 
-def test_data_that_change_while_a_job_runs_end_it_and_lose_no_iteration(tmp_path: Path) -> None:
-    """Processes, as nothing but a worker that a supervisor forks later reads the file again."""
+def test_data_that_change_while_a_job_runs_end_it_and_lose_no_iteration(
+    tmp_path: Path,
+) -> None:
+    """Processes, as nothing but a worker that a supervisor forks later reads the file
+    again.
+    """
     text, run = tmp_path / "text", tmp_path / "run"
     text.write_bytes((ROOT / "LICENSE").read_bytes())
     training = (*PP2, "train.iterations=16", "data=text", f"data.path={text}")
@@ -138,7 +176,9 @@ def test_data_that_change_while_a_job_runs_end_it_and_lose_no_iteration(tmp_path
         job.kill(1)
         said = job.wait_for_failure()
     assert (said.count("error: data.path: got "), said.count("error: ")) == (1, 1), said
-    [safe] = re.findall(r"safe to kill at iteration (\d+): all 2 ranks have it on disk", said)
+    [safe] = re.findall(
+        r"safe to kill at iteration (\d+): all 2 ranks have it on disk", said
+    )
     with ElasticJob(2, tmp_path / "start2", *settings) as job:
         said = job.wait_for_failure()
     assert said.count("\n  data.path: got ") == 1, said
@@ -152,15 +192,27 @@ def test_data_that_change_while_a_job_runs_end_it_and_lose_no_iteration(tmp_path
 
 @pytest.mark.full
 def test_a_sick_place_ends_the_job_which_goes_on_elsewhere(tmp_path: Path) -> None:
-    """Rank 0 is replaced, as the health command finds its place well; then rank 1 dies at a place that is sick."""
-    training = (*PP2, "train.iterations=24", "ckpt.window=2", f"run.dir={tmp_path / 'run'}")
-    with ElasticJob(2, tmp_path / "start1", *training, 'runtime.health="test $RANK != 1"') as job:
+    """Rank 0 is replaced, as the health command finds its place well; then rank 1 dies
+    at a place that is sick.
+    """
+    training = (
+        *PP2,
+        "train.iterations=24",
+        "ckpt.window=2",
+        f"run.dir={tmp_path / 'run'}",
+    )
+    with ElasticJob(
+        2, tmp_path / "start1", *training, 'runtime.health="test $RANK != 1"'
+    ) as job:
         job.run = tmp_path / "run"
         job.order(0, Phase.BACKWARD, iteration=5)
         job.wait_until(1, 9)
         job.kill(1)
         said = job.wait_for_failure()
-    assert "the place of rank 1, is sick, no worker is started there again: runtime.health='test $RANK != 1'" in said
+    assert (
+        "the place of rank 1, is sick, no worker is started there again:"
+        " runtime.health='test $RANK != 1'" in said
+    )
     assert [len(events_of(job.run, WorkerStarted, rank)) for rank in range(2)] == [2, 1]
     with ElasticJob(2, tmp_path / "start2", *training) as job:
         job.run = tmp_path / "run"

@@ -1,4 +1,6 @@
-"""Many faults in one run: nothing wears off. Every recovery succeeds, and the run ends as if nothing had been."""
+"""Many faults in one run: nothing wears off. Every recovery succeeds, and the run ends
+as if nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,52 @@ from tests.waits import JOB_S
 
 @pytest.mark.full
 @pytest.mark.parametrize("deaths", [9, 50])
-def test_deaths_of_one_rank_cost_the_others_nothing_that_stays(deaths: int, tmp_path: Path) -> None:
-    """Rank 1 lives through all deaths of rank 0; it and both supervisors, which fork, are measured at each of them.
+def test_deaths_of_one_rank_cost_the_others_nothing_that_stays(
+    deaths: int, tmp_path: Path
+) -> None:
+    """Rank 1 lives through all deaths of rank 0; it and both supervisors, which fork,
+    are measured at each of them.
 
-    One file more may be open for a moment. Memory grows a little at first, by what libraries cache.
+    One file more may be open for a moment. Memory grows a little at first, by what
+    libraries cache.
     """
     chosen, used = random.Random(4), []
 
     def measure_and_kill(job: ElasticJob, ranks: Sequence[int]) -> None:
-        watched = [job.worker(1).pid, *(job.worker(rank).supervisor_pid for rank in range(2))]
+        watched = [
+            job.worker(1).pid,
+            *(job.worker(rank).supervisor_pid for rank in range(2)),
+        ]
         used.append([Used.by(pid) for pid in watched])
         job.kill(*ranks)
 
-    faults = [_death(chosen.choice(PHASES), 3 + 2 * death, measure_and_kill) for death in range(deaths)]
+    faults = [
+        _death(chosen.choice(PHASES), 3 + 2 * death, measure_and_kill)
+        for death in range(deaths)
+    ]
     training = (*PP2, f"train.iterations={2 * deaths + 4}")
-    survive(tmp_path, faults, *training, world_size=2, settings=ENDURING, setup=_cache_little)
-    for early, late in zip(zip(*used[1:5], strict=True), zip(*used[-4:], strict=True), strict=True):
+    survive(
+        tmp_path,
+        faults,
+        *training,
+        world_size=2,
+        settings=ENDURING,
+        setup=_cache_little,
+    )
+    for early, late in zip(
+        zip(*used[1:5], strict=True), zip(*used[-4:], strict=True), strict=True
+    ):
         assert min(use.files for use in late) <= max(use.files for use in early)
         assert min(use.threads for use in late) <= max(use.threads for use in early)
-        grown = min(use.private_bytes for use in late) - min(use.private_bytes for use in early)
+        grown = min(use.private_bytes for use in late) - min(
+            use.private_bytes for use in early
+        )
         assert grown < 4 * MIB, f"{grown / MIB:.1f} MiB in {deaths} deaths"
 
 
-def _death(phase: Phase, iteration: int, then: Callable[[ElasticJob, Sequence[int]], object]) -> Fault:
+def _death(
+    phase: Phase, iteration: int, then: Callable[[ElasticJob, Sequence[int]], object]
+) -> Fault:
     return Fault(
         name=f"{phase.name} of {iteration}",
         at=[Point(0, phase, iteration)],
@@ -60,8 +85,12 @@ def _cache_little() -> None:
     os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "8"
 
 
-def _survive_chaos(folder: Path, seed: int, *, deaths: int, iterations: int, timeout_s: float = JOB_S) -> None:
-    """Kill until so many processes have died, and compare what the job leads to with the uninterrupted one."""
+def _survive_chaos(
+    folder: Path, seed: int, *, deaths: int, iterations: int, timeout_s: float = JOB_S
+) -> None:
+    """Kill until so many processes have died, and compare what the job leads to with
+    the uninterrupted one.
+    """
     training = (f"train.iterations={iterations}",)
     with ElasticJob(4, folder, *training, *ENDURING, timeout_s=timeout_s) as job:
         chaos = Chaos(job, seed)
@@ -74,7 +103,10 @@ def _survive_chaos(folder: Path, seed: int, *, deaths: int, iterations: int, tim
 
 
 def _num_deaths(job: ElasticJob) -> int:
-    return sum(len(events_of(job.run, WorkerStarted, rank)) - 1 for rank in range(job.world_size))
+    return sum(
+        len(events_of(job.run, WorkerStarted, rank)) - 1
+        for rank in range(job.world_size)
+    )
 
 
 @pytest.mark.full

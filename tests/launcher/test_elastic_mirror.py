@@ -1,6 +1,8 @@
-"""ckpt.capture=mirror in whole jobs: servers make every state from the frames of gloo's own connections, bit for bit.
+"""ckpt.capture=mirror in whole jobs: servers make every state from the frames of gloo's
+own connections, bit for bit.
 
-No engine test has gloo, TCP and Megatron's buffers together. On one machine the loopback interface is the mirror port.
+No engine test has gloo, TCP and Megatron's buffers together. On one machine the
+loopback interface is the mirror port.
 """
 
 from __future__ import annotations
@@ -35,14 +37,31 @@ def require_port(interface: str) -> None:
 def test_servers_make_every_state_from_frames(tmp_path: Path) -> None:
     require_port("lo")
     training = ("train.iterations=5", "parallel.ep=1", UNSHARDED)
-    faults = [all_go_back("in backward", range(2, 4), Point(1, Phase.BACKWARD, 4), world_size=2)]
+    faults = [
+        all_go_back(
+            "in backward", range(2, 4), Point(1, Phase.BACKWARD, 4), world_size=2
+        )
+    ]
     noted = functools.partial(note_states, tmp_path)
-    job = survive(tmp_path, faults, *training, world_size=2, ckpt="flowcheck", settings=mirror_of("lo"), setup=noted)
+    job = survive(
+        tmp_path,
+        faults,
+        *training,
+        world_size=2,
+        ckpt="flowcheck",
+        settings=mirror_of("lo"),
+        setup=noted,
+    )
     compare_states(tmp_path, range(1, 3), world_size=2, num_servers=2)
     for rank in range(2):
         assert not events_of(job.run, GradientsLost, rank)
-        assert {event.iteration for event in events_of(job.run, SnapshotTaken, rank)} == {0}
-        assert all(event.size_bytes < 10_000 for event in events_of(job.run, GradientsSent, rank)), "buffers only"
+        assert {
+            event.iteration for event in events_of(job.run, SnapshotTaken, rank)
+        } == {0}
+        assert all(
+            event.size_bytes < 10_000
+            for event in events_of(job.run, GradientsSent, rank)
+        ), "buffers only"
 
 
 @pytest.mark.full
@@ -56,42 +75,75 @@ def test_servers_make_every_state_from_frames(tmp_path: Path) -> None:
     ],
     ids=["DP4", "DP4 EP2", "PP2 DP2 tied", "PP2 DP2 EP2"],
 )
-def test_servers_follow_every_layout_through_faults(layout: tuple[str, ...], tmp_path: Path) -> None:
+def test_servers_follow_every_layout_through_faults(
+    layout: tuple[str, ...], tmp_path: Path
+) -> None:
     """With EP=2 and DP=2 experts have no traffic: their gradients are tapped."""
     require_port("lo")
     training = ("train.iterations=10", UNSHARDED, *layout)
     faults = [
-        all_go_back("while gradients are reduced", range(2, 5), Point(2, Phase.REDUCE, 4)),
-        all_go_back("a node", range(5, 8), Point(0, Phase.STEP, 7), kills=[3], then=lose_nodes, fetched=True),
+        all_go_back(
+            "while gradients are reduced", range(2, 5), Point(2, Phase.REDUCE, 4)
+        ),
+        all_go_back(
+            "a node",
+            range(5, 8),
+            Point(0, Phase.STEP, 7),
+            kills=[3],
+            then=lose_nodes,
+            fetched=True,
+        ),
     ]
     noted = functools.partial(note_states, tmp_path)
-    job = survive(tmp_path, faults, *training, ckpt="flowcheck", settings=mirror_of("lo"), setup=noted)
+    job = survive(
+        tmp_path,
+        faults,
+        *training,
+        ckpt="flowcheck",
+        settings=mirror_of("lo"),
+        setup=noted,
+    )
     compare_states(tmp_path, range(1, 3), world_size=4, num_servers=2)
     assert not events_of(job.run, GradientsLost)
 
 
 @pytest.mark.full
-def test_a_job_with_lost_frames_takes_snapshots_and_ends_exactly(tmp_path: Path) -> None:
+def test_a_job_with_lost_frames_takes_snapshots_and_ends_exactly(
+    tmp_path: Path,
+) -> None:
     require_port("lo")
     training = ("train.iterations=20", UNSHARDED, "parallel.pp=1", "parallel.ep=1")
     settings = (*mirror_of("lo"), "ckpt.capture_loss=0.01")
     job = survive(tmp_path, [], *training, ckpt="flowcheck", settings=settings)
     lost = events_of(job.run, GradientsLost)
     assert lost
-    assert all("another rank" in event.reason or "incomplete capture" in event.reason for event in lost)
+    assert all(
+        "another rank" in event.reason or "incomplete capture" in event.reason
+        for event in lost
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("pp", [1, 2])
 def test_servers_on_hosts_follow_a_hundred_iterations(pp: int, tmp_path: Path) -> None:
-    """Four hosts, each with its own address and mirror port; a rank is killed at iteration 60."""
-    reason = hosts.why_impossible() or ("there are hosts already" if hosts.is_up() else None)
+    """Four hosts, each with its own address and mirror port; a rank is killed at
+    iteration 60.
+    """
+    reason = hosts.why_impossible() or (
+        "there are hosts already" if hosts.is_up() else None
+    )
     if reason:
         pytest.skip(reason)
     training = ("train.iterations=100", f"parallel.pp={pp}", "parallel.ep=1", UNSHARDED)
     fault = ("fault=at", "fault.at=[{iteration: 60, phase: backward, rank: 2}]")
-    where = (f"run.dir={tmp_path / 'run'}", "run.digest_every_iters=1", "parallel.ranks_per_node=1")
-    overrides = fast("ckpt=flowcheck", *mirror_of(hosts.INTERFACE), *training, *fault, *where)
+    where = (
+        f"run.dir={tmp_path / 'run'}",
+        "run.digest_every_iters=1",
+        "parallel.ranks_per_node=1",
+    )
+    overrides = fast(
+        "ckpt=flowcheck", *mirror_of(hosts.INTERFACE), *training, *fault, *where
+    )
     hosts.up(4)
     try:
         assert run_on_hosts.run(4, 1, [str(JOB), str(tmp_path), *overrides]) == 0

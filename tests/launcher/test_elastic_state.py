@@ -1,6 +1,8 @@
-"""`run.exactness=state`: no pass repeats itself, and after each death every rank has a state that it had logged before.
+"""`run.exactness=state`: no pass repeats itself, and after each death every rank has a
+state that it had logged before.
 
-Real jobs: what is compared is what real processes had in memory before one of them was killed.
+Real jobs: what is compared is what real processes had in memory before one of them was
+killed.
 """
 
 from __future__ import annotations
@@ -22,39 +24,73 @@ SETTINGS = {
     "gemini": ("ckpt.every_iters=1",),
     "checkfreq": ("ckpt.every_iters=1",),
     "moc": ("ckpt.every_iters=1", "ckpt.k_snapshot=4", "ckpt.k_persist=4"),
-    "moetion": ("ckpt.every_iters=1", "ckpt.experts=4", "ckpt.remote_experts=4", "ckpt.bubble_copies=false"),
+    "moetion": (
+        "ckpt.every_iters=1",
+        "ckpt.experts=4",
+        "ckpt.remote_experts=4",
+        "ckpt.bubble_copies=false",
+    ),
     "flowcheck": ("ckpt.max_lag_iters=0",),
 }
-IN_SHORT = ("gemini", "moetion")  # a window from memory, and units of which peers make some
+# a window from memory, and units of which peers make some
+IN_SHORT = ("gemini", "moetion")
 FAULTS = [
     all_go_back("as an iteration begins", range(4), Point(2, Phase.FORWARD, 4)),
     all_go_back("in backward", range(7), Point(0, Phase.BACKWARD, 7)),
     all_go_back("before the step", range(10), Point(1, Phase.REDUCE, 10)),
-    all_go_back("between update and gather", range(14), Point(3, Phase.STEP, 13, skip=1)),
+    all_go_back(
+        "between update and gather", range(14), Point(3, Phase.STEP, 13, skip=1)
+    ),
     all_go_back("before a snapshot", range(17), Point(2, Phase.SNAPSHOT, 16)),
     all_go_back("between iterations", range(20), Point(0, Phase.BETWEEN, 19)),
-    all_go_back("again while all go back", range(22), Point(1, Phase.FORWARD, 22), Point(3, Phase.RECOVERY)),
+    all_go_back(
+        "again while all go back",
+        range(22),
+        Point(1, Phase.FORWARD, 22),
+        Point(3, Phase.RECOVERY),
+    ),
 ]
 PROMISE = ("run.exactness=state", "run.digest_tensors=true")
 
 
 def test_no_state_is_reached_twice_by_training(tmp_path: Path) -> None:
-    """Else a replay would end in the states of before, and the tests below could not tell it from a recovery."""
+    """Else a replay would end in the states of before, and the tests below could not
+    tell it from a recovery.
+    """
     at = Point(0, Phase.BACKWARD, 7)
-    fault = Fault(name="a replay", at=[at], back_to=range(8), replaying=None, executed=None)
+    fault = Fault(
+        name="a replay", at=[at], back_to=range(8), replaying=None, executed=None
+    )
     settings = ("ckpt.window=2", "run.digest_tensors=true")
-    job = survive(tmp_path, [fault], "train.iterations=12", settings=settings, setup=add_noise, is_exact=False)
+    job = survive(
+        tmp_path,
+        [fault],
+        "train.iterations=12",
+        settings=settings,
+        setup=add_noise,
+        is_exact=False,
+    )
     digests = read_digests(job.run)
     assert first_changed(digests, may_be_older=False) is not None, "moevement replays"
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.full) for name in SETTINGS]
+    "policy",
+    [
+        pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.full)
+        for name in SETTINGS
+    ],
 )
 def test_all_ranks_have_a_state_from_before(tmp_path: Path, policy: str) -> None:
     settings = (*PROMISE, *SETTINGS[policy])
     job = survive(
-        tmp_path, FAULTS, "train.iterations=24", ckpt=policy, settings=settings, setup=add_noise, is_exact=False
+        tmp_path,
+        FAULTS,
+        "train.iterations=24",
+        ckpt=policy,
+        settings=settings,
+        setup=add_noise,
+        is_exact=False,
     )
     digests = read_digests(job.run)
     assert digests.exactness == "state"
@@ -62,7 +98,11 @@ def test_all_ranks_have_a_state_from_before(tmp_path: Path, policy: str) -> None
     assert len(digests.returns) > len(FAULTS) * (WORLD_SIZE - 1) - 1
     assert first_changed(digests, may_be_older=False) is None
     if policy in ("moc", "moetion"):
-        assert all(event.plt == 0.0 for rank in range(WORLD_SIZE) for event in events_of(job.run, TokensLost, rank))
+        assert all(
+            event.plt == 0.0
+            for rank in range(WORLD_SIZE)
+            for event in events_of(job.run, TokensLost, rank)
+        )
 
 
 @pytest.mark.full
@@ -77,10 +117,20 @@ def test_experts_that_a_snapshot_left_out_have_an_older_state_of_theirs(
     tmp_path: Path, policy: str, settings: tuple[str, ...]
 ) -> None:
     training = ("train.iterations=24", *PROMISE)
-    job = survive(tmp_path, FAULTS, *training, ckpt=policy, settings=settings, setup=add_noise, is_exact=False)
+    job = survive(
+        tmp_path,
+        FAULTS,
+        *training,
+        ckpt=policy,
+        settings=settings,
+        setup=add_noise,
+        is_exact=False,
+    )
     digests = read_digests(job.run)
     assert first_changed(digests, may_be_older=True) is None
-    assert first_changed(digests, may_be_older=False) is not None, "else nothing was lost"
+    assert first_changed(digests, may_be_older=False) is not None, (
+        "else nothing was lost"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""The first promise: a run that loses its state, or is killed, ends bit for bit where the uninterrupted run ends.
+"""The first promise: a run that loses its state, or is killed, ends bit for bit where
+the uninterrupted run ends.
 
-Compared are the digest of every rank's parameters, master weights, moments, step counts, buffers, loss scaler, schedule
-and generators, the loss of every iteration, and the evaluation. Dropout is on throughout. Jobs that live on when their
-ranks are killed are those of tests/launcher/test_elastic.py.
+Compared are the digest of every rank's parameters, master weights, moments, step
+counts, buffers, loss scaler, schedule and generators, the loss of every iteration, and
+the evaluation. Dropout is on throughout. Jobs that live on when their ranks are killed
+are those of tests/launcher/test_elastic.py.
 """
 
 from __future__ import annotations
@@ -11,7 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.events import CheckpointSkipped, IterationCommitted, StateLost, StateResumed
+from moe_ckpt.events import (
+    CheckpointSkipped,
+    IterationCommitted,
+    StateLost,
+    StateResumed,
+)
 from tests.exact_rows import (
     ITERATIONS_AFTER_THE_LAST_LOSS,
     TRAINING,
@@ -37,22 +44,35 @@ def test_rows_hold_every_possible_pair_of_settings() -> None:
 
 def test_resumed_rows_hold_every_setting_of_a_training() -> None:
     held = {value for row in resumed_rows() for value in row.items()}
-    assert held >= {(axis, value) for axis, values in TRAINING.items() for value in values}
+    assert held >= {
+        (axis, value) for axis, values in TRAINING.items() for value in values
+    }
 
 
-JOBS = {**{name_of(row): job_of(row) for row in rows()}, "window of all operators": WINDOW_OF_ALL_OPERATORS}
+JOBS = {
+    **{name_of(row): job_of(row) for row in rows()},
+    "window of all operators": WINDOW_OF_ALL_OPERATORS,
+}
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_recovered_run_equals_the_uninterrupted_one(job: Job, tmp_path: Path) -> None:
-    result = train(job.world_size, tmp_path, *losing(*job.lost), *job.snapshots, *job.training)
+    result = train(
+        job.world_size, tmp_path, *losing(*job.lost), *job.snapshots, *job.training
+    )
 
-    losses = [loss for rank in range(job.world_size) for loss in events_of(tmp_path, StateLost, rank)]
+    losses = [
+        loss
+        for rank in range(job.world_size)
+        for loss in events_of(tmp_path, StateLost, rank)
+    ]
     lost = [(loss.iteration, loss.phase) for loss in losses]
     assert set(lost) == {(iteration, phase) for iteration, _, phase, *_ in job.lost}
     assert result["iteration"] == job.lost[-1][0] + ITERATIONS_AFTER_THE_LAST_LOSS
     skipped = {event.skipped for event in events_of(tmp_path, IterationCommitted)}
-    assert skipped == ({True, False} if set(FP16_SKIPPING_AT_FIRST) <= set(job.training) else {False})
+    assert skipped == (
+        {True, False} if set(FP16_SKIPPING_AT_FIRST) <= set(job.training) else {False}
+    )
     assert outcome_of(tmp_path, result) == uninterrupted(job.world_size, *job.training)
 
 
@@ -74,17 +94,23 @@ def test_resumed_run_equals_the_uninterrupted_one(row: Row, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("optimizer", [(), UNSHARDED], ids=["sharded", "not sharded"])
-def test_a_run_resumes_exactly_before_its_first_update(optimizer: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_resumes_exactly_before_its_first_update(
+    optimizer: tuple[str, ...], tmp_path: Path
+) -> None:
     training = (*PP2, *FP16_SKIPPING_AT_FIRST, *optimizer, "train.lr_decay_iters=6")
     saving = ("ckpt=dense", "ckpt.async_save=true", *training)
     train(2, tmp_path, *saving, "train.iterations=1")
-    assert [event.skipped for event in events_of(tmp_path, IterationCommitted)] == [True]
+    assert [event.skipped for event in events_of(tmp_path, IterationCommitted)] == [
+        True
+    ]
 
     result = train(2, tmp_path, *saving, "train.iterations=6")
 
     assert [event.iteration for event in events_of(tmp_path, StateResumed)] == [1]
     assert not events_of(tmp_path, IterationCommitted)[-1].skipped
-    assert outcome_of(tmp_path, result) == uninterrupted(2, *training, "train.iterations=6")
+    assert outcome_of(tmp_path, result) == uninterrupted(
+        2, *training, "train.iterations=6"
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,12 +124,21 @@ def test_a_run_resumes_exactly_before_its_first_update(optimizer: tuple[str, ...
     ],
 )
 def test_killed_run_resumes_exactly(
-    ranks: tuple[int, ...], iteration: int, phase: str, resumes_after: int | None, tmp_path: Path
+    ranks: tuple[int, ...],
+    iteration: int,
+    phase: str,
+    resumes_after: int | None,
+    tmp_path: Path,
 ) -> None:
     training = (*PP2, "train.iterations=5")
     dense = ("ckpt=dense", "ckpt.every_iters=2", *training)
     with pytest.raises(RankFailedError, match="died"):
-        train(2, tmp_path, *dense, kill=Kill(ranks=ranks, iteration=iteration, phase=phase))
+        train(
+            2,
+            tmp_path,
+            *dense,
+            kill=Kill(ranks=ranks, iteration=iteration, phase=phase),
+        )
 
     result = train(2, tmp_path, *dense)
 
@@ -111,8 +146,16 @@ def test_killed_run_resumes_exactly(
     assert resumed == ([resumes_after] if resumes_after else [])
     assert result["faults_survived"] == 1
     expected, found = uninterrupted(2, *training), outcome_of(tmp_path, result)
-    assert (found.digest_per_rank, found.eval_loss) == (expected.digest_per_rank, expected.eval_loss)
-    unlogged = {iteration} if phase == "after-save" else set()  # died between its save and its event
-    assert found.losses == {i: loss for i, loss in expected.losses.items() if i not in unlogged}
+    assert (found.digest_per_rank, found.eval_loss) == (
+        expected.digest_per_rank,
+        expected.eval_loss,
+    )
+    # died between its save and its event
+    unlogged = {iteration} if phase == "after-save" else set()
+    assert found.losses == {
+        i: loss for i, loss in expected.losses.items() if i not in unlogged
+    }
     torn = [event.source for event in events_of(tmp_path, CheckpointSkipped)]
-    assert [Path(source).name for source in torn] == (["iter_0000004"] if phase == "while-saving" else [])
+    assert [Path(source).name for source in torn] == (
+        ["iter_0000004"] if phase == "while-saving" else []
+    )

@@ -1,4 +1,6 @@
-"""A source that passes every check and is no good all the same: the loss tells, and all ranks go one step down."""
+"""A source that passes every check and is no good all the same: the loss tells, and all
+ranks go one step down.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,23 @@ GOES_ON = "training goes on as it is: nothing else leads elsewhere"
 
 
 def spoil(windows: Collection[int], *, by_bit: bool = False) -> None:
-    """Let rank 3's snapshots of these iterations be NaN, or wrong in one bit, before they are checksummed."""
+    """Let rank 3's snapshots of these iterations be NaN, or wrong in one bit, before
+    they are checksummed.
+    """
     take_all = SnapshotEngine._take_all
 
-    def take_all_and_spoil(self: SnapshotEngine, wanted: Any, bubble_bytes: float) -> Any:
+    def take_all_and_spoil(
+        self: SnapshotEngine, wanted: Any, bubble_bytes: float
+    ) -> Any:
         taken, copied = take_all(self, wanted, bubble_bytes)
         for snapshot, _ in taken:
-            if snapshot.header.window_start in windows and snapshot.header.shard.global_rank == 3:
-                snapshot.payload[0].bitwise_xor_(1) if by_bit else snapshot.payload.fill_(0xFF)
+            if (
+                snapshot.header.window_start in windows
+                and snapshot.header.shard.global_rank == 3
+            ):
+                snapshot.payload[0].bitwise_xor_(
+                    1
+                ) if by_bit else snapshot.payload.fill_(0xFF)
         return taken, copied
 
     SnapshotEngine._take_all = take_all_and_spoil
@@ -47,7 +58,10 @@ def spoil(windows: Collection[int], *, by_bit: bool = False) -> None:
 
 def not_a_number(losses: Losses) -> Losses:
     """Return these loss reports with losses that are NaN."""
-    return [{name: loss * math.nan for name, loss in reported.items()} for reported in losses]
+    return [
+        {name: loss * math.nan for name, loss in reported.items()}
+        for reported in losses
+    ]
 
 
 def diverge(iterations: Collection[int]) -> None:
@@ -67,7 +81,10 @@ def diverge_once(at_iteration: int, rank: int) -> None:
 
     def train_on_nothing(self: StagePasses, iteration: int) -> Losses:
         losses = train_on(self, iteration)
-        is_bad = (iteration, dist.get_rank()) == (at_iteration, rank) and iteration not in seen
+        is_bad = (iteration, dist.get_rank()) == (
+            at_iteration,
+            rank,
+        ) and iteration not in seen
         seen.add(iteration)
         return not_a_number(losses) if is_bad else losses
 
@@ -75,7 +92,9 @@ def diverge_once(at_iteration: int, rank: int) -> None:
 
 
 def write_in_time() -> None:
-    """Let each snapshot reach all peers and disks that it is for before the next update."""
+    """Let each snapshot reach all peers and disks that it is for before the next
+    update.
+    """
     confirm = InMemoryTier._confirm
 
     def confirm_and_write(self: InMemoryTier, *, wait: bool) -> None:
@@ -92,36 +111,93 @@ def corrupt_and_diverge() -> None:
 
 
 def test_corrupt_sources_are_left_one_by_one(tmp_path: Path) -> None:
-    """Snapshots every 5 iterations in memory, on peers and local disks; whole checkpoints every 4."""
+    """Snapshots every 5 iterations in memory, on peers and local disks; whole
+    checkpoints every 4.
+    """
     memory, disk = "host memory at iteration {}", "local disk at iteration {}"
     checkpoints = tmp_path / "run" / "checkpoints"
     down = [(6, memory.format(5)), (6, disk.format(5))]
-    all_the_way = [(25, memory.format(21)), (25, disk.format(21)), (25, f"{checkpoints}/iter_0000020 at iteration 20")]
-    lost: dict[str, Any] = {"kills": [1, 2, 3], "then": lose_nodes, "replaying": (), "resumed": "iter_0000004"}
-    faults = [
-        all_go_back("a corrupt snapshot, on disks as well", 5, Point(0, Phase.REDUCE, 8), steps_down=down),
-        all_go_back("replaced ranks do not trust it either", 4, Point(0, Phase.REDUCE, 7, skip=0), **lost),
-        all_go_back("and a newer checkpoint", 14, Point(0, Phase.REDUCE, 18), steps_down=[(15, memory.format(14))]),
-        all_go_back("training diverges", 21, Point(0, Phase.REDUCE, 24), steps_down=all_the_way, diverges=(25,)),
-        all_go_back("long after a load", 25, Point(1, Phase.REDUCE, 29), diverges=(31,)),
+    all_the_way = [
+        (25, memory.format(21)),
+        (25, disk.format(21)),
+        (25, f"{checkpoints}/iter_0000020 at iteration 20"),
     ]
-    settings = ("ckpt.every_iters=5", "ckpt.disk_every_iters=5", "ckpt.durable_every_iters=4", "ckpt.keep=9")
+    lost: dict[str, Any] = {
+        "kills": [1, 2, 3],
+        "then": lose_nodes,
+        "replaying": (),
+        "resumed": "iter_0000004",
+    }
+    faults = [
+        all_go_back(
+            "a corrupt snapshot, on disks as well",
+            5,
+            Point(0, Phase.REDUCE, 8),
+            steps_down=down,
+        ),
+        all_go_back(
+            "replaced ranks do not trust it either",
+            4,
+            Point(0, Phase.REDUCE, 7, skip=0),
+            **lost,
+        ),
+        all_go_back(
+            "and a newer checkpoint",
+            14,
+            Point(0, Phase.REDUCE, 18),
+            steps_down=[(15, memory.format(14))],
+        ),
+        all_go_back(
+            "training diverges",
+            21,
+            Point(0, Phase.REDUCE, 24),
+            steps_down=all_the_way,
+            diverges=(25,),
+        ),
+        all_go_back(
+            "long after a load", 25, Point(1, Phase.REDUCE, 29), diverges=(31,)
+        ),
+    ]
+    settings = (
+        "ckpt.every_iters=5",
+        "ckpt.disk_every_iters=5",
+        "ckpt.durable_every_iters=4",
+        "ckpt.keep=9",
+    )
     settings += ("ckpt.async_save=false", "runtime.suspect_iters=5")
-    job = survive(tmp_path, faults, *THIRTY_SIX, ckpt="gemini", settings=settings, setup=corrupt_and_diverge)
+    job = survive(
+        tmp_path,
+        faults,
+        *THIRTY_SIX,
+        ckpt="gemini",
+        settings=settings,
+        setup=corrupt_and_diverge,
+    )
     for rank in (0, 1):
         told = events_of(job.run, LossNotFinite, rank)
         assert [event.loss for event in told] == ["nan"] * len(told)
         assert told[-1].action == GOES_ON
     resumed = events_of(job.run, StateResumed, 0)
-    names = ["local disk", "iter_0000004", "iter_0000004", "iter_0000016", "local disk", "iter_0000020"]
+    names = [
+        "local disk",
+        "iter_0000004",
+        "iter_0000004",
+        "iter_0000016",
+        "local disk",
+        "iter_0000020",
+    ]
     assert [Path(event.source).name for event in resumed] == names
     assert f"{disk.format(5)}: loss nan in iteration 6" in resumed[1].passed_over
     assert f"{disk.format(5)}: in quarantine" in resumed[2].passed_over
-    assert f"all ranks go on from {checkpoints}/iter_0000016 at iteration 16; passed over" in job.said()
+    assert (
+        f"all ranks go on from {checkpoints}/iter_0000016 at iteration 16; passed over"
+        in job.said()
+    )
 
 
 def loading_from_disk_is_a_point(owner: type, name: str, marker: Path) -> None:
-    """Let rank 3's loss be NaN when iteration 7 comes again, until rank 2 enters RECOVERY for a load from a disk.
+    """Let rank 3's loss be NaN when iteration 7 comes again, until rank 2 enters
+    RECOVERY for a load from a disk.
 
     A checkpoint is torn then.
     """
@@ -137,7 +213,11 @@ def loading_from_disk_is_a_point(owner: type, name: str, marker: Path) -> None:
 
     def train_on_nothing(self: StagePasses, iteration: int) -> Losses:
         losses = train_on(self, iteration)
-        is_bad = (iteration, dist.get_rank()) == (7, 3) and iteration in seen and not marker.exists()
+        is_bad = (
+            (iteration, dist.get_rank()) == (7, 3)
+            and iteration in seen
+            and not marker.exists()
+        )
         seen.add(iteration)
         return not_a_number(losses) if is_bad else losses
 
@@ -149,34 +229,65 @@ def loading_from_disk_is_a_point(owner: type, name: str, marker: Path) -> None:
     ("owner", "name", "settings", "serves"),
     [
         pytest.param(
-            *(MegatronDurableState, "load", ("ckpt.durable_every_iters=4", "ckpt.replicas=0"), {}),
+            *(
+                MegatronDurableState,
+                "load",
+                ("ckpt.durable_every_iters=4", "ckpt.replicas=0"),
+                {},
+            ),
             id="a checkpoint",
             marks=pytest.mark.full,
         ),
         pytest.param(
-            *(LocalDisk, "restore", ("ckpt.disk_every_iters=3", "ckpt.replicas=0"), {"resumed": "local disk"}),
+            *(
+                LocalDisk,
+                "restore",
+                ("ckpt.disk_every_iters=3", "ckpt.replicas=0"),
+                {"resumed": "local disk"},
+            ),
             id="a local disk",
         ),
     ],
 )
 def test_a_rank_dies_while_all_step_down(
-    owner: type, name: str, settings: tuple[str, ...], serves: dict[str, Any], tmp_path: Path
+    owner: type,
+    name: str,
+    settings: tuple[str, ...],
+    serves: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    """Until a checkpoint is loaded memory is as it was, and serves where that is lost; a disk goes through memory."""
+    """Until a checkpoint is loaded memory is as it was, and serves where that is lost;
+    a disk goes through memory.
+    """
     faults = [
         all_go_back("a process", 6, Point(0, Phase.REDUCE, 8)),
-        all_go_back("while all step down", (3, 6), Point(2, Phase.RECOVERY, skip=1), **serves),
+        all_go_back(
+            "while all step down", (3, 6), Point(2, Phase.RECOVERY, skip=1), **serves
+        ),
     ]
-    setup = functools.partial(loading_from_disk_is_a_point, owner, name, tmp_path / "loads")
+    setup = functools.partial(
+        loading_from_disk_is_a_point, owner, name, tmp_path / "loads"
+    )
     settings = ("ckpt.every_iters=3", "ckpt.async_save=false", *settings)
-    survive(tmp_path, faults, "train.iterations=12", ckpt="gemini", settings=settings, setup=setup)
+    survive(
+        tmp_path,
+        faults,
+        "train.iterations=12",
+        ckpt="gemini",
+        settings=settings,
+        setup=setup,
+    )
 
 
 def _save_a_bad_one_and_die(settings: Settings, folder: Path, by: float) -> None:
-    """Add to all weights as those after iteration 4 are saved; the next iteration is the last."""
+    """Add to all weights as those after iteration 4 are saved; the next iteration is
+    the last.
+    """
     start_save = MegatronDurableState.start_save
 
-    def start_bad_save(self: MegatronDurableState, directory: Path, iteration: int) -> None:
+    def start_bad_save(
+        self: MegatronDurableState, directory: Path, iteration: int
+    ) -> None:
         if iteration == 4:
             for chunk in self._state.model:
                 for parameter in chunk.parameters():
@@ -185,21 +296,44 @@ def _save_a_bad_one_and_die(settings: Settings, folder: Path, by: float) -> None
 
     MegatronDurableState.start_save = start_bad_save
     kill = Kill(ranks=(0, 1), iteration=5, phase="start")
-    run(settings, store=rank_store(), around_hooks=lambda hooks: KillingHooks(hooks, kill, folder))
+    run(
+        settings,
+        store=rank_store(),
+        around_hooks=lambda hooks: KillingHooks(hooks, kill, folder),
+    )
 
 
 @pytest.mark.full
-def test_states_saved_since_a_bad_load_are_not_used_without_supervisors(tmp_path: Path) -> None:
+def test_states_saved_since_a_bad_load_are_not_used_without_supervisors(
+    tmp_path: Path,
+) -> None:
     training = ("train.iterations=8", *BIAS)
-    dense = ("ckpt=dense", "ckpt.every_iters=2", "ckpt.keep=3", *training, f"run.dir={tmp_path}")
+    dense = (
+        "ckpt=dense",
+        "ckpt.every_iters=2",
+        "ckpt.keep=3",
+        *training,
+        f"run.dir={tmp_path}",
+    )
     with pytest.raises(RankFailedError):
-        run_ranks(2, _save_a_bad_one_and_die, compose_settings(fast(*dense)), tmp_path, 1e-3)
+        run_ranks(
+            2, _save_a_bad_one_and_die, compose_settings(fast(*dense)), tmp_path, 1e-3
+        )
 
-    again = compose_settings(fast(*dense, "runtime.suspect_iters=3", "ckpt.async_save=true"))
+    again = compose_settings(
+        fast(*dense, "runtime.suspect_iters=3", "ckpt.async_save=true")
+    )
     result = run_ranks(2, _tell_in_seven, again)[0]
 
     assert [event.iteration for event in events_of(tmp_path, StateResumed)] == [4, 2]
-    assert [event.iteration for event in events_of(tmp_path, CheckpointSaved)] == [2, 4, 6, 4, 6, 8]
+    assert [event.iteration for event in events_of(tmp_path, CheckpointSaved)] == [
+        2,
+        4,
+        6,
+        4,
+        6,
+        8,
+    ]
     assert result["digest_per_rank"] == uninterrupted(2, *training).digest_per_rank
 
 

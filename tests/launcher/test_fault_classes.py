@@ -11,7 +11,13 @@ from launcher.report.facts import gather
 from launcher.report.markdown import to_markdown
 from launcher.report.read import read_run
 from moe_ckpt.elastic.process_failure import FaultClass
-from moe_ckpt.events import LossNotFinite, ReplayDiffered, StateLost, TrainingFailed, WorkerStarted
+from moe_ckpt.events import (
+    LossNotFinite,
+    ReplayDiffered,
+    StateLost,
+    TrainingFailed,
+    WorkerStarted,
+)
 from tests.report_runs import Story, committed, rejoined, write_events, write_run
 
 ANEW = WorkerStarted(pid=2, host="here", incarnation=1, device="cpu")
@@ -23,33 +29,47 @@ def test_every_class_of_a_fault_is_explained() -> None:
 
 
 def test_a_death_that_all_ranks_report_counts_once() -> None:
-    killed = rejoined(5, deaths=["rank 1 died", "rank 2 hung"], classes=["signal", "hang"])
+    killed = rejoined(
+        5, deaths=["rank 1 died", "rank 2 hung"], classes=["signal", "hang"]
+    )
     replaced = rejoined(5, deaths=["rank 2 hung"], classes=["hang"])
     again = rejoined(7, generation=3, deaths=["rank 1 died again"], classes=["signal"])
-    assert count_faults([[killed, again], [ANEW, killed, again], [ANEW, replaced, again]]) == {"signal": 2, "hang": 1}
+    assert count_faults(
+        [[killed, again], [ANEW, killed, again], [ANEW, replaced, again]]
+    ) == {"signal": 2, "hang": 1}
 
 
 def test_an_end_without_a_death_counts_once_for_its_class() -> None:
     connection = rejoined(5, deaths=[], classes=["connection"])
     daemon = rejoined(6, generation=3, deaths=[], classes=["daemon"])
-    assert count_faults([[connection, daemon], [connection, daemon]]) == {"daemon": 1, "connection": 1}
+    assert count_faults([[connection, daemon], [connection, daemon]]) == {
+        "daemon": 1,
+        "connection": 1,
+    }
 
 
 def test_a_rank_without_deaths_says_nothing_about_others_deaths() -> None:
     late = rejoined(5, deaths=[], classes=["restart"])
-    assert count_faults([[rejoined(5, classes=["exception"])], [late]]) == {"exception": 1}
+    assert count_faults([[rejoined(5, classes=["exception"])], [late]]) == {
+        "exception": 1
+    }
 
 
 def test_bad_states_count_once_for_all_ranks_that_see_them() -> None:
     bad = LossNotFinite(iteration=9, loss="nan", source="disk", action="goes on")
-    lost, differed = StateLost(iteration=3, phase="backward"), ReplayDiffered(iteration=8, operators=["layer 0"])
+    lost, differed = (
+        StateLost(iteration=3, phase="backward"),
+        ReplayDiffered(iteration=8, operators=["layer 0"]),
+    )
     ranks = [[lost, differed, bad], [lost, differed, bad]]
     assert count_faults(ranks) == {"state lost": 1, "bad loss": 1, "bit flip": 1}
 
 
 def test_an_error_counts_unless_another_worker_followed() -> None:
     assert count_faults([[FAILED], [FAILED]]) == {"error": 1}, "all ranks may meet it"
-    assert count_faults([[FAILED, ANEW, rejoined(3, classes=["exception"])]]) == {"exception": 1}
+    assert count_faults([[FAILED, ANEW, rejoined(3, classes=["exception"])]]) == {
+        "exception": 1
+    }
 
 
 def test_deaths_in_logs_without_classes_are_unknown() -> None:

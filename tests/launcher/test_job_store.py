@@ -1,4 +1,6 @@
-"""The store that ranks share may be slow, silent or gone: what is to be said is said all the same, and soon."""
+"""The store that ranks share may be slow, silent or gone: what is to be said is said
+all the same, and soon.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.elastic import etcd_client, job_store
-from moe_ckpt.elastic.job_store import agent_store, open_store, say_once, use_etcd, use_hosted_store
+from moe_ckpt.elastic.job_store import (
+    agent_store,
+    open_store,
+    say_once,
+    use_etcd,
+    use_hosted_store,
+)
 from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.elastic.torchrun import Launch
 from tests.elastic.etcd_server import EtcdServer
@@ -27,7 +35,9 @@ from tests.ranks import run_ranks
 
 @contextlib.contextmanager
 def port_of(*, listens: bool) -> Iterator[int]:
-    """Give the port of a server that takes connections and never says anything, or of none."""
+    """Give the port of a server that takes connections and never says anything, or of
+    none.
+    """
     with ExitStack() as stack:
         port = held_port(stack)
         if listens:
@@ -36,7 +46,11 @@ def port_of(*, listens: bool) -> Iterator[int]:
 
 
 def use_store(port: int) -> None:
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def say(count: int) -> str:
@@ -91,9 +105,13 @@ def test_an_error_is_said_by_another_rank_if_the_first_dies_before_it_has() -> N
 
 
 @pytest.mark.parametrize(
-    ("listens", "limit", "limit_s"), [(True, "_SAY_S", 0.3), (False, "_CONNECT_S", 0.5)], ids=["silent", "gone"]
+    ("listens", "limit", "limit_s"),
+    [(True, "_SAY_S", 0.3), (False, "_CONNECT_S", 0.5)],
+    ids=["silent", "gone"],
 )
-def test_an_error_is_said_where_no_store_answers(listens: bool, limit: str, limit_s: float) -> None:
+def test_an_error_is_said_where_no_store_answers(
+    listens: bool, limit: str, limit_s: float
+) -> None:
     with port_of(listens=listens) as port:
         [(said, took_s)] = run_ranks(1, say_without_an_answer, port, limit, limit_s)
     assert said == "error: it is broken\n"
@@ -119,9 +137,27 @@ def use_etcd_for(job: str, members: str) -> str:
 @pytest.mark.parametrize(
     ("job", "wanted"),
     [
-        ("none", "torchrun --rdzv-id: got 'none', wanted a name that no other start of a job has"),
-        ("", "torchrun --rdzv-id: got '', wanted a name that no other start of a job has"),
-        ("7", "runtime.etcd: got '127.0.0.1:1', wanted a cluster that answers (etcd at 127.0.0.1:1: got no answer in"),
+        (
+            "none",
+            (
+                "torchrun --rdzv-id: got 'none', wanted a name that no other start of a"
+                " job has"
+            ),
+        ),
+        (
+            "",
+            (
+                "torchrun --rdzv-id: got '', wanted a name that no other start of a"
+                " job has"
+            ),
+        ),
+        (
+            "7",
+            (
+                "runtime.etcd: got '127.0.0.1:1', wanted a cluster that answers (etcd"
+                " at 127.0.0.1:1: got no answer in"
+            ),
+        ),
     ],
 )
 def test_an_etcd_that_cannot_be_used_is_an_error(job: str, wanted: str) -> None:
@@ -145,10 +181,14 @@ def test_ranks_meet_on_etcd(tmp_path: Path, stack: ExitStack) -> None:
 
 
 def signal_hosted_store(port: int) -> int:
-    """Host a store on rank 0, and send its process the signals of a scheduler; then use it."""
+    """Host a store on rank 0, and send its process the signals of a scheduler; then use
+    it.
+    """
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     pids: list[int] = []
-    launch = Launch(global_rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=0)
+    launch = Launch(
+        global_rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=0
+    )
     use_hosted_store(launch, lambda keep: pids.append(start_beside(keep)))
     store = open_store("part")
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
@@ -158,5 +198,7 @@ def signal_hosted_store(port: int) -> int:
 
 
 def test_a_hosted_store_serves_after_notice_of_an_end(stack: ExitStack) -> None:
-    """torchrun's signals go to its process as well, while ranks save and report their last iterations."""
+    """torchrun's signals go to its process as well, while ranks save and report their
+    last iterations.
+    """
     assert run_ranks(1, signal_hosted_store, held_port(stack)) == [2]

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 
 from launcher.proc import stands_still
-from moe_ckpt.elastic.live_workers import is_running, read_live, read_written, remove_live, write_live
+from moe_ckpt.elastic.live_workers import (
+    is_running,
+    read_live,
+    read_written,
+    remove_live,
+    write_live,
+)
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
 from tests.jobs import rewrite_live
@@ -33,7 +39,14 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 def run(tmp_path: Path) -> Path:
     """A run whose rank 3 is this process."""
     StatusPage(tmp_path / "page")
-    write_live(tmp_path, global_rank=3, node=1, supervisor_pid=os.getppid(), memory=tmp_path, incarnation=2)
+    write_live(
+        tmp_path,
+        global_rank=3,
+        node=1,
+        supervisor_pid=os.getppid(),
+        memory=tmp_path,
+        incarnation=2,
+    )
     return tmp_path
 
 
@@ -63,8 +76,14 @@ def test_the_calling_process_is_written(run: Path) -> None:
 
 def test_workers_come_by_rank_in_their_newest_incarnation_and_go(run: Path) -> None:
     for rank in (11, 0, 3):
-        write_live(run, global_rank=rank, node=0, supervisor_pid=1, memory=run, incarnation=5)
-    assert [(worker.global_rank, worker.incarnation) for worker in read_live(run)] == [(0, 5), (3, 5), (11, 5)]
+        write_live(
+            run, global_rank=rank, node=0, supervisor_pid=1, memory=run, incarnation=5
+        )
+    assert [(worker.global_rank, worker.incarnation) for worker in read_live(run)] == [
+        (0, 5),
+        (3, 5),
+        (11, 5),
+    ]
     for rank in (0, 11, 11):
         remove_live(run, rank)
     assert [worker.global_rank for worker in read_written(run)] == [3]
@@ -73,14 +92,18 @@ def test_workers_come_by_rank_in_their_newest_incarnation_and_go(run: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "running"),
     [
-        ({"start_ticks": 1}, True),  # the pid is another process's now; the supervisor lives
-        ({"start_ticks": 1, "supervisor_start_ticks": 1}, False),  # the supervisor's, too
+        # the pid is another process's now; the supervisor lives
+        ({"start_ticks": 1}, True),
+        # the supervisor's, too
+        ({"start_ticks": 1, "supervisor_start_ticks": 1}, False),
         ({"boot": "of another machine"}, False),
         ({"pid_namespace": 1}, False),  # a container's: its pids are others' here
         ({"memory": "/nonexistent"}, True),
     ],
 )
-def test_a_stale_file_is_no_live_worker(run: Path, changes: dict[str, Any], running: bool) -> None:
+def test_a_stale_file_is_no_live_worker(
+    run: Path, changes: dict[str, Any], running: bool
+) -> None:
     rewrite_live(run, 3, **changes)
     assert read_live(run) == []
     assert len(read_written(run)) == 1
@@ -89,9 +112,14 @@ def test_a_stale_file_is_no_live_worker(run: Path, changes: dict[str, Any], runn
 
 @pytest.mark.parametrize(
     ("changes", "where"),
-    [({"boot": "another", "host": "far-away"}, "on far-away"), ({"pid_namespace": 1}, "in another container")],
+    [
+        ({"boot": "another", "host": "far-away"}, "on far-away"),
+        ({"pid_namespace": 1}, "in another container"),
+    ],
 )
-def test_a_worker_that_is_not_here_is_named_by_its_place(run: Path, changes: dict[str, Any], where: str) -> None:
+def test_a_worker_that_is_not_here_is_named_by_its_place(
+    run: Path, changes: dict[str, Any], where: str
+) -> None:
     rewrite_live(run, 3, **changes)
     assert [worker.where for worker in read_written(run)] == [where]
 
@@ -140,7 +168,9 @@ def test_a_process_that_is_gone_has_no_start(other: subprocess.Popen[bytes]) -> 
         start_ticks(other.pid)
 
 
-def test_a_stopped_process_stands_still_and_lives(other: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_process_stands_still_and_lives(
+    other: subprocess.Popen[bytes],
+) -> None:
     assert not stands_still(other.pid)
     other.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)

@@ -1,4 +1,6 @@
-"""An existing .bin/.idx corpus trains, through Megatron's own dataset, and resumes like any other data."""
+"""An existing .bin/.idx corpus trains, through Megatron's own dataset, and resumes like
+any other data.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,30 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefix = tmp_path_factory.mktemp("corpus") / "license"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for paragraph in (ROOT / "LICENSE").read_bytes().split(b"\n\n"):
-        builder.add_document(cast("torch.Tensor", np.array(list(paragraph))), [len(paragraph)])
+        builder.add_document(
+            cast("torch.Tensor", np.array(list(paragraph))), [len(paragraph)]
+        )
     builder.finalize(f"{prefix}.idx")
     return prefix
 
 
 def test_a_corpus_trains_and_resumes_exactly(corpus: Path, tmp_path: Path) -> None:
-    settings = (*DENSE, "data=megatron", f"data.path={corpus}", "model.vocab_size=256", "data.eval_fraction=0.3")
+    settings = (
+        *DENSE,
+        "data=megatron",
+        f"data.path={corpus}",
+        "model.vocab_size=256",
+        "data.eval_fraction=0.3",
+    )
     expected = train(4, tmp_path / "whole", *settings)
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "iter_0000004")
 
     result = train(4, tmp_path / "resumed", *settings)
 
-    assert [event.iteration for event in events_of(tmp_path / "resumed", StateResumed)] == [2]
+    assert [
+        event.iteration for event in events_of(tmp_path / "resumed", StateResumed)
+    ] == [2]
     assert result["digest_per_rank"] == expected["digest_per_rank"]
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
     assert expected["loss"] < losses(tmp_path / "whole")[1]
@@ -47,9 +59,15 @@ def test_a_corpus_trains_and_resumes_exactly(corpus: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("data.path=/nowhere/x", "model.vocab_size=256"), "data.path: got '/nowhere/x', wanted the prefix of a .bin"),
+        (
+            ("data.path=/nowhere/x", "model.vocab_size=256"),
+            "data.path: got '/nowhere/x', wanted the prefix of a .bin",
+        ),
         (("data.path=CORPUS",), "model.vocab_size: got 'auto', wanted a number"),
-        (("data.path=CORPUS", "model.vocab_size=256", "data.eval_fraction=0.0001"), "data.eval_fraction"),
+        (
+            ("data.path=CORPUS", "model.vocab_size=256", "data.eval_fraction=0.0001"),
+            "data.eval_fraction",
+        ),
     ],
 )
 def test_bad_corpus_settings_are_clear_errors(

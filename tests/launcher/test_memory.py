@@ -1,4 +1,6 @@
-"""A model that cannot fit is refused before it is built, by the bytes of its weights and optimizer states."""
+"""A model that cannot fit is refused before it is built, by the bytes of its weights
+and optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +40,28 @@ def num_parameters() -> int:
         (("precision=fp16_fp16_fp16",), 2 + 2 + 2 + 2),
     ],
 )
-def test_one_rank_has_all_bytes_of_each_parameter(overrides: tuple[str, ...], wanted: int) -> None:
+def test_one_rank_has_all_bytes_of_each_parameter(
+    overrides: tuple[str, ...], wanted: int
+) -> None:
     assert bytes_of(1, *overrides) == [wanted * num_parameters()]
 
 
-@pytest.mark.parametrize("split", ["parallel.pp=2", "parallel.pp=4", "parallel.ep=4", "parallel.tp=4"])
+@pytest.mark.parametrize(
+    "split", ["parallel.pp=2", "parallel.pp=4", "parallel.ep=4", "parallel.tp=4"]
+)
 def test_the_ranks_of_a_job_share_the_optimizer_states(split: str) -> None:
-    """All in all there are at least as many bytes as on one rank, and no more optimizer states."""
+    """All in all there are at least as many bytes as on one rank, and no more optimizer
+    states.
+    """
     sizes = bytes_of(4, split, *(["parallel.pp=1"] if "pp" not in split else []))
     weights = sum(sizes) - 12 * num_parameters()
     assert 2 * num_parameters() <= weights <= 4 * 2 * num_parameters()
 
 
 def test_without_a_sharded_optimizer_each_replica_has_all_states() -> None:
-    sizes = bytes_of(2, "parallel.pp=1", "parallel.ep=1", "train.distributed_optimizer=false")
+    sizes = bytes_of(
+        2, "parallel.pp=1", "parallel.ep=1", "train.distributed_optimizer=false"
+    )
     assert sizes == [14 * num_parameters()] * 2
 
 
@@ -61,16 +71,24 @@ def test_what_has_no_room_is_one_error_with_the_model_and_both_sizes() -> None:
     with pytest.raises(ConfigError) as caught:
         require_room(settings, 3e9, 1e9, "memory of its GPU")
     wanted = "wanted at most 1 GB, the memory of its GPU"
-    assert str(caught.value).startswith(f"model: got 'tiny, 3 GB of weights and optimizer states', {wanted}")
+    assert str(caught.value).startswith(
+        f"model: got 'tiny, 3 GB of weights and optimizer states', {wanted}"
+    )
 
 
 def test_this_machine_has_memory() -> None:
     assert 0 < host_memory_bytes(is_idle=True) <= host_memory_bytes(is_idle=False)
 
 
-@pytest.mark.skipif(HAS_GPU, reason="a machine with a GPU builds models in the memory of the GPU")
+@pytest.mark.skipif(
+    HAS_GPU, reason="a machine with a GPU builds models in the memory of the GPU"
+)
 def test_a_model_that_is_too_large_is_refused_before_torchrun_starts() -> None:
     with pytest.raises(
-        ConfigError, match=r"^model: got 'deepseek_671b, .* GB of weights and optimizer states', wanted"
+        ConfigError,
+        match=(
+            r"^model: got 'deepseek_671b, .* GB of weights and optimizer states',"
+            r" wanted"
+        ),
     ):
         train_command(["--nproc-per-node=2", "model=deepseek_671b"])

@@ -1,4 +1,6 @@
-"""The parameter count from settings is what Megatron builds, for every setting and layer that a CPU can build."""
+"""The parameter count from settings is what Megatron builds, for every setting and
+layer that a CPU can build.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,34 @@ from tests.training import fast
 
 VARIANTS = [
     (),
-    ("model.shared_expert_ffn_hidden_size=48", "model.num_dense_layers=1", "model.dense_ffn_hidden_size=80"),
+    (
+        "model.shared_expert_ffn_hidden_size=48",
+        "model.num_dense_layers=1",
+        "model.dense_ffn_hidden_size=80",
+    ),
     ("model.num_experts=0", "model.dense_ffn_hidden_size=80"),
     ("model.num_experts=9", "model.moe_topk=3"),
     ("model.num_query_groups=2", "model.kv_channels=12", "model.qkv_bias=true"),
     ("model.tied_embeddings=true", "model.position_embedding=learned"),
-    ("model.normalization=LayerNorm", "model.activation=gelu", "model.linear_bias=true"),
+    (
+        "model.normalization=LayerNorm",
+        "model.activation=gelu",
+        "model.linear_bias=true",
+    ),
     ("model.normalization=LayerNorm", "model.linear_bias=true"),
 ]
 
 
 def _built_parameters(overrides: tuple[str, ...]) -> int:
     state, _ = build_stage(*overrides)
-    return sum(parameter.numel() for chunk in state.model for parameter in chunk.parameters())
+    return sum(
+        parameter.numel() for chunk in state.model for parameter in chunk.parameters()
+    )
 
 
-@pytest.mark.parametrize("overrides", VARIANTS, ids=lambda overrides: ", ".join(overrides) or "tiny")
+@pytest.mark.parametrize(
+    "overrides", VARIANTS, ids=lambda overrides: ", ".join(overrides) or "tiny"
+)
 def test_count_equals_what_is_built(overrides: tuple[str, ...]) -> None:
     model = compose_settings(fast(*overrides)).model
     total, active = count_parameters(model, vocab_size=256, max_sequence_length=16)
@@ -44,5 +58,7 @@ def _synchronizes_after_transfers() -> bool:
 
 
 def test_pipeline_transfers_do_not_synchronize_the_device() -> None:
-    """Megatron's default waits, after each transfer, for all streams: also for the copies of a whole snapshot."""
+    """Megatron's default waits, after each transfer, for all streams: also for the
+    copies of a whole snapshot.
+    """
     assert run_ranks(1, _synchronizes_after_transfers) == [False]

@@ -40,10 +40,20 @@ def billions(name: str) -> tuple[float, float]:
     ],
 )
 def test_evaluated_models_are_those_of_the_paper(
-    name: str, layers: int, topk: int, experts: int, shares: bool, total: float, active: float
+    name: str,
+    layers: int,
+    topk: int,
+    experts: int,
+    shares: bool,
+    total: float,
+    active: float,
 ) -> None:
     model = model_named(name)
-    assert (model.num_layers, model.moe_topk, model.num_experts) == (layers, topk, experts)
+    assert (model.num_layers, model.moe_topk, model.num_experts) == (
+        layers,
+        topk,
+        experts,
+    )
     assert (model.shared_expert_ffn_hidden_size > 0) == shares
     assert billions(name) == pytest.approx((total, active), rel=0.05)
 
@@ -59,26 +69,46 @@ def test_evaluated_models_are_those_of_the_paper(
         ("small", 0.03, 1 / 6),
     ],
 )
-def test_scaled_models_and_small_have_their_size(name: str, total: float, rel: float) -> None:
+def test_scaled_models_and_small_have_their_size(
+    name: str, total: float, rel: float
+) -> None:
     assert billions(name)[0] == pytest.approx(total, rel=rel)
 
 
-def test_deepseek_v3_activates_37_billion_parameters() -> None:  # arXiv:2412.19437, section 4.2
+# arXiv:2412.19437, section 4.2
+def test_deepseek_v3_activates_37_billion_parameters() -> None:
     assert billions("deepseek_671b")[1] == pytest.approx(37.0, rel=0.05)
 
 
 def test_tiny_is_counted_exactly() -> None:
-    """Width 64, 4 layers of 8 experts (top-2) of inner width 128, RMSNorm, SwiGLU, rotary positions, no biases."""
+    """Width 64, 4 layers of 8 experts (top-2) of inner width 128, RMSNorm, SwiGLU,
+    rotary positions, no biases.
+    """
     expert = 3 * 64 * 128
     attention_gate_and_norms = 4 * 64 * 64 + 8 * 64 + 2 * 64
     embedding_output_and_norm = 2 * 256 * 64 + 64
     rest = 4 * attention_gate_and_norms + embedding_output_and_norm
-    assert count_parameters(model_named("tiny"), 256) == (rest + 4 * 8 * expert, rest + 4 * 2 * expert)
+    assert count_parameters(model_named("tiny"), 256) == (
+        rest + 4 * 8 * expert,
+        rest + 4 * 2 * expert,
+    )
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "tp", "padded"),
-    [(256, 1, 256), (257, 1, 320), (1, 1, 64), (64, 1, 64), (50257, 1, 50304), (256, 3, 384), (257, 128, 384)],
+    [
+        (256, 1, 256),
+        (257, 1, 320),
+        (1, 1, 64),
+        (64, 1, 64),
+        (50257, 1, 50304),
+        (256, 3, 384),
+        (257, 128, 384),
+    ],
 )
-def test_the_vocabulary_is_padded_to_64_and_to_tensor_parallelism(num_tokens: int, tp: int, padded: int) -> None:
-    assert padded_vocab_size(num_tokens, ParallelLayout(pp=1, dp=1, ep=1, tp=tp)) == padded
+def test_the_vocabulary_is_padded_to_64_and_to_tensor_parallelism(
+    num_tokens: int, tp: int, padded: int
+) -> None:
+    assert (
+        padded_vocab_size(num_tokens, ParallelLayout(pp=1, dp=1, ep=1, tp=tp)) == padded
+    )

@@ -1,4 +1,6 @@
-"""Kills from outside: children that write event files are struck where the plan says, once each, and no others."""
+"""Kills from outside: children that write event files are struck where the plan says,
+once each, and no others.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,14 @@ class Children:
     def start(self, rank: int, incarnation: int = 0) -> None:
         process = self.processes[rank, incarnation] = subprocess.Popen(["sleep", "100"])
         self.write(
-            rank, line_of(1.0, rank, WorkerStarted(pid=process.pid, host="here", incarnation=incarnation, device="cpu"))
+            rank,
+            line_of(
+                1.0,
+                rank,
+                WorkerStarted(
+                    pid=process.pid, host="here", incarnation=incarnation, device="cpu"
+                ),
+            ),
         )
 
     def commit(self, rank: int, iteration: int) -> None:
@@ -40,13 +49,25 @@ class Children:
             file.write(text)
 
     def ended(self) -> dict[tuple[int, int], int]:
-        """Return the exit status of each process that has ended; those that were sent a signal are waited for."""
+        """Return the exit status of each process that has ended; those that were sent a
+        signal are waited for.
+        """
         for fault in read_faults(self.run):
-            next(each for each in self.processes.values() if each.pid == fault.pid).wait(10)
-        return {incarnation: each.returncode for incarnation, each in self.processes.items() if each.poll() is not None}
+            next(
+                each for each in self.processes.values() if each.pid == fault.pid
+            ).wait(10)
+        return {
+            incarnation: each.returncode
+            for incarnation, each in self.processes.items()
+            if each.poll() is not None
+        }
 
-    def inject(self, kills: Sequence[Kill], *done: Callable[[], object], **settings: Any) -> list[str]:
-        """Return what is left to do of kills after these things happened, one each time that the job is looked at."""
+    def inject(
+        self, kills: Sequence[Kill], *done: Callable[[], object], **settings: Any
+    ) -> list[str]:
+        """Return what is left to do of kills after these things happened, one each time
+        that the job is looked at.
+        """
         left = list(done)
 
         def goes_on() -> bool:
@@ -56,7 +77,10 @@ class Children:
             return True
 
         given: dict[str, Any] = {"parent_pid": os.getpid(), "world_size": 1} | settings
-        return [str(fault) for fault in inject_from_outside(kills, self.run, goes_on=goes_on, **given)]
+        return [
+            str(fault)
+            for fault in inject_from_outside(kills, self.run, goes_on=goes_on, **given)
+        ]
 
 
 @pytest.fixture
@@ -72,7 +96,9 @@ def nothing() -> None:
     """What happens while the job is looked at once more."""
 
 
-def test_a_kill_in_an_iteration_comes_once_the_one_before_is_committed(children: Children) -> None:
+def test_a_kill_in_an_iteration_comes_once_the_one_before_is_committed(
+    children: Children,
+) -> None:
     seen: list[dict[tuple[int, int], int]] = []
     left = children.inject(
         [Kill(rank=1, iteration=3)],
@@ -96,7 +122,10 @@ def test_no_incarnation_is_killed_twice(children: Children) -> None:
         lambda: children.start(0, incarnation=1),
         nothing,
     )
-    assert (left, children.ended()) == ([], {(0, 0): -signal.SIGKILL, (0, 1): -signal.SIGTERM})
+    assert (left, children.ended()) == (
+        [],
+        {(0, 0): -signal.SIGKILL, (0, 1): -signal.SIGTERM},
+    )
 
 
 def test_times_count_from_the_first_worker(children: Children) -> None:
@@ -109,13 +138,17 @@ def test_times_count_from_the_first_worker(children: Children) -> None:
 
 
 def test_kills_that_could_not_be_carried_out_are_told(children: Children) -> None:
-    left = children.inject([Kill(rank=0, iteration=9)], lambda: children.start(0), nothing)
+    left = children.inject(
+        [Kill(rank=0, iteration=9)], lambda: children.start(0), nothing
+    )
     assert (left, children.ended()) == (["SIGKILL to rank 0 at once"], {})
 
 
 def test_a_process_of_another_parent_is_left_alone(children: Children) -> None:
     kills = [Kill(rank=0, after_s=0.0)]
-    children.inject(kills, lambda: children.start(0), nothing, parent_pid=os.getpid() + 1)
+    children.inject(
+        kills, lambda: children.start(0), nothing, parent_pid=os.getpid() + 1
+    )
     assert children.ended() == {}
 
 

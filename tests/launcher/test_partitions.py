@@ -1,6 +1,8 @@
-"""Partitions of the network and lost hosts: a job goes on bit for bit, or ends with an error and goes on when started.
+"""Partitions of the network and lost hosts: a job goes on bit for bit, or ends with an
+error and goes on when started.
 
-Each row prints a line of the table in docs/guarantees.md: `pytest --full -s` with this file, as root.
+Each row prints a line of the table in docs/guarantees.md: `pytest --full -s` with this
+file, as root.
 """
 
 from __future__ import annotations
@@ -38,14 +40,21 @@ def require_the_same(job: HostsJob, world_size: int, training: tuple[str, ...]) 
 def repairs(job: HostsJob) -> str:
     """Describe the repairs that rank 0 took part in."""
     classes = [kind for event in events_of(job.run, Rejoined) for kind in event.classes]
-    return f"all ranks met again ({', '.join(classes)})" if classes else "training waited"
+    return (
+        f"all ranks met again ({', '.join(classes)})" if classes else "training waited"
+    )
 
 
 @pytest.mark.parametrize(
-    ("link", "seconds"), [("cut", 2.0), ("cut", 20.0), ("deaf", 2.0), ("deaf", 20.0), ("10mbit", 10.0)]
+    ("link", "seconds"),
+    [("cut", 2.0), ("cut", 20.0), ("deaf", 2.0), ("deaf", 20.0), ("10mbit", 10.0)],
 )
-def test_a_job_goes_on_after_its_link_came_back(link: str, seconds: float, tmp_path: Path) -> None:
-    """`runtime.operation_s` is 15: the longer cuts end a generation, with no process dead."""
+def test_a_job_goes_on_after_its_link_came_back(
+    link: str, seconds: float, tmp_path: Path
+) -> None:
+    """`runtime.operation_s` is 15: the longer cuts end a generation, with no process
+    dead.
+    """
     with network_of(2):
         job = HostsJob(2, tmp_path, *WINDOW, *TWO)
         job.wait_for_iteration(AT)
@@ -58,8 +67,12 @@ def test_a_job_goes_on_after_its_link_came_back(link: str, seconds: float, tmp_p
 
 
 @pytest.mark.parametrize("seconds", [8.0, 25.0])
-def test_a_host_that_froze_comes_back_and_changes_nothing(seconds: float, tmp_path: Path) -> None:
-    """Longer than `runtime.heartbeat_s`, and than `runtime.operation_s`, after which others have given it up."""
+def test_a_host_that_froze_comes_back_and_changes_nothing(
+    seconds: float, tmp_path: Path
+) -> None:
+    """Longer than `runtime.heartbeat_s`, and than `runtime.operation_s`, after which
+    others have given it up.
+    """
     with network_of(2):
         job = HostsJob(2, tmp_path, *WINDOW, *TWO)
         job.wait_for_iteration(AT)
@@ -68,12 +81,20 @@ def test_a_host_that_froze_comes_back_and_changes_nothing(seconds: float, tmp_pa
         time.sleep(seconds)
         job.signal(signal.SIGCONT, 1)
         require_the_same(job, 2, TWO)
-    row(f"all processes of a host stopped, {seconds:g} s", repairs(job), job.longest_pause_s(since_unix_s))
+    row(
+        f"all processes of a host stopped, {seconds:g} s",
+        repairs(job),
+        job.longest_pause_s(since_unix_s),
+    )
 
 
 @pytest.mark.parametrize("link", ["cut", "deaf"])
-def test_a_link_that_stays_cut_ends_the_job_which_starts_again(link: str, tmp_path: Path) -> None:
-    """Both ranks save: the one that is cut off once the store was silent for `runtime.join_s`, without it."""
+def test_a_link_that_stays_cut_ends_the_job_which_starts_again(
+    link: str, tmp_path: Path
+) -> None:
+    """Both ranks save: the one that is cut off once the store was silent for
+    `runtime.join_s`, without it.
+    """
     with network_of(2):
         job = HostsJob(2, tmp_path, *WINDOW, *TWO)
         job.wait_for_iteration(AT)
@@ -92,10 +113,16 @@ def test_a_link_that_stays_cut_ends_the_job_which_starts_again(link: str, tmp_pa
         require_the_same(again, 2, TWO)
     [resumed] = events_of(job.run, StateResumed)
     assert (resumed.source, resumed.iteration >= AT - 4) == ("local disk", True)
-    row(f"{link}, for good", f"error; the next start went on from iteration {resumed.iteration}", seconds)
+    row(
+        f"{link}, for good",
+        f"error; the next start went on from iteration {resumed.iteration}",
+        seconds,
+    )
 
 
-def test_two_hosts_lost_at_once_end_the_job_which_goes_on_from_disk(tmp_path: Path) -> None:
+def test_two_hosts_lost_at_once_end_the_job_which_goes_on_from_disk(
+    tmp_path: Path,
+) -> None:
     """One replica: the second host held the only copies of the first."""
     settings = (*WINDOW, "ckpt.replicas=1", "ckpt.disk_every_iters=4")
     with network_of(4):
@@ -109,4 +136,8 @@ def test_two_hosts_lost_at_once_end_the_job_which_goes_on_from_disk(tmp_path: Pa
         require_the_same(again, 4, FOUR)
     (resumed,) = events_of(job.run, StateResumed)
     assert (resumed.source, resumed.iteration > 0) == ("local disk", True)
-    row("two hosts lost at once", f"error; the next start went on from iteration {resumed.iteration}", seconds)
+    row(
+        "two hosts lost at once",
+        f"error; the next start went on from iteration {resumed.iteration}",
+        seconds,
+    )

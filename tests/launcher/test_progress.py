@@ -1,4 +1,6 @@
-"""What a person sees: a bar on a terminal, lines in a log, scalars while the disk lasts."""
+"""What a person sees: a bar on a terminal, lines in a log, scalars while the disk
+lasts.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,17 @@ from tests.report_runs import committed
 
 @pytest.mark.parametrize(
     ("progress", "global_rank", "kind"),
-    [("auto", 0, Lines), ("lines", 0, Lines), ("bar", 0, Bar), ("none", 0, NoneType), ("bar", 1, NoneType)],
+    [
+        ("auto", 0, Lines),
+        ("lines", 0, Lines),
+        ("bar", 0, Bar),
+        ("none", 0, NoneType),
+        ("bar", 1, NoneType),
+    ],
 )
-def test_rank_zero_shows_progress_as_configured(progress: str, global_rank: int, kind: type) -> None:
+def test_rank_zero_shows_progress_as_configured(
+    progress: str, global_rank: int, kind: type
+) -> None:
     run = RunConfig(
         dir=None,
         name="x",
@@ -38,16 +48,22 @@ def test_rank_zero_shows_progress_as_configured(progress: str, global_rank: int,
     assert isinstance(display, kind)
 
 
-def test_lines_show_the_first_and_the_last_iteration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_show_the_first_and_the_last_iteration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = Lines(total=3)
     for iteration in (1, 2, 3):
-        lines.iteration(committed(iteration, seconds=0.5, loss=1.0 / iteration), tokens_per_s=1234.5)
+        lines.iteration(
+            committed(iteration, seconds=0.5, loss=1.0 / iteration), tokens_per_s=1234.5
+        )
     shown = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in shown] == ["1/3", "3/3"]
     assert "loss 0.3333  1,234 tokens/s  0.50 s/iteration" in shown[-1]
 
 
-def test_a_second_incarnation_replaces_scalars_of_iterations_run_again(tmp_path: Path) -> None:
+def test_a_second_incarnation_replaces_scalars_of_iterations_run_again(
+    tmp_path: Path,
+) -> None:
     for first, last in ((1, 5), (4, 6)):
         scalars = Scalars(tmp_path, first)
         for iteration in range(first, last + 1):
@@ -72,7 +88,9 @@ def _warnings_when_the_disk_fills(folder: Path) -> list[str]:
     return warnings
 
 
-def test_a_full_disk_ends_the_scalars_with_one_warning_and_not_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_scalars_with_one_warning_and_not_the_run(
+    tmp_path: Path,
+) -> None:
     warnings = run_ranks(1, _warnings_when_the_disk_fills, tmp_path)[0]
     assert len(warnings) == 1
     assert "File too large" in warnings[0]

@@ -1,4 +1,6 @@
-"""`moe-ckpt prove` of commands without an attachment: its runs, its verdicts, and a script of a user's own."""
+"""`moe-ckpt prove` of commands without an attachment: its runs, its verdicts, and a
+script of a user's own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import pytest
 
 from launcher.prove.__main__ import main
 from launcher.prove.resumed import ResumeProof
-from launcher.prove.runs import DIFFERENT, EXACT, NOT_PROVEN, Ended, RunFailedError, run_to_end
+from launcher.prove.runs import (
+    DIFFERENT,
+    EXACT,
+    NOT_PROVEN,
+    Ended,
+    RunFailedError,
+    run_to_end,
+)
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import EventLog, StateDigest, TensorDigests, WorkerStarted
 from moe_ckpt.observation import Order, read_order
@@ -32,7 +41,9 @@ def tensors(iteration: int, **changed: str) -> dict[str, str]:
 
 @dataclass
 class Runs:
-    """Runs of a command with one rank, by the names of their folders, whose digests change in some of them."""
+    """Runs of a command with one rank, by the names of their folders, whose digests
+    change in some of them.
+    """
 
     saved: int = 2
     """The iteration of the newest checkpoint at the kill."""
@@ -57,7 +68,9 @@ class Runs:
     starts: list[str] = field(default_factory=list)
     """The logs of all starts, in their order."""
 
-    def execute(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Ended:
+    def execute(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> Ended:
         order = read_order(environment)
         assert order is not None
         assert command == ["torchrun", "train.py", f"--save={order.run}/own"]
@@ -74,15 +87,23 @@ class Runs:
     def _train(self, order: Order, *, is_again: bool) -> None:
         run = Path(order.run)
         (run / "run.json").write_text('{"world_size": 1}')
-        events = EventLog(run / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0)
-        events.append(WorkerStarted(pid=1, host="h", incarnation=int(is_again), device=""))
+        events = EventLog(
+            run / "events" / "rank0000.jsonl", global_rank=0, clock_origin_unix_s=0.0
+        )
+        events.append(
+            WorkerStarted(pid=1, host="h", incarnation=int(is_again), device="")
+        )
         first, last = 1, NUM_ITERS
         changed = self.changed.get(run.name, {})
         if order.kill_rank is not None and not is_again:
             last, changed = order.kill_iteration - self.is_cut_off, self.changed_before
         if is_again:
             first = self.saved + 1
-            events.append(TensorDigests(iteration=self.saved, digests=tensors(self.saved, **self.loaded)))
+            events.append(
+                TensorDigests(
+                    iteration=self.saved, digests=tensors(self.saved, **self.loaded)
+                )
+            )
         for iteration in range(first, last + 1):
             is_sound = order.spoil_after_resume and iteration == first
             digests = tensors(iteration, **({} if is_sound else changed))
@@ -98,72 +119,130 @@ RNG = {"rng": "other"}
 @pytest.mark.parametrize(
     ("runs", "status", "last"),
     [
-        (Runs(changed=SPOILT), EXACT, "exact: two runs are equal, and so is the resumed one, all 8 digests; the contr"),
-        (Runs(), NOT_PROVEN, "not proven: a resumed state that was changed had the same digests, too"),
+        (
+            Runs(changed=SPOILT),
+            EXACT,
+            (
+                "exact: two runs are equal, and so is the resumed one, all 8 digests;"
+                " the contr"
+            ),
+        ),
+        (
+            Runs(),
+            NOT_PROVEN,
+            "not proven: a resumed state that was changed had the same digests, too",
+        ),
         (
             Runs(changed={"second": {"weight": "x"}}),
             DIFFERENT,
-            "different: two runs of the command, without a fault, differ after iteration 1, rank 0: weight",
+            (
+                "different: two runs of the command, without a fault, differ after"
+                " iteration 1, rank 0: weight"
+            ),
         ),
         (
             Runs(changed={"killed": {"weight": "x", "rng": "y"}}, loaded=RNG),
             DIFFERENT,
-            "different: the resumed run differs after iteration 3, rank 0: weight\n"
-            "as loaded, after iteration 2: rng (from rank 0)\n"
-            "tensors that differ after any iteration, on any rank: rng, weight",
+            (
+                "different: the resumed run differs after iteration 3, rank 0: weight\n"
+                "as loaded, after iteration 2: rng (from rank 0)\n"
+                "tensors that differ after any iteration, on any rank: rng, weight"
+            ),
         ),
         (
             Runs(changed={"killed": RNG}),
             DIFFERENT,
-            "different: the resumed run differs after iteration 3, rank 0: rng\n"
-            "tensors that differ after any iteration, on any rank: rng",
+            (
+                "different: the resumed run differs after iteration 3, rank 0: rng\n"
+                "tensors that differ after any iteration, on any rank: rng"
+            ),
         ),
         (
             Runs(changed={"killed": RNG, **SPOILT}, changed_before=RNG),
             DIFFERENT,
-            "different: two runs of the command, before the kill, differ after iteration 1, rank 0: rng",
+            (
+                "different: two runs of the command, before the kill, differ after"
+                " iteration 1, rank 0: rng"
+            ),
         ),
         # a rank that was ended early had not logged what its checkpoint has
-        (Runs(saved=4, is_cut_off=True, changed=SPOILT), EXACT, "exact: two runs are equal"),
+        (
+            Runs(saved=4, is_cut_off=True, changed=SPOILT),
+            EXACT,
+            "exact: two runs are equal",
+        ),
         (
             Runs(saved=0, changed=SPOILT),
             NOT_PROVEN,
-            "not proven: the command began anew after the kill, wanted a checkpoint from before iteration 4 ended",
+            (
+                "not proven: the command began anew after the kill, wanted a checkpoint"
+                " from before iteration 4 ended"
+            ),
         ),
     ],
 )
 def test_the_verdict_is_the_last_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], runs: Runs, status: int, last: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    runs: Runs,
+    status: int,
+    last: str,
 ) -> None:
     assert ResumeProof(COMMAND, tmp_path, runs.execute).run() == status
     lines = capsys.readouterr().out.splitlines()
     assert "\n".join(lines[-last.count("\n") - 1 :]).startswith(last)
 
 
-def test_a_launcher_that_restarts_its_ranks_is_not_started_again(tmp_path: Path) -> None:
+def test_a_launcher_that_restarts_its_ranks_is_not_started_again(
+    tmp_path: Path,
+) -> None:
     runs = Runs(statuses=(0, 0), changed=SPOILT)
 
-    def execute(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Ended:
+    def execute(
+        command: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> Ended:
         ended = runs.execute(command, log, environment)
         order = read_order(environment)
-        return runs.execute(command, log, environment) if order and order.kill_rank == 0 else ended
+        return (
+            runs.execute(command, log, environment)
+            if order and order.kill_rank == 0
+            else ended
+        )
 
     assert ResumeProof(COMMAND, tmp_path, execute).run() == EXACT
     assert runs.starts == ["first", "second", "killed", "killed", "control", "control"]
 
 
 @pytest.mark.parametrize("status", [-9, 1, 0])
-def test_a_command_that_the_kill_ended_is_started_again(tmp_path: Path, status: int) -> None:
+def test_a_command_that_the_kill_ended_is_started_again(
+    tmp_path: Path, status: int
+) -> None:
     """Also by a shell that hides the status of its last program but one."""
     runs = Runs(changed=SPOILT, statuses=(status, 0))
     assert ResumeProof(COMMAND, tmp_path, runs.execute).run() == EXACT
-    assert runs.starts == ["first", "second", "killed", "killed-resumed", "control", "control-resumed"]
+    assert runs.starts == [
+        "first",
+        "second",
+        "killed",
+        "killed-resumed",
+        "control",
+        "control-resumed",
+    ]
 
 
-def test_named_tensors_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_tensors_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = Runs(changed={"killed": RNG, **SPOILT}, loaded=RNG)
-    assert ResumeProof(COMMAND, tmp_path / "a", runs.execute, ignored=["rng"]).run() == EXACT
-    assert capsys.readouterr().out.splitlines()[-1].startswith("exact, except for rng: two runs are equal")
+    assert (
+        ResumeProof(COMMAND, tmp_path / "a", runs.execute, ignored=["rng"]).run()
+        == EXACT
+    )
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith("exact, except for rng: two runs are equal")
+    )
     with pytest.raises(ConfigError, match=r"^--except: got 'rgn', wanted a name as"):
         ResumeProof(COMMAND, tmp_path / "b", runs.execute, ignored=["rgn"]).run()
 
@@ -173,12 +252,20 @@ def test_named_tensors_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (
             Runs(observes=False),
-            r"^COMMAND: got no digests \(.*run.json\), wanted the loop of Megatron-LM, Megatron-B",
+            (
+                r"^COMMAND: got no digests \(.*run.json\), wanted the loop of"
+                r" Megatron-LM, Megatron-B"
+            ),
         ),
-        (Runs(statuses=(-9, 1)), r"^killed: ended with status 1; log: .*killed-resumed.log\nthe last line"),
+        (
+            Runs(statuses=(-9, 1)),
+            r"^killed: ended with status 1; log: .*killed-resumed.log\nthe last line",
+        ),
     ],
 )
-def test_a_run_that_fails_by_itself_is_an_error(tmp_path: Path, runs: Runs, message: str) -> None:
+def test_a_run_that_fails_by_itself_is_an_error(
+    tmp_path: Path, runs: Runs, message: str
+) -> None:
     with pytest.raises(RunFailedError, match=message):
         ResumeProof(COMMAND, tmp_path, runs.execute).run()
 
@@ -189,9 +276,15 @@ def test_a_run_that_fails_by_itself_is_an_error(tmp_path: Path, runs: Runs, mess
         ([], "COMMAND: got 'nothing', wanted the command that trains"),
         (
             ["torchrun", "train.py"],
-            "COMMAND: got 'torchrun train.py', wanted the folder of its checkpoints as {run} (-",
+            (
+                "COMMAND: got 'torchrun train.py', wanted the folder of its checkpoints"
+                " as {run} (-"
+            ),
         ),
-        (["no-such-program", "{run}"], "COMMAND: got 'no-such-program', wanted a program"),
+        (
+            ["no-such-program", "{run}"],
+            "COMMAND: got 'no-such-program', wanted a program",
+        ),
     ],
 )
 def test_a_command_that_cannot_be_proven_is_one_error(
@@ -242,11 +335,16 @@ train(*sys.argv[1:])
 @pytest.mark.parametrize(
     ("forgotten", "status", "last"),
     [
-        ("nothing", EXACT, "exact: two runs are equal, and so is the resumed one, all 8 digests"),
+        (
+            "nothing",
+            EXACT,
+            "exact: two runs are equal, and so is the resumed one, all 8 digests",
+        ),
         pytest.param(
             "optimizer",
             DIFFERENT,
-            "different: the resumed run differs after iteration 3, rank 0: model.0.weight",
+            "different: the resumed run differs after iteration 3, rank 0:"
+            " model.0.weight",
             marks=pytest.mark.full,
         ),
     ],
@@ -259,7 +357,9 @@ def test_a_script_of_ones_own_is_proven(
     status: int,
     last: str,
 ) -> None:
-    """Starts processes: only they show that Python starts observed, that a kill ends a run, and a second start."""
+    """Starts processes: only they show that Python starts observed, that a kill ends a
+    run, and a second start.
+    """
     script = tmp_path / "train.py"
     script.write_text(OWN_SCRIPT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -269,16 +369,29 @@ def test_a_script_of_ones_own_is_proven(
     out = capsys.readouterr().out.splitlines()
     assert any(line.startswith(last) for line in out)
     assert out[2].startswith(
-        "killed: rank 0 killed after iteration 4, resumed after iteration 2 (8 iterations, 1 ranks"
+        "killed: rank 0 killed after iteration 4, resumed after iteration 2 (8"
+        " iterations, 1 ranks"
     )
 
 
 NEWEST = sources_of(TAGS[0])
-SAVING = ("--save", "{run}", "--load", "{run}", "--save-interval", "2", "--ckpt-format", "torch_dist")
+SAVING = (
+    "--save",
+    "{run}",
+    "--load",
+    "{run}",
+    "--save-interval",
+    "2",
+    "--ckpt-format",
+    "torch_dist",
+)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not NEWEST.exists(), reason=f"get it by: .venv/bin/python scripts/fetch_megatron_lm.py {TAGS[0]}")
+@pytest.mark.skipif(
+    not NEWEST.exists(),
+    reason=f"get it by: .venv/bin/python scripts/fetch_megatron_lm.py {TAGS[0]}",
+)
 @pytest.mark.parametrize(
     ("own", "options", "status", "found"),
     [
@@ -288,16 +401,26 @@ SAVING = ("--save", "{run}", "--load", "{run}", "--save-interval", "2", "--ckpt-
             DIFFERENT,
             [
                 "different: the resumed run differs after iteration 3, rank 0: rng.cpu",
-                # a checkpoint has one rank's generators for all ranks with the same dense weights
-                "as loaded, after iteration 2: rng.cpu (from rank 0), rng.expert-parallel-rng (from rank 1)",
-                "tensors that differ after any iteration, on any rank: rng.cpu, rng.expert-parallel-rng",
+                # a checkpoint has one rank's generators for all ranks with the same
+                # dense weights
+                (
+                    "as loaded, after iteration 2: rng.cpu (from rank 0),"
+                    " rng.expert-parallel-rng (from rank 1)"
+                ),
+                (
+                    "tensors that differ after any iteration, on any rank: rng.cpu,"
+                    " rng.expert-parallel-rng"
+                ),
             ],
         ),
         (
             ("--except=rng.cpu", "--except=rng.expert-parallel-rng"),
             (),
             EXACT,
-            ["exact, except for rng.cpu, rng.expert-parallel-rng: two runs are equal, and so is the resumed one"],
+            [
+                "exact, except for rng.cpu, rng.expert-parallel-rng: two runs are"
+                " equal, and so is the resumed one"
+            ],
         ),
         (
             (),
@@ -305,7 +428,10 @@ SAVING = ("--save", "{run}", "--load", "{run}", "--save-interval", "2", "--ckpt-
             DIFFERENT,
             [
                 "different: the resumed run differs after iteration 3, rank 0: model0.",
-                "as loaded, after iteration 2: optimizer0.0.lr (from rank 0), optimizer0.0.0.exp_avg (from rank 0)",
+                (
+                    "as loaded, after iteration 2: optimizer0.0.lr (from rank 0),"
+                    " optimizer0.0.0.exp_avg (from rank 0)"
+                ),
             ],
         ),
     ],
@@ -319,17 +445,37 @@ def test_megatron_lms_own_script_resumes_all_but_two_generators(
     status: int,
     found: list[str],
 ) -> None:
-    """Starts processes: whether Megatron-LM's own resume is exact is a fact about its processes."""
+    """Starts processes: whether Megatron-LM's own resume is exact is a fact about its
+    processes.
+    """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, NEWEST, FOLDER))))
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    # without dropout, which draws from the CPU's generator on a CPU; Megatron-Core cannot
-    # load a sharded optimizer of torch's Adam, which a CPU has
+    # without dropout, which draws from the CPU's generator on a CPU; Megatron-Core
+    # cannot load a sharded optimizer of torch's Adam, which a CPU has
     arguments = [word for word in ARGUMENTS if word != "--use-distributed-optimizer"]
-    arguments += ["--train-iters", "8", "--eval-interval", "100", "--hidden-dropout", "0", "--attention-dropout", "0"]
-    command = [TORCHRUN, "--standalone", "--nproc-per-node=4", str(NEWEST / "pretrain_gpt.py"), *arguments, *SAVING]
+    arguments += [
+        "--train-iters",
+        "8",
+        "--eval-interval",
+        "100",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+    ]
+    command = [
+        TORCHRUN,
+        "--standalone",
+        "--nproc-per-node=4",
+        str(NEWEST / "pretrain_gpt.py"),
+        *arguments,
+        *SAVING,
+    ]
     assert main(["-o", str(tmp_path / "out"), *own, "--", *command, *options]) == status
     lines = capsys.readouterr().out.splitlines()
-    assert [start for start in found if not any(line.startswith(start) for line in lines)] == []
+    assert [
+        start for start in found if not any(line.startswith(start) for line in lines)
+    ] == []
 
 
 def test_a_late_command_is_ended_with_all_its_processes(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""Options of production recipes that the launcher has no settings for: a run that loses its state ends where it should.
+"""Options of production recipes that the launcher has no settings for: a run that loses
+its state ends where it should.
 
-Each option is set inside the ranks, in the launcher's calls of Megatron-Core. The same options under Megatron-LM's own
-loop, with deaths of processes, are in tests/integrations/test_megatron_lm.py.
+Each option is set inside the ranks, in the launcher's calls of Megatron-Core. The same
+options under Megatron-LM's own loop, with deaths of processes, are in
+tests/integrations/test_megatron_lm.py.
 """
 
 from __future__ import annotations
@@ -25,30 +27,51 @@ from tests.references import outcome_of
 from tests.scenarios import BIAS, TIED
 from tests.training import events_of, job_settings, losing
 
-TRAINING = ("parallel.pp=2", "parallel.ep=2", "train.global_batch_size=8", "train.clip_grad=0.1", "train.iterations=9")
+TRAINING = (
+    "parallel.pp=2",
+    "parallel.ep=2",
+    "train.global_batch_size=8",
+    "train.clip_grad=0.1",
+    "train.iterations=9",
+)
 LOST = ((5, 1, "forward", 1), (6, 0, "backward"), (7, 1, "step"), (7, 0, "between"))
 
 
 def _with_options(name: str, **options: Any) -> None:
     """Add options to a constructor of Megatron-Core that the launcher calls."""
-    setattr(launcher.model, name, functools.partial(getattr(launcher.model, name), **options))
+    setattr(
+        launcher.model,
+        name,
+        functools.partial(getattr(launcher.model, name), **options),
+    )
 
 
 def _overlap() -> None:
     """Overlap both collectives, with several buckets a group."""
-    _with_options("DistributedDataParallelConfig", overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=999)
+    _with_options(
+        "DistributedDataParallelConfig",
+        overlap_param_gather=True,
+        overlap_grad_reduce=True,
+        bucket_size=999,
+    )
 
 
 def _loss_per_token() -> None:
-    """Count the targets that are letters: micro-batches and ranks differ in their tokens."""
+    """Count the targets that are letters: micro-batches and ranks differ in their
+    tokens.
+    """
     _with_options("TransformerConfig", calculate_per_token_loss=True)
     forward = launcher.loop._forward
 
-    def loss_of(mask: torch.Tensor, per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def loss_of(
+        mask: torch.Tensor, per_token: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         total, count = (per_token.float() * mask).sum(), mask.sum()
         return total, count, {"loss": (total / count).detach()}
 
-    def forward_step(micro_batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward_step(
+        micro_batches: Any, model: Any
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
         tokens: Any = next(micro_batches)
         mask: Any = None if tokens is None else (tokens[:, 1:] >= ord("a")).int()
         return forward(tokens, model), functools.partial(loss_of, mask)
@@ -57,7 +80,9 @@ def _loss_per_token() -> None:
 
 
 def _frozen_base() -> None:
-    """Train experts and norms alone: of the first stage neither the embedding nor a router."""
+    """Train experts and norms alone: of the first stage neither the embedding nor a
+    router.
+    """
     build = launcher.model._build_stage
 
     def frozen(*arguments: Any) -> torch.nn.Module:
@@ -75,7 +100,9 @@ def _tokens_further_ahead() -> None:
     model = launcher.model.GPTModel
 
     def with_mtp(config: Any, layers: Any, **options: Any) -> torch.nn.Module:
-        block: Any = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
+        block: Any = get_gpt_mtp_block_spec(
+            config, layers, use_transformer_engine=False
+        )
         return model(config, layers, mtp_block_spec=block, **options)
 
     launcher.model.GPTModel = with_mtp
@@ -94,7 +121,10 @@ ROWS = {
     "frozen base": (("frozen base",), ()),
     "frozen base, overlapped, tied": (("frozen base", "overlapped"), TIED),
     "tokens further ahead": (("tokens further ahead",), ()),
-    "tokens further ahead, tied, per token": (("tokens further ahead", "loss per token"), TIED),
+    "tokens further ahead, tied, per token": (
+        ("tokens further ahead", "loss per token"),
+        TIED,
+    ),
 }
 IN_DEFAULT = ("overlapped, loss per token, tied", "frozen base")
 
@@ -106,16 +136,27 @@ def _run_with(settings: Settings, options: tuple[str, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=() if row in IN_DEFAULT else pytest.mark.full) for row in ROWS]
+    "row",
+    [
+        pytest.param(row, marks=() if row in IN_DEFAULT else pytest.mark.full)
+        for row in ROWS
+    ],
 )
 def test_recovered_run_of_a_recipe_is_exact(row: str, tmp_path: Path) -> None:
     options, training = ROWS[row]
     plain, lost = tmp_path / "plain", tmp_path / "lost"
     recovery = (*losing(*LOST), "ckpt.window=3", "train.check_determinism=true")
     outcomes = [
-        outcome_of(folder, run_ranks(4, _run_with, job_settings(folder, *TRAINING, *training, *more), options)[0])
+        outcome_of(
+            folder,
+            run_ranks(
+                4, _run_with, job_settings(folder, *TRAINING, *training, *more), options
+            )[0],
+        )
         for folder, more in ((plain, ()), (lost, recovery))
     ]
 
-    assert {loss.phase for rank in range(4) for loss in events_of(lost, StateLost, rank)} == {loss[2] for loss in LOST}
+    assert {
+        loss.phase for rank in range(4) for loss in events_of(lost, StateLost, rank)
+    } == {loss[2] for loss in LOST}
     assert outcomes[1] == outcomes[0]

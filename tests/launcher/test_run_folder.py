@@ -1,4 +1,6 @@
-"""One folder for a job: found again after a restart, waited for no longer than told, and no other job's meanwhile."""
+"""One folder for a job: found again after a restart, waited for no longer than told,
+and no other job's meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,24 @@ def start_without_torchruns_store() -> str:
 
 
 def test_where_the_job_hosts_its_own_store_it_has_to_know_its_folder() -> None:
-    wanted = "a folder that all nodes see, where the job hosts its own store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)"
-    assert run_ranks(2, start_without_torchruns_store) == [f"run.dir: got null, wanted {wanted}"] * 2
+    wanted = (
+        "a folder that all nodes see, where the job hosts its own store"
+        " (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)"
+    )
+    assert (
+        run_ranks(2, start_without_torchruns_store)
+        == [f"run.dir: got null, wanted {wanted}"] * 2
+    )
 
 
 def host_store() -> dist.TCPStore:
     """Start a store, and let this process find it as that of its agent."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    os.environ |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
     return store
 
 
@@ -52,7 +64,11 @@ def found_by(rank: int, run_dir: str, timeout_s: float = WAIT_S) -> Any:
     """Return the path of the folder that a rank finds, or its error."""
     folder = replace(compose_settings(fast()).job.folder, dir=run_dir or None)
     try:
-        return str(find_run_folder(folder, replace(read_launch(), global_rank=rank), timeout_s).path)
+        return str(
+            find_run_folder(
+                folder, replace(read_launch(), global_rank=rank), timeout_s
+            ).path
+        )
     except ConfigError as error:
         return str(error)
 
@@ -63,11 +79,15 @@ def wait_in_vain() -> str:
 
 
 def test_the_folder_is_waited_for_as_long_as_told() -> None:
-    assert run_ranks(1, wait_in_vain) == ["run.dir: got no folder from rank 0 in 0.05 s"]
+    assert run_ranks(1, wait_in_vain) == [
+        "run.dir: got no folder from rank 0 in 0.05 s"
+    ]
 
 
 def find_where_a_stranger_writes_the_store(real: str, planted: str) -> list[str]:
-    """Let rank 0 make a folder, and a stranger name another in the store, which has no authentication."""
+    """Let rank 0 make a folder, and a stranger name another in the store, which has no
+    authentication.
+    """
     store = host_store()
     first = found_by(0, real)
     part_of(store, JOB).set("run_folder", planted)
@@ -80,25 +100,38 @@ def find_where_a_stranger_names_a_folder_first(planted: str) -> Any:
     return [found_by(0, ""), found_by(1, "")]
 
 
-def test_a_folder_that_all_users_may_write_is_not_taken_from_the_store(tmp_path: Path) -> None:
+def test_a_folder_that_all_users_may_write_is_not_taken_from_the_store(
+    tmp_path: Path,
+) -> None:
     """As /tmp: a checkpoint that a stranger has put there has pickles."""
     planted = tmp_path / "planted"
     planted.mkdir()
     planted.chmod(0o1777)
     (planted / "run.json").write_text('{"run_id": "planted", "clock_origin_unix_s": 0}')
     [found] = run_ranks(1, find_where_a_stranger_names_a_folder_first, str(planted))
-    wanted = f"run.dir: got {str(planted)!r} of user {os.geteuid()}, wanted a folder of this user's"
+    wanted = (
+        f"run.dir: got {str(planted)!r} of user {os.geteuid()}, wanted a folder of this"
+        " user's"
+    )
     assert found == [wanted] * 2
 
 
-def test_a_link_to_the_newest_run_that_cannot_be_made_ends_no_job(tmp_path: Path) -> None:
+def test_a_link_to_the_newest_run_that_cannot_be_made_ends_no_job(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "outputs" / "latest").mkdir(parents=True)
     [(found, *_)] = run_ranks(1, find_without_a_name, str(tmp_path))
     assert Path(found).is_relative_to(tmp_path / "outputs")
-    assert [path.name for path in (tmp_path / "outputs").iterdir() if path.name.startswith(".")] == []
+    assert [
+        path.name
+        for path in (tmp_path / "outputs").iterdir()
+        if path.name.startswith(".")
+    ] == []
 
 
-def test_a_folder_that_a_setting_names_is_not_looked_up_in_the_store(tmp_path: Path) -> None:
+def test_a_folder_that_a_setting_names_is_not_looked_up_in_the_store(
+    tmp_path: Path,
+) -> None:
     real, planted = str(tmp_path / "real"), tmp_path / "planted"
     planted.mkdir()
     [found] = run_ranks(1, find_where_a_stranger_writes_the_store, real, str(planted))
@@ -117,7 +150,9 @@ def find_in(run_dir: str) -> list[str]:
     return [found_by(rank, run_dir) for rank in (0, 1, 0, 1)] if store else []
 
 
-def test_a_new_folder_is_found_again_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_folder_is_found_again_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [(first, *others)] = run_ranks(1, find_without_a_name, str(tmp_path))
     assert Path(first).is_relative_to(tmp_path / "outputs")
     assert others == [first] * 3
@@ -141,7 +176,9 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, mode: int) -> None:
     run.mkdir()
     os.chown(run, STRANGER, STRANGER)
     run.chmod(mode)
-    wanted = f"run.dir: got {str(run)!r} of user {STRANGER}, wanted a folder of this user's"
+    wanted = (
+        f"run.dir: got {str(run)!r} of user {STRANGER}, wanted a folder of this user's"
+    )
     assert run_ranks(1, find_first, str(run)) == [wanted]
     assert not list(run.iterdir())
 
@@ -150,15 +187,24 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, mode: int) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        pytest.param(lambda secret: os.chown(secret, STRANGER, STRANGER), id="of another user"),
+        pytest.param(
+            lambda secret: os.chown(secret, STRANGER, STRANGER), id="of another user"
+        ),
         pytest.param(lambda secret: secret.chmod(0o640), id="of another mode"),
         pytest.param(lambda secret: secret.write_text(""), id="empty"),
         pytest.param(
-            lambda secret: secret.rename(secret.with_name("s")).parent.joinpath("secret").symlink_to("s"), id="a link"
+            lambda secret: (
+                secret.rename(secret.with_name("s"))
+                .parent.joinpath("secret")
+                .symlink_to("s")
+            ),
+            id="a link",
         ),
     ],
 )
-def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, plant: Callable[[Path], object]) -> None:
+def test_a_secret_that_others_may_know_is_refused(
+    tmp_path: Path, plant: Callable[[Path], object]
+) -> None:
     make_secret(tmp_path)
     secret = tmp_path / SECRET_FILE
     plant(secret)
@@ -166,10 +212,14 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, plant: Callabl
         read_secret(secret)
 
 
-def test_a_copy_of_a_secret_may_be_a_link_as_kubernetes_makes_it(tmp_path: Path) -> None:
+def test_a_copy_of_a_secret_may_be_a_link_as_kubernetes_makes_it(
+    tmp_path: Path,
+) -> None:
     make_secret(tmp_path)
     (tmp_path / "copy").symlink_to(SECRET_FILE)
-    assert read_secret(tmp_path / "copy", "--secret") == read_secret(tmp_path / SECRET_FILE)
+    assert read_secret(tmp_path / "copy", "--secret") == read_secret(
+        tmp_path / SECRET_FILE
+    )
 
 
 def test_each_start_of_a_job_has_another_token(tmp_path: Path) -> None:
@@ -185,9 +235,16 @@ def test_each_start_of_a_job_has_another_token(tmp_path: Path) -> None:
 def open_folder(path: str) -> str:
     """Open a folder as the ranks of a run without supervisors do; return how that went."""
     launch = read_launch()
-    dist.init_process_group("gloo", store=rank_store(), rank=launch.global_rank, world_size=launch.world_size)
+    dist.init_process_group(
+        "gloo",
+        store=rank_store(),
+        rank=launch.global_rank,
+        world_size=launch.world_size,
+    )
     try:
-        return open_run_folder(compose_settings(fast(f"run.dir={path}")).job.folder, launch).run_id
+        return open_run_folder(
+            compose_settings(fast(f"run.dir={path}")).job.folder, launch
+        ).run_id
     except ConfigError as error:
         return str(error)
 
@@ -207,4 +264,7 @@ def test_a_run_without_supervisors_has_its_folder_for_itself(tmp_path: Path) -> 
     )
     (tmp_path / "lock").write_text(json.dumps(asdict(other)))
     got = f"got {str(tmp_path)!r}, which the run of process {os.getpid()} uses"
-    assert run_ranks(2, open_folder, str(tmp_path)) == [f"run.dir: {got}, wanted a folder of its own for every run"] * 2
+    assert (
+        run_ranks(2, open_folder, str(tmp_path))
+        == [f"run.dir: {got}, wanted a folder of its own for every run"] * 2
+    )

@@ -1,4 +1,6 @@
-"""A run's folder is one job's at a time; all lives and restarts of a job's ranks have it."""
+"""A run's folder is one job's at a time; all lives and restarts of a job's ranks have
+it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def read(run: Path) -> Holder:
 
 
 def refusal(run: Path, job_id: str = "") -> str:
-    """Try to take a folder; return why it is not to be had, or nothing where it is taken now."""
+    """Try to take a folder; return why it is not to be had, or nothing where it is
+    taken now.
+    """
     try:
         take_lock(run, job_id)
     except ConfigError as error:
@@ -67,7 +71,9 @@ def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_job_has_a_folder_in_all_its_lives_until_it_leaves_it(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
+def test_a_job_has_a_folder_in_all_its_lives_until_it_leaves_it(
+    tmp_path: Path, job: pytest.MonkeyPatch
+) -> None:
     for _ in range(2):
         take_lock(tmp_path, "number 8")
         assert names_in(tmp_path) == ["lock", read(tmp_path).held]
@@ -92,24 +98,38 @@ def names_in(run: Path) -> list[str]:
         json.dumps(asdict(CONTAINED) | {"held": "lock-1"}),
         '{"host"',
     ],
-    ids=["empty", "gone", "of an earlier start of the machine", "of a container that is gone", "torn"],
+    ids=[
+        "empty",
+        "gone",
+        "of an earlier start of the machine",
+        "of a container that is gone",
+        "torn",
+    ],
 )
-def test_the_lock_of_a_dead_job_is_taken_over(tmp_path: Path, job: pytest.MonkeyPatch, content: str) -> None:
+def test_the_lock_of_a_dead_job_is_taken_over(
+    tmp_path: Path, job: pytest.MonkeyPatch, content: str
+) -> None:
     (tmp_path / "lock").write_text(content)
     take_lock(tmp_path)
     assert read(tmp_path).job == "8"
     assert names_in(tmp_path) == ["lock", read(tmp_path).held]
 
 
-def test_another_jobs_folder_is_refused_and_stays_its_own(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
+def test_another_jobs_folder_is_refused_and_stays_its_own(
+    tmp_path: Path, job: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, LIVES)
     got = f"got {str(tmp_path)!r}, which the run of process {os.getpid()} uses"
-    assert refusal(tmp_path) == f"run.dir: {got}, wanted a folder of its own for every run"
+    assert (
+        refusal(tmp_path) == f"run.dir: {got}, wanted a folder of its own for every run"
+    )
     release_lock(tmp_path)
     assert read(tmp_path) == LIVES
 
 
-def test_the_refusal_for_another_machines_job_names_its_lock(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
+def test_the_refusal_for_another_machines_job_names_its_lock(
+    tmp_path: Path, job: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, ELSEWHERE)
     hint = f"process {os.getpid()} of far-away uses, .* remove '{tmp_path}/lock'"
     assert re.search(hint, refusal(tmp_path))
@@ -125,7 +145,9 @@ def hold(connection: Connection, run: Path, holder: Holder) -> None:
 
 
 @pytest.fixture
-def start_holder(tmp_path: Path, start: Callable[..., Child]) -> Callable[[Holder], Child]:
+def start_holder(
+    tmp_path: Path, start: Callable[..., Child]
+) -> Callable[[Holder], Child]:
     def started(holder: Holder) -> Child:
         child = start(hold, tmp_path, holder)
         assert child.hear() == "holds it"
@@ -137,21 +159,43 @@ def start_holder(tmp_path: Path, start: Callable[..., Child]) -> Callable[[Holde
 @pytest.mark.parametrize(
     ("holder", "where"),
     [
-        pytest.param(CONTAINED, f"process {os.getpid()} in another container uses", id="another PID namespace"),
-        pytest.param(ELSEWHERE, f"process {os.getpid()} of far-away uses", id="another machine"),
-        pytest.param(BOOTED, f"process {os.getpid()} of {socket.gethostname()} uses", id="a machine of the same name"),
-        pytest.param(GONE, f"process {os.getpid()}, uses".replace(",", ""), id="a pid that is seen as another's"),
+        pytest.param(
+            CONTAINED,
+            f"process {os.getpid()} in another container uses",
+            id="another PID namespace",
+        ),
+        pytest.param(
+            ELSEWHERE, f"process {os.getpid()} of far-away uses", id="another machine"
+        ),
+        pytest.param(
+            BOOTED,
+            f"process {os.getpid()} of {socket.gethostname()} uses",
+            id="a machine of the same name",
+        ),
+        pytest.param(
+            GONE,
+            f"process {os.getpid()}, uses".replace(",", ""),
+            id="a pid that is seen as another's",
+        ),
     ],
 )
 def test_a_folder_whose_holder_lives_is_refused_wherever_that_is(
-    tmp_path: Path, job: pytest.MonkeyPatch, start_holder: Callable[[Holder], Child], holder: Holder, where: str
+    tmp_path: Path,
+    job: pytest.MonkeyPatch,
+    start_holder: Callable[[Holder], Child],
+    holder: Holder,
+    where: str,
 ) -> None:
-    """The holder is a process: the kernel keeps its lock, whatever names and numbers this process can see."""
+    """The holder is a process: the kernel keeps its lock, whatever names and numbers
+    this process can see.
+    """
     child = start_holder(holder)
     assert where in refusal(tmp_path)
     assert read(tmp_path) == holder
     child.kill()
-    assert (refusal(tmp_path) == "") is (holder != ELSEWHERE), "another machine's locks may not reach this one"
+    assert (refusal(tmp_path) == "") is (holder != ELSEWHERE), (
+        "another machine's locks may not reach this one"
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +203,9 @@ def test_a_folder_whose_holder_lives_is_refused_wherever_that_is(
     [
         ("none", False),  # torchrun's name of any job
         ("", False),
-        ("7", True),  # its --rdzv-id: rank 0 has moved, and the process that it left is cut off, and lives
+        # its --rdzv-id: rank 0 has moved, and the process that it left is cut off, and
+        # lives
+        ("7", True),
     ],
 )
 @pytest.mark.parametrize("where", [LIVES, ELSEWHERE], ids=["here", "elsewhere"])
@@ -177,15 +223,23 @@ def test_without_a_store_a_name_that_all_jobs_have_takes_no_live_jobs_folder(
     assert (refusal(tmp_path) == "") is passes
 
 
-def test_a_machines_name_counts_outside_of_containers_only(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
+def test_a_machines_name_counts_outside_of_containers_only(
+    tmp_path: Path, job: pytest.MonkeyPatch
+) -> None:
     """Pods of several machines may have one name, and pids of their own."""
     write(tmp_path, BOOTED)
     job.setattr(run_lock, "pid_namespace", lambda: OF_MACHINE + 1)
     assert "remove" in refusal(tmp_path)
 
 
-def test_a_live_job_of_another_version_keeps_its_folder(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
-    older = {name: value for name, value in asdict(LIVES).items() if name not in ("job_id", "held")}
+def test_a_live_job_of_another_version_keeps_its_folder(
+    tmp_path: Path, job: pytest.MonkeyPatch
+) -> None:
+    older = {
+        name: value
+        for name, value in asdict(LIVES).items()
+        if name not in ("job_id", "held")
+    }
     for there in (asdict(LIVES) | {"new": 1}, older):
         (tmp_path / "lock").write_text(json.dumps(there))
         assert f"process {os.getpid()} uses" in refusal(tmp_path)
@@ -225,7 +279,9 @@ def test_two_jobs_of_one_script_do_not_share_a_folder(
     tmp_path: Path, job: pytest.MonkeyPatch, start_holder: Callable[[Holder], Child]
 ) -> None:
     """Without torchrun, the process that starts both is the agent of both."""
-    agent = replace(LIVES, agent_pid=os.getppid(), start_ticks=start_ticks(os.getppid()))
+    agent = replace(
+        LIVES, agent_pid=os.getppid(), start_ticks=start_ticks(os.getppid())
+    )
     child = start_holder(agent)
     assert "uses" in refusal(tmp_path)
     child.kill()
@@ -240,7 +296,10 @@ def test_without_locks_in_the_file_system_another_container_is_asked_for(
 
     job.setattr(fcntl, "flock", flock)
     take_lock(tmp_path)
-    assert "has no locks ([Errno 37] No locks available): another container's job in it is not noticed" in caplog.text
+    assert (
+        "has no locks ([Errno 37] No locks available): another container's job in it is"
+        " not noticed" in caplog.text
+    )
     assert names_in(tmp_path) == ["lock"]
     write(tmp_path, CONTAINED)
     assert "in another container uses" in refusal(tmp_path)
@@ -251,7 +310,8 @@ def test_without_locks_in_the_file_system_another_container_is_asked_for(
 @pytest.mark.parametrize(
     ("holder", "name", "has_store", "passes"),
     [
-        (ELSEWHERE, "7", True, True),  # started again on other machines, with the same --rdzv-id
+        # started again on other machines, with the same --rdzv-id
+        (ELSEWHERE, "7", True, True),
         (ELSEWHERE, "none", True, False),
         (LIVES, "7", True, False),  # torchrun's store would know
         (LIVES, "7", False, True),  # rank 0 is at another agent of this machine now
@@ -261,7 +321,12 @@ def test_without_locks_in_the_file_system_another_container_is_asked_for(
     ],
 )
 def test_without_a_store_another_agents_job_is_known_by_its_name(
-    tmp_path: Path, job: pytest.MonkeyPatch, holder: Holder, name: str, has_store: bool, passes: bool
+    tmp_path: Path,
+    job: pytest.MonkeyPatch,
+    holder: Holder,
+    name: str,
+    has_store: bool,
+    passes: bool,
 ) -> None:
     job.setenv("TORCHELASTIC_RUN_ID", name)
     job.setenv("TORCHELASTIC_USE_AGENT_STORE", str(has_store))
@@ -271,7 +336,9 @@ def test_without_a_store_another_agents_job_is_known_by_its_name(
     assert (read(tmp_path) == holder) is not passes
 
 
-def test_a_folder_of_the_same_store_is_ours(tmp_path: Path, job: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_same_store_is_ours(
+    tmp_path: Path, job: pytest.MonkeyPatch
+) -> None:
     for holder in (LIVES, ELSEWHERE, CONTAINED):
         write(tmp_path, holder)
         take_lock(tmp_path, holder.job_id)
@@ -282,7 +349,9 @@ NUM_ROUNDS = 20
 
 
 def compete(base: str) -> list[bool]:
-    """Be a job that wants folders of one that is gone; return where it was the one that has got it."""
+    """Be a job that wants folders of one that is gone; return where it was the one that
+    has got it.
+    """
     run_lock.agent_pid = os.getpid
     store, world_size = rank_store(), int(os.environ["WORLD_SIZE"])
 

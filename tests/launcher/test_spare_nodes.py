@@ -1,4 +1,5 @@
-"""A spare node takes the place of a lost one, also of the one that hosts the rendezvous, and of a sick one.
+"""A spare node takes the place of a lost one, also of the one that hosts the
+rendezvous, and of a sick one.
 
 Three agents of a real torchrun: two nodes train, and one waits.
 """
@@ -29,28 +30,41 @@ AT = 20
 
 
 def start_on_etcd(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
-    """Start the job's first agent; torchrun's rendezvous and the job's store are on an etcd that no node hosts."""
+    """Start the job's first agent; torchrun's rendezvous and the job's store are on an
+    etcd that no node hosts.
+    """
     etcd = EtcdServer(stack, folder, "--enable-v2")
     if importlib.util.find_spec("etcd") is None:
-        pytest.skip("python-etcd: got none, wanted it for torchrun's etcd-v2 (pip install 'moe-ckpt[etcd]')")
+        pytest.skip(
+            "python-etcd: got none, wanted it for torchrun's etcd-v2 (pip install"
+            " 'moe-ckpt[etcd]')"
+        )
     rendezvous = ("--rdzv-backend=etcd-v2", f"--rdzv-endpoint={etcd.endpoint}")
-    job = AgentsJob(stack, folder, 2, rendezvous, f"runtime.etcd={etcd.endpoint}", *overrides)
+    job = AgentsJob(
+        stack, folder, 2, rendezvous, f"runtime.etcd={etcd.endpoint}", *overrides
+    )
     job.start_agent()
     return job
 
 
 def start_on_c10d(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
-    """Start the job's first agent, which hosts torchrun's rendezvous, as its supervisor hosts the job's store."""
+    """Start the job's first agent, which hosts torchrun's rendezvous, as its supervisor
+    hosts the job's store.
+    """
     port = held_port(stack)
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
     job = AgentsJob(stack, folder, 2, rendezvous, *overrides)
     job.start_agent()
-    job.wait_for(lambda: _listens(port), "the rendezvous of the first agent")  # any agent would host it
+    # any agent would host it
+    job.wait_for(lambda: _listens(port), "the rendezvous of the first agent")
     return job
 
 
 def _listens(port: int) -> bool:
-    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+    with (
+        contextlib.suppress(ConnectionRefusedError),
+        socket.create_connection(("127.0.0.1", port)),
+    ):
         return True
     return False
 
@@ -64,26 +78,46 @@ def start_training(job: AgentsJob) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_any_node_may_be_lost_where_the_store_is_on_etcd(rank: int, tmp_path: Path, stack: ExitStack) -> None:
-    """Rank 0's node is the one whose address torchrun gives to all ranks, and whose loss ends a job without etcd."""
+def test_any_node_may_be_lost_where_the_store_is_on_etcd(
+    rank: int, tmp_path: Path, stack: ExitStack
+) -> None:
+    """Rank 0's node is the one whose address torchrun gives to all ranks, and whose
+    loss ends a job without etcd.
+    """
     job = start_on_etcd(stack, tmp_path, *WINDOW, *TRAINING)
     start_training(job)
     lost = job.agent_of(rank)
     job.lose(rank)
-    assert job.statuses() == [-signal.SIGKILL if agent == lost else 0 for agent in job.agents], job.said()
+    assert job.statuses() == [
+        -signal.SIGKILL if agent == lost else 0 for agent in job.agents
+    ], job.said()
     assert outcome_of(job.run, job.result()) == uninterrupted(2, *TRAINING)
 
 
-def test_a_sick_node_leaves_its_rank_to_a_spare_one(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_sick_node_leaves_its_rank_to_a_spare_one(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     job = start_on_c10d(
-        stack, tmp_path, *WINDOW, *TRAINING, 'runtime.health="test $RANK != 1"', "runtime.sick_place=leave"
+        stack,
+        tmp_path,
+        *WINDOW,
+        *TRAINING,
+        'runtime.health="test $RANK != 1"',
+        "runtime.sick_place=leave",
     )
     start_training(job)
     sick = job.agent_of(1)
     os.kill(job.worker(1).pid, signal.SIGKILL)
-    assert job.statuses() == [1 if agent == sick else 0 for agent in job.agents], job.said()
+    assert job.statuses() == [1 if agent == sick else 0 for agent in job.agents], (
+        job.said()
+    )
     said = job.said()
-    assert "the place of rank 1, is sick, no worker is started there again: runtime.health='test $RANK != 1'" in said
+    assert (
+        "the place of rank 1, is sick, no worker is started there again:"
+        " runtime.health='test $RANK != 1'" in said
+    )
     assert "runtime.sick_place=leave: this node leaves the job to a spare one" in said
-    assert "not saved within" not in said, "the job's store was there for the last saves"
+    assert "not saved within" not in said, (
+        "the job's store was there for the last saves"
+    )
     assert outcome_of(job.run, job.result()) == uninterrupted(2, *TRAINING)

@@ -1,4 +1,6 @@
-"""What a running job of real processes (tests/jobs.py) shows of itself, and what is left of one that has ended."""
+"""What a running job of real processes (tests/jobs.py) shows of itself, and what is
+left of one that has ended.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ def run(tmp_path: Path) -> Path:
     page.join(3)
     page.enter(Phase.STEP, 17)
     page.beat()
-    write_live(run, global_rank=1, node=0, supervisor_pid=os.getppid(), memory=tmp_path, incarnation=2)
+    write_live(
+        run,
+        global_rank=1,
+        node=0,
+        supervisor_pid=os.getppid(),
+        memory=tmp_path,
+        incarnation=2,
+    )
     return run
 
 
@@ -38,16 +47,30 @@ def text_of(capsys: pytest.CaptureFixture[str], run: Path) -> str:
     return capsys.readouterr().out
 
 
-def test_a_running_job_is_shown_rank_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_job_is_shown_rank_by_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with parked_job(tmp_path, 3, ranks_per_node=2) as (job, pids):
         record = shown(capsys, job.run)
-        assert (record["run"], record["ended"], record["result"]) == (str(job.run), False, None)
+        assert (record["run"], record["ended"], record["result"]) == (
+            str(job.run),
+            False,
+            None,
+        )
         expected = [(0, 0, pids[0], 0), (1, 0, pids[1], 0), (2, 1, pids[2], 0)]
-        assert [(rank["rank"], rank["node"], rank["pid"], rank["incarnation"]) for rank in record["ranks"]] == expected
+        assert [
+            (rank["rank"], rank["node"], rank["pid"], rank["incarnation"])
+            for rank in record["ranks"]
+        ] == expected
         for rank in record["ranks"]:
             assert 0.0 <= rank["doing"].pop("heartbeat_age_s") < 5.0
             assert rank["state"] == "computing"
-            assert rank["doing"] == {"generation": 1, "iteration": 3, "phase": "backward", "waiting": False}
+            assert rank["doing"] == {
+                "generation": 1,
+                "iteration": 3,
+                "phase": "backward",
+                "waiting": False,
+            }
         text = text_of(capsys, job.run)
         assert text.startswith(f"{job.run}: 3 ranks\n")
         assert all(str(pid) in text for pid in pids)
@@ -61,9 +84,22 @@ def test_the_table_has_a_row_for_each_rank_in_80_columns(
     lines = text_of(capsys, run).splitlines()
     assert max(map(len, lines[1:])) <= 80
     (row,) = [line for line in lines if str(2**22) in line]
-    assert row.split() == ["1", "0", "h" * 14, str(2**22), "2", "-", "-", "-", "elsewhere", "-"]
-    assert " ".join(" ".join(lines[1:3]).split()) == (
-        "incar- gener- iter- heart- rank node host pid nation ation ation phase state beat"
+    assert row.split() == [
+        "1",
+        "0",
+        "h" * 14,
+        str(2**22),
+        "2",
+        "-",
+        "-",
+        "-",
+        "elsewhere",
+        "-",
+    ]
+    assert (
+        " ".join(" ".join(lines[1:3]).split())
+        == "incar- gener- iter- heart- rank node host pid nation ation ation phase"
+        " state beat"
     )
 
 
@@ -71,16 +107,31 @@ def test_a_row_has_what_a_rank_does(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    (row,) = [line for line in text_of(capsys, run).splitlines() if str(os.getpid()) in line]
+    (row,) = [
+        line for line in text_of(capsys, run).splitlines() if str(os.getpid()) in line
+    ]
     (worker,) = read_live(run)
     *cells, heartbeat, unit = row.split()
-    assert cells == ["1", "0", worker.host, str(os.getpid()), "2", "3", "17", "step", "computing"]
+    assert cells == [
+        "1",
+        "0",
+        worker.host,
+        str(os.getpid()),
+        "2",
+        "3",
+        "17",
+        "step",
+        "computing",
+    ]
     assert heartbeat.isdecimal()
     assert unit == "ms"
 
 
 def test_the_newest_run_is_shown(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "latest").symlink_to(run)
@@ -88,7 +139,9 @@ def test_the_newest_run_is_shown(
     assert shown(capsys)["run"] == str(run)
 
 
-def test_a_rank_that_waits_for_others_is_shown(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_waits_for_others_is_shown(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     StatusPage(tmp_path / "page").wait(True)
     (rank,) = shown(capsys, run)["ranks"]
     assert (rank["state"], rank["doing"]["waiting"]) == ("waiting", True)
@@ -103,20 +156,35 @@ def test_a_rank_that_waits_for_others_is_shown(run: Path, tmp_path: Path, capsys
     ],
 )
 def test_a_worker_that_cannot_be_asked_is_shown(
-    run: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], state: str, ended: bool
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    state: str,
+    ended: bool,
 ) -> None:
     rewrite_live(run, 1, **changes)
     record = shown(capsys, run)
-    assert [(rank["state"], rank["doing"]) for rank in record["ranks"]] == [(state, None)]
+    assert [(rank["state"], rank["doing"]) for rank in record["ranks"]] == [
+        (state, None)
+    ]
     assert record["ended"] is ended
     assert ("ended without a result" in text_of(capsys, run)) is ended
 
 
-def test_the_result_of_a_run_that_has_ended_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_result_of_a_run_that_has_ended_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "run", 2)
     result = {"iteration": 200, "eval_loss": 2.53912, "digest": "c7" * 32}
     (run / "result.json").write_text(json.dumps(result))
-    wanted = {"run": str(run), "ended": True, "result": result, "faults": {}, "exactness": None, "ranks": []}
+    wanted = {
+        "run": str(run),
+        "ended": True,
+        "result": result,
+        "faults": {},
+        "exactness": None,
+        "ranks": [],
+    }
     assert shown(capsys, run) == wanted
     assert text_of(capsys, run).splitlines() == [
         f"{run}: 2 ranks",
@@ -125,13 +193,19 @@ def test_the_result_of_a_run_that_has_ended_is_shown(tmp_path: Path, capsys: pyt
     ]
 
 
-def test_faults_are_counted_by_class(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_are_counted_by_class(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     deaths = ["rank 0 (pid 7) died of SIGKILL", "rank 1 (pid 8) hung"]
-    write_events(run, 0, [(1.0, rejoined(5, deaths=deaths, classes=["signal", "hang"]))])
+    write_events(
+        run, 0, [(1.0, rejoined(5, deaths=deaths, classes=["signal", "hang"]))]
+    )
     assert shown(capsys, run)["faults"] == {"signal": 1, "hang": 1}
     assert "faults so far: 1 signal, 1 hang\n" in text_of(capsys, run)
 
 
 def test_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nowhere")]) == 1
-    assert capsys.readouterr().err == (f"error: no run in {tmp_path}/nowhere: start one, or name another's folder\n")
+    assert capsys.readouterr().err == (
+        f"error: no run in {tmp_path}/nowhere: start one, or name another's folder\n"
+    )

@@ -1,7 +1,9 @@
-"""Another user of the machine, who sees /proc and reaches every port, gets nothing from a job and harms none of it.
+"""Another user of the machine, who sees /proc and reaches every port, gets nothing from
+a job and harms none of it.
 
-The attacks need real users, processes and files: the kernel is what refuses them. torchrun's store has no
-authentication, so the stranger reads all of it here, and writes nothing there: that would end the job.
+The attacks need real users, processes and files: the kernel is what refuses them.
+torchrun's store has no authentication, so the stranger reads all of it here, and writes
+nothing there: that would end the job.
 """
 
 from __future__ import annotations
@@ -40,11 +42,17 @@ SILENT = 200
 LISTENS = "0A"
 """The state of a socket in /proc/net/tcp."""
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can become another user"
+)
 
 
-def be_stranger(connection: Connection, port: int, paths: list[Path], pids: list[int]) -> None:
-    """Attack a job; send what was gained, then hold silent connections until told to end."""
+def be_stranger(
+    connection: Connection, port: int, paths: list[Path], pids: list[int]
+) -> None:
+    """Attack a job; send what was gained, then hold silent connections until told to
+    end.
+    """
     os.setgroups([])
     os.setresgid(STRANGER, STRANGER, STRANGER)
     os.setresuid(STRANGER, STRANGER, STRANGER)
@@ -53,13 +61,19 @@ def be_stranger(connection: Connection, port: int, paths: list[Path], pids: list
     addresses = [key for key in in_store if key.startswith("moe_ckpt/daemons/")]
     gained = [gain for path in paths for gain in open_all(path)]
     gained += [f"process {pid} was sent a signal" for pid in pids if can_signal(pid)]
-    gained += [f"admitted at {in_store[key]}" for key in addresses if is_admitted(in_store[key], in_store)]
+    gained += [
+        f"admitted at {in_store[key]}"
+        for key in addresses
+        if is_admitted(in_store[key], in_store)
+    ]
     connection.send((len(addresses), gained))
     with contextlib.ExitStack() as stack:
         for key in addresses:
             for _ in range(SILENT):
                 address = parse_address(in_store[key])
-                stack.enter_context(socket.create_connection((address.host, address.port), WAIT_S))
+                stack.enter_context(
+                    socket.create_connection((address.host, address.port), WAIT_S)
+                )
         connection.send("silent")
         connection.recv()
 
@@ -70,7 +84,11 @@ def read_all(store: dist.Store) -> dict[str, str]:
 
 def open_all(path: Path) -> list[str]:
     """Return what of a path the calling user can read, list, write or connect to."""
-    return [f"{path}: {act.__name__}" for act in (read, write, os.listdir, dial) if succeeds(act, path)]
+    return [
+        f"{path}: {act.__name__}"
+        for act in (read, write, os.listdir, dial)
+        if succeeds(act, path)
+    ]
 
 
 def read(path: Path) -> None:
@@ -106,7 +124,10 @@ def is_admitted(address: str, in_store: dict[str, str]) -> bool:
     """Return whether a daemon takes anything that the store has for the run's token."""
     job = in_store["moe_ckpt/job/id"]
     for guess in {"", *in_store, *in_store.values()}:
-        for ticket in (Ticket(run_id=job[:8], token=guess), ticket_of(guess, job, None)):
+        for ticket in (
+            Ticket(run_id=job[:8], token=guess),
+            ticket_of(guess, job, None),
+        ):
             try:
                 open_connection(parse_address(address), ticket, WAIT_S).close()
             except RefusedError:
@@ -117,7 +138,12 @@ def is_admitted(address: str, in_store: dict[str, str]) -> bool:
 
 def paths_of(job: ElasticJob) -> list[Path]:
     """Return the job's files and folders."""
-    return [path for root in (job.run, job.shared) for path in (root, *root.rglob("*")) if path != job.shared]
+    return [
+        path
+        for root in (job.run, job.shared)
+        for path in (root, *root.rglob("*"))
+        if path != job.shared
+    ]
 
 
 def port_of(pid: int) -> int:
@@ -132,9 +158,13 @@ def port_of(pid: int) -> int:
 
 
 @needs_root
-def test_another_user_gains_nothing_and_no_recovery_fails(tmp_path: Path, start: Callable[..., Child]) -> None:
+def test_another_user_gains_nothing_and_no_recovery_fails(
+    tmp_path: Path, start: Callable[..., Child]
+) -> None:
     training = (*PP2, "train.iterations=9")
-    with ElasticJob(2, tmp_path, *training, "ckpt.window=2", "run.digest_every_iters=3") as job:
+    with ElasticJob(
+        2, tmp_path, *training, "ckpt.window=2", "run.digest_every_iters=3"
+    ) as job:
         job.shared.chmod(0o1777)  # as /dev/shm is
         held = job.hold(0, Phase.FORWARD, iteration=5)
         port = port_of(job.agent_pid)
@@ -142,7 +172,9 @@ def test_another_user_gains_nothing_and_no_recovery_fails(tmp_path: Path, start:
         in_store = stranger.hear()
         secret = read_secret(job.run / SECRET_FILE)
         token = ticket_of(secret, in_store["moe_ckpt/job/id"], None).token
-        assert not [key for key, value in in_store.items() if secret in value or token in value]
+        assert not [
+            key for key, value in in_store.items() if secret in value or token in value
+        ]
         assert stranger.hear() == (2, []), "an attack has gained something"
         assert stranger.hear() == "silent"
         os.kill(held, signal.SIGCONT)

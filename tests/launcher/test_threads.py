@@ -1,4 +1,6 @@
-"""A process on a CPU takes its share of the machine's cores, or the number of threads that the user asks for."""
+"""A process on a CPU takes its share of the machine's cores, or the number of threads
+that the user asks for.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,11 @@ import torch
 from launcher.run import use_cpu
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU use no threads"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # torch's about kernels that the CPU stand-in replaces
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="kernels of a GPU use no threads"
+    ),
+    # torch's about kernels that the CPU stand-in replaces
+    pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
 

@@ -25,13 +25,24 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 FASTER = tuple(setting for setting in fast() if setting != "run.progress=none")
 TWENTY = ("train.iterations=20",)
 FORTY = ("train.iterations=40",)
-"""Enough for a script to start, on a machine that is busy with other things, before the job ends."""
+"""Enough for a script to start, on a machine that is busy with other things, before the
+job ends.
+"""
 
 
 def _start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE")
+    }
     return subprocess.Popen(
-        arguments, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        arguments,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -48,10 +59,14 @@ def _run(*arguments: str) -> tuple[int, str, str]:
     return _finish(_start(*arguments))
 
 
-def _wait_for_iteration(folder: Path, iteration: int, process: subprocess.Popen[str]) -> None:
+def _wait_for_iteration(
+    folder: Path, iteration: int, process: subprocess.Popen[str]
+) -> None:
     path = folder / "events" / "rank0000.jsonl"
     while process.poll() is None:
-        if path.exists() and any(e.iteration >= iteration for e in events_of(folder, IterationCommitted)):
+        if path.exists() and any(
+            e.iteration >= iteration for e in events_of(folder, IterationCommitted)
+        ):
             return
         time.sleep(0.02)  # the only signal another process gives is its file
     raise AssertionError(_finish(process))
@@ -59,7 +74,10 @@ def _wait_for_iteration(folder: Path, iteration: int, process: subprocess.Popen[
 
 def _done(result: Outcome) -> str:
     """Return how the last line of a run with this outcome ends."""
-    return f"digest {hashlib.sha256(chr(10).join(result.digest_per_rank).encode()).hexdigest()}\n"
+    return (
+        "digest"
+        f" {hashlib.sha256(chr(10).join(result.digest_per_rank).encode()).hexdigest()}\n"
+    )
 
 
 def _wait_for_run_folder(work_dir: Path, process: subprocess.Popen[str]) -> Path:
@@ -68,8 +86,12 @@ def _wait_for_run_folder(work_dir: Path, process: subprocess.Popen[str]) -> Path
     return (work_dir / "outputs" / "latest").resolve()
 
 
-def _check_run_folder(work_dir: Path, latest: Path, choice: str, iterations: int) -> None:
-    assert [path.name for path in (work_dir / "outputs").iterdir() if path.name != "latest"] == [latest.parent.name]
+def _check_run_folder(
+    work_dir: Path, latest: Path, choice: str, iterations: int
+) -> None:
+    assert [
+        path.name for path in (work_dir / "outputs").iterdir() if path.name != "latest"
+    ] == [latest.parent.name]
     assert list(latest.parent.iterdir()) == [latest]
     assert re.fullmatch(r"\d\d-\d\d-\d\d-tiny", latest.name)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", latest.parent.name)
@@ -78,17 +100,32 @@ def _check_run_folder(work_dir: Path, latest: Path, choice: str, iterations: int
     assert described["packages"]["megatron-core"]
     assert choice in described["command"]
     assert f"iterations: {iterations}" in (latest / "config.yaml").read_text()
-    assert {path.name for path in (latest / "events").iterdir()} == {"rank0000.jsonl", "rank0001.jsonl"}
+    assert {path.name for path in (latest / "events").iterdir()} == {
+        "rank0000.jsonl",
+        "rank0001.jsonl",
+    }
 
 
-def test_a_rank_killed_by_the_script_is_replaced_with_the_same_result(tmp_path: Path) -> None:
-    command = (str(TORCHRUN), "--nproc-per-node=2", str(ROOT / "launcher" / "train.py"), *FASTER, *PP2, *FORTY)
+def test_a_rank_killed_by_the_script_is_replaced_with_the_same_result(
+    tmp_path: Path,
+) -> None:
+    command = (
+        str(TORCHRUN),
+        "--nproc-per-node=2",
+        str(ROOT / "launcher" / "train.py"),
+        *FASTER,
+        *PP2,
+        *FORTY,
+    )
     process = _start(*command, "+ckpt=moevement", cwd=tmp_path)
     latest = _wait_for_run_folder(tmp_path, process)
     _wait_for_iteration(latest, 2, process)
     code, said, err = _run("scripts/inject_fault.sh", "--run", str(latest))
     assert code == 0, err
-    struck = re.fullmatch(r"killed rank (\d) \(pid (\d+)\) of \S+ in generation 1, iteration \d+, \w+\n", said)
+    struck = re.fullmatch(
+        r"killed rank (\d) \(pid (\d+)\) of \S+ in generation 1, iteration \d+, \w+\n",
+        said,
+    )
     assert struck, said
     code, out, err = _finish(process)
 
@@ -103,9 +140,19 @@ def test_a_rank_killed_by_the_script_is_replaced_with_the_same_result(tmp_path: 
 
 
 @pytest.mark.full
-def test_killed_ranks_are_restarted_in_one_folder_with_the_same_result(tmp_path: Path) -> None:
-    command = (str(TORCHRUN), "--nproc-per-node=2", "--max-restarts=1", str(ROOT / "launcher" / "train.py"), *FASTER)
-    process = _start(*command, "ckpt=dense", "ckpt.every_iters=5", *TWENTY, cwd=tmp_path)
+def test_killed_ranks_are_restarted_in_one_folder_with_the_same_result(
+    tmp_path: Path,
+) -> None:
+    command = (
+        str(TORCHRUN),
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        str(ROOT / "launcher" / "train.py"),
+        *FASTER,
+    )
+    process = _start(
+        *command, "ckpt=dense", "ckpt.every_iters=5", *TWENTY, cwd=tmp_path
+    )
     latest = _wait_for_run_folder(tmp_path, process)
     _wait_for_iteration(latest, 7, process)
     for rank in range(2):

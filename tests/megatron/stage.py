@@ -1,4 +1,6 @@
-"""One rank's stage of a tiny model, built as the launcher builds it, for tests of the adapters."""
+"""One rank's stage of a tiny model, built as the launcher builds it, for tests of the
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def join(*overrides: str) -> tuple[Settings, ParallelLayout]:
     """Join this rank's job and form its groups. Call inside `run_ranks`."""
     settings = small_settings(*overrides)
     launch = read_launch()
-    layout = fit_layout(settings.parallel, launch.world_size, num_experts=settings.model.num_experts)
+    layout = fit_layout(
+        settings.parallel, launch.world_size, num_experts=settings.model.num_experts
+    )
     on_gpu = choose_device(settings.job, launch, use_cpu)
     PlainWorker(settings.job, launch, rank_store()).join_world(on_gpu=on_gpu)
     form_groups(layout, settings.train.seed)
@@ -71,15 +75,25 @@ class StageLoop:
         return self.iteration.run(iteration, self.passes.train_on)
 
 
-def build_stage(*overrides: str, router: type[TopKRouter] = TopKRouter) -> tuple[TrainingState, StageLoop]:
+def build_stage(
+    *overrides: str, router: type[TopKRouter] = TopKRouter
+) -> tuple[TrainingState, StageLoop]:
     """Return this rank's state and a loop for it. Call inside `run_ranks`."""
     settings, layout = join(*overrides)
     source = open_source(settings.data, settings.train, None, Path("unused"))
-    state = build_training(settings, layout, padded_vocab_size(source.vocab_size, layout), router)
+    state = build_training(
+        settings, layout, padded_vocab_size(source.vocab_size, layout), router
+    )
     allocate_optimizer_state(state)
     dp_rank = parallel_state.get_data_parallel_rank()
     consumed = lambda done: done * settings.train.global_batch_size  # noqa: E731
-    batches = Batches(source=source, train=settings.train, dp=layout.dp, dp_rank=dp_rank, consumed=consumed)
+    batches = Batches(
+        source=source,
+        train=settings.train,
+        dp=layout.dp,
+        dp_rank=dp_rank,
+        consumed=consumed,
+    )
     return state, StageLoop(state, batches)
 
 
@@ -139,4 +153,6 @@ def compute_parts(operators: RankOperators) -> Parts:
 
 def differing(before: Tensors, after: Tensors) -> set[str]:
     assert before.keys() == after.keys()
-    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    return {
+        name for name, tensor in before.items() if not torch.equal(tensor, after[name])
+    }

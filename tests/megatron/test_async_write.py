@@ -21,12 +21,16 @@ NUM_TENSORS = 5
 
 
 def _write_until_abandoned(planned: PlannedWrite) -> None:
-    with pytest.raises(CheckpointSaveError, match=r"^abandoned: other ranks were lost$"):
+    with pytest.raises(
+        CheckpointSaveError, match=r"^abandoned: other ranks were lost$"
+    ):
         planned.write()
 
 
 def _abandoned_in(folder: Path, tensor: int) -> int:
-    """Give the write up while this tensor is written; return how many tensors were read."""
+    """Give the write up while this tensor is written; return how many tensors were
+    read.
+    """
     is_there, gate, num_read = threading.Event(), threading.Event(), 0
     resolve_data = MCoreSavePlanner.resolve_data
 
@@ -39,7 +43,9 @@ def _abandoned_in(folder: Path, tensor: int) -> int:
         return resolve_data(self, write_item)
 
     MCoreSavePlanner.resolve_data = held
-    dist.init_process_group("gloo", store=rank_store(), rank=int(os.environ["RANK"]), world_size=1)
+    dist.init_process_group(
+        "gloo", store=rank_store(), rank=int(os.environ["RANK"]), world_size=1
+    )
     assert dist.group.WORLD is not None
     content = {f"tensor{number}": torch.zeros(3) for number in range(NUM_TENSORS)}
     planned = PlannedWrite(folder, content, dist.group.WORLD)
@@ -53,5 +59,7 @@ def _abandoned_in(folder: Path, tensor: int) -> int:
 
 
 @pytest.mark.parametrize("tensor", [1, 2, NUM_TENSORS])
-def test_an_abandoned_write_ends_before_its_next_tensor_or_its_check(tensor: int, tmp_path: Path) -> None:
+def test_an_abandoned_write_ends_before_its_next_tensor_or_its_check(
+    tensor: int, tmp_path: Path
+) -> None:
     assert run_ranks(1, _abandoned_in, tmp_path, tensor) == [tensor]

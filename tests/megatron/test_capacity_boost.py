@@ -1,4 +1,6 @@
-"""Boosted routers are Megatron's until an expert recovers: it takes more, as Megatron would, and never too much."""
+"""Boosted routers are Megatron's until an expert recovers: it takes more, as Megatron
+would, and never too much.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from moe_ckpt.megatron.groups import stage_group
 from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.policies.capacity_boost import boosted_capacity
-from tests.megatron.stage import StageLoop, Tensors, build_stage, differing, stage_number
+from tests.megatron.stage import (
+    StageLoop,
+    Tensors,
+    build_stage,
+    differing,
+    stage_number,
+)
 from tests.ranks import run_ranks
 from tests.scenarios import BIAS
 
@@ -33,16 +41,30 @@ LIMITED = "model.moe_capacity_factor=1.0"
 
 def _boosted_stage(*overrides: str) -> tuple[TrainingState, StageLoop, CapacityBoost]:
     state, loop = build_stage(*overrides, router=BoostedRouter)
-    return state, loop, CapacityBoost(state, num_micro_batches=loop.passes.batches.num_micro_batches)
+    return (
+        state,
+        loop,
+        CapacityBoost(state, num_micro_batches=loop.passes.batches.num_micro_batches),
+    )
 
 
 def _routers(state: TrainingState) -> list[BoostedRouter]:
-    return [module for module in bare_model(state.model[0]).modules() if isinstance(module, BoostedRouter)]
+    return [
+        module
+        for module in bare_model(state.model[0]).modules()
+        if isinstance(module, BoostedRouter)
+    ]
 
 
-def _train(overrides: tuple[str, ...], is_boosted: bool) -> tuple[str, list[str], list[float]]:
-    """Return digest, names in the model's state and losses of two iterations, with an evaluation in between."""
-    state, loop, boost = _boosted_stage(*overrides) if is_boosted else (*build_stage(*overrides), None)
+def _train(
+    overrides: tuple[str, ...], is_boosted: bool
+) -> tuple[str, list[str], list[float]]:
+    """Return digest, names in the model's state and losses of two iterations, with an
+    evaluation in between.
+    """
+    state, loop, boost = (
+        _boosted_stage(*overrides) if is_boosted else (*build_stage(*overrides), None)
+    )
     losses: list[float] = []
     for iteration in (1, 2):
         if boost:
@@ -59,17 +81,27 @@ def _train(overrides: tuple[str, ...], is_boosted: bool) -> tuple[str, list[str]
     ("world_size", "overrides"),
     [
         (2, (LIMITED,)),
-        pytest.param(4, (LIMITED, *BIAS, "train.recompute=full"), marks=pytest.mark.full),
-        (2, ("parallel.pp=2", "model.num_dense_layers=1")),  # no capacity; and a stage without experts
+        pytest.param(
+            4, (LIMITED, *BIAS, "train.recompute=full"), marks=pytest.mark.full
+        ),
+        # no capacity; and a stage without experts
+        (2, ("parallel.pp=2", "model.num_dense_layers=1")),
     ],
     ids=str,
 )
-def test_training_without_deficit_is_megatrons(world_size: int, overrides: tuple[str, ...]) -> None:
-    assert run_ranks(world_size, _train, overrides, True) == run_ranks(world_size, _train, overrides, False)
+def test_training_without_deficit_is_megatrons(
+    world_size: int, overrides: tuple[str, ...]
+) -> None:
+    assert run_ranks(world_size, _train, overrides, True) == run_ranks(
+        world_size, _train, overrides, False
+    )
 
 
-def _route(router: BoostedRouter, logits: torch.Tensor, factor: float | None = None) -> Tensors:
-    """Route with this router, or with Megatron's own code at a capacity factor; buffers start from zero.
+def _route(
+    router: BoostedRouter, logits: torch.Tensor, factor: float | None = None
+) -> Tensors:
+    """Route with this router, or with Megatron's own code at a capacity factor; buffers
+    start from zero.
 
     Return outputs, gradient, and what the router logged and counted.
     """
@@ -84,23 +116,40 @@ def _route(router: BoostedRouter, logits: torch.Tensor, factor: float | None = N
         router.config.moe_expert_capacity_factor = factor
         probabilities, kept = TopKRouter.routing(router, logits)
         router.config = config
-    weights = torch.arange(probabilities.numel()).view_as(probabilities) / probabilities.numel()
+    weights = (
+        torch.arange(probabilities.numel()).view_as(probabilities)
+        / probabilities.numel()
+    )
     (probabilities * weights).sum().backward()
     buffers = {name: buffer.clone() for name, buffer in router.named_buffers()}
-    assert buffers.get("local_tokens_per_expert", kept.sum(dim=0)).tolist() == kept.sum(dim=0).tolist()
+    assert (
+        buffers.get("local_tokens_per_expert", kept.sum(dim=0)).tolist()
+        == kept.sum(dim=0).tolist()
+    )
     gradient = cast("torch.Tensor", logits.grad)
-    return {"probabilities": probabilities.detach(), "kept": kept, "gradient": gradient, **buffers}
+    return {
+        "probabilities": probabilities.detach(),
+        "kept": kept,
+        "gradient": gradient,
+        **buffers,
+    }
 
 
 def _skewed_logits(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logits of 2 sequences of 60 tokens, so that some experts get more than the equal share of 60 and some less."""
+    """Logits of 2 sequences of 60 tokens, so that some experts get more than the equal
+    share of 60 and some less.
+    """
     generator = torch.Generator().manual_seed(seed)
-    skew = torch.tensor([1.0, 0.5, 0.0, -1.0])[torch.randperm(NUM_EXPERTS, generator=generator)]
+    skew = torch.tensor([1.0, 0.5, 0.0, -1.0])[
+        torch.randperm(NUM_EXPERTS, generator=generator)
+    ]
     return (torch.randn(60, 2, NUM_EXPERTS, generator=generator) + skew).to(dtype)
 
 
 def _check_without_demand(router: BoostedRouter, logits: torch.Tensor) -> None:
-    """Check that experts that recover, but have no demand beyond their capacity, change nothing."""
+    """Check that experts that recover, but have no demand beyond their capacity, change
+    nothing.
+    """
     megatrons = _route(router, logits, 1.0)
     idle = megatrons["kept"].sum(dim=0) < 60
     assert idle.any()
@@ -110,8 +159,12 @@ def _check_without_demand(router: BoostedRouter, logits: torch.Tensor) -> None:
     assert router.take_extra().tolist() == [0] * NUM_EXPERTS
 
 
-def _check_columns(router: BoostedRouter, logits: torch.Tensor, shares: IntArray) -> int:
-    """Check each expert against Megatron's own code at this expert's capacity; return how many tokens were extra."""
+def _check_columns(
+    router: BoostedRouter, logits: torch.Tensor, shares: IntArray
+) -> int:
+    """Check each expert against Megatron's own code at this expert's capacity; return
+    how many tokens were extra.
+    """
     demand = _route(router, logits, 99.0)["kept"].sum(dim=0).numpy()
     router.boost(shares[None], factor=0.1)
     boosted = _route(router, logits)
@@ -119,7 +172,10 @@ def _check_columns(router: BoostedRouter, logits: torch.Tensor, shares: IntArray
     for expert, tokens in enumerate(capacity):
         alone = _route(router, logits, (float(tokens) - 0.5) / 60)  # Megatron rounds up
         assert boosted["kept"][:, expert].sum() == min(demand[expert], tokens)
-        assert all(torch.equal(boosted[of][:, expert], alone[of][:, expert]) for of in ("kept", "probabilities"))
+        assert all(
+            torch.equal(boosted[of][:, expert], alone[of][:, expert])
+            for of in ("kept", "probabilities")
+        )
     extra = boosted["kept"].sum(dim=0) - _route(router, logits, 1.0)["kept"].sum(dim=0)
     assert router.take_extra().tolist() == extra.tolist() == (capacity - 60).tolist()
     assert router.take_extra().tolist() == [0] * NUM_EXPERTS, "asked a second time"
@@ -128,7 +184,9 @@ def _check_columns(router: BoostedRouter, logits: torch.Tensor, shares: IntArray
 
 
 def _check_evaluation(router: BoostedRouter, logits: torch.Tensor) -> None:
-    """Check that evaluation goes by equal capacities, and uses up no micro-batch of experts that recover."""
+    """Check that evaluation goes by equal capacities, and uses up no micro-batch of
+    experts that recover.
+    """
     router.eval()
     megatrons = _route(router, logits, 1.0)
     router.boost(np.full((1, NUM_EXPERTS), 9), factor=0.1)
@@ -142,12 +200,20 @@ def _check_routing(overrides: tuple[str, ...], policy: str) -> int:
     state, _ = build_stage(LIMITED, *overrides, router=BoostedRouter)
     router, total = _routers(state)[0], 0
     router.config.moe_token_drop_policy = cast("Any", policy)
-    assert ("local_tokens_per_expert" in dict(router.named_buffers())) == (overrides == BIAS)
+    assert ("local_tokens_per_expert" in dict(router.named_buffers())) == (
+        overrides == BIAS
+    )
     for seed in range(8):
-        dtype = torch.float64 if "model.moe_router_dtype=fp64" in overrides else torch.float32
+        dtype = (
+            torch.float64
+            if "model.moe_router_dtype=fp64" in overrides
+            else torch.float32
+        )
         logits = _skewed_logits(seed, dtype)
         _check_without_demand(router, logits)
-        total += _check_columns(router, logits, np.random.default_rng(seed).integers(0, 9, NUM_EXPERTS))
+        total += _check_columns(
+            router, logits, np.random.default_rng(seed).integers(0, 9, NUM_EXPERTS)
+        )
     _check_evaluation(router, _skewed_logits(0))
     return total
 
@@ -157,18 +223,24 @@ def _check_routing(overrides: tuple[str, ...], policy: str) -> int:
     [
         (("model.moe_balancing=aux_loss", "model.moe_z_loss_coeff=0.1"), "probs"),
         (("model.moe_balancing=aux_loss", "model.moe_z_loss_coeff=0.1"), "position"),
-        (("model.moe_balancing=seq_aux_loss", "model.moe_router_dtype=fp64"), "position"),
+        (
+            ("model.moe_balancing=seq_aux_loss", "model.moe_router_dtype=fp64"),
+            "position",
+        ),
         (("model.moe_balancing=global_aux_loss",), "probs"),
         (BIAS, "probs"),
         (BIAS, "position"),
     ],
     ids=str,
 )
-def test_each_expert_is_routed_as_by_megatron_at_its_capacity(overrides: tuple[str, ...], policy: str) -> None:
+def test_each_expert_is_routed_as_by_megatron_at_its_capacity(
+    overrides: tuple[str, ...], policy: str
+) -> None:
     assert run_ranks(1, _check_routing, overrides, policy)[0] > 20
 
 
-LONG = (LIMITED, "train.sequence_length=64", "model.num_layers=4")  # micro-batches of 128 tokens, at most 6 extra
+# micro-batches of 128 tokens, at most 6 extra
+LONG = (LIMITED, "train.sequence_length=64", "model.num_layers=4")
 CAPACITY = 64
 LOST = (23, 0, 3, 1)
 
@@ -182,7 +254,13 @@ class _ByHand:
             self._kept.append(calls := [])
             router.register_forward_hook(functools.partial(self._add, calls))
 
-    def _add(self, calls: list[IntArray], _: Any, __: Any, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _add(
+        self,
+        calls: list[IntArray],
+        _: Any,
+        __: Any,
+        routed: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
         calls.append(routed[1].sum(dim=0).numpy())
 
     def take(self) -> IntArray:
@@ -195,7 +273,9 @@ class _ByHand:
 
 @dataclass(frozen=True)
 class _Iteration:
-    """What one rank has seen of an iteration: its own extra tokens, those of its stage, and what is left."""
+    """What one rank has seen of an iteration: its own extra tokens, those of its stage,
+    and what is left.
+    """
 
     own_extra: IntArray
     extra: IntArray
@@ -219,12 +299,18 @@ def _recover_by_training(iterations: int) -> tuple[int, list[_Iteration]]:
         in_stage = torch.from_numpy(extra.copy())
         dist.all_reduce(in_stage, group=stage_group())
         boost.make_up(in_stage.numpy())
-        seen.append(_Iteration(extra, in_stage.numpy(), boost.deficit.copy(), boost.boosted(iteration)))
+        seen.append(
+            _Iteration(
+                extra, in_stage.numpy(), boost.deficit.copy(), boost.boosted(iteration)
+            )
+        )
     return stage_number(), seen
 
 
 def test_exactly_the_lost_tokens_are_made_up() -> None:
-    """Two stages of two ranks with two micro-batches each: deficits of less than four go to some of them only."""
+    """Two stages of two ranks with two micro-batches each: deficits of less than four
+    go to some of them only.
+    """
     ranks = run_ranks(4, _recover_by_training, 8)
     for stage, seen in ranks:
         left = np.array([LOST, (0, 0, 0, 0)])
@@ -246,7 +332,9 @@ def test_exactly_the_lost_tokens_are_made_up() -> None:
 
 
 def _digest_after_recovery(*overrides: str) -> tuple[str, int, int]:
-    """Return digest, tokens made up and calls of the first router of three iterations with uneven shares."""
+    """Return digest, tokens made up and calls of the first router of three iterations
+    with uneven shares.
+    """
     state, loop, boost = _boosted_stage("parallel.pp=2", *LONG, *overrides)
     calls: list[None] = []
     total = 0
@@ -268,7 +356,9 @@ def test_recomputed_routing_is_the_same_and_counts_once() -> None:
 
 
 def _abandon_an_attempt() -> None:
-    """Stop an iteration after its backward and begin it again, then recover from something else in the middle."""
+    """Stop an iteration after its backward and begin it again, then recover from
+    something else in the middle.
+    """
     state, loop, boost = _boosted_stage(*LONG)
     by_hand, runner = _ByHand(state), loop.passes
     boost.recover(np.full_like(boost.deficit, 1000))
@@ -284,7 +374,9 @@ def _abandon_an_attempt() -> None:
     boost.recover(np.full_like(boost.deficit, 7))
     runner.train_on(1)
     assert not boost.end_iteration().any()
-    assert not by_hand.take().any(), "no expert recovers before the next iteration begins"
+    assert not by_hand.take().any(), (
+        "no expert recovers before the next iteration begins"
+    )
     assert np.all(boost.deficit == 7)
 
 
@@ -305,9 +397,12 @@ def _say_and_ignore(overrides: tuple[str, ...]) -> tuple[str, bool, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says", "limited"), [((), "nothing to boost", False), ((LIMITED,), "10% more", True)]
+    ("overrides", "says", "limited"),
+    [((), "nothing to boost", False), ((LIMITED,), "10% more", True)],
 )
-def test_a_note_tells_what_is_boosted(overrides: tuple[str, ...], says: str, limited: bool) -> None:
+def test_a_note_tells_what_is_boosted(
+    overrides: tuple[str, ...], says: str, limited: bool
+) -> None:
     ((note, is_limited, layers),) = run_ranks(1, _say_and_ignore, overrides)
     assert says in note
     assert "\n" not in note
@@ -331,8 +426,18 @@ PARTIAL = "num_microbatches_with_partial_activation_checkpoints"
     ("padded", "router", "setting", "message"),
     [
         ("true", BoostedRouter, {}, f"{PADDED}: got True, wanted"),
-        ("false", TopKRouter, {}, "MoESubmodules.router: got 'TopKRouter', wanted BoostedRouter"),
-        ("false", BoostedRouter, {"cuda_graph_impl": "local"}, "cuda_graph_impl: got 'local', wanted 'none'"),
+        (
+            "false",
+            TopKRouter,
+            {},
+            "MoESubmodules.router: got 'TopKRouter', wanted BoostedRouter",
+        ),
+        (
+            "false",
+            BoostedRouter,
+            {"cuda_graph_impl": "local"},
+            "cuda_graph_impl: got 'local', wanted 'none'",
+        ),
         ("false", BoostedRouter, {PARTIAL: 1}, f"{PARTIAL}: got 1, wanted None"),
     ],
     ids=["padding", "megatrons-router", "cuda-graphs", "partial-recomputation"],
@@ -340,4 +445,6 @@ PARTIAL = "num_microbatches_with_partial_activation_checkpoints"
 def test_a_capacity_that_cannot_be_raised_is_refused(
     padded: str, router: type[TopKRouter], setting: dict[str, Any], message: str
 ) -> None:
-    assert run_ranks(1, _refusal, f"{PADDED}={padded}", router, setting)[0].startswith(message)
+    assert run_ranks(1, _refusal, f"{PADDED}={padded}", router, setting)[0].startswith(
+        message
+    )

@@ -1,4 +1,5 @@
-"""The CPU stand-in, and every Megatron-Core and PyTorch name that this project relies on beyond documented ones.
+"""The CPU stand-in, and every Megatron-Core and PyTorch name that this project relies
+on beyond documented ones.
 
 An upgrade that moves a seam fails here first, by name.
 """
@@ -21,19 +22,37 @@ SEAMS = {
         "tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape"
     ),
     "pipeline_parallel.p2p_communication.P2PCommunicator.__init__": "pp_group config",
-    "pipeline_parallel.schedules.forward_backward_no_pipelining": "p2p_communicator pg_collection",
-    "pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving": "p2p_communicator pg_collection",
-    "pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving": "p2p_communicator pg_collection",
+    "pipeline_parallel.schedules.forward_backward_no_pipelining": (
+        "p2p_communicator pg_collection"
+    ),
+    "pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving": (
+        "p2p_communicator pg_collection"
+    ),
+    "pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving": (
+        "p2p_communicator pg_collection"
+    ),
     "optimizer.get_megatron_optimizer": "config model_chunks use_gloo_process_groups",
     "optimizer.optimizer.ChainedOptimizer.prepare_grads": "",
     "optimizer.optimizer.ChainedOptimizer.get_grad_norm": "",
     "optimizer.optimizer.ChainedOptimizer.step_with_ready_grads": "",
-    "optimizer.clip_grads.clip_grad_by_total_norm_fp32": "parameters max_norm total_norm",
-    "optimizer.distrib_optimizer.DistributedOptimizer.load_parameter_state_from_fully_reshardable": "state_dict",
-    "optimizer.distrib_optimizer.DistributedOptimizer._get_main_param_and_optimizer_states": "model_param",
-    "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states": "model_param tensors",
-    "optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params": "",
-    "fp8_utils.quantize_param_shard": "model_params main_params start_offsets data_parallel_group",
+    "optimizer.clip_grads.clip_grad_by_total_norm_fp32": (
+        "parameters max_norm total_norm"
+    ),
+    "optimizer.distrib_optimizer.DistributedOptimizer.load_parameter_state_from_fully_reshardable": (
+        "state_dict"
+    ),
+    "optimizer.distrib_optimizer.DistributedOptimizer._get_main_param_and_optimizer_states": (
+        "model_param"
+    ),
+    "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states": (
+        "model_param tensors"
+    ),
+    "optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params": (
+        ""
+    ),
+    "fp8_utils.quantize_param_shard": (
+        "model_params main_params start_offsets data_parallel_group"
+    ),
     "fp8_utils.post_all_gather_processing": "model_params",
     "dist_checkpointing.state_dict_utils.save_preprocess": "sharded_state_dict",
     "dist_checkpointing.strategies.torch._replace_state_dict_keys_with_sharded_keys": (
@@ -42,7 +61,8 @@ SEAMS = {
     "dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict": "state_dict",
     "dist_checkpointing.load": "sharded_state_dict checkpoint_dir",
     "parallel_state.initialize_model_parallel": (
-        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size create_gloo_process_groups"
+        "tensor_model_parallel_size pipeline_model_parallel_size"
+        " expert_model_parallel_size create_gloo_process_groups"
     ),
 }
 """The parameters that we give, by name in Megatron-Core."""
@@ -74,7 +94,9 @@ def _values_under_the_stand_in() -> dict[str, Any]:
     }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is off where there is a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the stand-in is off where there is a GPU"
+)
 def test_cuda_names_mean_the_cpu() -> None:
     assert run_ranks(1, _values_under_the_stand_in)[0] == {
         "current device": "cpu",

@@ -1,4 +1,6 @@
-"""The check at the start: a pass that repeats itself passes and leaves no trace, one that does not is named."""
+"""The check at the start: a pass that repeats itself passes and leaves no trace, one
+that does not is named.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ import torch.distributed as dist
 
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.determinism import differing_gradients, make_deterministic, require_repeatable
+from moe_ckpt.megatron.determinism import (
+    differing_gradients,
+    make_deterministic,
+    require_repeatable,
+)
 from moe_ckpt.megatron.state import digest_of
 from tests.megatron.stage import FP16, build_stage
 from tests.ranks import run_ranks
@@ -32,7 +38,11 @@ def test_deterministic_runs_compile_nothing_and_sum_in_one_order() -> None:
 def train_two_stages(checks: bool) -> tuple[list[str], str]:
     """Return the parameters that differ, and the state after two iterations."""
     state, loop = build_stage("parallel.pp=2", *BIAS, *FP16)
-    differing = differing_gradients(state, loop.passes.train_on_one_micro_batch) if checks else []
+    differing = (
+        differing_gradients(state, loop.passes.train_on_one_micro_batch)
+        if checks
+        else []
+    )
     for iteration in (1, 2):
         loop.run_iteration(iteration)
     return differing, digest_of(state)
@@ -45,23 +55,38 @@ def test_a_check_of_two_stages_leaves_no_trace() -> None:
 
 
 def check_a_stage_with_noise(device: str) -> tuple[list[str], str]:
-    """Return the parameters that differ on a rank whose first one has a noisy gradient, and the error on both ranks."""
+    """Return the parameters that differ on a rank whose first one has a noisy gradient,
+    and the error on both ranks.
+    """
     assert torch.empty(0, device=device).device.type == device
-    state, loop = build_stage("parallel.pp=2", *(["runtime.backend=staged"] if device == "cuda" else []))
+    state, loop = build_stage(
+        "parallel.pp=2", *(["runtime.backend=staged"] if device == "cuda" else [])
+    )
     noise = itertools.count()
     names = [name for name, _ in state.model[0].named_parameters()]
     if dist.get_rank() == 1:
-        next(iter(state.model[0].parameters())).register_hook(lambda gradient: gradient + next(noise))
+        next(iter(state.model[0].parameters())).register_hook(
+            lambda gradient: gradient + next(noise)
+        )
     differing = differing_gradients(state, loop.passes.train_on_one_micro_batch)
     assert differing in ([], [f"0.{names[0]}"])
     with pytest.raises(ConfigError) as error:
-        require_repeatable(TorchRanks(), state, loop.passes.train_on_one_micro_batch, setting="the.setting")
+        require_repeatable(
+            TorchRanks(),
+            state,
+            loop.passes.train_on_one_micro_batch,
+            setting="the.setting",
+        )
     return differing, str(error.value)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_gradient_that_does_not_repeat_itself_is_named_on_all_ranks(device: str) -> None:
+def test_a_gradient_that_does_not_repeat_itself_is_named_on_all_ranks(
+    device: str,
+) -> None:
     first, second = run_ranks(2, check_a_stage_with_noise, device)
     assert (first[0], len(second[0])) == ([], 1)
     assert first[1] == second[1]
-    assert first[1].startswith(f"the.setting: gradients that differ: got '{second[0][0]}', wanted the same")
+    assert first[1].startswith(
+        f"the.setting: gradients that differ: got '{second[0][0]}', wanted the same"
+    )

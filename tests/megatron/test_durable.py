@@ -1,4 +1,6 @@
-"""What is written is the state at the call, and what is read back is that state, whatever happened in between."""
+"""What is written is the state at the call, and what is read back is that state,
+whatever happened in between.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def _new(directory: Path) -> Path:
 
 
 def _spoil(state: TrainingState) -> None:
-    """Change every number of the state, and draw from the generators, as later training would."""
+    """Change every number of the state, and draw from the generators, as later training
+    would.
+    """
     for name, tensor in named_state(state):
         if not name.startswith("rng."):
             tensor.add_(1)
@@ -36,7 +40,9 @@ def _spoil(state: TrainingState) -> None:
     state.scheduler.step(increment=1)
 
 
-def _save_spoil_and_load(state: TrainingState, durable: MegatronDurableState, folder: Path) -> None:
+def _save_spoil_and_load(
+    state: TrainingState, durable: MegatronDurableState, folder: Path
+) -> None:
     saved = digest_of(state)
     durable.start_save(_new(folder), 2)
     _spoil(state)
@@ -65,13 +71,20 @@ def _reason_of_a_failed_save(folder: Path) -> str:
     return str(failure.value)
 
 
-def test_a_full_disk_for_the_common_file_fails_the_save_on_every_rank(tmp_path: Path) -> None:
+def test_a_full_disk_for_the_common_file_fails_the_save_on_every_rank(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "common.pt").symlink_to("/dev/full")
-    assert all("No space left on device" in reason for reason in run_ranks(2, _reason_of_a_failed_save, tmp_path))
+    assert all(
+        "No space left on device" in reason
+        for reason in run_ranks(2, _reason_of_a_failed_save, tmp_path)
+    )
 
 
 def _save_after_an_abandoned_save(folder: Path) -> None:
-    """Cancel a save whose writers have begun, and let the next one wait until they have ended."""
+    """Cancel a save whose writers have begun, and let the next one wait until they have
+    ended.
+    """
     state, _ = build_stage()
     durable = MegatronDurableState(state, asynchronous=True)
     gate = _hold_writers()
@@ -82,7 +95,10 @@ def _save_after_an_abandoned_save(folder: Path) -> None:
     _join_writers()
     assert not durable.is_writing()
     assert durable.finish_save(wait=True) == (), "nothing is in flight"
-    assert sum(file.stat().st_size for file in (folder / "abandoned").glob("*.distcp")) == 0
+    assert (
+        sum(file.stat().st_size for file in (folder / "abandoned").glob("*.distcp"))
+        == 0
+    )
     _save_spoil_and_load(state, durable, folder / "next")
 
 
@@ -103,14 +119,18 @@ def _hold_writers() -> threading.Event:
     return gate
 
 
-def test_an_abandoned_save_writes_no_more_and_the_next_one_is_whole(tmp_path: Path) -> None:
+def test_an_abandoned_save_writes_no_more_and_the_next_one_is_whole(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _save_after_an_abandoned_save, tmp_path)
 
 
 def _damage_and_refuse(folder: Path, asynchronous: bool) -> tuple[list[str], str]:
-    """Return the names of the files that this rank has written, and why rank 1's disk fails another save.
+    """Return the names of the files that this rank has written, and why rank 1's disk
+    fails another save.
 
-    Each file has lost a byte between its write and the save's end, which is found when it is checked.
+    Each file has lost a byte between its write and the save's end, which is found when
+    it is checked.
     """
     state, _ = build_stage()
     durable = MegatronDurableState(state, asynchronous=asynchronous)
@@ -135,7 +155,11 @@ def _refuse_to_sync(fd: int) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_check_their_own_files_and_fail_a_save_together(asynchronous: bool, tmp_path: Path) -> None:
-    for rank, (names, reason) in enumerate(run_ranks(2, _damage_and_refuse, tmp_path, asynchronous)):
+def test_ranks_check_their_own_files_and_fail_a_save_together(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    for rank, (names, reason) in enumerate(
+        run_ranks(2, _damage_and_refuse, tmp_path, asynchronous)
+    ):
         assert names == [f"__{rank}_0.distcp"]
         assert "rank 1: OSError(5, 'Input/output error')" in reason

@@ -1,6 +1,8 @@
-"""FP8 parameters: casts of masters by parts, stored payloads and scales, and that copies in another order follow.
+"""FP8 parameters: casts of masters by parts, stored payloads and scales, and that
+copies in another order follow.
 
-The tests run on the tensors that stand in on a CPU, and, marked `gpu`, on Transformer Engine's own.
+The tests run on the tensors that stand in on a CPU, and, marked `gpu`, on Transformer
+Engine's own.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def values(seed: int) -> torch.Tensor:
-    """Return master weights, float32 [ROWS * COLUMNS], of which one block is much larger than the others."""
+    """Return master weights, float32 [ROWS * COLUMNS], of which one block is much
+    larger than the others.
+    """
     drawn = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
     drawn[128:256, :128] *= 1e6
     return drawn.view(-1)
@@ -72,14 +76,22 @@ def _on_gpu(recipe: str) -> torch.nn.Parameter:
     }
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    in_fp8 = te.quantized_model_init if hasattr(te, "quantized_model_init") else te.fp8_model_init  # the older name
+    # the older name
+    in_fp8 = (
+        te.quantized_model_init
+        if hasattr(te, "quantized_model_init")
+        else te.fp8_model_init
+    )
     with in_fp8(enabled=True, recipe=kinds[recipe]()):
         return te.Linear(COLUMNS, ROWS, bias=False, params_dtype=torch.bfloat16).weight
 
 
 def cast_all(parameter: torch.nn.Parameter, masters: torch.Tensor) -> None:
     group = dist.group.WORLD if parameter.is_cuda else None
-    cast_masters([Shard(parameter, masters.to(parameter.device), 0)], cast("dist.ProcessGroup", group))
+    cast_masters(
+        [Shard(parameter, masters.to(parameter.device), 0)],
+        cast("dist.ProcessGroup", group),
+    )
     refresh([parameter])
 
 
@@ -104,8 +116,12 @@ def test_weights_are_the_masters_in_fp8(recipe: str, kind: str) -> None:
         cast("Any", parameter)._get_quantizer().scale.fill_(0.5)
     cast_all(parameter, masters)
     computed, wanted = computed_with(parameter).float(), masters.view(ROWS, COLUMNS)
-    assert near(computed[:128], wanted[:128]) == (recipe != "tensorwise"), "one scale for large and small values"
-    assert near(computed, wanted) == (recipe != "delayed"), "values that the scale of earlier passes has no room for"
+    assert near(computed[:128], wanted[:128]) == (recipe != "tensorwise"), (
+        "one scale for large and small values"
+    )
+    assert near(computed, wanted) == (recipe != "delayed"), (
+        "values that the scale of earlier passes has no room for"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,9 +129,19 @@ def test_weights_are_the_masters_in_fp8(recipe: str, kind: str) -> None:
 def test_a_cast_may_be_repeated(recipe: str, kind: str) -> None:
     parameter = made(recipe, kind)
     cast_all(parameter, values(1))
-    first = [payload_of(parameter).clone(), scales_of(parameter).clone(), computed_with(parameter)]
+    first = [
+        payload_of(parameter).clone(),
+        scales_of(parameter).clone(),
+        computed_with(parameter),
+    ]
     cast_all(parameter, values(1))
-    assert all(map(torch.equal, first, [payload_of(parameter), scales_of(parameter), computed_with(parameter)]))
+    assert all(
+        map(
+            torch.equal,
+            first,
+            [payload_of(parameter), scales_of(parameter), computed_with(parameter)],
+        )
+    )
     cast_all(parameter, values(2))
     assert not torch.equal(first[0], payload_of(parameter))
 
@@ -130,7 +156,9 @@ def test_payload_and_scales_are_all_of_a_weight(recipe: str, kind: str) -> None:
     payload_of(other).copy_(payload_of(parameter).clone())
     scales_of(other).copy_(scales_of(parameter).clone())
     refresh([other])
-    assert not torch.equal(computed_with(other), before), "a copy in another order has followed"
+    assert not torch.equal(computed_with(other), before), (
+        "a copy in another order has followed"
+    )
     assert torch.equal(computed_with(other), computed_with(parameter))
     scales_of(other).mul_(2.0)
     refresh([other])
@@ -145,12 +173,16 @@ def test_delayed_scaling_casts_with_the_scale_that_is_there(kind: str) -> None:
     quantizer.amax.zero_()
     cast_all(parameter, values(5))
     assert scales_of(parameter).item() == 0.5
-    assert quantizer.amax.item() == values(5).bfloat16().abs().max(), "noted for the next passes"
+    assert quantizer.amax.item() == values(5).bfloat16().abs().max(), (
+        "noted for the next passes"
+    )
     assert quantizer.scale.item() == 2.0
 
 
 def _cast_by_parts() -> None:
-    """Cast two weights of which each rank has a part of one's master, and one has none of the other's."""
+    """Cast two weights of which each rank has a part of one's master, and one has none
+    of the other's.
+    """
     join("parallel.dp=2")
     rank, half = dist.get_rank(), ROWS * COLUMNS // 2 + 77
     for recipe in RECIPES:
@@ -161,12 +193,18 @@ def _cast_by_parts() -> None:
         mine = slice(0, half) if rank == 0 else slice(half, None)
         shards = [
             Shard(parts[0], masters[0][mine], mine.start),
-            Shard(parts[1], masters[1], 0) if rank == 1 else Shard(parts[1], None, None),
+            Shard(parts[1], masters[1], 0)
+            if rank == 1
+            else Shard(parts[1], None, None),
         ]
         cast_masters(shards, cast("dist.ProcessGroup", dist.group.WORLD))
-        for parameter, expected, owned in zip(parts, whole, (mine, slice(None) if rank else slice(0)), strict=True):
+        for parameter, expected, owned in zip(
+            parts, whole, (mine, slice(None) if rank else slice(0)), strict=True
+        ):
             assert torch.equal(scales_of(parameter), scales_of(expected)), recipe
-            assert torch.equal(payload_of(parameter)[owned], payload_of(expected)[owned]), recipe
+            assert torch.equal(
+                payload_of(parameter)[owned], payload_of(expected)[owned]
+            ), recipe
 
 
 def test_parts_on_several_ranks_are_cast_with_scales_of_the_whole() -> None:
@@ -185,7 +223,9 @@ def _start_afresh() -> None:
     parameters = dict(state.model[0].named_parameters())
     for name, values_before in masters.items():
         master = cast("Any", parameters[name]).main_param
-        assert torch.equal(master, values_before), "masters keep the bits that FP8 has no room for"
+        assert torch.equal(master, values_before), (
+            "masters keep the bits that FP8 has no room for"
+        )
         assert not torch.equal(master, computed_with(parameters[name]).float().view(-1))
 
 
@@ -198,17 +238,27 @@ def _refusals() -> None:
     require_replayable(state)
     chunk: Any = state.model[0]
     chunk.ddp_config.fp8_param_gather = False
-    with pytest.raises(ConfigError, match=r"ddp_config\.fp8_param_gather: got False, wanted True where parameters"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ddp_config\.fp8_param_gather: got False, wanted True where parameters",
+    ):
         require_replayable(state)
     chunk.ddp_config.fp8_param_gather = True
     config: Any = state.inner_optimizers[0].config
-    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # as Megatron sets it for FP16 masters, and delayed
-    with pytest.raises(ConfigError, match=r"main_params_dtype: got 'torch.float32 in FusedAdam', wanted FP32 where"):
+    # as Megatron sets it for FP16 masters, and delayed
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    with pytest.raises(
+        ConfigError,
+        match=r"main_params_dtype: got 'torch.float32 in FusedAdam', wanted FP32 where",
+    ):
         require_replayable(state)
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     fp8 = next(each for each in chunk.parameters() if is_fp8_parameter(each))
     fp8._quantizer = object()
-    with pytest.raises(ConfigError, match=r"got 'Float8Tensor', wanted plain tensors, or FP8 with delayed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"got 'Float8Tensor', wanted plain tensors, or FP8 with delayed",
+    ):
         require_replayable(state)
 
 
@@ -219,7 +269,12 @@ def test_fp8_parameters_that_cannot_be_exact_are_refused_by_name() -> None:
 def _grouped_with_history() -> None:
     delayed = ("precision.fp8_recipe=delayed", "model.moe_grouped_gemm=true")
     state, _ = build_stage(*STORED, *delayed)
-    with pytest.raises(ConfigError, match=r"fp8_recipe: got 'delayed', wanted tensorwise or blockwise where grouped"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"fp8_recipe: got 'delayed', wanted tensorwise or blockwise where grouped"
+        ),
+    ):
         require_replayable(state)
 
 

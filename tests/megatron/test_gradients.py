@@ -1,4 +1,6 @@
-"""Gradients and numbers of a step, as a peer gets them, lead from the state before it to the very state after it."""
+"""Gradients and numbers of a step, as a peer gets them, lead from the state before it
+to the very state after it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.codec import MOMENTS, PartKey
 from moe_ckpt.types import ReadyGradients
-from tests.megatron.stage import NoHooks, Parts, build_stage, copied, everything, full_parts
+from tests.megatron.stage import (
+    NoHooks,
+    Parts,
+    build_stage,
+    copied,
+    everything,
+    full_parts,
+)
 from tests.ranks import run_ranks
 from tests.scenarios import UNSHARDED
 
@@ -33,13 +42,25 @@ class _Noting(NoHooks):
 def _take_again(before: Parts, gradients: Gradients) -> Parts:
     after: Parts = {}
     for key, (gradient, step) in gradients.items():
-        keys = [PartKey(operator=key.operator, tensor=key.tensor, role=role) for role in (key.role, *MOMENTS)]
+        keys = [
+            PartKey(operator=key.operator, tensor=key.tensor, role=role)
+            for role in (key.role, *MOMENTS)
+        ]
         master, *moments = (before[each] for each in keys)
         weights = torch.nn.Parameter(master)
         betas, decay = (step.beta1, step.beta2), step.weight_decay
         make = torch.optim.AdamW if step.decoupled else torch.optim.Adam
-        adam = make([weights], lr=step.learning_rate, betas=betas, eps=step.eps, weight_decay=decay)
-        adam.state[weights] = {"step": torch.tensor(step.steps), **dict(zip(MOMENTS, moments, strict=True))}
+        adam = make(
+            [weights],
+            lr=step.learning_rate,
+            betas=betas,
+            eps=step.eps,
+            weight_decay=decay,
+        )
+        adam.state[weights] = {
+            "step": torch.tensor(step.steps),
+            **dict(zip(MOMENTS, moments, strict=True)),
+        }
         weights.grad = gradient.clone()
         adam.step()
         after |= dict(zip(keys, (weights.detach(), *moments), strict=True))
@@ -58,15 +79,23 @@ def _step_as_a_peer(overrides: tuple[str, ...]) -> None:
     again = _take_again(hooks.before, gradients)
     after = copied(operators.pieces(everything(operators), ()))
     assert all(torch.equal(tensor, again[key]) for key, tensor in after.items())
-    assert operators.gradients(everything(operators), LAST - 1) is None, "an older step is still told"
+    assert operators.gradients(everything(operators), LAST - 1) is None, (
+        "an older step is still told"
+    )
 
 
-@pytest.mark.parametrize("overrides", [(), ("precision=fp32", *UNSHARDED)], ids=", ".join)
-def test_a_peer_that_takes_the_step_comes_to_the_same_state(overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "overrides", [(), ("precision=fp32", *UNSHARDED)], ids=", ".join
+)
+def test_a_peer_that_takes_the_step_comes_to_the_same_state(
+    overrides: tuple[str, ...],
+) -> None:
     run_ranks(2, _step_as_a_peer, overrides)
 
 
 def test_a_step_that_a_device_takes_is_left_to_the_device() -> None:
-    """Peers compute on hosts, whose Adam has other last bits than a device's: `meta` stands for any device."""
+    """Peers compute on hosts, whose Adam has other last bits than a device's: `meta`
+    stands for any device.
+    """
     assert repeats_on_a_host(torch.empty(1))
     assert not repeats_on_a_host(torch.empty(1, device="meta"))

@@ -1,4 +1,6 @@
-"""Grouped experts: where a block's specification has them, in the forms of megatron-core 0.16 and of later versions."""
+"""Grouped experts: where a block's specification has them, in the forms of
+megatron-core 0.16 and of later versions.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,20 @@ def test_experts_of_each_layer_are_built_as_one_module(version: str) -> None:
     form: Any = FORMS[version]
     moe = MoESubmodules(experts=form(SequentialMLP, submodules=None))
     dense = form(MLP, submodules=SimpleNamespace(linear_fc1=None))
-    layers = [SimpleNamespace(submodules=SimpleNamespace(mlp=mlp)) for mlp in (form(MoELayer, submodules=moe), dense)]
+    layers = [
+        SimpleNamespace(submodules=SimpleNamespace(mlp=mlp))
+        for mlp in (form(MoELayer, submodules=moe), dense)
+    ]
     group_experts(cast("Any", SimpleNamespace(layer_specs=layers)))
     experts: Any = moe.experts
     assert isinstance(experts, form)
     built, parts = (
-        (experts.func, experts.keywords["submodules"]) if version == "0.18" else (experts.module, experts.submodules)
+        (experts.func, experts.keywords["submodules"])
+        if version == "0.18"
+        else (experts.module, experts.submodules)
     )
     assert built is TEGroupedMLP
     assert parts.linear_fc1 is parts.linear_fc2 is GroupedLinear
-    assert vars(dense.keywords["submodules"] if version == "0.18" else dense.submodules) == {"linear_fc1": None}
+    assert vars(
+        dense.keywords["submodules"] if version == "0.18" else dense.submodules
+    ) == {"linear_fc1": None}

@@ -1,4 +1,6 @@
-"""How often the host waits for its device in an iteration and in a recovery: once a subject, not once a tensor."""
+"""How often the host waits for its device in an iteration and in a recovery: once a
+subject, not once a tensor.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.scenarios import BIAS
 
 
 def count_transfers() -> tuple[int, int, int, int]:
-    """Return the number of buffers, of transfers for them, of routers that count tokens, and of transfers for these."""
+    """Return the number of buffers, of transfers for them, of routers that count
+    tokens, and of transfers for these.
+    """
     state, loop = build_stage(*BIAS)
     operators = RankOperators(state)
     counts = RouterCounts(state, operators.table, soft=True)
@@ -25,7 +29,12 @@ def count_transfers() -> tuple[int, int, int, int]:
     counted = counts.end()
     assert counted.hard.sum() > 0
     assert counted.soft.sum() > 0
-    return len(found), of_buffers, len(counts._hard) + len(counts._soft), TRANSFERS.num_transfers - before
+    return (
+        len(found),
+        of_buffers,
+        len(counts._hard) + len(counts._soft),
+        TRANSFERS.num_transfers - before,
+    )
 
 
 def test_buffers_and_counts_of_tokens_take_one_transfer_each() -> None:

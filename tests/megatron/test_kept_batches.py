@@ -1,4 +1,6 @@
-"""Micro-batches of an iterator can be read again: here from memory, and in a new process from a mark."""
+"""Micro-batches of an iterator can be read again: here from memory, and in a new
+process from a mark.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ ROOMY = 1 << 20
 
 
 def batch(number: int) -> dict[str, Any]:
-    return {"tokens": torch.arange(4) + number, "masks": [torch.ones(2, dtype=torch.bool)], "number": number}
+    return {
+        "tokens": torch.arange(4) + number,
+        "masks": [torch.ones(2, dtype=torch.bool)],
+        "number": number,
+    }
 
 
 def numbered() -> Iterator[dict[str, Any]]:
@@ -41,7 +47,11 @@ class Stateful:
         return batch(int(self.number) - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"number": self.number, "shape": (1, 2), "more": [None, 0.5, "text", {"nested": True}]}
+        return {
+            "number": self.number,
+            "shape": (1, 2),
+            "more": [None, 0.5, "text", {"nested": True}],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["shape"] == (1, 2)
@@ -75,7 +85,9 @@ def test_earlier_micro_batches_come_from_memory(make: Callable[[], Any]) -> None
 
 
 @pytest.mark.parametrize("make", [numbered, Stateful])
-def test_a_new_process_goes_on_where_the_start_says_and_can_go_back(make: Callable[[], Any]) -> None:
+def test_a_new_process_goes_on_where_the_start_says_and_can_go_back(
+    make: Callable[[], Any],
+) -> None:
     starts = train(KeptBatches(make(), limit_bytes=ROOMY), 1, 5)
     for iteration, start in starts.items():
         again = KeptBatches(make(), limit_bytes=ROOMY)
@@ -97,7 +109,9 @@ def test_a_state_saves_the_reads_before_it() -> None:
     again.restore(starts[9])
     read(again)
     assert loader.loads == 1
-    assert loader.reads == 2 * PER_ITERATION, "one iteration to compare, and one to train on"
+    assert loader.reads == 2 * PER_ITERATION, (
+        "one iteration to compare, and one to train on"
+    )
 
 
 def test_callers_may_change_their_batches() -> None:
@@ -119,12 +133,18 @@ def test_old_batches_are_dropped_and_the_rest_stays() -> None:
     kept.restore(starts[3])
     assert read(kept) == [4, 5]
     kept.restore(starts[2])
-    with pytest.raises(ConfigError, match=r"^run\.keep_batches_bytes: got 1048576, wanted more: micro-batch 2 was"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^run\.keep_batches_bytes: got 1048576, wanted more: micro-batch 2 was",
+    ):
         read(kept)
 
 
 def test_a_limit_is_an_error_without_state_and_a_reload_with_it() -> None:
-    with pytest.raises(ConfigError, match=r"^run\.keep_batches_bytes: got 100, wanted at least 102, the bytes"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^run\.keep_batches_bytes: got 100, wanted at least 102, the bytes",
+    ):
         train(KeptBatches(numbered(), limit_bytes=100), 1, 2)
     loader = Stateful()
     kept = KeptBatches(loader, limit_bytes=100)
@@ -142,7 +162,9 @@ def test_another_stream_in_a_new_process_is_an_error(iteration: int) -> None:
     next(other)
     again = KeptBatches(other, limit_bytes=ROOMY)
     again.restore(starts[iteration])
-    with pytest.raises(ConfigError, match=r"^data loader: got 'other micro-batches than before'"):
+    with pytest.raises(
+        ConfigError, match=r"^data loader: got 'other micro-batches than before'"
+    ):
         next(again)
 
 
@@ -159,7 +181,9 @@ def test_a_replay_that_read_another_stream_is_an_error() -> None:
 
 
 def drawing(*, each: bool) -> Iterator[dict[str, Any]]:
-    """Draw from all generators of the process at the first read, as `iter(DataLoader)` from torch's, or at each one."""
+    """Draw from all generators of the process at the first read, as `iter(DataLoader)`
+    from torch's, or at each one.
+    """
     for number, content in enumerate(numbered()):
         if each or number == 0:
             torch.rand(1)
@@ -169,7 +193,8 @@ def drawing(*, each: bool) -> Iterator[dict[str, Any]]:
 
 
 def generators() -> list[Any]:
-    return [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]  # type: ignore[index]
+    of_numpy: Any = np.random.get_state()
+    return [torch.get_rng_state().tolist(), of_numpy[1].tolist(), random.getstate()]
 
 
 def test_a_read_from_memory_moves_generators_as_the_first_one_did() -> None:
@@ -206,7 +231,9 @@ def test_reads_for_evaluations_move_no_generator() -> None:
 def test_draws_at_each_read_are_refused_at_the_second_one() -> None:
     kept = KeptBatches(drawing(each=True), limit_bytes=ROOMY)
     next(kept)
-    with pytest.raises(ConfigError, match=r"^data loader: got .draws from the process.s generators"):
+    with pytest.raises(
+        ConfigError, match=r"^data loader: got .draws from the process.s generators"
+    ):
         next(kept)
 
 

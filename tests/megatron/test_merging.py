@@ -1,4 +1,6 @@
-"""Tensors of which each rank has a part become whole, in chunks that a nearly full device has room for."""
+"""Tensors of which each rank has a part become whole, in chunks that a nearly full
+device has room for.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_chunks_hold_every_byte_once_in_order(sizes: list[int], limit: int) -> N
     counted = [sum(part.numel() for part in chunk) for chunk in chunks]
     assert all(count == limit for count in counted[:-1])
     assert all(0 < count <= limit for count in counted)
-    assert [byte for chunk in chunks for part in chunk for byte in part.tolist()] == everything.tolist()
+    assert [
+        byte for chunk in chunks for part in chunk for byte in part.tolist()
+    ] == everything.tolist()
 
 
 def merge_halves(limit_bytes: int) -> tuple[list[list[float]], int]:

@@ -1,4 +1,6 @@
-"""Collectives that overlap with computation: weights that are gathered later, and passes that were cut off."""
+"""Collectives that overlap with computation: weights that are gathered later, and
+passes that were cut off.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import torch.distributed as dist
 import launcher.model
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.overlapped import forget_communication, mark_gathered
-from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, restore_small_state, small_state
+from moe_ckpt.megatron.state import (
+    TrainingState,
+    digest_of,
+    named_state,
+    restore_small_state,
+    small_state,
+)
 from moe_ckpt.megatron.step import clear_gradients, gather_late_parameters
 from tests.megatron.stage import StageLoop, build_stage
 from tests.ranks import run_ranks
@@ -20,8 +28,14 @@ BUCKET_SIZE = 999  # of parameters, of which the model has more
 
 
 def build_overlapped() -> tuple[TrainingState, StageLoop]:
-    """Return a stage of two data-parallel ranks that overlaps both collectives, with several buckets a group."""
-    options = {"overlap_param_gather": True, "overlap_grad_reduce": True, "bucket_size": BUCKET_SIZE}
+    """Return a stage of two data-parallel ranks that overlaps both collectives, with
+    several buckets a group.
+    """
+    options = {
+        "overlap_param_gather": True,
+        "overlap_grad_reduce": True,
+        "bucket_size": BUCKET_SIZE,
+    }
     config: Any = launcher.model.DistributedDataParallelConfig
     launcher.model.DistributedDataParallelConfig = functools.partial(config, **options)
     return build_stage("parallel.pp=1", "parallel.dp=2", "parallel.ep=1")
@@ -33,7 +47,12 @@ def groups_of(state: TrainingState) -> list[Any]:
 
 
 def _weights(state: TrainingState) -> torch.Tensor:
-    return torch.cat([parameter.detach().view(-1).clone() for parameter in state.model[0].parameters()])
+    return torch.cat(
+        [
+            parameter.detach().view(-1).clone()
+            for parameter in state.model[0].parameters()
+        ]
+    )
 
 
 def _hash_before_and_after_gathering() -> int:
@@ -45,7 +64,9 @@ def _hash_before_and_after_gathering() -> int:
     assert len(groups_of(state)) > 2, "several buckets"
     stale, digest, hashes = _weights(state), digest_of(state), operators.digests()
     weights = {f"model0.{name}" for name, _ in state.model[0].named_parameters()}
-    sizes = torch.tensor(sum(value.numel() for name, value in named_state(state) if name in weights))
+    sizes = torch.tensor(
+        sum(value.numel() for name, value in named_state(state) if name in weights)
+    )
     dist.all_reduce(sizes)
     assert sizes == stale.numel(), "each weight is in one rank's digest"
     gather_late_parameters(state)
@@ -71,17 +92,23 @@ def _train_three_iterations(is_cut: bool) -> str:
         group.per_param_grad_ready_counts = {next(iter(group.params)): 1}
         forget_communication(state.model)
         restore_small_state(state, start)
-        assert all(group.is_first_batch for group in groups_of(state)), "as on a rank that was replaced"
+        assert all(group.is_first_batch for group in groups_of(state)), (
+            "as on a rank that was replaced"
+        )
     loop.run_iteration(3)
     return digest_of(state)
 
 
 def test_a_pass_that_was_cut_off_leaves_no_collective_behind() -> None:
-    assert run_ranks(2, _train_three_iterations, True) == run_ranks(2, _train_three_iterations, False)
+    assert run_ranks(2, _train_three_iterations, True) == run_ranks(
+        2, _train_three_iterations, False
+    )
 
 
 def _gather_twice() -> int:
-    """Return how many collectives of weights a forward pass starts after all are gathered."""
+    """Return how many collectives of weights a forward pass starts after all are
+    gathered.
+    """
     state, loop = build_overlapped()
     loop.run_iteration(1)
     mark_gathered(state.model)

@@ -1,4 +1,6 @@
-"""The stage communicator counts exactly what a stage hands to its neighbours, and the time that it waits for them."""
+"""The stage communicator counts exactly what a stage hands to its neighbours, and the
+time that it waits for them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from tests.megatron.stage import build_stage, stage_number
 from tests.ranks import run_ranks
 
 
-def _run_an_iteration() -> tuple[int, IterationCommitted, list[tuple[bool, bool]], float]:
-    """Return the stage, the iteration, of each transfer whether this rank waits for it and whether a bubble is open.
+def _run_an_iteration() -> tuple[
+    int, IterationCommitted, list[tuple[bool, bool]], float
+]:
+    """Return the stage, the iteration, of each transfer whether this rank waits for it
+    and whether a bubble is open.
 
     And the seconds of all bubbles.
     """
@@ -32,14 +37,17 @@ def _run_an_iteration() -> tuple[int, IterationCommitted, list[tuple[bool, bool]
 
 
 def test_an_iteration_of_two_stages_of_two_ranks() -> None:
-    # 2 micro-batches (batch 8, micro 2, dp 2), each 16 tokens x 2 sequences x 32 wide, 2 bytes (bf16)
+    # 2 micro-batches (batch 8, micro 2, dp 2), each 16 tokens x 2 sequences x 32 wide,
+    # 2 bytes (bf16)
     boundary_bytes = 2 * (16 * 2 * 32 * 2)
     ranks = run_ranks(4, _run_an_iteration)
     for stage, committed, seen, seconds in ranks:
         sent = committed.sent_activation_bytes, committed.sent_gradient_bytes
         assert sent == ((boundary_bytes, 0) if stage == 0 else (0, boundary_bytes))
         assert {waits for waits, _ in seen} == {True, False}
-        assert all(waits == is_open for waits, is_open in seen), "a bubble is what a stage waits for"
+        assert all(waits == is_open for waits, is_open in seen), (
+            "a bubble is what a stage waits for"
+        )
         assert seconds > 0
     (loss,) = {committed.loss for _, committed, *_ in ranks}
     assert 5.0 < loss < 6.5, "about ln(256) nats for 256 equally likely bytes"

@@ -1,4 +1,6 @@
-"""The reference of FusedAdam: its arithmetic is AdamW's, and what it stores can be put back bit for bit."""
+"""The reference of FusedAdam: its arithmetic is AdamW's, and what it stores can be put
+back bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from tests.megatron.stage import build_stage
 from tests.ranks import run_ranks
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.uint8
-SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SETTINGS: dict[str, Any] = {
+    "lr": 1e-2,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
 FORMATS = {
     "FP16/FP16/FP16+FP16": (FP16, FP16, FP16, FP16, False),
     "FP8/FP16/FP32+FP32": (BF16, FP16, FP32, FP32, False),
@@ -44,7 +51,9 @@ def made(name: str, kind: str = "cpu") -> PrecisionAwareAdam:
         adam = pytest.importorskip("transformer_engine.pytorch.optimizers").FusedAdam
         if master == FP8:
             pytest.skip("FusedAdam has no FP8 masters")
-    values = torch.randn(4096, generator=torch.Generator().manual_seed(1)).to(kind, compute)
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(1)).to(
+        kind, compute
+    )
     return adam(
         [torch.nn.Parameter(values)],
         **SETTINGS,
@@ -62,7 +71,10 @@ def weights_of(adam: torch.optim.Optimizer) -> torch.nn.Parameter:
 
 
 def gradients(first: int, last: int) -> list[torch.Tensor]:
-    return [torch.randn(4096, generator=torch.Generator().manual_seed(seed)) * 1e-2 for seed in range(first, last)]
+    return [
+        torch.randn(4096, generator=torch.Generator().manual_seed(seed)) * 1e-2
+        for seed in range(first, last)
+    ]
 
 
 def step(adam: PrecisionAwareAdam, each: list[torch.Tensor]) -> None:
@@ -81,10 +93,14 @@ def stored(adam: PrecisionAwareAdam) -> dict[str, torch.Tensor]:
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     bits = lambda tensor: tensor.contiguous().view(torch.uint8)  # noqa: E731
-    return one.keys() == other.keys() and all(torch.equal(bits(one[name]), bits(other[name])) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(bits(one[name]), bits(other[name])) for name in one
+    )
 
 
-def put_back(adam: PrecisionAwareAdam, saved: dict[str, torch.Tensor], steps: int) -> None:
+def put_back(
+    adam: PrecisionAwareAdam, saved: dict[str, torch.Tensor], steps: int
+) -> None:
     adam.initialize_state(weights_of(adam), adam.store_param_remainders)
     for name, tensor in stored(adam).items():
         tensor.copy_(saved[name])
@@ -95,13 +111,17 @@ def put_back(adam: PrecisionAwareAdam, saved: dict[str, torch.Tensor], steps: in
 def test_fp32_states_give_the_weights_of_torchs_adam(decoupled: bool) -> None:
     ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 256)) for _ in range(2))
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    adam, reference = PrecisionAwareAdam([ours], **SETTINGS, adam_w_mode=decoupled), kind([theirs], **SETTINGS)
+    adam, reference = (
+        PrecisionAwareAdam([ours], **SETTINGS, adam_w_mode=decoupled),
+        kind([theirs], **SETTINGS),
+    )
     for seed in range(20):
         gradient = torch.randn(256, generator=torch.Generator().manual_seed(seed))
         ours.grad, theirs.grad = gradient, gradient.clone()
         adam.step()
         reference.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # FP32, in another order
+    # FP32, in another order
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,14 +129,18 @@ def test_fp32_states_give_the_weights_of_torchs_adam(decoupled: bool) -> None:
 def test_stored_states_are_put_back_bit_for_bit(name: str, kind: str) -> None:
     adam, other = made(name, kind), made(name, kind)
     step(adam, gradients(10, 30))
-    put_back(other, {key: tensor.clone() for key, tensor in stored(adam).items()}, steps=20)
+    put_back(
+        other, {key: tensor.clone() for key, tensor in stored(adam).items()}, steps=20
+    )
     step(adam, gradients(30, 40))
     step(other, gradients(30, 40))
     assert same(stored(adam), stored(other))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("left_out", ["exp_avg.scale", "exp_avg_sq.scale", "master_param.scale", "exp_avg"])
+@pytest.mark.parametrize(
+    "left_out", ["exp_avg.scale", "exp_avg_sq.scale", "master_param.scale", "exp_avg"]
+)
 def test_a_scale_that_is_left_out_is_missed(left_out: str, kind: str) -> None:
     name = "FP8/FP16/FP8+FP16"
     adam, other = made(name, kind), made(name, kind)
@@ -130,7 +154,9 @@ def test_a_scale_that_is_left_out_is_missed(left_out: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["FP16/FP16/FP16+FP16", "FP8/FP16/FP8+FP16"])
-def test_compute_weights_are_not_the_rounding_of_an_fp16_master(name: str, kind: str) -> None:
+def test_compute_weights_are_not_the_rounding_of_an_fp16_master(
+    name: str, kind: str
+) -> None:
     adam = made(name, kind)
     step(adam, gradients(10, 30))
     weights = weights_of(adam)
@@ -142,22 +168,35 @@ def test_compute_weights_are_the_rounding_of_an_fp8_master() -> None:
     adam = made("FP8/FP8/FP8+FP16")
     step(adam, gradients(10, 30))
     weights = weights_of(adam)
-    assert torch.equal(adam.get_unscaled_state(weights, "master_param").to(weights.dtype), weights)
+    assert torch.equal(
+        adam.get_unscaled_state(weights, "master_param").to(weights.dtype), weights
+    )
 
 
 def test_a_weight_and_its_remainder_are_the_fp32_master() -> None:
     generator = torch.Generator().manual_seed(0)
-    ties = (torch.arange(1 << 12, dtype=torch.int32) << 16 | 0x3F808000).view(torch.float32)
-    for master in (torch.randn(1 << 16, generator=generator), ties, torch.zeros(8), -torch.ones(8)):
+    ties = (torch.arange(1 << 12, dtype=torch.int32) << 16 | 0x3F808000).view(
+        torch.float32
+    )
+    for master in (
+        torch.randn(1 << 16, generator=generator),
+        ties,
+        torch.zeros(8),
+        -torch.ones(8),
+    ):
         weight, remainder = split_master(master)
         assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
-        assert torch.equal(join_master(weight, remainder).view(torch.int32), master.view(torch.int32))
+        assert torch.equal(
+            join_master(weight, remainder).view(torch.int32), master.view(torch.int32)
+        )
         assert torch.equal(weight.float(), master) == (not remainder.any())
 
 
 @pytest.mark.parametrize("dtype", [FP16, E4M3])
 def test_zeros_stay_zeros(dtype: torch.dtype) -> None:
-    """FusedAdam divides by the scale of zeros; an expert without tokens in its first step would become NaN."""
+    """FusedAdam divides by the scale of zeros; an expert without tokens in its first
+    step would become NaN.
+    """
     payload, scale = torch.ones(16).to(dtype), torch.full((1,), 3.0)
     encode(torch.zeros(16), payload, scale)
     assert torch.equal(decode(payload, scale), torch.zeros(16))
@@ -171,7 +210,10 @@ def test_the_largest_value_is_kept_and_others_to_the_formats_digits() -> None:
         payload, scale = torch.empty(4096, dtype=dtype), torch.ones(1)
         encode(values, payload, scale)
         large = values.abs() > values.abs().max() / 16
-        assert ((decode(payload, scale) - values).abs()[large] <= digits * 1.001 * values.abs()[large]).all()
+        assert (
+            (decode(payload, scale) - values).abs()[large]
+            <= digits * 1.001 * values.abs()[large]
+        ).all()
 
 
 def test_parameters_without_gradients_and_empty_groups_do_not_step() -> None:
@@ -207,7 +249,10 @@ def _masters_of_other_weights() -> None:
         with torch.no_grad():
             updated.mul_(-0.5)
         synchronize_fresh(state)
-        payload, scale = adam.state[updated][MASTER_PARAM], adam._scales[updated][MASTER_PARAM]
+        payload, scale = (
+            adam.state[updated][MASTER_PARAM],
+            adam._scales[updated][MASTER_PARAM],
+        )
         expected, expected_scale = torch.empty_like(payload), torch.empty_like(scale)
         encode(updated.detach().float(), expected, expected_scale)
         return torch.equal(payload, expected) and torch.equal(scale, expected_scale)
@@ -219,5 +264,7 @@ def _masters_of_other_weights() -> None:
 
 
 def test_masters_are_of_the_weights_that_a_run_starts_with() -> None:
-    """A broadcast or a load of weights follows after masters were allocated, and Megatron renews none."""
+    """A broadcast or a load of weights follows after masters were allocated, and
+    Megatron renews none.
+    """
     run_ranks(1, _masters_of_other_weights)

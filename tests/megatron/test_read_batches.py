@@ -1,4 +1,6 @@
-"""The hash of the micro-batches of a pass: samples, their order and their form count, and nothing else does."""
+"""The hash of the micro-batches of a pass: samples, their order and their form count,
+and nothing else does.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,19 @@ def test_a_nest_that_is_made_again_has_the_same_hash(make: Callable[[], Any]) ->
 
 
 @pytest.mark.parametrize(
-    "nest", [lambda tokens: UserDict(tokens=tokens), Sample, lambda tokens: [np.int64(tokens[0, 0])]]
+    "nest",
+    [
+        lambda tokens: UserDict(tokens=tokens),
+        Sample,
+        lambda tokens: [np.int64(tokens[0, 0])],
+    ],
 )
 def test_what_is_inside_a_nest_counts(nest: Callable[[torch.Tensor], Any]) -> None:
-    assert hash_of(nest(TOKENS)) == hash_of(nest(TOKENS.clone())) != hash_of(nest(TOKENS + 1))
+    assert (
+        hash_of(nest(TOKENS))
+        == hash_of(nest(TOKENS.clone()))
+        != hash_of(nest(TOKENS + 1))
+    )
 
 
 def test_a_transposed_array_is_another_one() -> None:

@@ -1,6 +1,7 @@
 """An iterator is tried in new processes before training begins.
 
-The tests fork, as the check itself does: whether a new process reads the same is what they are about.
+The tests fork, as the check itself does: whether a new process reads the same is what
+they are about.
 """
 
 from __future__ import annotations
@@ -70,23 +71,40 @@ def named_by_the_process() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("open_iterator", [ordered, shuffled_by_a_seed, short])
-def test_an_order_of_its_own_is_fine(open_iterator: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_order_of_its_own_is_fine(
+    open_iterator: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     require_repeatable_reads(open_iterator, SETTING)
     assert caplog.records == [], "it was tried"
 
 
 @pytest.mark.parametrize(
     "open_iterator",
-    [shuffled, shuffled_by_python, shuffled_by_numpy, seeded_by_the_system, named_by_the_process],
+    [
+        shuffled,
+        shuffled_by_python,
+        shuffled_by_numpy,
+        seeded_by_the_system,
+        named_by_the_process,
+    ],
 )
 def test_an_order_of_the_process_is_one_error(open_iterator: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^{SETTING}: got 'other micro-batches in another process', wanted the sa"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            rf"^{SETTING}: got 'other micro-batches in another process', wanted the sa"
+        ),
+    ):
         require_repeatable_reads(open_iterator, SETTING)
 
 
 def generators() -> list[Any]:
     of_numpy: Any = np.random.get_state(legacy=False)
-    return [torch.get_rng_state().tolist(), of_numpy["state"]["key"].tolist(), random.getstate()]
+    return [
+        torch.get_rng_state().tolist(),
+        of_numpy["state"]["key"].tolist(),
+        random.getstate(),
+    ]
 
 
 def test_this_process_is_as_before(tmp_path: Path) -> None:
@@ -120,8 +138,12 @@ def test_this_process_is_as_before(tmp_path: Path) -> None:
     opened[0].close()
 
 
-def test_an_iterator_that_cannot_be_tried_is_let_through(caplog: pytest.LogCaptureFixture) -> None:
-    """A lock that another thread holds is never released in a fork; an error, or a death, is another reason."""
+def test_an_iterator_that_cannot_be_tried_is_let_through(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A lock that another thread holds is never released in a fork; an error, or a
+    death, is another reason.
+    """
     lock = threading.Lock()
 
     def waits() -> Iterator[Any]:
@@ -138,8 +160,14 @@ def test_an_iterator_that_cannot_be_tried_is_let_through(caplog: pytest.LogCaptu
         require_repeatable_reads(waits, SETTING, deadline_s=0.3)
     require_repeatable_reads(fails, SETTING)
     require_repeatable_reads(dies, SETTING)
-    reasons = [record.message.rpartition("was not tried: ")[2] for record in caplog.records]
-    assert reasons == ["no answer in 0.3 s", "RuntimeError: no GPU in a fork", "its process died"]
+    reasons = [
+        record.message.rpartition("was not tried: ")[2] for record in caplog.records
+    ]
+    assert reasons == [
+        "no answer in 0.3 s",
+        "RuntimeError: no GPU in a fork",
+        "its process died",
+    ]
 
 
 def test_its_processes_end_and_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:

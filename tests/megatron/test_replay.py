@@ -1,4 +1,6 @@
-"""An iteration that is run again, by one stage alone or by some together, leaves the very bits that it once left."""
+"""An iteration that is run again, by one stage alone or by some together, leaves the
+very bits that it once left.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from moe_ckpt.errors import ConfigError, DataError, PeersLostError
 from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.megatron.replay import StageReplay, forget_shared_experts, require_replayable
+from moe_ckpt.megatron.replay import (
+    StageReplay,
+    forget_shared_experts,
+    require_replayable,
+)
 from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
 from moe_ckpt.megatron.step import clear_gradients, finish_gradients
@@ -42,13 +48,19 @@ from tests.ranks import run_ranks
 from tests.scenarios import BIAS, TIED, UNSHARDED
 
 LAST = 3
-OVERFLOWING = ("precision=fp16", "precision.initial_loss_scale=1.0e+15", "precision.loss_scale_hysteresis=1")
+OVERFLOWING = (
+    "precision=fp16",
+    "precision.initial_loss_scale=1.0e+15",
+    "precision.loss_scale_hysteresis=1",
+)
 
 Sent = dict[Direction, list[torch.Tensor]]
 
 
 class _Job(NoHooks):
-    """Hooks that note what a replay of the last iteration needs, and the state before it."""
+    """Hooks that note what a replay of the last iteration needs, and the state before
+    it.
+    """
 
     def __init__(self, *overrides: str) -> None:
         self.state, self.loop = build_stage(*overrides)
@@ -62,7 +74,9 @@ class _Job(NoHooks):
             self.loop.passes.train_on,
             self.loop.iteration.batches,
         )
-        self.boundary = BoundaryLog(HostCopier(), HostBuffers(PrivateMemory(pinned=False)))
+        self.boundary = BoundaryLog(
+            HostCopier(), HostBuffers(PrivateMemory(pinned=False))
+        )
         self.communicator.log = self.boundary
         self.starts: dict[int, Mapping[str, torch.Tensor]] = {}
         self.records: dict[int, StepRecord] = {}
@@ -72,7 +86,10 @@ class _Job(NoHooks):
 
     def iteration_started(self, iteration: int) -> None:
         if iteration == LAST:
-            self._before, self._adam_steps = full_parts(self.operators), self.operators.adam_steps()
+            self._before, self._adam_steps = (
+                full_parts(self.operators),
+                self.operators.adam_steps(),
+            )
         self.starts[iteration] = self.replay.begin(iteration)
         self.boundary.begin(iteration)
 
@@ -85,7 +102,9 @@ class _Job(NoHooks):
         self.starts[iteration + 1] = self.replay.begin(iteration + 1)
 
     def train(self, first: int, last: int) -> tuple[str, LoggedEnds]:
-        """Run all iterations; return the digest of what they lead to, and what this segment of stages replays from."""
+        """Run all iterations; return the digest of what they lead to, and what this
+        segment of stages replays from.
+        """
         for iteration in range(1, LAST + 1):
             self.loop.run_iteration(iteration)
         sent_by_rank: list[Sent] = [{}] * dist.get_world_size()
@@ -95,20 +114,29 @@ class _Job(NoHooks):
         after = sent_by_rank[communicator.next_rank][Direction.GRADIENT]
         ends = LoggedEnds(
             from_previous=before if self.stage == first and first > 0 else None,
-            from_next=after if self.stage == last and last < _num_stages() - 1 else None,
+            from_next=after
+            if self.stage == last and last < _num_stages() - 1
+            else None,
         )
         return digest_of(self.state), ends
 
     def go_back(self) -> None:
-        """Lose the state, and put that before the last iteration in its place. Collective in the stage group."""
+        """Lose the state, and put that before the last iteration in its place.
+        Collective in the stage group.
+        """
         live = digest_of(self.state)
         StateWiper(self.state).wipe()
         assert digest_of(self.state) != live
-        self.operators.load(self._before, names_of(self.operators), (), self._adam_steps)
+        self.operators.load(
+            self._before, names_of(self.operators), (), self._adam_steps
+        )
 
     def sent(self) -> Sent:
         """Return copies of what this rank sent in the last iteration."""
-        return {way: [tensor.clone() for tensor in self.boundary.sent(LAST, way)] for way in Direction}
+        return {
+            way: [tensor.clone() for tensor in self.boundary.sent(LAST, way)]
+            for way in Direction
+        }
 
     def run_again(
         self,
@@ -121,12 +149,22 @@ class _Job(NoHooks):
         """Replay the last iteration and return the digest of what it leads to."""
         self.boundary.begin(LAST)
         record = record or self.records[LAST]
-        self.replay.replay(record, self.starts[LAST], ends, whole_model=whole_model, before_update=before_update)
+        self.replay.replay(
+            record,
+            self.starts[LAST],
+            ends,
+            whole_model=whole_model,
+            before_update=before_update,
+        )
         self.boundary.end()
         return digest_of(self.state)
 
-    def cut_off_and_undo(self, ends: LoggedEnds, record: StepRecord, *, whole_model: bool) -> None:
-        """Replay the last iteration until its gradients are complete, and leave the state as it was before."""
+    def cut_off_and_undo(
+        self, ends: LoggedEnds, record: StepRecord, *, whole_model: bool
+    ) -> None:
+        """Replay the last iteration until its gradients are complete, and leave the
+        state as it was before.
+        """
 
         def lose_peers() -> None:
             raise PeersLostError("a rank of another stage died")
@@ -134,7 +172,9 @@ class _Job(NoHooks):
         self.replay.begin(LAST)
         before = digest_of(self.state)
         with pytest.raises(PeersLostError):
-            self.run_again(ends, record, whole_model=whole_model, before_update=lose_peers)
+            self.run_again(
+                ends, record, whole_model=whole_model, before_update=lose_peers
+            )
         assert digest_of(self.state) != before
         self.replay.abandon_pass()
         self.replay.restore_start(self.starts[LAST], undo=LAST)
@@ -145,13 +185,19 @@ def _num_stages() -> int:
 
 
 def _watch_transfers() -> set[str]:
-    """Return a set that gathers the kinds of all transfers that reach Megatron's own communicator from now on."""
+    """Return a set that gathers the kinds of all transfers that reach Megatron's own
+    communicator from now on.
+    """
     seen: set[str] = set()
     original = P2PCommunicator._communicate
 
     def watched(self: Any, **options: Any) -> Any:
         kinds = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next")
-        seen.update(kind for kind in kinds if options[kind] is not None and options[kind] is not False)
+        seen.update(
+            kind
+            for kind in kinds
+            if options[kind] is not None and options[kind] is not False
+        )
         return original(self, **options)
 
     P2PCommunicator._communicate = watched
@@ -160,20 +206,27 @@ def _watch_transfers() -> set[str]:
 
 def _without_tied_gradient(record: StepRecord) -> StepRecord:
     gradient = record.tied_gradient
-    return replace(record, tied_gradient=None if gradient is None else torch.zeros_like(gradient))
+    return replace(
+        record, tied_gradient=None if gradient is None else torch.zeros_like(gradient)
+    )
 
 
 def _replay_segment(overrides: tuple[str, ...], first: int, last: int) -> None:
-    """Replay the last iteration on these stages, and check what each rank does and sends."""
+    """Replay the last iteration on these stages, and check what each rank does and
+    sends.
+    """
     job = _Job(*overrides)
     live, ends = job.train(first, last)
     sent, record = job.sent(), job.records[LAST]
-    assert record.gradients.overflow == ("precision.initial_loss_scale=1.0e+15" in overrides)
+    assert record.gradients.overflow == (
+        "precision.initial_loss_scale=1.0e+15" in overrides
+    )
     transfers = _watch_transfers()
     if first <= job.stage <= last:
         job.go_back()
         whole_model = last - first + 1 == _num_stages()
-        if whole_model:  # then stages exchange the tied gradient again, and its log does not matter
+        # then stages exchange the tied gradient again, and its log does not matter
+        if whole_model:
             record = _without_tied_gradient(record)
         job.cut_off_and_undo(ends, record, whole_model=whole_model)
         job.run_again(ends, record, whole_model=whole_model)
@@ -181,12 +234,20 @@ def _replay_segment(overrides: tuple[str, ...], first: int, last: int) -> None:
     assert digest_of(job.state) == live
     assert transfers == _expected_transfers(job.stage, first, last)
     again = job.sent()
-    assert all(len(sent[way]) == len(again[way]) and all(map(torch.equal, sent[way], again[way])) for way in Direction)
+    assert all(
+        len(sent[way]) == len(again[way])
+        and all(map(torch.equal, sent[way], again[way]))
+        for way in Direction
+    )
 
 
 def _expected_transfers(stage: int, first: int, last: int) -> set[str]:
-    with_previous = {"tensor_send_prev", "recv_prev"} if first < stage <= last else set[str]()
-    return with_previous | ({"tensor_send_next", "recv_next"} if first <= stage < last else set[str]())
+    with_previous = (
+        {"tensor_send_prev", "recv_prev"} if first < stage <= last else set[str]()
+    )
+    return with_previous | (
+        {"tensor_send_next", "recv_next"} if first <= stage < last else set[str]()
+    )
 
 
 PP2 = ("parallel.pp=2", "train.clip_grad=0.1")
@@ -210,15 +271,28 @@ PP3 = ("parallel.pp=3", "model.num_layers=3")
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_replayed_stages_end_as_they_were(world_size: int, overrides: tuple[str, ...], first: int, last: int) -> None:
+def test_replayed_stages_end_as_they_were(
+    world_size: int, overrides: tuple[str, ...], first: int, last: int
+) -> None:
     run_ranks(world_size, _replay_segment, overrides, first, last)
 
 
-CHANGES: dict[str, Callable[[LoggedEnds, StepRecord], tuple[LoggedEnds, StepRecord]]] = {
-    "activations": lambda ends, record: (replace(ends, from_previous=(ends.from_previous or [])[::-1]), record),
-    "norm": lambda ends, record: (ends, replace(record, gradients=replace(record.gradients, total_norm=1.0))),
+CHANGES: dict[
+    str, Callable[[LoggedEnds, StepRecord], tuple[LoggedEnds, StepRecord]]
+] = {
+    "activations": lambda ends, record: (
+        replace(ends, from_previous=(ends.from_previous or [])[::-1]),
+        record,
+    ),
+    "norm": lambda ends, record: (
+        ends,
+        replace(record, gradients=replace(record.gradients, total_norm=1.0)),
+    ),
     "tied gradient": lambda ends, record: (ends, _without_tied_gradient(record)),
-    "iteration": lambda ends, record: (ends, replace(record, iteration=record.iteration - 1, batches=None)),
+    "iteration": lambda ends, record: (
+        ends,
+        replace(record, iteration=record.iteration - 1, batches=None),
+    ),
     "nothing": lambda ends, record: (ends, record),
 }
 
@@ -246,7 +320,10 @@ def _replay_over_other_samples() -> None:
         job.go_back()
         job.loop.passes.batches = replace(job.loop.passes.batches, consumed=lambda _: 0)
         job.run_again(ends)
-        with pytest.raises(DataError, match=rf"^data: the replay of iterations \[{LAST}\] has read other samples"):
+        with pytest.raises(
+            DataError,
+            match=rf"^data: the replay of iterations \[{LAST}\] has read other samples",
+        ):
             job.replay.require_same_samples()
         job.replay.require_same_samples()  # it was said
     dist.barrier()
@@ -263,7 +340,9 @@ def _train_after_failed_replays() -> None:
     if job.stage == 0:
         logged = ends.from_next
         assert logged is not None
-        with pytest.raises(AssertionError, match=r"^\[1\] logged tensors were not asked for"):
+        with pytest.raises(
+            AssertionError, match=r"^\[1\] logged tensors were not asked for"
+        ):
             job.run_again(replace(ends, from_next=[*logged, logged[0]]))
         with pytest.raises(IndexError):
             job.run_again(replace(ends, from_next=logged[1:]))
@@ -273,7 +352,9 @@ def _train_after_failed_replays() -> None:
     job.replay.restore_start(job.starts[LAST])
     job.loop.run_iteration(LAST)
     assert digest_of(job.state) == live
-    assert transfers == _expected_transfers(job.stage, 0, 1), "the communicator is live again"
+    assert transfers == _expected_transfers(job.stage, 0, 1), (
+        "the communicator is live again"
+    )
 
 
 def test_a_replay_from_too_many_or_too_few_tensors_fails_alone() -> None:
@@ -297,7 +378,11 @@ def _undo(overrides: tuple[str, ...]) -> None:
     random.gauss(0, 1)
     np.random.standard_normal()
     changed = {name.rpartition(".")[2] for name in differing(named, _named(state))}
-    expected = {"cpu": True, "scale": "precision=fp16" in overrides, "expert_bias": has_bias}
+    expected = {
+        "cpu": True,
+        "scale": "precision=fp16" in overrides,
+        "expert_bias": has_bias,
+    }
     assert {name: name in changed for name in expected} == expected
     assert digest_of(state) != before
     job.replay.restore_start(start)
@@ -307,7 +392,9 @@ def _undo(overrides: tuple[str, ...]) -> None:
     assert not differing(small, small_state(state))
 
 
-@pytest.mark.parametrize("overrides", [(*PP2, *OVERFLOWING), (*PP2, *BIAS)], ids=", ".join)
+@pytest.mark.parametrize(
+    "overrides", [(*PP2, *OVERFLOWING), (*PP2, *BIAS)], ids=", ".join
+)
 def test_an_aborted_pass_can_be_undone(overrides: tuple[str, ...]) -> None:
     run_ranks(2, _undo, overrides)
 
@@ -315,7 +402,10 @@ def test_an_aborted_pass_can_be_undone(overrides: tuple[str, ...]) -> None:
 def _refusals() -> None:
     state, _ = build_stage()
     require_replayable(state)
-    chunk, optimizer = cast("Any", state.model[0]), cast("Any", state.inner_optimizers[-1]).config
+    chunk, optimizer = (
+        cast("Any", state.model[0]),
+        cast("Any", state.inner_optimizers[-1]).config,
+    )
     for owner, name in (
         (chunk.config, "variable_seq_lengths"),
         (chunk.config, "fp4"),
@@ -338,28 +428,40 @@ def _refusals() -> None:
         require_replayable(state)
     optimizer.optimizer = "adam"
     chunk.config.moe_token_dispatcher_type = "flex"
-    with pytest.raises(ConfigError, match="moe_token_dispatcher_type: got 'flex', wanted alltoall or allgather"):
+    with pytest.raises(
+        ConfigError,
+        match="moe_token_dispatcher_type: got 'flex', wanted alltoall or allgather",
+    ):
         require_replayable(state)
     chunk.config.moe_token_dispatcher_type = "alltoall"
     _refuse_a_quantized_weight(state)
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     states = tracker.get_states()
     tracker.set_states({**states, "graph-safe": torch.Generator()})
-    with pytest.raises(ConfigError, match="generators for captured graphs: got 'graph-safe', wanted none"):
+    with pytest.raises(
+        ConfigError,
+        match="generators for captured graphs: got 'graph-safe', wanted none",
+    ):
         require_replayable(state)
     tracker.set_states(states)
     require_replayable(state)
 
 
 class _QuantizedWeight(torch.Tensor):
-    """As Transformer Engine's FP8 weights: a subclass that says its type is the one that it is computed in."""
+    """As Transformer Engine's FP8 weights: a subclass that says its type is the one
+    that it is computed in.
+    """
 
 
 def _refuse_a_quantized_weight(state: TrainingState) -> None:
-    norm: Any = next(module for module in state.model[0].modules() if "weight" in module._parameters)
+    norm: Any = next(
+        module for module in state.model[0].modules() if "weight" in module._parameters
+    )
     plain = norm.weight
     norm.weight = torch.nn.Parameter(plain.detach().as_subclass(_QuantizedWeight))
-    with pytest.raises(ConfigError, match="weight: got '_QuantizedWeight', wanted plain tensors"):
+    with pytest.raises(
+        ConfigError, match="weight: got '_QuantizedWeight', wanted plain tensors"
+    ):
         require_replayable(state)
     norm.weight = plain
 
@@ -382,4 +484,8 @@ def test_shared_experts_begin_anew_after_a_pass_that_was_cut_off_in_them() -> No
     experts.cached_fc2_input, experts.cached_output = torch.ones(1), None
     experts._overlap_state = Stages.FC1_FORWARD_DONE
     forget_shared_experts([torch.nn.ModuleList([torch.nn.Linear(1, 1), experts])])
-    assert (experts.cached_fc2_input, experts.cached_output, experts._overlap_state) == (None, None, Stages.IDLE)
+    assert (
+        experts.cached_fc2_input,
+        experts.cached_output,
+        experts._overlap_state,
+    ) == (None, None, Stages.IDLE)

@@ -1,4 +1,6 @@
-"""Tokens are counted where routers send them: once, by global expert, and only while counting."""
+"""Tokens are counted where routers send them: once, by global expert, and only while
+counting.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,21 @@ from tests.megatron.stage import build_stage, stage_number
 from tests.ranks import run_ranks
 
 NUM_EXPERTS, TOP_K = 4, 2
-SIZE = ("model.num_layers=4", f"model.num_experts={NUM_EXPERTS}", f"model.moe_topk={TOP_K}")
-TOKENS_OF_MICRO_BATCH = 2 * 16  # train.micro_batch_size, train.sequence_length of the fast settings
+SIZE = (
+    "model.num_layers=4",
+    f"model.num_experts={NUM_EXPERTS}",
+    f"model.moe_topk={TOP_K}",
+)
+# train.micro_batch_size, train.sequence_length of the fast settings
+TOKENS_OF_MICRO_BATCH = 2 * 16
 
 Counted = dict[str, tuple[float, float]]
 """Tokens and sums of the gate's probabilities, by expert."""
 
 
 class _ByHand:
-    """Every call of every router: what its gate gave to each expert, before any was chosen, and what it routed.
+    """Every call of every router: what its gate gave to each expert, before any was
+    chosen, and what it routed.
 
     By the layer's number in Megatron, which counts from 1.
     """
@@ -36,14 +44,29 @@ class _ByHand:
             if type(module).__name__ == "TopKRouter":
                 module.register_forward_hook(self._routed)
 
-    def _routed(self, router: Any, hidden: tuple[torch.Tensor], routed: tuple[torch.Tensor, torch.Tensor]) -> None:
-        scores = torch.nn.functional.linear(hidden[0].detach().double(), router.weight.detach().double())
-        given = scores.exp() if router.config.moe_router_score_function == "softmax" else scores.sigmoid()
-        probabilities = (given / given.sum(dim=-1, keepdim=True)).reshape(-1, NUM_EXPERTS)
+    def _routed(
+        self,
+        router: Any,
+        hidden: tuple[torch.Tensor],
+        routed: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        scores = torch.nn.functional.linear(
+            hidden[0].detach().double(), router.weight.detach().double()
+        )
+        given = (
+            scores.exp()
+            if router.config.moe_router_score_function == "softmax"
+            else scores.sigmoid()
+        )
+        probabilities = (given / given.sum(dim=-1, keepdim=True)).reshape(
+            -1, NUM_EXPERTS
+        )
         self.routed.append((router.layer_number, probabilities, routed[1].clone()))
 
     def take(self) -> Counted:
-        """Return the sums over all calls since the last time; a layer that was never called is not there."""
+        """Return the sums over all calls since the last time; a layer that was never
+        called is not there.
+        """
         found: Counted = {}
         for layer_number, probabilities, routing_map in self.routed:
             for expert in range(NUM_EXPERTS):
@@ -61,7 +84,11 @@ class _Counting:
     def __init__(self, *overrides: str) -> None:
         state, self.worker = build_stage(*SIZE, *overrides)
         table = RankOperators(state).table
-        self._experts = [str(operator) for operator in table.operators if operator.kind is OperatorKind.EXPERT]
+        self._experts = [
+            str(operator)
+            for operator in table.operators
+            if operator.kind is OperatorKind.EXPERT
+        ]
         self._counts = RouterCounts(state, table, soft=True)
         self.begin = self._counts.begin
         self.by_hand = _ByHand(state)
@@ -74,43 +101,77 @@ class _Counting:
 
 
 def alike(counted: Counted, by_hand: Counted) -> bool:
-    """Return whether tokens are the same, and probabilities but for rounding: the gate computes them in 32 bits."""
+    """Return whether tokens are the same, and probabilities but for rounding: the gate
+    computes them in 32 bits.
+    """
     return counted.keys() == by_hand.keys() and all(
         hard == by_hand[name][0] and soft == pytest.approx(by_hand[name][1], rel=1e-5)
         for name, (hard, soft) in counted.items()
     )
 
 
-def _count_an_iteration(overrides: tuple[str, ...]) -> tuple[int, int, Counted, Counted, int]:
-    """Return stage, number of micro-batches, what was counted, what by hand, and how often routers were called."""
+def _count_an_iteration(
+    overrides: tuple[str, ...],
+) -> tuple[int, int, Counted, Counted, int]:
+    """Return stage, number of micro-batches, what was counted, what by hand, and how
+    often routers were called.
+    """
     stage = _Counting(*overrides)
     stage.begin()
     stage.worker.run_iteration(1)
-    num_micro_batches, num_calls = stage.worker.passes.batches.num_micro_batches, len(stage.by_hand.routed)
-    return stage_number(), num_micro_batches, stage.end(), stage.by_hand.take(), num_calls
+    num_micro_batches, num_calls = (
+        stage.worker.passes.batches.num_micro_batches,
+        len(stage.by_hand.routed),
+    )
+    return (
+        stage_number(),
+        num_micro_batches,
+        stage.end(),
+        stage.by_hand.take(),
+        num_calls,
+    )
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("model.num_dense_layers=1", "model.moe_score_function=sigmoid")], ids=", ".join
+    "overrides",
+    [(), ("model.num_dense_layers=1", "model.moe_score_function=sigmoid")],
+    ids=", ".join,
 )
 def test_counts_are_those_of_the_routers(overrides: tuple[str, ...]) -> None:
-    for stage, num_micro_batches, counted, by_hand, _ in run_ranks(4, _count_an_iteration, overrides):
+    for stage, num_micro_batches, counted, by_hand, _ in run_ranks(
+        4, _count_an_iteration, overrides
+    ):
         first = 1 if "model.num_dense_layers=1" in overrides and stage == 0 else 0
         layers = range(2 * stage + first, 2 * stage + 2)
-        assert list(counted) == [f"layer {layer} expert {i}" for layer in layers for i in range(NUM_EXPERTS)]
+        assert list(counted) == [
+            f"layer {layer} expert {i}" for layer in layers for i in range(NUM_EXPERTS)
+        ]
         assert alike(counted, by_hand)
         assert num_micro_batches == 2
         for layer in layers:
-            tokens = sum(counted[f"layer {layer} expert {expert}"][0] for expert in range(NUM_EXPERTS))
+            tokens = sum(
+                counted[f"layer {layer} expert {expert}"][0]
+                for expert in range(NUM_EXPERTS)
+            )
             assert tokens == 2 * TOKENS_OF_MICRO_BATCH * TOP_K
-            given = sum(counted[f"layer {layer} expert {expert}"][1] for expert in range(NUM_EXPERTS))
-            assert given == pytest.approx(2 * TOKENS_OF_MICRO_BATCH), "each token's probabilities sum to 1"
-            assert all(counted[f"layer {layer} expert {expert}"][1] > 0 for expert in range(NUM_EXPERTS))
+            given = sum(
+                counted[f"layer {layer} expert {expert}"][1]
+                for expert in range(NUM_EXPERTS)
+            )
+            assert given == pytest.approx(2 * TOKENS_OF_MICRO_BATCH), (
+                "each token's probabilities sum to 1"
+            )
+            assert all(
+                counted[f"layer {layer} expert {expert}"][1] > 0
+                for expert in range(NUM_EXPERTS)
+            )
 
 
 def test_recomputed_forwards_are_not_counted_again() -> None:
     ((_, _, plain, by_hand, num_calls),) = run_ranks(1, _count_an_iteration, ())
-    ((_, _, counted, _, num_recomputed_calls),) = run_ranks(1, _count_an_iteration, ("train.recompute=full",))
+    ((_, _, counted, _, num_recomputed_calls),) = run_ranks(
+        1, _count_an_iteration, ("train.recompute=full",)
+    )
     assert num_recomputed_calls == 2 * num_calls
     assert counted == plain
     assert alike(counted, by_hand)
@@ -129,7 +190,9 @@ def _count_now_and_then() -> None:
     assert alike(two, stage.by_hand.take())
     stage.worker.passes.evaluate(1)
     stage.worker.run_iteration(4)
-    assert stage.end() == two, "an end that follows an end returns the same: nothing was added"
+    assert stage.end() == two, (
+        "an end that follows an end returns the same: nothing was added"
+    )
     stage.by_hand.take()
     stage.begin()
     stage.worker.run_iteration(5)

@@ -1,4 +1,6 @@
-"""The lengths of a schedule after a load: those of the run, unless a start asks for others."""
+"""The lengths of a schedule after a load: those of the run, unless a start asks for
+others.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def rates(scheduler: OptimizerParamScheduler, num_iterations: int) -> list[float
     return found
 
 
-def loaded(saved: OptimizerParamScheduler, *, built: OptimizerParamScheduler) -> OptimizerParamScheduler:
+def loaded(
+    saved: OptimizerParamScheduler, *, built: OptimizerParamScheduler
+) -> OptimizerParamScheduler:
     load_schedule(built, saved.state_dict())
     return built
 
@@ -61,7 +65,11 @@ def test_a_longer_schedule_goes_on_as_the_run_began() -> None:
     first, mine = rates(saved, 6), lengths_of(built)
     used = settle_lengths(loaded(saved, built=built), mine, {})
     assert first + rates(built, 6) == rates(whole, 12)
-    assert [line.split(" (")[0] for line in used.kept] == ["lr_warmup_steps 2", "lr_decay_steps 10", "wd_incr_steps 10"]
+    assert [line.split(" (")[0] for line in used.kept] == [
+        "lr_warmup_steps 2",
+        "lr_decay_steps 10",
+        "wd_incr_steps 10",
+    ]
     assert used.changed == []
 
 
@@ -69,19 +77,38 @@ def test_a_length_that_is_asked_for_holds_from_there_on() -> None:
     whole, saved, built = schedule(2, 20), schedule(2, 10), schedule(2, 20)
     rates(saved, 6)
     mine = lengths_of(built)
-    used = settle_lengths(loaded(saved, built=built), mine, {"lr_decay_steps": "decay", "wd_incr_steps": "decay"})
+    used = settle_lengths(
+        loaded(saved, built=built),
+        mine,
+        {"lr_decay_steps": "decay", "wd_incr_steps": "decay"},
+    )
     assert rates(built, 6) == rates(whole, 12)[6:]
-    assert used.changed == ["decay: lr_decay_steps 10 becomes 20", "decay: wd_incr_steps 10 becomes 20"]
+    assert used.changed == [
+        "decay: lr_decay_steps 10 becomes 20",
+        "decay: wd_incr_steps 10 becomes 20",
+    ]
 
 
 def test_a_warmup_beyond_the_decay_of_the_run_is_refused() -> None:
     saved, built = schedule(2, 4), schedule(10, 30)
     mine = lengths_of(built)
-    with pytest.raises(ConfigError, match=r"^train.lr_warmup_iters: got 10, wanted less than the decay's 4"):
-        settle_lengths(loaded(saved, built=built), mine, {"lr_warmup_steps": "train.lr_warmup_iters"})
+    with pytest.raises(
+        ConfigError,
+        match=r"^train.lr_warmup_iters: got 10, wanted less than the decay's 4",
+    ):
+        settle_lengths(
+            loaded(saved, built=built),
+            mine,
+            {"lr_warmup_steps": "train.lr_warmup_iters"},
+        )
 
 
 def test_megatrons_own_option_asks_for_all_lengths() -> None:
     assert asked_by_override(schedule(1, 4)) == {}
-    override = schedule(1, 4, override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=False)
+    override = schedule(
+        1,
+        4,
+        override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
+    )
     assert asked_by_override(override).keys() == set(LENGTHS)

@@ -47,12 +47,18 @@ def _change_learning_rate(state: TrainingState) -> None:
 
 
 def _buffer(state: TrainingState, suffix: str) -> torch.Tensor:
-    return next(buffer for name, buffer in state.model[0].named_buffers() if name.endswith(suffix))
+    return next(
+        buffer
+        for name, buffer in state.model[0].named_buffers()
+        if name.endswith(suffix)
+    )
 
 
 CHANGES: dict[str, Callable[[TrainingState], object]] = {
     "parameter": lambda state: _raise(first_parameter(state)),
-    "master weight": lambda state: _raise(torch_optimizer(state).param_groups[0]["params"][0]),
+    "master weight": lambda state: _raise(
+        torch_optimizer(state).param_groups[0]["params"][0]
+    ),
     "first moment": lambda state: _raise(_slots(state)["exp_avg"]),
     "second moment": lambda state: _raise(_slots(state)["exp_avg_sq"]),
     "step count": lambda state: _slots(state)["step"].add_(1),
@@ -66,7 +72,9 @@ CHANGES: dict[str, Callable[[TrainingState], object]] = {
 
 
 def _look_at_changes() -> tuple[dict[str, bool], list[str]]:
-    """Return whether the digest changed with each change, one upon the other, and the names of all tensors."""
+    """Return whether the digest changed with each change, one upon the other, and the
+    names of all tensors.
+    """
     state, _ = trained_stage(*FP16, *BIAS, iterations=1)
     digest = digest_of(state)
     seen = {"nothing": digest_of(state) != digest}
@@ -86,7 +94,8 @@ def test_digest_sees_the_least_change() -> None:
 RESTORED: dict[Callable[[TrainingState], object], set[str]] = {
     lambda _: random.gauss(): {"rng.python", "rng.python_gauss"},
     lambda _: np.random.standard_normal(): {"rng.numpy", "rng.numpy_gauss"},
-    lambda _: torch.rand(1): {"rng.cpu", "rng.cuda"},  # one generator where there is no GPU
+    # one generator where there is no GPU
+    lambda _: torch.rand(1): {"rng.cpu", "rng.cuda"},
     lambda _: draw_from_tracker(): {"rng.tracker.model-parallel-rng"},
     double_loss_scale: {"scaler0.scale"},
     lambda state: state.scheduler.step(increment=1): {"scheduler.num_steps"},
@@ -94,21 +103,30 @@ RESTORED: dict[Callable[[TrainingState], object], set[str]] = {
 
 
 def _change_and_restore() -> list[tuple[set[str], set[str], bool]]:
-    """Return for each change what it changed, what was left of that, and whether the learning rate is as before."""
+    """Return for each change what it changed, what was left of that, and whether the
+    learning rate is as before.
+    """
     state, _ = trained_stage(*FP16, iterations=1)
     found = []
     for change in RESTORED:
-        before, rate = dict(small_state(state)), torch_optimizer(state).param_groups[0]["lr"]
+        before, rate = (
+            dict(small_state(state)),
+            torch_optimizer(state).param_groups[0]["lr"],
+        )
         change(state)
         changed = differing(before, dict(small_state(state)))
         restore_small_state(state, before)
         left = differing(before, dict(small_state(state)))
-        found.append((changed, left, torch_optimizer(state).param_groups[0]["lr"] == rate))
+        found.append(
+            (changed, left, torch_optimizer(state).param_groups[0]["lr"] == rate)
+        )
     return found
 
 
 def test_each_part_of_the_small_state_comes_back_by_itself() -> None:
-    assert run_ranks(1, _change_and_restore) == [[(changed, set(), True) for changed in RESTORED.values()]]
+    assert run_ranks(1, _change_and_restore) == [
+        [(changed, set(), True) for changed in RESTORED.values()]
+    ]
 
 
 def _logged_bytes() -> int:
@@ -125,7 +143,9 @@ def _restore_buffers_that_were_replaced() -> tuple[list[int], list[int]]:
     state, _ = trained_stage(*BIAS, iterations=1)
     buffers(state)  # the model has been walked once
     named = state.model[0].named_modules()
-    name, module = next(pair for pair in named if hasattr(pair[1], "local_tokens_per_expert"))
+    name, module = next(
+        pair for pair in named if hasattr(pair[1], "local_tokens_per_expert")
+    )
     router = cast("Any", module)
     router.local_tokens_per_expert = torch.full_like(router.local_tokens_per_expert, 7)
     saved = buffers(state)

@@ -1,4 +1,6 @@
-"""A wipe leaves nothing of the training state, and comes at the moment that was asked for, once."""
+"""A wipe leaves nothing of the training state, and comes at the moment that was asked
+for, once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import torch
 from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState, named_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
-from tests.megatron.stage import FP16, Tensors, build_stage, differing, first_parameter, trained_stage
+from tests.megatron.stage import (
+    FP16,
+    Tensors,
+    build_stage,
+    differing,
+    first_parameter,
+    trained_stage,
+)
 from tests.ranks import run_ranks
 from tests.scenarios import BIAS, UNSHARDED
 
@@ -22,7 +31,10 @@ def _state_and_gradients(state: TrainingState) -> Tensors:
     return {
         **{name: tensor.detach().clone() for name, tensor in named_state(state)},
         **{f"small {name}": tensor for name, tensor in small_state(state).items()},
-        **{f"gradient {name}": cast("Any", parameter).main_grad.clone() for name, parameter in parameters},
+        **{
+            f"gradient {name}": cast("Any", parameter).main_grad.clone()
+            for name, parameter in parameters
+        },
     }
 
 
@@ -39,7 +51,9 @@ def _wipe_after_training(overrides: tuple[str, ...]) -> None:
     assert before.keys() - differing(before, after) <= counts
     assert not any(after[name].any() for name in buffers)
     if "precision=fp16" in overrides:  # then there is every kind of state to be lost
-        kinds = {name.rpartition(".")[2] for name in before if name.startswith("optimizer0.")}
+        kinds = {
+            name.rpartition(".")[2] for name in before if name.startswith("optimizer0.")
+        }
         assert kinds >= {"master", "exp_avg", "exp_avg_sq", "step", "lr", "scale"}
 
 
@@ -53,7 +67,9 @@ def test_nothing_is_left_of_the_state(overrides: tuple[str, ...]) -> None:
 
 
 def _weights_of_two_wipes() -> list[list[float]]:
-    """Return a parameter's values after each of two wipes, both with generators of the same seed."""
+    """Return a parameter's values after each of two wipes, both with generators of the
+    same seed.
+    """
     state, _ = build_stage()
     found = []
     for _ in range(2):
@@ -65,15 +81,19 @@ def _weights_of_two_wipes() -> list[list[float]]:
 
 
 def test_no_two_wipes_leave_the_same_weights() -> None:
-    weights = [values for rank in run_ranks(2, _weights_of_two_wipes) for values in rank]
+    weights = [
+        values for rank in run_ranks(2, _weights_of_two_wipes) for values in rank
+    ]
     assert len({tuple(values) for values in weights}) == 4
     assert np.isfinite(weights).all()
 
 
 def _calls(recompute: str) -> list[list[str]]:
-    """Return what happened, in order, in iterations of which each second one begins with a callback armed.
+    """Return what happened, in order, in iterations of which each second one begins
+    with a callback armed.
 
-    First for the forward, then for the backward; the last list is that of an evaluation.
+    First for the forward, then for the backward; the last list is that of an
+    evaluation.
     """
     state, worker = build_stage("parallel.pp=2", f"train.recompute={recompute}")
     layer = bare_model(state.model[0]).get_submodule("decoder.layers.0")
@@ -84,7 +104,9 @@ def _calls(recompute: str) -> list[list[str]]:
         found[-1].append(f"{what} in {'backward' if in_backward else 'forward'}")
 
     layer.register_forward_hook(lambda *_: note("layer ran"))
-    for iteration, phase in enumerate((None, "forward", None, "backward", None), start=1):
+    for iteration, phase in enumerate(
+        (None, "forward", None, "backward", None), start=1
+    ):
         if phase:
             StateWiper(state).arm(phase, lambda: note("called"))
         worker.run_iteration(iteration)
@@ -95,7 +117,9 @@ def _calls(recompute: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_an_armed_callback_comes_once_in_its_phase(recompute: str) -> None:
-    for first, in_forward, second, in_backward, third, evaluation in run_ranks(2, _calls, recompute):
+    for first, in_forward, second, in_backward, third, evaluation in run_ranks(
+        2, _calls, recompute
+    ):
         assert first == second == third
         assert set(first) <= {"layer ran in forward", "layer ran in backward"}
         assert evaluation == ["layer ran in forward"] * 4
@@ -104,4 +128,6 @@ def test_an_armed_callback_comes_once_in_its_phase(recompute: str) -> None:
         assert [*in_backward[:where], *in_backward[where + 1 :]] == first
         # after the first micro-batch's forward, and before any layer's backward is over
         assert in_backward[0] == "layer ran in forward"
-        assert in_backward[:where].count("layer ran in backward") == (1 if recompute == "full" else 0)
+        assert in_backward[:where].count("layer ran in backward") == (
+            1 if recompute == "full" else 0
+        )

@@ -39,26 +39,51 @@ def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
     [
         (4, (CLIPPED,)),  # two stages of two ranks
         (2, ("train.clip_grad=0",)),
-        (2, ("precision=fp8_fp32_fp32", "precision.fp8_param_gather=true", "precision.fp8_recipe=delayed")),
+        (
+            2,
+            (
+                "precision=fp8_fp32_fp32",
+                "precision.fp8_param_gather=true",
+                "precision.fp8_recipe=delayed",
+            ),
+        ),
         (2, (CLIPPED, *UNSHARDED, "precision=fp32")),
-        (4, ("precision=fp16", "precision.initial_loss_scale=262144.0", "precision.loss_scale_hysteresis=1")),
+        (
+            4,
+            (
+                "precision=fp16",
+                "precision.initial_loss_scale=262144.0",
+                "precision.loss_scale_hysteresis=1",
+            ),
+        ),
     ],
     ids=str,
 )
-def test_split_step_equals_megatrons_step(world_size: int, overrides: tuple[str, ...]) -> None:
-    split, whole = (run_ranks(world_size, run, overrides) for run in (_digest_with_split_step, _digest_with_whole_step))
+def test_split_step_equals_megatrons_step(
+    world_size: int, overrides: tuple[str, ...]
+) -> None:
+    split, whole = (
+        run_ranks(world_size, run, overrides)
+        for run in (_digest_with_split_step, _digest_with_whole_step)
+    )
     assert split == whole
 
 
 def _update_where_all_is_frozen() -> list[int]:
-    """Return the numbers of gradients in each call that clips, of an optimizer without gradients and then with some."""
+    """Return the numbers of gradients in each call that clips, of an optimizer without
+    gradients and then with some.
+    """
     state, _ = trained_stage("precision=fp32", CLIPPED, iterations=1)
     counts: list[int] = []
     megatron_step.clip_grad_by_total_norm_fp32 = lambda parameters, *_: counts.append(
         sum(parameter.grad is not None for parameter in parameters)
     )
     gradients = ReadyGradients(overflows=(False,), total_norm=1.0, loss_scale=1.0)
-    first, *others = (parameter for group in torch_optimizer(state).param_groups for parameter in group["params"])
+    first, *others = (
+        parameter
+        for group in torch_optimizer(state).param_groups
+        for parameter in group["params"]
+    )
     for parameter in (first, *others):
         parameter.grad = None
     megatron_step.apply_update(state, gradients)

@@ -1,4 +1,6 @@
-"""The committed capture of scripts/write_captures.py: on 3 ranks a mark, and two buckets in each of two iterations."""
+"""The committed capture of scripts/write_captures.py: on 3 ranks a mark, and two
+buckets in each of two iterations.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ def wanted(iteration: int) -> MirroredSums:
     """Return the reductions of an iteration; operation 0 is the mark."""
     first = 1 + OPERATIONS * iteration
     return MirroredSums(
-        group=GROUP, size=NUM_RANKS, buckets=BUCKETS, dtype="float32", first=first, end=first + OPERATIONS
+        group=GROUP,
+        size=NUM_RANKS,
+        buckets=BUCKETS,
+        dtype="float32",
+        first=first,
+        end=first + OPERATIONS,
     )
 
 
@@ -52,9 +59,17 @@ def reduced(iteration: int) -> list[bytes]:
     """Return the sums that the ranks have reduced in an iteration."""
 
     def gradient(bucket: int, rank: int) -> np.ndarray:
-        return np.arange(SIZES[bucket], dtype=np.float32) % 1000 + 1000 * bucket + 10_000 * iteration + rank
+        return (
+            np.arange(SIZES[bucket], dtype=np.float32) % 1000
+            + 1000 * bucket
+            + 10_000 * iteration
+            + rank
+        )
 
-    totals = [sum(gradient(bucket, rank) for rank in range(NUM_RANKS)) for bucket in range(len(SIZES))]
+    totals = [
+        sum(gradient(bucket, rank) for rank in range(NUM_RANKS))
+        for bucket in range(len(SIZES))
+    ]
     return [np.asarray(total, np.float32).tobytes() for total in totals]
 
 
@@ -64,9 +79,14 @@ def is_of_store(segment: TcpSegment) -> bool:
 
 
 def watch(
-    segments: Iterable[TcpSegment | None], captures: int = NUM_RANKS, loss: float = 0.0, seed: int = 0
+    segments: Iterable[TcpSegment | None],
+    captures: int = NUM_RANKS,
+    loss: float = 0.0,
+    seed: int = 0,
 ) -> Watcher:
-    """Return a watcher that has seen these segments but for a share that each capture loses; no more come."""
+    """Return a watcher that has seen these segments but for a share that each capture
+    loses; no more come.
+    """
     watcher = Watcher(captures, loss=loss, seed=seed)
     for segment in segments:
         if segment is not None:
@@ -75,7 +95,9 @@ def watch(
     return watcher
 
 
-def watch_frames(frames: Iterable[bytes], captures: int = NUM_RANKS, loss: float = 0.0) -> Watcher:
+def watch_frames(
+    frames: Iterable[bytes], captures: int = NUM_RANKS, loss: float = 0.0
+) -> Watcher:
     return watch(map(segment_of, frames), captures, loss)
 
 
@@ -91,9 +113,13 @@ def whole_iterations(watcher: Watcher) -> list[int]:
 
 
 def missing_bytes(watcher: Watcher, iteration: int) -> int:
-    """Return how many bytes of an iteration's sums no capture has; all others are those of the ranks' sums."""
+    """Return how many bytes of an iteration's sums no capture has; all others are those
+    of the ranks' sums.
+    """
     missing = 0
-    for number, (result, right) in enumerate(zip(_results(watcher, iteration), reduced(iteration), strict=True)):
+    for number, (result, right) in enumerate(
+        zip(_results(watcher, iteration), reduced(iteration), strict=True)
+    ):
         spans = result._there.within(0, BUCKETS[number])
         for start, end in spans:
             assert result._bytes[start:end] == right[start:end], (number, start)

@@ -1,4 +1,6 @@
-"""Sums that are put together while frames come are those that would be put together at the end, and no others."""
+"""Sums that are put together while frames come are those that would be put together at
+the end, and no others.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.mirror.watcher import Watcher
-from tests.mirror.captured import BUCKETS, ITERATIONS, OPERATIONS, frames, reduced, wanted
+from tests.mirror.captured import (
+    BUCKETS,
+    ITERATIONS,
+    OPERATIONS,
+    frames,
+    reduced,
+    wanted,
+)
 
 
-def follow(seen: Sequence[bytes], captures: int, merge_at: float, seed: int = 0) -> tuple[Watcher, list[bool]]:
-    """Return a watcher of these frames that is asked for each iteration, and which iterations are complete.
+def follow(
+    seen: Sequence[bytes], captures: int, merge_at: float, seed: int = 0
+) -> tuple[Watcher, list[bool]]:
+    """Return a watcher of these frames that is asked for each iteration, and which
+    iterations are complete.
 
-    Iteration 1 comes after iteration 0 was asked for, and is merged after a share of its frames.
+    Iteration 1 comes after iteration 0 was asked for, and is merged after a share of
+    its frames.
     """
     generator, watcher = random.Random(seed), Watcher(captures)
     for number, frame in enumerate(seen):
@@ -50,8 +63,14 @@ def test_all_sums_are_together_before_they_are_asked_for(captures: int) -> None:
     assert watcher.merged_bytes == 0
 
 
-@given(seed=st.integers(0, 2**32), loss=st.sampled_from([0.0, 0.003, 0.02]), captures=st.sampled_from([2, 3]))
-def test_merging_finds_the_same_iterations(seed: int, loss: float, captures: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    loss=st.sampled_from([0.0, 0.003, 0.02]),
+    captures=st.sampled_from([2, 3]),
+)
+def test_merging_finds_the_same_iterations(
+    seed: int, loss: float, captures: int
+) -> None:
     generator = random.Random(seed)
     seen = [frame for frame in frames() if generator.random() >= loss]
     whole = [follow(seen, captures, merge_at, seed)[1] for merge_at in (0.0, 0.2, 1.0)]
@@ -63,5 +82,7 @@ def test_merged_sums_of_other_numbers_are_not_taken() -> None:
     watcher, _ = follow(frames(), 3, 1.0)
     one_late = replace(wanted(1), first=wanted(1).first + 1, end=wanted(1).end + 1)
     assert watcher.sums(one_late) is None, "its first bucket is missing"
-    assert watcher.sums(replace(wanted(1), first=1, end=1 + 2 * OPERATIONS)) is not None, "0 was dropped"
+    assert (
+        watcher.sums(replace(wanted(1), first=1, end=1 + 2 * OPERATIONS)) is not None
+    ), "0 was dropped"
     assert watcher.sums(replace(wanted(1), buckets=BUCKETS[::-1])) is None

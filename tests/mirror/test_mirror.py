@@ -26,7 +26,12 @@ from moe_ckpt.mirror.framing import PREAMBLE_BYTES, UNKNOWN, FramedMessage, Fram
 from moe_ckpt.mirror.gradients import Gradient, Spans
 from moe_ckpt.mirror.marks import MAGIC, StreamMark, find_mark, mark_of
 from moe_ckpt.mirror.operations import Placed, StreamRecord, place_all
-from moe_ckpt.mirror.plan import BucketPlace, Mirrored, mirrored_from_json, mirrored_to_json
+from moe_ckpt.mirror.plan import (
+    BucketPlace,
+    Mirrored,
+    mirrored_from_json,
+    mirrored_to_json,
+)
 from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.mirror.ring import Ring, RingSend
 from moe_ckpt.mirror.tcp import Begin, Gap, Reassembly
@@ -49,7 +54,9 @@ from tests.mirror.captured import (
 
 CAPTURED = frames()
 EVERYTHING = list(range(ITERATIONS))
-STREAM = Stream(source=b"\x0a\x4d\x00\x01", source_port=1, target=b"\x0a\x4d\x00\x03", target_port=2)
+STREAM = Stream(
+    source=b"\x0a\x4d\x00\x01", source_port=1, target=b"\x0a\x4d\x00\x03", target_port=2
+)
 
 
 # --- the committed capture
@@ -63,21 +70,36 @@ def test_two_captures_have_every_gradient(captures: int) -> None:
 def test_one_capture_lacks_a_share_of_each() -> None:
     watcher = watch_frames(CAPTURED, 1)
     assert whole_iterations(watcher) == []
-    sends = [sent for num_bytes in BUCKETS for sent in Ring(num_bytes=num_bytes, size=NUM_RANKS).sends(0)]
-    assert missing_bytes(watcher, 0) == sum(BUCKETS) - sum(sent.num_bytes for sent in sends if sent.is_final) == 2928
+    sends = [
+        sent
+        for num_bytes in BUCKETS
+        for sent in Ring(num_bytes=num_bytes, size=NUM_RANKS).sends(0)
+    ]
+    assert (
+        missing_bytes(watcher, 0)
+        == sum(BUCKETS) - sum(sent.num_bytes for sent in sends if sent.is_final)
+        == 2928
+    )
 
 
 @given(seed=st.integers(0, 2**32), window=st.integers(2, 12))
 def test_frames_may_come_in_another_order_and_twice(seed: int, window: int) -> None:
     generator = random.Random(seed)
     segments = [segment for frame in frames() if (segment := segment_of(frame))]
-    again = [segment for segment in segments for _ in range(generator.choice((1, 1, 2)))]
-    first = 1 + max(number for number, segment in enumerate(again) if find_mark(segment.payload))
-    marked, others = again[:first], again[first:]  # a stream is followed from its mark on
+    again = [
+        segment for segment in segments for _ in range(generator.choice((1, 1, 2)))
+    ]
+    first = 1 + max(
+        number for number, segment in enumerate(again) if find_mark(segment.payload)
+    )
+    # a stream is followed from its mark on
+    marked, others = again[:first], again[first:]
     shuffled = [
         segment
         for start in range(0, len(others), window)
-        for segment in generator.sample(others[start : start + window], len(others[start : start + window]))
+        for segment in generator.sample(
+            others[start : start + window], len(others[start : start + window])
+        )
     ]
     lasting = [segment for segment in shuffled if not segment.ends]
     assert whole_iterations(watch([*marked, *lasting], 2)) == EVERYTHING
@@ -91,27 +113,48 @@ def test_segments_may_be_cut_anywhere(seed: int, cuts: int) -> None:
     pieces = [
         piece
         for segment in segments
-        for piece in ([segment] if find_mark(segment.payload) else _cut(segment, cuts, generator))
+        for piece in (
+            [segment] if find_mark(segment.payload) else _cut(segment, cuts, generator)
+        )
     ]
     assert whole_iterations(watch(pieces, 2)) == EVERYTHING
 
 
-def _cut(segment: TcpSegment, cuts: int, generator: random.Random) -> Iterable[TcpSegment]:
+def _cut(
+    segment: TcpSegment, cuts: int, generator: random.Random
+) -> Iterable[TcpSegment]:
     if len(segment.payload) < cuts + 1:
         yield segment
         return
-    places = [0, *sorted(generator.sample(range(1, len(segment.payload)), cuts)), len(segment.payload)]
+    places = [
+        0,
+        *sorted(generator.sample(range(1, len(segment.payload)), cuts)),
+        len(segment.payload),
+    ]
     for start, end in pairwise(places):
-        yield replace(segment, sequence=(segment.sequence + start) % 2**32, payload=segment.payload[start:end])
+        yield replace(
+            segment,
+            sequence=(segment.sequence + start) % 2**32,
+            payload=segment.payload[start:end],
+        )
 
 
-@given(seed=st.integers(0, 2**32), loss=st.sampled_from([0.003, 0.02, 0.2]), captures=st.sampled_from([2, 3]))
-def test_lost_frames_leave_a_gap_and_no_wrong_bytes(seed: int, loss: float, captures: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    loss=st.sampled_from([0.003, 0.02, 0.2]),
+    captures=st.sampled_from([2, 3]),
+)
+def test_lost_frames_leave_a_gap_and_no_wrong_bytes(
+    seed: int, loss: float, captures: int
+) -> None:
     generator = random.Random(seed)
-    watcher = watch_frames([frame for frame in frames() if generator.random() >= loss], captures)
+    watcher = watch_frames(
+        [frame for frame in frames() if generator.random() >= loss], captures
+    )
     whole_iterations(watcher)
     for iteration in EVERYTHING:
-        missing_bytes(watcher, iteration)  # compares the others with the ranks' own sums
+        # compares the others with the ranks' own sums
+        missing_bytes(watcher, iteration)
 
 
 def _data_frames(rank: int) -> list[int]:
@@ -123,7 +166,9 @@ def _data_frames(rank: int) -> list[int]:
         ends = (segment.stream.source[3] - 1, segment.stream.target[3] - 1)
         return ends == (rank, (rank - 1) % NUM_RANKS) and not is_of_store(segment)
 
-    return [number for number, frame in enumerate(CAPTURED) if has_sums(segment_of(frame))]
+    return [
+        number for number, frame in enumerate(CAPTURED) if has_sums(segment_of(frame))
+    ]
 
 
 def test_what_one_capture_has_lost_two_others_have() -> None:
@@ -135,7 +180,9 @@ def test_what_one_capture_has_lost_two_others_have() -> None:
 
 
 def test_a_capture_finds_its_place_again_after_a_loss() -> None:
-    """Of two captures each has a share that the other lacks: without the place, all after a loss were missing."""
+    """Of two captures each has a share that the other lacks: without the place, all
+    after a loss were missing.
+    """
     incomplete = 0
     for lost in _data_frames(0):
         left = [frame for number, frame in enumerate(CAPTURED) if number != lost]
@@ -168,8 +215,12 @@ def test_operations_of_another_iteration_are_never_taken() -> None:
         found = None if sums is None else [bytes(each) for each in sums]
         beginning_before = {0: reduced(0), 1: reduced(0), 3: reduced(1), 4: reduced(1)}
         assert found == beginning_before.get(first), first
-    assert watcher.sums(replace(wanted(0), end=1 + 2 * OPERATIONS)) is None, "two iterations in place of one"
-    assert watcher.sums(replace(wanted(0), buckets=(BUCKETS[0], BUCKETS[1] + 4))) is None
+    assert watcher.sums(replace(wanted(0), end=1 + 2 * OPERATIONS)) is None, (
+        "two iterations in place of one"
+    )
+    assert (
+        watcher.sums(replace(wanted(0), buckets=(BUCKETS[0], BUCKETS[1] + 4))) is None
+    )
     assert watcher.sums(replace(wanted(0), group="00" * 16)) is None
 
 
@@ -206,19 +257,36 @@ def test_captures_drop_the_share_of_frames_that_is_asked_for() -> None:
 
 
 def test_other_traffic_is_no_segment() -> None:
-    frame = next(each for each in CAPTURED if (segment := segment_of(each)) and segment.payload)
-    assert segment_of(frame[:12] + b"\x81\x00\x00\x07" + frame[12:]) == segment_of(frame), "a VLAN tag"
+    frame = next(
+        each for each in CAPTURED if (segment := segment_of(each)) and segment.payload
+    )
+    assert segment_of(frame[:12] + b"\x81\x00\x00\x07" + frame[12:]) == segment_of(
+        frame
+    ), "a VLAN tag"
     short = frame[:12] + b"\x08\x06" + frame[14:]
     udp = frame[:23] + b"\x11" + frame[24:]
     fragment = frame[:20] + b"\x20\x00" + frame[22:]
     later_fragment = frame[:20] + b"\x00\x08" + frame[22:]
     version_6 = frame[:14] + b"\x65" + frame[15:]
-    for other in (short, udp, fragment, later_fragment, version_6, b"", frame[:30], frame[:-1]):
+    for other in (
+        short,
+        udp,
+        fragment,
+        later_fragment,
+        version_6,
+        b"",
+        frame[:30],
+        frame[:-1],
+    ):
         assert segment_of(other) is None
 
 
 def test_padding_of_a_short_frame_is_no_payload() -> None:
-    frame = next(each for each in CAPTURED if (segment := segment_of(each)) and not segment.payload)
+    frame = next(
+        each
+        for each in CAPTURED
+        if (segment := segment_of(each)) and not segment.payload
+    )
     assert segment_of(frame + bytes(6)) == segment_of(frame)
 
 
@@ -234,17 +302,30 @@ def test_a_damaged_frame_raises_nothing(data: st.DataObject) -> None:
 
 
 def _segment(sequence: int, payload: bytes, **flags: bool) -> TcpSegment:
-    return TcpSegment(stream=STREAM, sequence=sequence % 2**32, payload=payload, **flags)
+    return TcpSegment(
+        stream=STREAM, sequence=sequence % 2**32, payload=payload, **flags
+    )
 
 
-@given(start=st.sampled_from([0, 2**31 - 3, 2**32 - 4]), seed=st.integers(0, 2**32), num_bytes=st.integers(1, 60))
-def test_a_stream_is_put_in_order_across_the_end_of_the_numbers(start: int, seed: int, num_bytes: int) -> None:
+@given(
+    start=st.sampled_from([0, 2**31 - 3, 2**32 - 4]),
+    seed=st.integers(0, 2**32),
+    num_bytes=st.integers(1, 60),
+)
+def test_a_stream_is_put_in_order_across_the_end_of_the_numbers(
+    start: int, seed: int, num_bytes: int
+) -> None:
     generator = random.Random(seed)
     content = bytes(range(num_bytes))
     reassembly = Reassembly(patience_bytes=10**6)
-    assert list(reassembly.feed(_segment(start - 1, b"", begins=True, opens=True))) == [Begin(opened=True)]
+    assert list(reassembly.feed(_segment(start - 1, b"", begins=True, opens=True))) == [
+        Begin(opened=True)
+    ]
     found = b""
-    starts = [*range(0, num_bytes, 3), *(generator.randrange(num_bytes) for _ in range(20))]
+    starts = [
+        *range(0, num_bytes, 3),
+        *(generator.randrange(num_bytes) for _ in range(20)),
+    ]
     generator.shuffle(starts)
     for first in starts:
         last = max(first + 3, generator.randrange(first, num_bytes + 1))
@@ -259,7 +340,11 @@ def test_a_gap_is_given_up_on_when_enough_is_held() -> None:
     list(reassembly.feed(_segment(99, b"", begins=True)))
     assert list(reassembly.feed(_segment(100, b"abc"))) == [b"abc"]
     assert list(reassembly.feed(_segment(108, b"hijkl"))) == []
-    assert list(reassembly.feed(_segment(113, b"mnop"))) == [Gap(num_bytes=5), b"hijkl", b"mnop"]
+    assert list(reassembly.feed(_segment(113, b"mnop"))) == [
+        Gap(num_bytes=5),
+        b"hijkl",
+        b"mnop",
+    ]
     assert list(reassembly.feed(_segment(103, b"defgh"))) == [], "too late"
 
 
@@ -280,7 +365,10 @@ def test_a_first_packet_that_comes_again_does_not_begin_anew() -> None:
 
 
 def _data(slot: int, payload: bytes) -> bytes:
-    return struct.pack("<6Q", PREAMBLE_BYTES + len(payload), 1, slot, 0, len(payload), 0) + payload
+    return (
+        struct.pack("<6Q", PREAMBLE_BYTES + len(payload), 1, slot, 0, len(payload), 0)
+        + payload
+    )
 
 
 def _announcement(slot: int, length: int) -> bytes:
@@ -299,14 +387,24 @@ def test_a_gap_in_a_message_leaves_a_hole_and_the_place_in_the_stream() -> None:
 
 def test_a_gap_over_a_preamble_is_counted() -> None:
     framing = Framing()
-    stream = _data(5, b"a" * 100) + _data(5, b"b" * 100) + _announcement(5, 100) + _data(5, b"c" * 100)
+    stream = (
+        _data(5, b"a" * 100)
+        + _data(5, b"b" * 100)
+        + _announcement(5, 100)
+        + _data(5, b"c" * 100)
+    )
     chunks = [stream[:120], Gap(num_bytes=60), stream[180:]]
     first, third = [each for chunk in chunks for each in framing.feed(chunk)]
     assert (first.is_whole, third.pieces) == (False, ((0, b"c" * 100),))
     assert third.skipped_bytes == 100 + PREAMBLE_BYTES + PREAMBLE_BYTES
 
 
-@given(chunks=st.lists(st.binary(max_size=120) | st.builds(Gap, num_bytes=st.integers(0, 200)), max_size=12))
+@given(
+    chunks=st.lists(
+        st.binary(max_size=120) | st.builds(Gap, num_bytes=st.integers(0, 200)),
+        max_size=12,
+    )
+)
 def test_garbage_is_no_message(chunks: list[bytes | Gap]) -> None:
     framing = Framing()
     assert [each for chunk in chunks for each in framing.feed(chunk)] == []
@@ -317,14 +415,19 @@ def test_garbage_within_a_stream_is_never_accepted(noise: bytes, at: int) -> Non
     segments: list[TcpSegment | None] = [segment_of(frame) for frame in frames()]
     segment = segments[at]
     if segment and segment.payload and not segment.begins:
-        segments[at] = replace(segment, payload=(noise + segment.payload)[: len(segment.payload)])
+        segments[at] = replace(
+            segment, payload=(noise + segment.payload)[: len(segment.payload)]
+        )
     whole_iterations(watch(segments))  # compares them with the ranks' sums
 
 
 # --- the ring
 
 
-@given(num_bytes=st.integers(1, 40_000).map(lambda elements: 4 * elements), size=st.integers(2, 9))
+@given(
+    num_bytes=st.integers(1, 40_000).map(lambda elements: 4 * elements),
+    size=st.integers(2, 9),
+)
 def test_all_ranks_together_send_all_final_sums(num_bytes: int, size: int) -> None:
     ring = Ring(num_bytes=num_bytes, size=size)
     for is_final in (False, True):
@@ -332,7 +435,9 @@ def test_all_ranks_together_send_all_final_sums(num_bytes: int, size: int) -> No
         for rank in range(size):
             for sent in ring.sends(rank):
                 if sent.is_final is is_final:
-                    for element in range(sent.start // 4, (sent.start + sent.num_bytes) // 4):
+                    for element in range(
+                        sent.start // 4, (sent.start + sent.num_bytes) // 4
+                    ):
                         counts[element] += 1
         assert set(counts) == {size - 1}
 
@@ -350,23 +455,36 @@ SENDS = Ring(num_bytes=120, size=2).sends(0)
 """Four messages: 32 and 24 bytes of partial sums, then 32 and 32 of final ones."""
 
 
-def _message(number: int, length: int, skipped_bytes: int | None = None, kind: int = 4) -> FramedMessage:
+def _message(
+    number: int, length: int, skipped_bytes: int | None = None, kind: int = 4
+) -> FramedMessage:
     slot = (kind << 56) | (number << 24)
-    return FramedMessage(slot=slot, length=length, pieces=((0, bytes(length)),), skipped_bytes=skipped_bytes)
+    return FramedMessage(
+        slot=slot,
+        length=length,
+        pieces=((0, bytes(length)),),
+        skipped_bytes=skipped_bytes,
+    )
 
 
-def _starts(messages: Sequence[FramedMessage], before: Sequence[RingSend] | None = None) -> list[int] | None:
+def _starts(
+    messages: Sequence[FramedMessage], before: Sequence[RingSend] | None = None
+) -> list[int] | None:
     placed = place_all(messages, SENDS, before)
     return None if placed is None else [start for start, _ in placed.final_sums()]
 
 
 def test_final_sums_have_their_places() -> None:
     assert [sent.num_bytes for sent in SENDS] == [32, 24, 32, 32]
-    assert _starts([_message(1, length) for length in (32, 24, 32, 32)]) == [sent.start for sent in SENDS[2:]]
+    assert _starts([_message(1, length) for length in (32, 24, 32, 32)]) == [
+        sent.start for sent in SENDS[2:]
+    ]
 
 
 @pytest.mark.parametrize("lengths", [(24,), (32, 32), (32, 24, 32, 32, 32), (28,)])
-def test_messages_of_other_lengths_are_another_operation(lengths: Sequence[int]) -> None:
+def test_messages_of_other_lengths_are_another_operation(
+    lengths: Sequence[int],
+) -> None:
     assert _starts([_message(1, length) for length in lengths]) is None
 
 
@@ -384,7 +502,9 @@ def test_the_place_after_a_loss_follows_from_the_lost_bytes() -> None:
 def test_a_loss_that_can_be_explained_in_two_ways_is_not() -> None:
     """Messages of 96 bytes take as much as three announcements."""
     sends = Ring(num_bytes=4 * 96, size=2).sends(0)
-    placed = place_all([_message(1, 96), _message(1, 96, 3 * PREAMBLE_BYTES)], sends, None)
+    placed = place_all(
+        [_message(1, 96), _message(1, 96, 3 * PREAMBLE_BYTES)], sends, None
+    )
     assert placed is not None
     assert len(placed.messages) == 1
     assert placed.left is None
@@ -393,14 +513,18 @@ def test_a_loss_that_can_be_explained_in_two_ways_is_not() -> None:
 def test_a_loss_between_operations_is_counted_from_the_one_before() -> None:
     lost = 32 + PREAMBLE_BYTES
     second = _message(2, 24, lost)
-    assert _starts([second], before=None) == [], "an unknown share belongs to the operation before"
+    assert _starts([second], before=None) == [], (
+        "an unknown share belongs to the operation before"
+    )
     placed = place_all([second], SENDS, ())
     assert placed is not None
     assert [sent for sent, _ in placed.messages] == [SENDS[1]]
     both = place_all([_message(2, 24, lost + 32 + PREAMBLE_BYTES)], SENDS, SENDS[3:])
     assert both is not None
     assert [sent for sent, _ in both.messages] == [SENDS[1]]
-    assert place_all([_message(2, 32, 0)], SENDS, SENDS[3:]) == Placed(messages=(), left=None), "of the one before"
+    assert place_all([_message(2, 32, 0)], SENDS, SENDS[3:]) == Placed(
+        messages=(), left=None
+    ), "of the one before"
 
 
 def test_operations_whose_messages_alternate_are_dropped() -> None:
@@ -423,7 +547,9 @@ def test_only_all_reduces_are_kept() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_partial_mark_names_its_sender(size: int) -> None:
-    """A rank sends to the one before it: its first message has its own contribution, the next also its successor's."""
+    """A rank sends to the one before it: its first message has its own contribution,
+    the next also its successor's.
+    """
     group = bytes(range(16))
     units = [mark_of(group, size, rank)[: 32 + size] for rank in range(size)]
     for sender in range(size):
@@ -438,9 +564,10 @@ def test_a_partial_mark_names_its_sender(size: int) -> None:
 def test_each_message_of_a_mark_is_one_unit() -> None:
     for size in (2, 3, 5, 64):
         mark = mark_of(bytes(16), size, 1)
-        assert {sent.num_bytes for sent in Ring(num_bytes=len(mark), size=size, element_bytes=1).sends(0)} == {
-            32 + size
-        }
+        assert {
+            sent.num_bytes
+            for sent in Ring(num_bytes=len(mark), size=size, element_bytes=1).sends(0)
+        } == {32 + size}
 
 
 @given(noise=st.binary(max_size=200), cut=st.integers(0, 120))
@@ -477,7 +604,9 @@ class Replay:
         pass
 
 
-def _capture(port: Replay, *, wait_s: float = 5.0, keep_iters: int = 2) -> MirrorCapture:
+def _capture(
+    port: Replay, *, wait_s: float = 5.0, keep_iters: int = 2
+) -> MirrorCapture:
     return MirrorCapture(port, Watcher(2), keep_iters=keep_iters, wait_s=wait_s)
 
 
@@ -511,10 +640,14 @@ def test_a_capture_without_the_group_says_that_this_is_no_mirror_port() -> None:
 
 def test_an_incomplete_iteration_is_lost_for_all_that_ask() -> None:
     without = ([*CAPTURED[:lost], *CAPTURED[lost + 1 :]] for lost in _data_frames(0))
-    left = next(frames for frames in without if missing_bytes(watch_frames(frames, 2), 1))
+    left = next(
+        frames for frames in without if missing_bytes(watch_frames(frames, 2), 1)
+    )
     capture = _capture(Replay(left), wait_s=0.2)
     for _ in range(2):
-        with pytest.raises(CheckpointLoadError, match="got an incomplete capture of 8800 bytes"):
+        with pytest.raises(
+            CheckpointLoadError, match="got an incomplete capture of 8800 bytes"
+        ):
             capture.sums(wanted(1))
     capture.close()
 
@@ -538,7 +671,13 @@ def test_a_plan_is_read_as_it_was_written() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("places", [[1, 0, 0]]), ("places", [[0, 2, 0]]), ("places", [[0, 0, -1]]), ("places", 3), ("groups", [{}])],
+    [
+        ("places", [[1, 0, 0]]),
+        ("places", [[0, 2, 0]]),
+        ("places", [[0, 0, -1]]),
+        ("places", 3),
+        ("groups", [{}]),
+    ],
 )
 def test_a_plan_with_a_wrong_place_is_refused(field: str, value: Any) -> None:
     plan = mirrored_to_json(Mirrored(groups=(wanted(1),), places=()))
@@ -546,7 +685,10 @@ def test_a_plan_with_a_wrong_place_is_refused(field: str, value: Any) -> None:
         mirrored_from_json(plan | {field: value})
 
 
-@pytest.mark.parametrize("change", [{"size": 1}, {"dtype": "int8"}, {"buckets": ()}, {"first": 9}, {"group": "00"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"size": 1}, {"dtype": "int8"}, {"buckets": ()}, {"first": 9}, {"group": "00"}],
+)
 def test_sums_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="got"):
         replace(wanted(0), **change)
@@ -562,7 +704,9 @@ def test_spans_are_the_set_of_their_numbers(added: list[tuple[int, int]]) -> Non
         if length:
             spans.add(start, start + length)
             numbers |= set(range(start, start + length))
-    assert {n for start, end in spans.within(0, 60) for n in range(start, end)} == numbers
+    assert {
+        n for start, end in spans.within(0, 60) for n in range(start, end)
+    } == numbers
     assert all(spans.covers(num) == (set(range(num)) <= numbers) for num in range(60))
 
 
@@ -580,16 +724,26 @@ def test_a_gradient_is_complete_once_all_bytes_are_there_and_the_same() -> None:
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"ckpt.mirror_interface: got 'nothing0', wanted one of .*\blo\b"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ckpt.mirror_interface: got 'nothing0', wanted one of .*\blo\b",
+    ):
         MirrorPort("nothing0")
 
 
-def test_a_process_without_the_privilege_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_the_privilege_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: Any) -> socket.socket:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(socket, "socket", refuse)
-    with pytest.raises(ConfigError, match=r"ckpt.capture=mirror: got a process without the privilege, .*CAP_NET_RAW"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"ckpt.capture=mirror: got a process without the privilege, .*CAP_NET_RAW"
+        ),
+    ):
         MirrorPort("lo")
 
 
@@ -599,7 +753,10 @@ def test_the_loopback_port_reads_each_frame_once() -> None:
         port = MirrorPort("lo")
     except ConfigError as error:
         pytest.skip(str(error))
-    contents = [b"read at the loopback interface" + bytes(range(number, 200)) for number in range(20)]
+    contents = [
+        b"read at the loopback interface" + bytes(range(number, 200))
+        for number in range(20)
+    ]
     seen: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -608,6 +765,10 @@ def test_the_loopback_port_reads_each_frame_once() -> None:
             client.sendall(content)
         until_s = time.monotonic() + 10
         while contents[-1] not in seen and time.monotonic() < until_s:
-            seen += [segment.payload for frame in port.read(1.0) if (segment := segment_of(frame))]
+            seen += [
+                segment.payload
+                for frame in port.read(1.0)
+                if (segment := segment_of(frame))
+            ]
     port.close()
     assert [each for each in seen if each in contents] == contents

@@ -1,4 +1,6 @@
-"""Equation (2) of FlowCheck, against the paper's numbers and against frames dropped from a capture."""
+"""Equation (2) of FlowCheck, against the paper's numbers and against frames dropped
+from a capture.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from moe_ckpt.mirror.redundancy import failure_probability
 from tests.mirror.captured import BUCKETS, NUM_RANKS, frames, wanted, watch
 
 
-@pytest.mark.parametrize(("captures", "at_most", "at_least"), [(2, 4.1e-3, 3.9e-3), (3, 6.1e-12, 5.9e-12)])
+@pytest.mark.parametrize(
+    ("captures", "at_most", "at_least"), [(2, 4.1e-3, 3.9e-3), (3, 6.1e-12, 5.9e-12)]
+)
 def test_the_papers_example(captures: int, at_most: float, at_least: float) -> None:
     """Section 6.2 has 4e-3 and 6e-12 for 16 million packets on 8 ranks."""
     found = failure_probability(packets=16e6, ranks=8, captures=captures, loss=1e-9)
@@ -23,13 +27,18 @@ def test_one_capture_is_never_enough_and_nothing_lost_is_always() -> None:
 
 
 def test_more_captures_lose_less() -> None:
-    found = [failure_probability(packets=1e4, ranks=8, captures=captures, loss=1e-3) for captures in range(1, 9)]
+    found = [
+        failure_probability(packets=1e4, ranks=8, captures=captures, loss=1e-3)
+        for captures in range(1, 9)
+    ]
     assert found == sorted(found, reverse=True)
     assert found[1] > 0.9 > 0.02 > found[2]
 
 
 def _failed_share(captures: int, loss: float) -> float:
-    """Return how often the first iteration is incomplete where each capture loses segments by itself."""
+    """Return how often the first iteration is incomplete where each capture loses
+    segments by itself.
+    """
     rounds, failed = 300, 0
     segments = [segment_of(frame) for frame in frames()]
     for seed in range(rounds):
@@ -41,6 +50,8 @@ def test_measured_losses_are_near_the_equation() -> None:
     """A loss between operations has more effect than in the equation."""
     loss, packets = 0.01, 3 * 2 * len(BUCKETS)
     two, three = (_failed_share(captures, loss) for captures in (2, 3))
-    expected = failure_probability(packets=packets, ranks=NUM_RANKS, captures=2, loss=loss)
+    expected = failure_probability(
+        packets=packets, ranks=NUM_RANKS, captures=2, loss=loss
+    )
     assert expected / 3 < two < 6 * expected
     assert three < two / 2

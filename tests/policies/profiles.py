@@ -1,4 +1,6 @@
-"""Settings and stages for tests of policies, and answers to what a policy asks to be measured."""
+"""Settings and stages for tests of policies, and answers to what a policy asks to be
+measured.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import numpy as np
 from launcher.config import compose_settings
 from moe_ckpt.config import CkptConfig
 from moe_ckpt.policies.stage_profile import StageProfile
-from moe_ckpt.types import Measured, OperatorId, OperatorKind, OperatorTable, SnapshotPlan
+from moe_ckpt.types import (
+    Measured,
+    OperatorId,
+    OperatorKind,
+    OperatorTable,
+    SnapshotPlan,
+)
 
 NOTHING = SnapshotPlan()
 
@@ -29,14 +37,33 @@ def config(policy: str, **changes: Any) -> Any:
 
 
 def profile(
-    parameters: Sequence[Sequence[int]], num_experts: int = 0, boundary_log_bytes: int = 0, step_log_bytes: int = 0
+    parameters: Sequence[Sequence[int]],
+    num_experts: int = 0,
+    boundary_log_bytes: int = 0,
+    step_log_bytes: int = 0,
 ) -> StageProfile:
-    """A stage of operators with these parameters [ranks][operators]: blocks, then a layer's experts."""
+    """A stage of operators with these parameters [ranks][operators]: blocks, then a
+    layer's experts.
+    """
     full_bytes = 12 * np.array(parameters, np.int64)
-    blocks = [OperatorId(kind=OperatorKind.BLOCK, layer=i) for i in range(full_bytes.shape[1] - num_experts)]
-    experts = [OperatorId(kind=OperatorKind.EXPERT, layer=0, expert=i) for i in range(num_experts)]
-    table = OperatorTable(operators=[*blocks, *experts], full_bytes=full_bytes, compute_bytes=full_bytes // 6)
-    return StageProfile(table=table, boundary_log_bytes=boundary_log_bytes, step_log_bytes=step_log_bytes)
+    blocks = [
+        OperatorId(kind=OperatorKind.BLOCK, layer=i)
+        for i in range(full_bytes.shape[1] - num_experts)
+    ]
+    experts = [
+        OperatorId(kind=OperatorKind.EXPERT, layer=0, expert=i)
+        for i in range(num_experts)
+    ]
+    table = OperatorTable(
+        operators=[*blocks, *experts],
+        full_bytes=full_bytes,
+        compute_bytes=full_bytes // 6,
+    )
+    return StageProfile(
+        table=table,
+        boundary_log_bytes=boundary_log_bytes,
+        step_log_bytes=step_log_bytes,
+    )
 
 
 def equal(num_operators: int, **logs: int) -> StageProfile:

@@ -1,4 +1,6 @@
-"""Partial snapshots: the figures of the paper, properties of all small models, and counting by brute force."""
+"""Partial snapshots: the figures of the paper, properties of all small models, and
+counting by brute force.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ IntArray = npt.NDArray[np.int64]
         pytest.param(3, [0, 1, 2, 0], id="once around"),
     ],
 )
-def test_sequential_selection_is_that_of_the_figure(turn: int, expected: list[int]) -> None:
+def test_sequential_selection_is_that_of_the_figure(
+    turn: int, expected: list[int]
+) -> None:
     chosen = sequential_experts(turn, num_layers=4, num_experts=3, ep=3, k=1)
     assert chosen == tuple((expert,) for expert in expected)
 
@@ -44,26 +48,45 @@ def test_sequential_selection_is_that_of_the_figure(turn: int, expected: list[in
 def models(draw: st.DrawFn) -> tuple[int, int, int, int]:
     """Layers, experts, EP ranks and k of a small model."""
     ep, num_local = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    return draw(st.integers(1, 5)), ep * num_local, ep, draw(st.integers(1, ep * num_local))
+    return (
+        draw(st.integers(1, 5)),
+        ep * num_local,
+        ep,
+        draw(st.integers(1, ep * num_local)),
+    )
 
 
 @given(model=models(), first=st.integers(0, 50))
-def test_every_expert_is_taken_in_time(model: tuple[int, int, int, int], first: int) -> None:
+def test_every_expert_is_taken_in_time(
+    model: tuple[int, int, int, int], first: int
+) -> None:
     num_layers, num_experts, ep, k = model
     turns = range(first, first + math.ceil(num_experts / k))
-    chosen = [sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k) for turn in turns]
+    chosen = [
+        sequential_experts(
+            turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k
+        )
+        for turn in turns
+    ]
     for layer in range(num_layers):
         taken = Counter(chain.from_iterable(selection[layer] for selection in chosen))
         assert set(taken) == set(range(num_experts))
         assert num_experts % k or set(taken.values()) == {1}
-        assert all(selection[layer] == tuple(sorted(set(selection[layer]))) for selection in chosen)
+        assert all(
+            selection[layer] == tuple(sorted(set(selection[layer])))
+            for selection in chosen
+        )
         assert all(len(selection[layer]) == k for selection in chosen)
 
 
 @given(model=models(), turn=st.integers(0, 50))
-def test_ranks_save_as_many_within_one(model: tuple[int, int, int, int], turn: int) -> None:
+def test_ranks_save_as_many_within_one(
+    model: tuple[int, int, int, int], turn: int
+) -> None:
     num_layers, num_experts, ep, k = model
-    chosen = sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k)
+    chosen = sequential_experts(
+        turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k
+    )
     by_ep_rank = [0] * ep
     for expert in chain.from_iterable(chosen):
         by_ep_rank[expert // (num_experts // ep)] += 1
@@ -72,40 +95,81 @@ def test_ranks_save_as_many_within_one(model: tuple[int, int, int, int], turn: i
 
 
 @given(model=models(), data=st.data())
-def test_the_most_popular_are_taken_of_equals_the_lowest(model: tuple[int, int, int, int], data: st.DataObject) -> None:
+def test_the_most_popular_are_taken_of_equals_the_lowest(
+    model: tuple[int, int, int, int], data: st.DataObject
+) -> None:
     num_layers, num_experts, _, k = model
     row = st.lists(st.integers(0, 5), min_size=num_experts, max_size=num_experts)
-    unsaved = np.array(data.draw(st.lists(row, min_size=num_layers, max_size=num_layers)), np.int64)
-    counts = data.draw(st.lists(st.integers(0, num_experts), min_size=num_layers, max_size=num_layers))
+    unsaved = np.array(
+        data.draw(st.lists(row, min_size=num_layers, max_size=num_layers)), np.int64
+    )
+    counts = data.draw(
+        st.lists(st.integers(0, num_experts), min_size=num_layers, max_size=num_layers)
+    )
     for num_taken in (counts, [k] * num_layers):
         for layer, taken in enumerate(most_popular(unsaved, num_taken)):
-            ranked = sorted(range(num_experts), key=lambda expert: (-int(unsaved[layer, expert]), expert))
+            ranked = sorted(
+                range(num_experts),
+                key=lambda expert: (-int(unsaved[layer, expert]), expert),
+            )
             assert taken == tuple(sorted(ranked[: num_taken[layer]]))
 
 
 @pytest.mark.parametrize(
     ("selection", "unsaved", "k", "expected"),
     [
-        pytest.param(((0, 1),), [[3, 7, 9, 9]], 1, ((1,),), id="only of those in the snapshot"),
+        pytest.param(
+            ((0, 1),), [[3, 7, 9, 9]], 1, ((1,),), id="only of those in the snapshot"
+        ),
         pytest.param(((0, 1, 2, 3),), [[3, 7, 9, 9]], 3, ((1, 2, 3),), id="most first"),
-        pytest.param(((0, 1), (2,)), [[1, 1, 1, 1]] * 2, 2, ((0, 1), (2,)), id="fewer than asked for"),
-        pytest.param(((0, 2), (0, 2)), [[1, 1, 1, 1]] * 2, 1, ((0,), (2,)), id="of equals another rank's"),
-        pytest.param(((0, 1), (0, 1)), [[1, 1, 1, 1]] * 2, 1, ((0,), (0,)), id="of one rank's equals the lowest"),
-        pytest.param(((0, 2), (0, 2)), [[1, 1, 1, 1], [2, 1, 1, 1]], 1, ((0,), (0,)), id="need before balance"),
+        pytest.param(
+            ((0, 1), (2,)),
+            [[1, 1, 1, 1]] * 2,
+            2,
+            ((0, 1), (2,)),
+            id="fewer than asked for",
+        ),
+        pytest.param(
+            ((0, 2), (0, 2)),
+            [[1, 1, 1, 1]] * 2,
+            1,
+            ((0,), (2,)),
+            id="of equals another rank's",
+        ),
+        pytest.param(
+            ((0, 1), (0, 1)),
+            [[1, 1, 1, 1]] * 2,
+            1,
+            ((0,), (0,)),
+            id="of one rank's equals the lowest",
+        ),
+        pytest.param(
+            ((0, 2), (0, 2)),
+            [[1, 1, 1, 1], [2, 1, 1, 1]],
+            1,
+            ((0,), (0,)),
+            id="need before balance",
+        ),
     ],
 )
-def test_disks_get_what_they_lack(selection: Selection, unsaved: list[list[int]], k: int, expected: Selection) -> None:
+def test_disks_get_what_they_lack(
+    selection: Selection, unsaved: list[list[int]], k: int, expected: Selection
+) -> None:
     assert most_unsaved_of(selection, np.array(unsaved, np.int64), k, ep=2) == expected
 
 
-def persisted(model: tuple[int, int, int, int], k_persist: int, *, turns: int) -> list[Selection]:
+def persisted(
+    model: tuple[int, int, int, int], k_persist: int, *, turns: int
+) -> list[Selection]:
     """Return what goes to storage in each turn of sequential snapshots."""
     num_layers, num_experts, ep, k = model
     waiting = np.zeros((num_layers, num_experts), np.int64)
     history = []
     for turn in range(turns):
         waiting += 1
-        snapshot = sequential_experts(turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k)
+        snapshot = sequential_experts(
+            turn, num_layers=num_layers, num_experts=num_experts, ep=ep, k=k
+        )
         chosen = most_unsaved_of(snapshot, waiting, k_persist, ep=ep)
         for layer, experts in enumerate(chosen):
             waiting[layer, list(experts)] = 0
@@ -114,7 +178,11 @@ def persisted(model: tuple[int, int, int, int], k_persist: int, *, turns: int) -
 
 
 def longest_wait(history: list[Selection], layer: int, expert: int) -> int:
-    turns = [-1, *(turn for turn, chosen in enumerate(history) if expert in chosen[layer]), len(history)]
+    turns = [
+        -1,
+        *(turn for turn, chosen in enumerate(history) if expert in chosen[layer]),
+        len(history),
+    ]
     return max(after - before for before, after in pairwise(turns))
 
 
@@ -128,9 +196,14 @@ def test_every_expert_gets_to_storage_in_time() -> None:
     for num_experts in range(1, 9):
         for k, ep in product(range(1, num_experts + 1), {1, num_experts}):
             for k_persist in range(1, k + 1):
-                bound = most_rounds(num_experts, k, k_persist) * math.ceil(num_experts / k)
+                bound = most_rounds(num_experts, k, k_persist) * math.ceil(
+                    num_experts / k
+                )
                 history = persisted((2, num_experts, ep, k), k_persist, turns=3 * bound)
-                waits = [longest_wait(history, *place) for place in product(range(2), range(num_experts))]
+                waits = [
+                    longest_wait(history, *place)
+                    for place in product(range(2), range(num_experts))
+                ]
                 assert max(waits) <= bound
 
 
@@ -139,7 +212,8 @@ def literal_sequential(other: IntArray, expert: IntArray, ep: int, k: int) -> in
     sizes = {"num_layers": num_layers, "num_experts": num_experts, "ep": ep, "k": k}
     turns = [sequential_experts(turn, **sizes) for turn in range(num_experts)]
     return max(
-        int(own) + sum(int(rows[layer, list(taken)].sum()) for layer, taken in enumerate(chosen))
+        int(own)
+        + sum(int(rows[layer, list(taken)].sum()) for layer, taken in enumerate(chosen))
         for own, rows in zip(other, expert, strict=True)
         for chosen in turns
     )
@@ -153,45 +227,93 @@ def byte_tables(draw: st.DrawFn) -> tuple[IntArray, IntArray, int]:
     size = num_ranks * num_layers * num_experts
     sizes = draw(st.lists(st.integers(0, 20), min_size=size, max_size=size))
     other = draw(st.lists(st.integers(0, 20), min_size=num_ranks, max_size=num_ranks))
-    return np.array(other, np.int64), np.array(sizes, np.int64).reshape(num_ranks, num_layers, num_experts), ep
+    return (
+        np.array(other, np.int64),
+        np.array(sizes, np.int64).reshape(num_ranks, num_layers, num_experts),
+        ep,
+    )
 
 
 @given(table=byte_tables())
-def test_the_bottleneck_is_the_worst_of_all_turns(table: tuple[IntArray, IntArray, int]) -> None:
+def test_the_bottleneck_is_the_worst_of_all_turns(
+    table: tuple[IntArray, IntArray, int],
+) -> None:
     other, expert, ep = table
     by_k = bottleneck_by_k(other, expert, ep=ep, sequential=True)
     num_experts = expert.shape[2]
-    assert by_k.tolist() == [literal_sequential(other, expert, ep, k) for k in range(1, num_experts + 1)]
+    assert by_k.tolist() == [
+        literal_sequential(other, expert, ep, k) for k in range(1, num_experts + 1)
+    ]
     of_any = bottleneck_by_k(other, expert, ep=ep, sequential=False)
     assert np.all(of_any >= by_k)
     assert of_any[-1] == by_k[-1] == (other + expert.sum(axis=(1, 2))).max()
-    assert of_any[0] == max(o + sum(layer.max() for layer in rank) for o, rank in zip(other, expert, strict=True))
+    assert of_any[0] == max(
+        o + sum(layer.max() for layer in rank)
+        for o, rank in zip(other, expert, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("copy_bytes_per_s", "overlap_s", "k"),
-    [(10.0, 3.0, 2), (10.0, 2.5, 2), (10.0, 2.4, 1), (10.0, 0.1, 1), (10.0, 99.0, 4), (0.0, 1.0, 1)],
+    [
+        (10.0, 3.0, 2),
+        (10.0, 2.5, 2),
+        (10.0, 2.4, 1),
+        (10.0, 0.1, 1),
+        (10.0, 99.0, 4),
+        (0.0, 1.0, 1),
+    ],
 )
-def test_the_largest_k_that_forward_and_backward_hide(copy_bytes_per_s: float, overlap_s: float, k: int) -> None:
+def test_the_largest_k_that_forward_and_backward_hide(
+    copy_bytes_per_s: float, overlap_s: float, k: int
+) -> None:
     bottleneck = np.array([15, 25, 35, 45], np.int64)
-    assert fitting_k(bottleneck, copy_bytes_per_s=copy_bytes_per_s, overlap_s=overlap_s) == k
+    assert (
+        fitting_k(bottleneck, copy_bytes_per_s=copy_bytes_per_s, overlap_s=overlap_s)
+        == k
+    )
 
 
 def test_a_smaller_k_may_be_the_one_that_does_not_fit() -> None:
-    assert fitting_k(np.array([1, 9, 8, 9], np.int64), copy_bytes_per_s=1.0, overlap_s=8.0) == 3
+    assert (
+        fitting_k(np.array([1, 9, 8, 9], np.int64), copy_bytes_per_s=1.0, overlap_s=8.0)
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
     ("k", "plt_since", "expected"),
-    [(1, 0.009, 1), (1, 0.01, 1), (1, 0.011, 2), (4, 0.02, 8), (6, 0.02, 8), (8, 0.02, 8)],
+    [
+        (1, 0.009, 1),
+        (1, 0.01, 1),
+        (1, 0.011, 2),
+        (4, 0.02, 8),
+        (6, 0.02, 8),
+        (8, 0.02, 8),
+    ],
 )
-def test_k_is_doubled_where_it_has_cost_too_much(k: int, plt_since: float, expected: int) -> None:
+def test_k_is_doubled_where_it_has_cost_too_much(
+    k: int, plt_since: float, expected: int
+) -> None:
     assert next_k(k, num_experts=8, plt_since=plt_since, limit=0.01) == expected
 
 
 @pytest.mark.parametrize(
     ("first_k", "num_experts", "shares"),
-    [(1, 16, 4), (2, 16, 3), (8, 16, 1), (16, 16, 1), (3, 8, 2), (1, 1, 1), (1, 2, 1), (1, 9, 4)],
+    [
+        (1, 16, 4),
+        (2, 16, 3),
+        (8, 16, 1),
+        (16, 16, 1),
+        (3, 8, 2),
+        (1, 1, 1),
+        (1, 2, 1),
+        (1, 9, 4),
+    ],
 )
-def test_every_k_below_all_experts_has_an_equal_share_of_the_limit(first_k: int, num_experts: int, shares: int) -> None:
-    assert limit_per_k(0.0375, first_k=first_k, num_experts=num_experts) == 0.0375 / shares
+def test_every_k_below_all_experts_has_an_equal_share_of_the_limit(
+    first_k: int, num_experts: int, shares: int
+) -> None:
+    assert (
+        limit_per_k(0.0375, first_k=first_k, num_experts=num_experts) == 0.0375 / shares
+    )

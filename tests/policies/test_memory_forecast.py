@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.memory_forecast import MemoryForecast, SharedUse, forecast, require_room
+from moe_ckpt.policies.memory_forecast import (
+    MemoryForecast,
+    SharedUse,
+    forecast,
+    require_room,
+)
 
 WINDOWS = {"window_bytes": 1000, "period_iters": 5, "dense_bytes": 700}
 LOGS = {"log_bytes_per_iteration": 10, "step_log_bytes_per_iteration": 3}
@@ -23,7 +28,9 @@ def test_a_forecast_counts_the_logs_of_all_windows_and_of_this_iteration() -> No
 
 
 def test_copies_for_others_take_as_much_as_the_largest_of_them() -> None:
-    wanted = forecast(keep_windows=1, num_copies=2, largest_window_bytes=1500, **WINDOWS, **LOGS)
+    wanted = forecast(
+        keep_windows=1, num_copies=2, largest_window_bytes=1500, **WINDOWS, **LOGS
+    )
     assert wanted.copies_bytes == 2 * (2 * 1500 + 11 * 3)
     assert wanted.total_bytes == 2000 + 110 + 33 + wanted.copies_bytes
 
@@ -49,7 +56,9 @@ def test_a_forecast_is_readable() -> None:
 
 
 def use(memory: str, free: int, held: int, needed: int) -> SharedUse:
-    return SharedUse(memory=memory, free_bytes=free, held_bytes=held, needed_bytes=needed)
+    return SharedUse(
+        memory=memory, free_bytes=free, held_bytes=held, needed_bytes=needed
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +70,13 @@ def use(memory: str, free: int, held: int, needed: int) -> SharedUse:
         [use("a", 60, 20, 50), use("a", 60, 20, 50)],
         [use("a", 0, 100, 100)],
     ],
-    ids=["exactly", "two nodes", "shared", "held by ranks of the same job", "all of it held"],
+    ids=[
+        "exactly",
+        "two nodes",
+        "shared",
+        "held by ranks of the same job",
+        "all of it held",
+    ],
 )
 def test_ranks_have_room(uses: list[SharedUse]) -> None:
     require_room(uses)
@@ -70,13 +85,27 @@ def test_ranks_have_room(uses: list[SharedUse]) -> None:
 @pytest.mark.parametrize(
     ("uses", "got"),
     [
-        ([use("a", 99, 0, 100)], "got 99 bytes for ranks 0, of which 99 are free, wanted the 100 that"),
-        ([use("a", 100, 0, 60), use("a", 100, 0, 60)], "got 100 bytes for ranks 0, 1, of which 100"),
-        ([use("a", 100, 0, 60), use("b", 100, 0, 60), use("a", 100, 0, 60)], "for ranks 0, 2, of"),
-        ([use("a", 59, 20, 50), use("a", 60, 20, 50)], "got 99 bytes for ranks 0, 1, of which 59"),
+        (
+            [use("a", 99, 0, 100)],
+            "got 99 bytes for ranks 0, of which 99 are free, wanted the 100 that",
+        ),
+        (
+            [use("a", 100, 0, 60), use("a", 100, 0, 60)],
+            "got 100 bytes for ranks 0, 1, of which 100",
+        ),
+        (
+            [use("a", 100, 0, 60), use("b", 100, 0, 60), use("a", 100, 0, 60)],
+            "for ranks 0, 2, of",
+        ),
+        (
+            [use("a", 59, 20, 50), use("a", 60, 20, 50)],
+            "got 99 bytes for ranks 0, 1, of which 59",
+        ),
     ],
     ids=["alone", "together", "one of two nodes", "held by ranks of the same job"],
 )
 def test_ranks_without_room_are_one_error(uses: list[SharedUse], got: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^runtime.shared_memory: .*{got}.*ckpt=none"):
+    with pytest.raises(
+        ConfigError, match=rf"^runtime.shared_memory: .*{got}.*ckpt=none"
+    ):
         require_room(uses)

@@ -1,4 +1,6 @@
-"""Windows of many stages: computed once for each kind of stage, and the same as of each stage alone."""
+"""Windows of many stages: computed once for each kind of stage, and the same as of each
+stage alone.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +42,37 @@ def like(stage: StageProfile) -> StageProfile:
 @given(
     numbers=st.lists(st.integers(0, len(KINDS) - 1), min_size=1, max_size=12),
     num_slots=st.integers(1, 5),
-    settings=st.sampled_from([{}, {"keep_windows": 2}, {"window": 2, "paper_exact": True}]),
+    settings=st.sampled_from(
+        [{}, {"keep_windows": 2}, {"window": 2, "paper_exact": True}]
+    ),
 )
-def test_stages_of_a_kind_are_computed_once(numbers: Sequence[int], num_slots: int, settings: dict[str, Any]) -> None:
+def test_stages_of_a_kind_are_computed_once(
+    numbers: Sequence[int], num_slots: int, settings: dict[str, Any]
+) -> None:
     moevement = config("moevement", **settings)
     stages = [like(KINDS[number]) for number in numbers]
     together = WindowSizes(moevement, stages, 1)
     assert len(together.kinds) == len(set(numbers))
     for stage, kind in zip(stages, together.kind_of, strict=True):
         alone = WindowSizes(moevement, [stage], 1).kinds[0].window(num_slots)
-        np.testing.assert_array_equal(kind.window(num_slots).slot_bytes, alone.slot_bytes)
+        np.testing.assert_array_equal(
+            kind.window(num_slots).slot_bytes, alone.slot_bytes
+        )
         assert kind.window(num_slots).window_bytes == alone.window_bytes
     sizes = [kind.window(num_slots) for kind in together.kind_of]
     size = together.size(num_slots)
     assert size.window_bytes == max(each.window_bytes for each in sizes)
-    assert list(size.slot_bytes) == np.max([each.slot_bytes for each in sizes], axis=0).tolist()
+    assert (
+        list(size.slot_bytes)
+        == np.max([each.slot_bytes for each in sizes], axis=0).tolist()
+    )
 
 
 @st.composite
 def stages_of_any_size(draw: st.DrawFn) -> list[StageProfile]:
-    """One to three stages of one to three ranks, with operators up to a terabyte and many without bytes."""
+    """One to three stages of one to three ranks, with operators up to a terabyte and
+    many without bytes.
+    """
     found = []
     for _ in range(draw(st.integers(1, 3))):
         num_operators = draw(st.integers(1, 24))
@@ -72,12 +85,16 @@ def stages_of_any_size(draw: st.DrawFn) -> list[StageProfile]:
     return found
 
 
-@given(stages=stages_of_any_size(), paper_exact=st.booleans(), num_copies=st.integers(0, 2))
+@given(
+    stages=stages_of_any_size(), paper_exact=st.booleans(), num_copies=st.integers(0, 2)
+)
 def test_a_window_of_more_slots_needs_no_less_memory(
     stages: list[StageProfile], paper_exact: bool, num_copies: int
 ) -> None:
     """So the most slots within a budget are found by bisection."""
-    sizes = WindowSizes(config("moevement", paper_exact=paper_exact), stages, num_copies)
+    sizes = WindowSizes(
+        config("moevement", paper_exact=paper_exact), stages, num_copies
+    )
     numbers = range(1, sizes.max_slots + 1)
     needed = [sizes.forecast(num_slots).total_bytes for num_slots in numbers]
     assert needed == sorted(needed)

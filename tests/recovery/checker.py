@@ -1,4 +1,5 @@
-"""An explicit-state checker: visits every state of the protocol's model, breadth first, and checks its invariants.
+"""An explicit-state checker: visits every state of the protocol's model, breadth first,
+and checks its invariants.
 
 A violation comes with the shortest way to it.
 """
@@ -23,7 +24,9 @@ from tests.recovery.protocol import (
     start,
 )
 
-ONE_TRAINS = "no two generations train at once, and one that trains has a worker of each rank"
+ONE_TRAINS = (
+    "no two generations train at once, and one that trains has a worker of each rank"
+)
 STEPS_TOGETHER = "no rank applies a step that another rank cannot reach"
 KEEPS_LAST_COPY = "the last copy of a needed window is never dropped"
 SURVIVES_A_NODE = "the loss of one node never ends the job"
@@ -63,7 +66,9 @@ def check(protocol: Protocol) -> Report:
             if (broken := next(_broken(world, name, moved), None)) is not None:
                 moves = (*_way_to(world, came_from), name)
                 return Report(
-                    states=len(came_from), moves=num_moves, violation=Violation(invariant=broken, moves=moves)
+                    states=len(came_from),
+                    moves=num_moves,
+                    violation=Violation(invariant=broken, moves=moves),
                 )
             if after not in came_from:
                 came_from[after] = (world, name)
@@ -74,7 +79,9 @@ def check(protocol: Protocol) -> Report:
     return Report(states=len(came_from), moves=num_moves, violation=None)
 
 
-def _way_to(world: World, came_from: dict[World, tuple[World, str] | None]) -> tuple[str, ...]:
+def _way_to(
+    world: World, came_from: dict[World, tuple[World, str] | None]
+) -> tuple[str, ...]:
     moves: list[str] = []
     while (step := came_from[world]) is not None:
         world, name = step
@@ -89,13 +96,17 @@ def _broken(before: World, name: str, after: World) -> Iterator[str]:
     if " steps to " in name and not _steps_together(after, int(name.split()[1])):
         yield STEPS_TOGETHER
     is_needed = (
-        after.faults == before.faults and after.memories_lost < 2 and not may_begin_anew(before.own, before.held)
+        after.faults == before.faults
+        and after.memories_lost < 2
+        and not may_begin_anew(before.own, before.held)
     )
     if is_needed and has_source(before.own, before.held):
         if not has_source(after.own, after.held):
             yield KEEPS_LAST_COPY
         # with the last replay, one window is kept
-        is_choice = any(each in name for each in (" keeps window ", " drops window ", " replays "))
+        is_choice = any(
+            each in name for each in (" keeps window ", " drops window ", " replays ")
+        )
         if is_choice and not after.memories_lost and not _survives_a_node(after):
             yield KEEPS_LAST_COPY
     if after.has_failed and after.memories_lost < 2:
@@ -105,35 +116,63 @@ def _broken(before: World, name: str, after: World) -> Iterator[str]:
 
 
 def _one_trains(world: World) -> bool:
-    going = [number for number, each in enumerate(world.generations, 1) if each.decision == "go" and not each.outcome]
+    going = [
+        number
+        for number, each in enumerate(world.generations, 1)
+        if each.decision == "go" and not each.outcome
+    ]
     return (
         len(going) <= 1
-        and all(sorted(world.generation(number).arrived) == list(RANKS) for number in going)
-        and not any(_has_a_double(world, rank, worker) for rank, worker in world.cut_off if worker.generation in going)
+        and all(
+            sorted(world.generation(number).arrived) == list(RANKS) for number in going
+        )
+        and not any(
+            _has_a_double(world, rank, worker)
+            for rank, worker in world.cut_off
+            if worker.generation in going
+        )
     )
 
 
 def _has_a_double(world: World, rank: int, stale: Worker) -> bool:
-    """Return whether a worker that was cut off trains in one generation with its replacement."""
+    """Return whether a worker that was cut off trains in one generation with its
+    replacement.
+    """
     other = world.workers[rank]
-    return stale.at == At.FORMED and other is not None and other.at > At.WAIT and other.generation == stale.generation
+    return (
+        stale.at == At.FORMED
+        and other is not None
+        and other.at > At.WAIT
+        and other.generation == stale.generation
+    )
 
 
 def _steps_together(world: World, rank: int) -> bool:
     stepped = world.workers[rank]
     assert stepped is not None
-    others = [each for each in world.workers if each and each.generation == stepped.generation and each.reached >= 0]
+    others = [
+        each
+        for each in world.workers
+        if each and each.generation == stepped.generation and each.reached >= 0
+    ]
     furthest = max(each.reached for each in others)
     return all(_gets_to(each, furthest) for each in others)
 
 
 def _gets_to(worker: Worker, iteration: int) -> bool:
-    return worker.reached == iteration or (worker.reached == iteration - 1 and worker.is_prepared)
+    return worker.reached == iteration or (
+        worker.reached == iteration - 1 and worker.is_prepared
+    )
 
 
 def _survives_a_node(world: World) -> bool:
-    """Return whether the memories lead to a common state after the loss of any one node."""
-    return all(has_source(_without(world.own, rank), _without(world.held, OWNER[rank])) for rank in RANKS)
+    """Return whether the memories lead to a common state after the loss of any one
+    node.
+    """
+    return all(
+        has_source(_without(world.own, rank), _without(world.held, OWNER[rank]))
+        for rank in RANKS
+    )
 
 
 def _without(places: _Counted, position: int) -> _Counted:
@@ -143,11 +182,16 @@ def _without(places: _Counted, position: int) -> _Counted:
 def _stays_finished(world: World) -> bool:
     for number, each in enumerate(world.generations, 1):
         if each.outcome == "finished":
-            done = (worker is None or worker.at in (At.FINISH, At.LAST, At.OVER) for worker in world.workers)
+            done = (
+                worker is None or worker.at in (At.FINISH, At.LAST, At.OVER)
+                for worker in world.workers
+            )
             return world.current == number and all(done)
     return True
 
 
 def is_over(world: World) -> bool:
     """Return whether the job has ended: with an error, or finished."""
-    return world.has_failed or any(each.outcome == "finished" for each in world.generations)
+    return world.has_failed or any(
+        each.outcome == "finished" for each in world.generations
+    )

@@ -1,20 +1,25 @@
-"""The protocol of generations, steps and windows as an executable model, for a checker that visits every interleaving.
+"""The protocol of generations, steps and windows as an executable model, for a checker
+that visits every interleaving.
 
-Three ranks, one a stage; the copies of rank r are in the memory of rank r + 1. A window has one slot. Each write to the
-store is an action of its own, and so is each message: a copy, a record and a drop travel from a rank's daemon to its
-peer, in the order in which they were sent. Plans come from the real code: `plan_target` and `plan_recovery`. A fault
-kills a worker (its node's memory and daemon stay), loses a node (memory, daemon and worker), or cuts a node off (memory
-is lost to the job, and the old worker lives on beside its replacement, as long as it is not fenced).
+Three ranks, one a stage; the copies of rank r are in the memory of rank r + 1. A window
+has one slot. Each write to the store is an action of its own, and so is each message: a
+copy, a record and a drop travel from a rank's daemon to its peer, in the order in which
+they were sent. Plans come from the real code: `plan_target` and `plan_recovery`. A
+fault kills a worker (its node's memory and daemon stay), loses a node (memory, daemon
+and worker), or cuts a node off (memory is lost to the job, and the old worker lives on
+beside its replacement, as long as it is not fenced).
 
     worker       READ > ARRIVE (> DECIDE) > WAIT > FORMED > LISTED (> CARRY > REPLAY) > CARRIED > COMPUTE (> KEEP)
                  > RECORD > VOTED > COMPUTE ... > DONE (> FINISH) > LAST > OVER
     end(g)       outcome, generation, decision and end: three writes of a supervisor, or of a worker that misses a rank
 
-`tests/recovery/traces.py` has the same sentences for what real processes do, and requires each trace to be a path of
-this model. Names of moves that begin with `(` are of moves that no trace shows.
+`tests/recovery/traces.py` has the same sentences for what real processes do, and
+requires each trace to be a path of this model. Names of moves that begin with `(` are
+of moves that no trace shows.
 
-Simplified: the job begins with all ranks in generation 1, with their first windows; the loss of a node restarts its
-rank only, without new numbers; a fetch with its replay is one action; a worker that was cut off writes to no peer.
+Simplified: the job begins with all ranks in generation 1, with their first windows; the
+loss of a node restarts its rank only, without new numbers; a fetch with its replay is
+one action; a worker that was cut off writes to no peer.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ class At(IntEnum):
     REPLAY = 7
     CARRIED = 8
     COMPUTE = 9
-    KEEP = 10  # its newest window, once all peers have those of their ranks, and drop older ones
+    # its newest window, once all peers have those of their ranks, and drop older ones
+    KEEP = 10
     RECORD = 11  # its peer is to have the iteration's record
     VOTED = 12
     DONE = 13
@@ -59,20 +65,26 @@ class At(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules of the protocol, each of which the checker can leave out to show that it is needed."""
+    """The rules of the protocol, each of which the checker can leave out to show that
+    it is needed.
+    """
 
     waits_for_all: bool = True  # a generation begins once all ranks have arrived
     fences: bool = True  # a worker that was replaced does not join
     fences_first: bool = True  # a replacement is announced before the generation ends
     votes: bool = True  # a rank steps once all have complete gradients
-    confirms: bool = True  # an older window is dropped once all ranks have the newer one, and its copies
+    # an older window is dropped once all ranks have the newer one, and its copies
+    confirms: bool = True
     keeps_safest: bool = True  # after a recovery, the window with the most copies stays
     finishes_once: bool = True  # a finished generation is not ended
-    heeds_finish: bool = True  # a supervisor replaces no worker of a job that has finished meanwhile
+    # a supervisor replaces no worker of a job that has finished meanwhile
+    heeds_finish: bool = True
 
 
 class Worker(NamedTuple):
-    """A process that trains. `reached` is -1 without state; the boundary log has iterations from `log_from` on."""
+    """A process that trains. `reached` is -1 without state; the boundary log has
+    iterations from `log_from` on.
+    """
 
     incarnation: int
     at: int = At.READ
@@ -83,22 +95,29 @@ class Worker(NamedTuple):
     log_to: int = 0
     takes: bool = False  # the snapshot of this state is not complete yet
     awaits: bool = False  # the newest window is not kept by all ranks yet
-    copies: bool = False  # since it goes on in its generation, and until it lists copies in the next one
+    # since it goes on in its generation, and until it lists copies in the next one
+    copies: bool = False
     acked: int = -1  # its newest window that its peer has, as far as it knows
     acked_record: int = 0
-    stale: frozenset[int] = frozenset()  # windows that its peer is to drop once it has all others
-    ending: int = 0  # the number of the three writes that end its generation that it has made
+    # windows that its peer is to drop once it has all others
+    stale: frozenset[int] = frozenset()
+    # the number of the three writes that end its generation that it has made
+    ending: int = 0
 
 
 class Place(NamedTuple):
-    """The windows of a rank in one memory, with the last iteration of its step log there."""
+    """The windows of a rank in one memory, with the last iteration of its step log
+    there.
+    """
 
     windows: frozenset[int] = frozenset()
     steps_to: int = 0
 
     def refs(self) -> tuple[WindowRef, ...]:
         return tuple(
-            WindowRef(start=start, num_slots=1, steps_to=max(start, self.steps_to), cut="c")
+            WindowRef(
+                start=start, num_slots=1, steps_to=max(start, self.steps_to), cut="c"
+            )
             for start in sorted(self.windows)
         )
 
@@ -113,13 +132,18 @@ class Generation(NamedTuple):
     done: int = 0
     votes: tuple[int, ...] = (0,) * 3  # by rank: the iteration
     carried: frozenset[int] = frozenset()
-    listed: tuple[Place | None, ...] = (None,) * 3  # by owner: the copies that its peer has listed
-    has_base: bool = False  # all ranks have a window of the state that the generation begins with
-    plan: tuple[int, tuple[tuple[int, int], ...]] | None = None  # the target, and (stage, window) that roll back
+    # by owner: the copies that its peer has listed
+    listed: tuple[Place | None, ...] = (None,) * 3
+    # all ranks have a window of the state that the generation begins with
+    has_base: bool = False
+    # the target, and (stage, window) that roll back
+    plan: tuple[int, tuple[tuple[int, int], ...]] | None = None
 
 
 class Message(NamedTuple):
-    """A message of a rank's daemon to its peer. The worker that sent it waits for an answer if it `counts`."""
+    """A message of a rank's daemon to its peer. The worker that sent it waits for an
+    answer if it `counts`.
+    """
 
     kind: str  # "copy", "record" or "drop"
     number: int  # a window, or the iteration of a record
@@ -129,9 +153,10 @@ class Message(NamedTuple):
 class World(NamedTuple):
     """A state of the whole job.
 
-    `supervisors`: the next action of each (0: none), the generation that it ends, and whether it has announced the next
-    worker. `lanes` and `records`: the messages of each rank's daemon on their way, about windows and about steps; None:
-    its peer is gone.
+    `supervisors`: the next action of each (0: none), the generation that it ends, and
+    whether it has announced the next worker. `lanes` and `records`: the messages of
+    each rank's daemon on their way, about windows and about steps; None: its peer is
+    gone.
     """
 
     workers: tuple[Worker | None, ...]
@@ -155,14 +180,27 @@ class World(NamedTuple):
 Move = tuple[str, World]
 _IDLE = (0, 0, False)
 _GONE = Generation(outcome="ended", decision="stop", has_ended=True)
-_S_END, _S_START, _S_FENCE, _S_READ = 1, 4, 5, 6  # actions of a supervisor; END has three
+# actions of a supervisor; END has three
+_S_END, _S_START, _S_FENCE, _S_READ = 1, 4, 5, 6
 
 
 def start() -> World:
-    """Return the state in which all ranks have met, and taken their first windows, with copies."""
+    """Return the state in which all ranks have met, and taken their first windows, with
+    copies.
+    """
     first = Place(windows=frozenset({0}))
     return World(
-        workers=(Worker(incarnation=0, at=At.COMPUTE, generation=1, reached=0, copies=True, acked=0),) * 3,
+        workers=(
+            Worker(
+                incarnation=0,
+                at=At.COMPUTE,
+                generation=1,
+                reached=0,
+                copies=True,
+                acked=0,
+            ),
+        )
+        * 3,
         cut_off=(),
         supervisors=(_IDLE,) * 3,
         own=(first,) * 3,
@@ -209,15 +247,31 @@ class Protocol:
 
     def _fault(self, world: World, rank: int) -> Iterator[Move]:
         worker = world.workers[rank]
-        if worker is None or worker.at == At.OVER or world.faults >= self.faults or world.supervisors[rank][0]:
+        if (
+            worker is None
+            or worker.at == At.OVER
+            or world.faults >= self.faults
+            or world.supervisors[rank][0]
+        ):
             return
         if self.moments is not None and worker.at not in self.moments:
             return
-        dead = world._replace(workers=_put(world.workers, rank, None), faults=world.faults + 1)
+        dead = world._replace(
+            workers=_put(world.workers, rank, None), faults=world.faults + 1
+        )
         if "kill" in self.kinds:
-            supervisor = (_S_END if worker.generation else _S_START, worker.generation, False)
-            yield f"rank {rank}'s worker dies", dead._replace(supervisors=_put(world.supervisors, rank, supervisor))
-        if not {"lose", "cut off"} & {*self.kinds} or any(_finished(world, g) for g in _numbers(world)):
+            supervisor = (
+                _S_END if worker.generation else _S_START,
+                worker.generation,
+                False,
+            )
+            yield (
+                f"rank {rank}'s worker dies",
+                dead._replace(supervisors=_put(world.supervisors, rank, supervisor)),
+            )
+        if not {"lose", "cut off"} & {*self.kinds} or any(
+            _finished(world, g) for g in _numbers(world)
+        ):
             return
         first = _S_FENCE if self.rules.fences_first else _S_READ
         lost = dead._replace(
@@ -233,8 +287,13 @@ class Protocol:
         if "cut off" in self.kinds:
             # of what it does in its generation nothing matters to the others
             at = min(worker.at, At.FORMED)
-            stale = Worker(incarnation=worker.incarnation, at=at, generation=worker.generation)
-            yield f"rank {rank}'s node is cut off", lost._replace(cut_off=(*world.cut_off, (rank, stale)))
+            stale = Worker(
+                incarnation=worker.incarnation, at=at, generation=worker.generation
+            )
+            yield (
+                f"rank {rank}'s node is cut off",
+                lost._replace(cut_off=(*world.cut_off, (rank, stale))),
+            )
 
     def _supervisor(self, world: World, rank: int) -> Iterator[Move]:
         at, generation, is_announced = world.supervisors[rank]
@@ -246,27 +305,39 @@ class Protocol:
         name = f"rank {rank}'s supervisor"
         if at == _S_FENCE:
             lives = _put(world.lives, rank, world.lives[rank] + 1)
-            yield f"{name} announces the next worker", then(_S_READ, True)._replace(lives=lives)
+            yield (
+                f"{name} announces the next worker",
+                then(_S_READ, True)._replace(lives=lives),
+            )
         elif at == _S_READ:
             supervisor = (_S_END, world.current, is_announced)
-            reads = world._replace(supervisors=_put(world.supervisors, rank, supervisor))
+            reads = world._replace(
+                supervisors=_put(world.supervisors, rank, supervisor)
+            )
             yield f"({name} reads generation {world.current})", reads
         elif _S_END <= at < _S_START:
             ended, goes_on = self._end(world, generation, at - _S_END)
             after = at + 1 if goes_on else (0 if self.rules.heeds_finish else _S_START)
             yield (
                 _write(world, ended, name, generation, at - _S_END),
-                ended._replace(supervisors=_put(world.supervisors, rank, (after, generation, is_announced))),
+                ended._replace(
+                    supervisors=_put(
+                        world.supervisors, rank, (after, generation, is_announced)
+                    )
+                ),
             )
         elif at == _S_START:
             life = world.lives[rank] if is_announced else world.lives[rank] + 1
             started = then(0)._replace(
-                lives=_put(world.lives, rank, life), workers=_put(world.workers, rank, Worker(incarnation=life))
+                lives=_put(world.lives, rank, life),
+                workers=_put(world.workers, rank, Worker(incarnation=life)),
             )
             yield f"{name} starts worker {life}", started
 
     def _end(self, world: World, number: int, write: int) -> tuple[World, bool]:
-        """Make one of the three writes that end a generation; return whether the next one follows."""
+        """Make one of the three writes that end a generation; return whether the next
+        one follows.
+        """
         generation = world.generation(number)
         if write == 0:
             if generation.outcome == "finished" and self.rules.finishes_once:
@@ -275,31 +346,59 @@ class Protocol:
         if write == 1:
             if world.current != number:
                 return world, True
-            return world._replace(current=number + 1, generations=(*world.generations, Generation())), True
-        return _with(world, number, decision=generation.decision or "stop", has_ended=True), True
+            return world._replace(
+                current=number + 1, generations=(*world.generations, Generation())
+            ), True
+        return _with(
+            world, number, decision=generation.decision or "stop", has_ended=True
+        ), True
 
     # Workers
 
-    def _stale(self, world: World, position: int, rank: int, worker: Worker) -> Iterator[Move]:
-        """Yield the moves of a worker that was cut off: it may come back, and try to join."""
+    def _stale(
+        self, world: World, position: int, rank: int, worker: Worker
+    ) -> Iterator[Move]:
+        """Yield the moves of a worker that was cut off: it may come back, and try to
+        join.
+        """
         generation = world.generation(worker.generation) if worker.generation else None
         put = lambda new: world._replace(  # noqa: E731
-            cut_off=tuple((rank, new) if at == position else each for at, each in enumerate(world.cut_off))
+            cut_off=tuple(
+                (rank, new) if at == position else each
+                for at, each in enumerate(world.cut_off)
+            )
         )
-        gone = world._replace(cut_off=tuple(each for at, each in enumerate(world.cut_off) if at != position))
+        gone = world._replace(
+            cut_off=tuple(
+                each for at, each in enumerate(world.cut_off) if at != position
+            )
+        )
         name = f"rank {rank}'s worker {worker.incarnation}, cut off"
         if worker.at == At.READ:
             if self.rules.fences and world.lives[rank] != worker.incarnation:
                 yield f"{name}, is fenced", gone
             else:
-                yield f"{name}, reads", put(worker._replace(at=At.ARRIVE, generation=world.current))
+                yield (
+                    f"{name}, reads",
+                    put(worker._replace(at=At.ARRIVE, generation=world.current)),
+                )
         elif worker.at == At.ARRIVE:
             assert generation is not None
             arrived, is_last = self._arrive(generation, rank)
             decides = is_last and not generation.decision
-            changed = _with(put(worker._replace(at=At.WAIT)), worker.generation, arrived=arrived)
-            yield f"{name}, arrives", _with(changed, worker.generation, decision="go") if decides else changed
-        elif generation and (generation.has_ended or (worker.at == At.WAIT and generation.decision == "stop")):
+            changed = _with(
+                put(worker._replace(at=At.WAIT)), worker.generation, arrived=arrived
+            )
+            yield (
+                f"{name}, arrives",
+                _with(changed, worker.generation, decision="go")
+                if decides
+                else changed,
+            )
+        elif generation and (
+            generation.has_ended
+            or (worker.at == At.WAIT and generation.decision == "stop")
+        ):
             yield f"{name}, leaves", put(worker._replace(at=At.READ))
         elif generation and worker.at == At.WAIT and generation.decision == "go":
             yield f"{name}, sees: go", put(worker._replace(at=At.FORMED))
@@ -310,7 +409,10 @@ class Protocol:
         if worker.takes and (worker.at <= At.FORMED or worker.at >= At.COMPUTE):
             yield self._take(put(takes=False), rank, worker)
         if worker.at == At.READ:
-            yield f"({name} reads generation {world.current})", put(at=At.ARRIVE, generation=world.current)
+            yield (
+                f"({name} reads generation {world.current})",
+                put(at=At.ARRIVE, generation=world.current),
+            )
             return
         generation = world.generation(number)
         if worker.ending:
@@ -318,13 +420,19 @@ class Protocol:
             return
         if generation.has_ended and worker.at > At.WAIT:
             yield f"({name} leaves generation {number})", put(at=At.READ)
-        elif At.WAIT < worker.at < At.FINISH and worker.at != At.CARRY and _misses_a_rank(world, number):
+        elif (
+            At.WAIT < worker.at < At.FINISH
+            and worker.at != At.CARRY
+            and _misses_a_rank(world, number)
+        ):
             yield self._worker_ends(world, rank, worker)
         yield from self._recover(world, rank, worker)
         yield from self._train(world, rank, worker)
 
     def _worker_ends(self, world: World, rank: int, worker: Worker) -> Move:
-        """A worker that misses a rank makes the next of the three writes that end its generation."""
+        """A worker that misses a rank makes the next of the three writes that end its
+        generation.
+        """
         ended, goes_on = self._end(world, worker.generation, worker.ending)
         there = (
             worker._replace(ending=worker.ending + 1)
@@ -335,7 +443,9 @@ class Protocol:
         return name, ended._replace(workers=_put(ended.workers, rank, there))
 
     def _recover(self, world: World, rank: int, worker: Worker) -> Iterator[Move]:
-        """Yield the moves of a worker from its arrival in a generation to its first iteration there."""
+        """Yield the moves of a worker from its arrival in a generation to its first
+        iteration there.
+        """
         name, number = f"rank {rank}", worker.generation
         generation = world.generation(number)
         put = partial(_with_worker, world, rank, worker)
@@ -343,11 +453,21 @@ class Protocol:
             case At.ARRIVE:
                 arrived, is_last = self._arrive(generation, rank)
                 there = put(at=At.DECIDE if is_last else At.WAIT)
-                yield f"{name} arrives in generation {number}", _with(there, number, arrived=arrived)
+                yield (
+                    f"{name} arrives in generation {number}",
+                    _with(there, number, arrived=arrived),
+                )
             case At.DECIDE:
                 decision = generation.decision or "go"
                 decided = _with(put(at=At.WAIT), number, decision=decision)
-                yield (f"({name} is late)" if generation.decision else f"{name} decides: go"), decided
+                yield (
+                    (
+                        f"({name} is late)"
+                        if generation.decision
+                        else f"{name} decides: go"
+                    ),
+                    decided,
+                )
             case At.FORMED:
                 yield f"({name} lists copies)", _list_copies(world, rank, worker)
             case At.CARRY:
@@ -356,7 +476,10 @@ class Protocol:
             case At.REPLAY if not _misses_a_rank(world, number):
                 yield self._replay(world, rank, worker)
             case At.CARRIED if len(generation.carried) == len(RANKS):
-                yield f"({name} goes on after iteration {worker.reached})", self._go_on(world, rank, worker)
+                yield (
+                    f"({name} goes on after iteration {worker.reached})",
+                    self._go_on(world, rank, worker),
+                )
             case _:
                 pass
 
@@ -365,14 +488,28 @@ class Protocol:
         name, number, iteration = f"rank {rank}", worker.generation, worker.reached + 1
         generation = world.generation(number)
         put = partial(_with_worker, world, rank, worker)
-        if worker.stale and worker.copies and not any(message.counts for message in world.lanes[rank] or ()):
-            drops = (Message("drop", start, counts=False) for start in sorted(worker.stale))
+        if (
+            worker.stale
+            and worker.copies
+            and not any(message.counts for message in world.lanes[rank] or ())
+        ):
+            drops = (
+                Message("drop", start, counts=False) for start in sorted(worker.stale)
+            )
             dropped = _send(put(stale=frozenset()), rank, "lanes", *drops)
             yield f"({name}'s peer has all windows, and is to drop others)", dropped
         match worker.at:
             case At.COMPUTE if _all_compute(world, number, worker.reached):
-                logged = world._replace(own=_put(world.own, rank, world.own[rank]._replace(steps_to=iteration)))
-                sent = _send(logged, rank, "records", Message("record", iteration)) if worker.copies else logged
+                logged = world._replace(
+                    own=_put(
+                        world.own, rank, world.own[rank]._replace(steps_to=iteration)
+                    )
+                )
+                sent = (
+                    _send(logged, rank, "records", Message("record", iteration))
+                    if worker.copies
+                    else logged
+                )
                 at = At.KEEP if worker.awaits else At.RECORD
                 yield (
                     f"({name} has complete gradients of {iteration})",
@@ -380,15 +517,30 @@ class Protocol:
                 )
             case At.KEEP if self._agree(world, worker):
                 kept = self._keep_newest(world, rank, worker)
-                fields = {"at": At.RECORD, "awaits": False, "log_from": max(worker.log_from, iteration)}
-                yield f"{name} keeps window {worker.reached} only", _with_worker(kept, rank, worker, **fields)
+                fields = {
+                    "at": At.RECORD,
+                    "awaits": False,
+                    "log_from": max(worker.log_from, iteration),
+                }
+                yield (
+                    f"{name} keeps window {worker.reached} only",
+                    _with_worker(kept, rank, worker, **fields),
+                )
             case At.RECORD if worker.acked_record >= iteration:
                 votes = _put(generation.votes, rank, iteration)
                 voted = _with(put(at=At.VOTED, is_prepared=True), number, votes=votes)
                 yield f"{name} votes for iteration {iteration}", voted
             case At.VOTED if min(generation.votes) >= iteration or not self.rules.votes:
-                fields = {"reached": iteration, "is_prepared": False, "takes": True, "awaits": True}
-                yield f"{name} steps to {iteration}", put(at=self._next(iteration), **fields)
+                fields = {
+                    "reached": iteration,
+                    "is_prepared": False,
+                    "takes": True,
+                    "awaits": True,
+                }
+                yield (
+                    f"{name} steps to {iteration}",
+                    put(at=self._next(iteration), **fields),
+                )
             case At.DONE:
                 done = generation.done + 1
                 at = At.FINISH if done == len(RANKS) else At.LAST
@@ -396,11 +548,20 @@ class Protocol:
             case At.FINISH:
                 outcome = generation.outcome or "finished"
                 decided = _with(put(at=At.LAST), number, outcome=outcome)
-                yield (f"({name} is too late)" if generation.outcome else f"{name} finishes the job"), decided
+                yield (
+                    (
+                        f"({name} is too late)"
+                        if generation.outcome
+                        else f"{name} finishes the job"
+                    ),
+                    decided,
+                )
             case _:
                 pass
 
-    def _arrive(self, generation: Generation, rank: int) -> tuple[tuple[int, ...], bool]:
+    def _arrive(
+        self, generation: Generation, rank: int
+    ) -> tuple[tuple[int, ...], bool]:
         """Return the ranks that have arrived with this one, and whether it is the last."""
         arrived = (*generation.arrived, rank)
         return arrived, len(arrived) == len(RANKS) - (not self.rules.waits_for_all)
@@ -413,7 +574,11 @@ class Protocol:
     def _take(self, world: World, rank: int, worker: Worker) -> Move:
         """The snapshot of a worker's state is complete, and goes to its peer."""
         own = world.own[rank]
-        taken = world._replace(own=_put(world.own, rank, own._replace(windows=own.windows | {worker.reached})))
+        taken = world._replace(
+            own=_put(
+                world.own, rank, own._replace(windows=own.windows | {worker.reached})
+            )
+        )
         if worker.copies:
             there = worker._replace(takes=False, stale=worker.stale - {worker.reached})
             taken = _send(taken, rank, "lanes", Message("copy", worker.reached))
@@ -421,61 +586,103 @@ class Protocol:
         return f"rank {rank} takes window {worker.reached}", taken
 
     def _agree(self, world: World, worker: Worker) -> bool:
-        """Return whether all ranks wait in one reduction, or have waited there, with windows that their peers have.
+        """Return whether all ranks wait in one reduction, or have waited there, with
+        windows that their peers have.
 
-        Windows are compared with what each worker knows, as each has answered for its own.
+        Windows are compared with what each worker knows, as each has answered for its
+        own.
         """
         if not self.rules.confirms:
             return not worker.takes
         return all(
             each is not None
             and each.generation == worker.generation
-            and (each.at > At.KEEP or (each.at == At.KEEP and each.acked == each.reached and not each.takes))
+            and (
+                each.at > At.KEEP
+                or (
+                    each.at == At.KEEP and each.acked == each.reached and not each.takes
+                )
+            )
             for each in world.workers
         )
 
     def _keep_newest(self, world: World, rank: int, worker: Worker) -> World:
-        """Drop all windows but the newest, which all ranks have with its copy, here and at the peer."""
+        """Drop all windows but the newest, which all ranks have with its copy, here and
+        at the peer.
+        """
         own = world.own[rank]
         old = sorted(start for start in own.windows if start < worker.reached)
-        after = world._replace(own=_put(world.own, rank, own._replace(windows=own.windows - {*old})))
-        return _send(after, rank, "lanes", *(Message("drop", start, counts=False) for start in old))
+        after = world._replace(
+            own=_put(world.own, rank, own._replace(windows=own.windows - {*old}))
+        )
+        return _send(
+            after,
+            rank,
+            "lanes",
+            *(Message("drop", start, counts=False) for start in old),
+        )
 
     def _messages(self, world: World, rank: int) -> Iterator[Move]:
         """Yield the arrivals of messages of a rank's daemon at its peer.
 
-        The worker knows at once: what it does before it has read the answer, it may also do before the arrival.
+        The worker knows at once: what it does before it has read the answer, it may
+        also do before the arrival.
         """
         held = world.held[rank]
         for lane in ("lanes", "records"):
             messages = getattr(world, lane)[rank]
             if not messages:
                 continue
-            message, rest = messages[0], world._replace(**{lane: _put(getattr(world, lane), rank, messages[1:])})
+            message, rest = (
+                messages[0],
+                world._replace(
+                    **{lane: _put(getattr(world, lane), rank, messages[1:])}
+                ),
+            )
             if message.kind == "copy" and message.number not in world.own[rank].windows:
-                yield f"(rank {rank}'s window {message.number} was dropped before it was sent)", rest
+                yield (
+                    (
+                        f"(rank {rank}'s window {message.number} was dropped before it"
+                        " was sent)"
+                    ),
+                    rest,
+                )
                 continue
             name, there = _arrived(held, rank, message)
             after = rest._replace(held=_put(world.held, rank, there))
             worker = world.workers[rank]
             if worker is not None and message.counts:
                 known = "acked" if message.kind == "copy" else "acked_record"
-                worker = worker._replace(**{known: max(getattr(worker, known), message.number)})
+                worker = worker._replace(
+                    **{known: max(getattr(worker, known), message.number)}
+                )
                 after = after._replace(workers=_put(world.workers, rank, worker))
             yield name, after
 
     def _go_on(self, world: World, rank: int, worker: Worker) -> World:
-        """A worker's windows go to its peer, which drops all others once it has them; training goes on."""
+        """A worker's windows go to its peer, which drops all others once it has them;
+        training goes on.
+        """
         generation, own = world.generation(worker.generation), world.own[rank]
         listed = generation.listed[rank] or Place()
-        known = frozenset(message.number for message in world.lanes[rank] or () if message.kind == "copy")
-        stale = (listed.windows | known) - own.windows if own.windows else frozenset[int]()
-        copies = [Message("copy", start) for start in sorted(own.windows - listed.windows)]
+        known = frozenset(
+            message.number
+            for message in world.lanes[rank] or ()
+            if message.kind == "copy"
+        )
+        stale = (
+            (listed.windows | known) - own.windows if own.windows else frozenset[int]()
+        )
+        copies = [
+            Message("copy", start) for start in sorted(own.windows - listed.windows)
+        ]
         lanes = _put(world.lanes, rank, world.lanes[rank] or ())
         records = _put(world.records, rank, world.records[rank] or ())
         after = world._replace(lanes=lanes, records=records)
         after = _send(after, rank, "lanes", *copies)
-        after = _send(after, rank, "records", Message("record", own.steps_to, counts=False))
+        after = _send(
+            after, rank, "records", Message("record", own.steps_to, counts=False)
+        )
         takes = not generation.has_base
         there = worker._replace(
             at=self._next(worker.reached),
@@ -498,45 +705,81 @@ class Protocol:
             world = world._replace(own=_put(world.own, rank, Place()))
         else:
             assert start_at in source.windows, (rank, plan, own, held)
-            world = world._replace(own=_put(world.own, rank, source._replace(steps_to=target)))
-        there = worker._replace(at=At.CARRIED, reached=target, log_from=max(start_at, 0) + 1, log_to=target)
+            world = world._replace(
+                own=_put(world.own, rank, source._replace(steps_to=target))
+            )
+        there = worker._replace(
+            at=At.CARRIED, reached=target, log_from=max(start_at, 0) + 1, log_to=target
+        )
         after = world._replace(workers=_put(world.workers, rank, there))
         carried = world.generation(number).carried | {rank}
-        return f"rank {rank} replays from window {start_at} to {target}", self._carried(after, number, carried)
+        return f"rank {rank} replays from window {start_at} to {target}", self._carried(
+            after, number, carried
+        )
 
     def _carried(self, world: World, number: int, carried: frozenset[int]) -> World:
-        """These ranks are at the target; once all are, each keeps the window with the most copies."""
+        """These ranks are at the target; once all are, each keeps the window with the
+        most copies.
+        """
         world = _with(world, number, carried=carried)
         if len(carried) < len(RANKS):
             return world
         plan = world.generation(number).plan
         assert plan is not None
         kept = self._keep(world, number)
-        own = tuple(place._replace(steps_to=min(place.steps_to, plan[0])) for place in kept.own)
+        own = tuple(
+            place._replace(steps_to=min(place.steps_to, plan[0])) for place in kept.own
+        )
         has_base = all(plan[0] in place.windows for place in own)
         return _with(kept._replace(own=own), number, has_base=has_base)
 
     def _keep(self, world: World, number: int) -> World:
-        """Keep the window with the most copies of those that all ranks have, as `WindowRecovery` does."""
+        """Keep the window with the most copies of those that all ranks have, as
+        `WindowRecovery` does.
+        """
         common = frozenset.intersection(*(place.windows for place in world.own))
         if not common:
             return world
         listed = world.generation(number).listed
-        copies = lambda start: min(place is not None and start in place.windows for place in listed)  # noqa: E731
-        safest = max(common, key=lambda start: (copies(start) if self.rules.keeps_safest else 0, start))
-        return world._replace(own=tuple(place._replace(windows=frozenset({safest})) for place in world.own))
+        copies = lambda start: min(  # noqa: E731
+            place is not None and start in place.windows for place in listed
+        )
+        safest = max(
+            common,
+            key=lambda start: (copies(start) if self.rules.keeps_safest else 0, start),
+        )
+        return world._replace(
+            own=tuple(
+                place._replace(windows=frozenset({safest})) for place in world.own
+            )
+        )
 
     def _survey(self, world: World) -> Iterator[Move]:
         """The collective in which all ranks of a generation agree on a plan."""
-        numbers = {worker.generation for worker in world.workers if worker and worker.at == At.LISTED}
+        numbers = {
+            worker.generation
+            for worker in world.workers
+            if worker and worker.at == At.LISTED
+        }
         for number in numbers:
-            there = [worker for worker in world.workers if worker and worker.generation == number]
-            if len(there) != len(RANKS) or any(worker.at != At.LISTED or worker.ending for worker in there):
+            there = [
+                worker
+                for worker in world.workers
+                if worker and worker.generation == number
+            ]
+            if len(there) != len(RANKS) or any(
+                worker.at != At.LISTED or worker.ending for worker in there
+            ):
                 continue
             listed = world.generation(number).listed
-            plan = plan_of(tuple(there), world.own, tuple(place or Place() for place in listed))
+            plan = plan_of(
+                tuple(there), world.own, tuple(place or Place() for place in listed)
+            )
             if plan is None:
-                yield f"generation {number} finds nothing left", world._replace(has_failed=True)
+                yield (
+                    f"generation {number} finds nothing left",
+                    world._replace(has_failed=True),
+                )
                 continue
             rolling = dict(plan[1])
             workers = tuple(
@@ -550,17 +793,28 @@ class Protocol:
             yield describe_plan(number, *plan), self._carried(after, number, carried)
 
 
-def describe_plan(generation: int, target: int, rollbacks: Iterable[tuple[int, int]]) -> str:
-    """Return the name of the move in which a generation agrees on a plan; `rollbacks`: (stage, window)."""
-    back = ", ".join(f"stage {stage} from window {start}" for stage, start in sorted(rollbacks))
-    return f"generation {generation} plans iteration {target}: {back or 'no stage rolls back'}"
+def describe_plan(
+    generation: int, target: int, rollbacks: Iterable[tuple[int, int]]
+) -> str:
+    """Return the name of the move in which a generation agrees on a plan; `rollbacks`:
+    (stage, window).
+    """
+    back = ", ".join(
+        f"stage {stage} from window {start}" for stage, start in sorted(rollbacks)
+    )
+    return (
+        f"generation {generation} plans iteration {target}:"
+        f" {back or 'no stage rolls back'}"
+    )
 
 
 @cache
 def plan_of(
     workers: tuple[Worker, ...], own: tuple[Place, ...], held: tuple[Place, ...]
 ) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-    """Return the target and the rollbacks that the real code plans; None if nothing is left."""
+    """Return the target and the rollbacks that the real code plans; None if nothing is
+    left.
+    """
     standings = [
         Standing(
             stage=rank,
@@ -573,20 +827,25 @@ def plan_of(
     target = plan_target(standings)
     has_progress = any(place.steps_to or any(place.windows) for place in (*own, *held))
     if (target is not None and target.iteration == 0) or (
-        not has_progress and (target is None or not any(worker.is_prepared for worker in workers))
+        not has_progress
+        and (target is None or not any(worker.is_prepared for worker in workers))
     ):
         return 0, tuple((rank, -1) for rank in RANKS)
     goal = None if target is None else target.iteration
     lost = frozenset(RANKS) if target is None else target.lost_stages
     last = 0 if goal is None else goal
     logs = [
-        (worker.log_from, last) if worker.reached >= 0 and worker.log_to >= last else (last + 1, last)
+        (worker.log_from, last)
+        if worker.reached >= 0 and worker.log_to >= last
+        else (last + 1, last)
         for worker in workers
     ]
     plan = recovery_of(lost, goal, own, held, tuple(logs))
     if plan is None:
         return None
-    rollbacks = [(stage, each.window_start) for each in plan.rollbacks for stage in each.stages]
+    rollbacks = [
+        (stage, each.window_start) for each in plan.rollbacks for stage in each.stages
+    ]
     return plan.target_iteration, tuple(rollbacks)
 
 
@@ -604,85 +863,133 @@ def recovery_of(
             global_rank=rank,
             stage=rank,
             windows=own[rank].refs(),
-            held={OWNER[rank]: held[OWNER[rank]].refs()} if held[OWNER[rank]].windows else {},
+            held={OWNER[rank]: held[OWNER[rank]].refs()}
+            if held[OWNER[rank]].windows
+            else {},
             logged_from=logs[rank][0],
             logged_to=logs[rank][1],
         )
         for rank in RANKS
     ]
     try:
-        return plan_recovery(lost, inventories, target_iteration=goal, boundary_log=True)
+        return plan_recovery(
+            lost, inventories, target_iteration=goal, boundary_log=True
+        )
     except NothingLeftError:
         return None
 
 
 def has_source(own: tuple[Place, ...], held: tuple[Place, ...]) -> bool:
-    """Return whether a job without any living state finds a common state in these memories."""
+    """Return whether a job without any living state finds a common state in these
+    memories.
+    """
     return recovery_of(frozenset(RANKS), None, own, held, ((1, 0),) * 3) is not None
 
 
 def may_begin_anew(own: tuple[Place, ...], held: tuple[Place, ...]) -> bool:
-    """Return whether any rank has no window after its first step yet: then nothing is lost by beginning anew."""
-    return not all(any(mine.windows | copies.windows) for mine, copies in zip(own, held, strict=True))
+    """Return whether any rank has no window after its first step yet: then nothing is
+    lost by beginning anew.
+    """
+    return not all(
+        any(mine.windows | copies.windows)
+        for mine, copies in zip(own, held, strict=True)
+    )
 
 
 def normalized(world: World) -> World:
-    """Return the state as the checker stores it: waits have ended that can end, and what no process reads is left out.
+    """Return the state as the checker stores it: waits have ended that can end, and
+    what no process reads is left out.
 
-    Generations that no process looks at any more are dropped from the front, and the others numbered anew.
+    Generations that no process looks at any more are dropped from the front, and the
+    others numbered anew.
     """
     world = settled(world)
     workers = world.workers
-    supervisors = tuple(_without_vain_writes(world, *each) for each in world.supervisors)
+    supervisors = tuple(
+        _without_vain_writes(world, *each) for each in world.supervisors
+    )
     read = {world.current, *(worker.generation for worker in workers if worker)}
-    read |= {worker.generation for _, worker in world.cut_off} | {number for _, number, _ in supervisors}
+    read |= {worker.generation for _, worker in world.cut_off} | {
+        number for _, number, _ in supervisors
+    }
     shift = min(read - {0}) - 1
     kept = [
-        _as_read(each, [worker for worker in workers if worker and worker.generation == number])
+        _as_read(
+            each,
+            [worker for worker in workers if worker and worker.generation == number],
+        )
         if number in read
         else _GONE
         for number, each in enumerate(world.generations, 1)
     ]
     moved = lambda worker: (  # noqa: E731
-        worker._replace(generation=max(0, worker.generation - shift)) if worker and shift else worker
+        worker._replace(generation=max(0, worker.generation - shift))
+        if worker and shift
+        else worker
     )
     is_cut_off = [any(stale == rank for stale, _ in world.cut_off) for rank in RANKS]
     return world._replace(
         workers=tuple(
-            moved(worker if cut_off or not (worker and worker.incarnation) else worker._replace(incarnation=0))
+            moved(
+                worker
+                if cut_off or not (worker and worker.incarnation)
+                else worker._replace(incarnation=0)
+            )
             for worker, cut_off in zip(workers, is_cut_off, strict=True)
         ),
-        lives=tuple(life if cut_off else 0 for life, cut_off in zip(world.lives, is_cut_off, strict=True)),
+        lives=tuple(
+            life if cut_off else 0
+            for life, cut_off in zip(world.lives, is_cut_off, strict=True)
+        ),
         cut_off=tuple((rank, moved(worker)) for rank, worker in world.cut_off),
-        supervisors=tuple((at, max(0, number - shift), announced) for at, number, announced in supervisors),
+        supervisors=tuple(
+            (at, max(0, number - shift), announced)
+            for at, number, announced in supervisors
+        ),
         generations=tuple(kept[shift:]),
         current=world.current - shift,
     )
 
 
 def settled(world: World) -> World:
-    """Return a state in which waits have ended that can end, without what no worker waits for any more."""
+    """Return a state in which waits have ended that can end, without what no worker
+    waits for any more.
+    """
     for rank in RANKS:
         worker = world.workers[rank]
         if (
             worker is not None
             and worker.at == At.FORMED
-            and not (worker.takes or worker.ending)  # else it may still take it, or have died too early for it
+            # else it may still take it, or have died too early for it
+            and not (worker.takes or worker.ending)
             and _is_still(world, rank)
         ):
             world = _list_copies(world, rank, worker)
-        if worker is None or not worker.copies or worker.at < At.COMPUTE or worker.ending:
+        if (
+            worker is None
+            or not worker.copies
+            or worker.at < At.COMPUTE
+            or worker.ending
+        ):
             world = _unanswered(world, rank)
-    return world._replace(workers=tuple(_without_wait(world, worker) for worker in world.workers))
+    return world._replace(
+        workers=tuple(_without_wait(world, worker) for worker in world.workers)
+    )
 
 
-def _without_vain_writes(world: World, at: int, number: int, announced: bool) -> tuple[int, int, bool]:
+def _without_vain_writes(
+    world: World, at: int, number: int, announced: bool
+) -> tuple[int, int, bool]:
     """Return a supervisor's next action; writes that change nothing are left out."""
     if at in (0, _S_FENCE, _S_READ):
         return (at, 0, announced) if at else _IDLE
     while _S_END <= at < _S_START and number and _is_vain(world, number, at - _S_END):
         at += 1
-    return (_S_START, 0, announced) if at == _S_START or not number else (at, number, announced)
+    return (
+        (_S_START, 0, announced)
+        if at == _S_START or not number
+        else (at, number, announced)
+    )
 
 
 def _is_still(world: World, rank: int) -> bool:
@@ -691,22 +998,36 @@ def _is_still(world: World, rank: int) -> bool:
 
 
 def _list_copies(world: World, rank: int, worker: Worker) -> World:
-    """A worker waits for no answers any more, and lists the copies that its memory holds."""
-    quiet = worker._replace(copies=False, takes=False, acked=-1, acked_record=0, stale=frozenset())
+    """A worker waits for no answers any more, and lists the copies that its memory
+    holds.
+    """
+    quiet = worker._replace(
+        copies=False, takes=False, acked=-1, acked_record=0, stale=frozenset()
+    )
     owner, listing = OWNER[rank], quiet._replace(at=At.LISTED)
     listed = _put(world.generation(worker.generation).listed, owner, world.held[owner])
-    world = _unanswered(world._replace(workers=_put(world.workers, rank, listing)), rank)
+    world = _unanswered(
+        world._replace(workers=_put(world.workers, rank, listing)), rank
+    )
     return _with(world, worker.generation, listed=listed)
 
 
 def _is_vain(world: World, number: int, write: int) -> bool:
-    """Return whether a write that ends a generation would change nothing, and another one follows."""
+    """Return whether a write that ends a generation would change nothing, and another
+    one follows.
+    """
     generation = world.generation(number)
-    return (generation.outcome == "ended", world.current != number, generation.has_ended)[write]
+    return (
+        generation.outcome == "ended",
+        world.current != number,
+        generation.has_ended,
+    )[write]
 
 
 def _without_wait(world: World, worker: Worker | None) -> Worker | None:
-    """Return a worker whose wait for a decision or for the end of the job is over, as far as there is one."""
+    """Return a worker whose wait for a decision or for the end of the job is over, as
+    far as there is one.
+    """
     if worker is None:
         return worker
     if worker.at <= At.FORMED or worker.ending:
@@ -715,20 +1036,28 @@ def _without_wait(world: World, worker: Worker | None) -> Worker | None:
         worker = worker._replace(ending=worker.ending + 1)
     if worker.ending == 3:
         worker = worker._replace(at=At.READ, ending=0)
-    if worker.at == At.READ and worker.generation and world.generation(worker.generation).has_ended:
+    if (
+        worker.at == At.READ
+        and worker.generation
+        and world.generation(worker.generation).has_ended
+    ):
         worker = worker._replace(generation=0)
     if worker.at not in (At.WAIT, At.LAST):
         return worker
     generation = world.generation(worker.generation)
     if worker.at == At.LAST:
-        return worker._replace(at=At.OVER) if generation.outcome == "finished" else worker
+        return (
+            worker._replace(at=At.OVER) if generation.outcome == "finished" else worker
+        )
     if not generation.decision:
         return worker
     return worker._replace(at=At.FORMED if generation.decision == "go" else At.READ)
 
 
 def _as_read(generation: Generation, workers: list[Worker]) -> Generation:
-    """Return a generation without the results of collectives that none of its workers waits for."""
+    """Return a generation without the results of collectives that none of its workers
+    waits for.
+    """
     fields: dict[str, object] = {"arrived": tuple(sorted(generation.arrived))}
     stages = {worker.at for worker in workers}
     if not stages & {At.CARRY, At.REPLAY, At.CARRIED}:
@@ -761,13 +1090,19 @@ def _arrived(held: Place, rank: int, message: Message) -> tuple[str, Place]:
     number = message.number
     match message.kind:
         case "copy":
-            return f"rank {rank}'s window {number} reaches its peer", held._replace(windows=held.windows | {number})
+            return f"rank {rank}'s window {number} reaches its peer", held._replace(
+                windows=held.windows | {number}
+            )
         case "drop":
             is_held = number in held.windows
             name = f"rank {rank}'s peer drops window {number}"
-            return (name if is_held else f"({name}, which it lacks)"), held._replace(windows=held.windows - {number})
+            return (name if is_held else f"({name}, which it lacks)"), held._replace(
+                windows=held.windows - {number}
+            )
         case _:
-            return f"(rank {rank}'s record {number} reaches its peer)", held._replace(steps_to=number)
+            return f"(rank {rank}'s record {number} reaches its peer)", held._replace(
+                steps_to=number
+            )
 
 
 def _unanswered(world: World, rank: int) -> World:
@@ -775,7 +1110,9 @@ def _unanswered(world: World, rank: int) -> World:
     lanes, records = _uncounted(world.lanes[rank]), _uncounted(world.records[rank])
     if lanes is world.lanes[rank] and records is world.records[rank]:
         return world
-    return world._replace(lanes=_put(world.lanes, rank, lanes), records=_put(world.records, rank, records))
+    return world._replace(
+        lanes=_put(world.lanes, rank, lanes), records=_put(world.records, rank, records)
+    )
 
 
 def _uncounted(lane: tuple[Message, ...] | None) -> tuple[Message, ...] | None:
@@ -787,7 +1124,9 @@ def _uncounted(lane: tuple[Message, ...] | None) -> tuple[Message, ...] | None:
 def _write(before: World, after: World, who: str, number: int, write: int) -> str:
     """Return the name of one of the writes that end a generation."""
     what = ("decides that it ends", "begins the next", "stops those who wait")[write]
-    has_effect = before.generations != after.generations or before.current != after.current
+    has_effect = (
+        before.generations != after.generations or before.current != after.current
+    )
     if write == 2 and before.generation(number).has_ended:
         has_effect = False
     name = f"{who} ends generation {number}: {what}"
@@ -808,9 +1147,14 @@ def _finished(world: World, number: int) -> bool:
 
 
 def _misses_a_rank(world: World, number: int) -> bool:
-    """Return whether a rank has no worker in a generation any more: an operation with it fails."""
+    """Return whether a rank has no worker in a generation any more: an operation with
+    it fails.
+    """
     return any(
-        worker is None or worker.generation != number or worker.at == At.READ or worker.ending
+        worker is None
+        or worker.generation != number
+        or worker.at == At.READ
+        or worker.ending
         for worker in world.workers
     )
 
@@ -818,6 +1162,9 @@ def _misses_a_rank(world: World, number: int) -> bool:
 def _all_compute(world: World, number: int, reached: int) -> bool:
     """Return whether all ranks take part in the iteration after `reached`."""
     return all(
-        worker is not None and worker.generation == number and worker.at >= At.COMPUTE and worker.reached >= reached
+        worker is not None
+        and worker.generation == number
+        and worker.at >= At.COMPUTE
+        and worker.reached >= reached
         for worker in world.workers
     )

@@ -1,4 +1,6 @@
-"""Plans of random jobs: against trying every choice of stages, with the windows that they need, alike on all ranks."""
+"""Plans of random jobs: against trying every choice of stages, with the windows that
+they need, alike on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,23 @@ class Job:
 
     def anywhere(self, global_rank: int) -> list[WindowRef]:
         memories = [
-            i.windows if i.global_rank == global_rank else i.held.get(global_rank, ()) for i in self.inventories
+            i.windows if i.global_rank == global_rank else i.held.get(global_rank, ())
+            for i in self.inventories
         ]
         return [window for windows in memories for window in windows]
 
 
 def job_of(random: Random) -> Job:
-    num_stages, num_ranks, target = random.randint(1, 5), random.randint(1, 3), random.randint(8, 12)
-    is_own, is_copy, is_as_usual = random.choice([0, 0.7, 0.97]), random.choice([0, 0.1, 0.4]), random.choice([0.9, 1])
+    num_stages, num_ranks, target = (
+        random.randint(1, 5),
+        random.randint(1, 3),
+        random.randint(8, 12),
+    )
+    is_own, is_copy, is_as_usual = (
+        random.choice([0, 0.7, 0.97]),
+        random.choice([0, 0.1, 0.4]),
+        random.choice([0.9, 1]),
+    )
     has_log, num_slots = random.choice([0.5, 0.8, 1]), random.randint(1, 4)
 
     def windows_of(stage: int, chance: float) -> tuple[WindowRef, ...]:
@@ -54,7 +65,10 @@ def job_of(random: Random) -> Job:
         slots = num_slots if random.random() < is_as_usual else random.randint(1, 4)
         cut = f"{stage}{'a' if random.random() < is_as_usual else 'b'}"
         end = start + slots - 1
-        steps_to = max(end, target if random.random() < is_as_usual else target + random.randint(-4, 2))
+        steps_to = max(
+            end,
+            target if random.random() < is_as_usual else target + random.randint(-4, 2),
+        )
         return WindowRef(start=start, num_slots=slots, steps_to=steps_to, cut=cut)
 
     def inventory(global_rank: int) -> Inventory:
@@ -65,13 +79,26 @@ def job_of(random: Random) -> Job:
             global_rank=global_rank,
             stage=stage_of[global_rank],
             windows=windows_of(stage_of[global_rank], is_own),
-            held={owner: windows_of(stage, is_copy) for owner, stage in stage_of.items() if owner != global_rank},
+            held={
+                owner: windows_of(stage, is_copy)
+                for owner, stage in stage_of.items()
+                if owner != global_rank
+            },
             logged_from=logged[0],
             logged_to=logged[1],
         )
 
-    stage_of = dict(enumerate(random.sample(list(range(num_stages)) * num_ranks, num_stages * num_ranks)))
-    lost = set(random.sample(range(num_stages), random.randint(1, min(num_stages, random.choice([1, 2, 5])))))
+    stage_of = dict(
+        enumerate(
+            random.sample(list(range(num_stages)) * num_ranks, num_stages * num_ranks)
+        )
+    )
+    lost = set(
+        random.sample(
+            range(num_stages),
+            random.randint(1, min(num_stages, random.choice([1, 2, 5]))),
+        )
+    )
     everything_gone = random.random() < 0.1
     return Job(
         inventories=[inventory(global_rank) for global_rank in stage_of],
@@ -91,22 +118,37 @@ def runs_of(stages: Iterable[int]) -> list[list[int]]:
 
 
 def shared(job: Job, stages: Iterable[int], iteration: int = 0) -> set[Slots]:
-    """Return the windows from which all ranks of these stages can get to an iteration, each stage with one cut."""
+    """Return the windows from which all ranks of these stages can get to an iteration,
+    each stage with one cut.
+    """
 
     def of_rank(rank: Inventory) -> set[tuple[int, int, str]]:
-        windows = [window for window in job.anywhere(rank.global_rank) if window.steps_to >= iteration]
+        windows = [
+            window
+            for window in job.anywhere(rank.global_rank)
+            if window.steps_to >= iteration
+        ]
         return {(window.start, window.num_slots, window.cut) for window in windows}
 
     def of_stage(stage: int) -> set[Slots]:
-        return {(start, slots) for start, slots, _ in set.intersection(*map(of_rank, job.ranks(stage)))}
+        return {
+            (start, slots)
+            for start, slots, _ in set.intersection(*map(of_rank, job.ranks(stage)))
+        }
 
     return set.intersection(*(of_stage(stage) for stage in stages))
 
 
 def is_logged(job: Job, run: list[int], start: int, target: int) -> bool:
-    """Whether the ranks next to these stages logged every iteration after `start` up to the target."""
+    """Whether the ranks next to these stages logged every iteration after `start` up to
+    the target.
+    """
     ranks = job.ranks(run[0] - 1) + job.ranks(run[-1] + 1)
-    return all(rank.logged_from <= i <= rank.logged_to for rank in ranks for i in range(start + 1, target + 1))
+    return all(
+        rank.logged_from <= i <= rank.logged_to
+        for rank in ranks
+        for i in range(start + 1, target + 1)
+    )
 
 
 def newest(windows: Collection[Slots]) -> Slots | None:
@@ -115,16 +157,38 @@ def newest(windows: Collection[Slots]) -> Slots | None:
 
 
 def choices(job: Job, target: int) -> Iterator[list[tuple[list[int], Slots]]]:
-    """Yield every choice of stages that reaches the target by logs if they roll back, the smallest first."""
+    """Yield every choice of stages that reaches the target by logs if they roll back,
+    the smallest first.
+    """
     healthy = [stage for stage in range(job.num_stages) if stage not in job.lost]
-    for extra in (extra for size in range(len(healthy) + 1) for extra in combinations(healthy, size)):
+    for extra in (
+        extra
+        for size in range(len(healthy) + 1)
+        for extra in combinations(healthy, size)
+    ):
         runs = runs_of(job.lost.union(extra))
         found = []
         for run in runs:
-            windows = {(start, slots) for start, slots in shared(job, run, target) if start + slots - 1 <= target}
-            found.append(newest([window for window in windows if is_logged(job, run, window[0], target)]))
+            windows = {
+                (start, slots)
+                for start, slots in shared(job, run, target)
+                if start + slots - 1 <= target
+            }
+            found.append(
+                newest(
+                    [
+                        window
+                        for window in windows
+                        if is_logged(job, run, window[0], target)
+                    ]
+                )
+            )
         if None not in found:
-            yield [(run, window) for run, window in zip(runs, found, strict=True) if window is not None]
+            yield [
+                (run, window)
+                for run, window in zip(runs, found, strict=True)
+                if window is not None
+            ]
 
 
 Expected = tuple[int, list[tuple[list[int], Slots]]]
@@ -132,7 +196,9 @@ Expected = tuple[int, list[tuple[list[int], Slots]]]
 
 
 def expected_of(job: Job) -> Expected | None:
-    """Return what is to be found, by trying: the fewest stages, else everything, else nothing."""
+    """Return what is to be found, by trying: the fewest stages, else everything, else
+    nothing.
+    """
     everything = list(range(job.num_stages))
     if job.target is not None and job.boundary_log:
         local = next(choices(job, job.target), None)
@@ -143,13 +209,20 @@ def expected_of(job: Job) -> Expected | None:
         return None
     end = sum(window) - 1
     wanted = end if job.target is None else max(end, job.target)
-    reached = next(i for i in range(wanted, end - 1, -1) if window in shared(job, everything, i))
+    reached = next(
+        i for i in range(wanted, end - 1, -1) if window in shared(job, everything, i)
+    )
     return reached, [(everything, window)]
 
 
 def plan_of(job: Job) -> RecoveryPlan | None:
     try:
-        return plan_recovery(job.lost, job.inventories, target_iteration=job.target, boundary_log=job.boundary_log)
+        return plan_recovery(
+            job.lost,
+            job.inventories,
+            target_iteration=job.target,
+            boundary_log=job.boundary_log,
+        )
     except CheckpointLoadError:
         return None
 
@@ -160,41 +233,67 @@ def assert_as_expected(job: Job) -> RecoveryPlan | None:
         assert plan is None
         assert expected is None
         return None
-    rollbacks = [(list(r.stages), (r.window_start, len(r.states))) for r in plan.rollbacks]
+    rollbacks = [
+        (list(r.stages), (r.window_start, len(r.states))) for r in plan.rollbacks
+    ]
     assert (plan.target_iteration, rollbacks) == expected
     assert plan.num_stages == job.num_stages
     return plan
 
 
 def assert_fetches_suffice(job: Job, plan: RecoveryPlan) -> None:
-    """With what it fetches each rank of a stage that rolls back has one cut of its window, with steps to the target."""
-    memories = {i.global_rank: {window.start: window for window in i.windows} for i in job.inventories}
+    """With what it fetches each rank of a stage that rolls back has one cut of its
+    window, with steps to the target.
+    """
+    memories = {
+        i.global_rank: {window.start: window for window in i.windows}
+        for i in job.inventories
+    }
     inventories = {inventory.global_rank: inventory for inventory in job.inventories}
     for fetch in plan.fetches:
         assert fetch.source_rank != fetch.global_rank
-        copies = {window.start: window for window in inventories[fetch.source_rank].held[fetch.global_rank]}
+        copies = {
+            window.start: window
+            for window in inventories[fetch.source_rank].held[fetch.global_rank]
+        }
         memories[fetch.global_rank][fetch.window_start] = copies[fetch.window_start]
     for rollback in plan.rollbacks:
         for stage in rollback.stages:
-            windows = [memories[rank.global_rank][rollback.window_start] for rank in job.ranks(stage)]
-            assert {(window.num_slots, window.cut) for window in windows} == {(len(rollback.states), windows[0].cut)}
+            windows = [
+                memories[rank.global_rank][rollback.window_start]
+                for rank in job.ranks(stage)
+            ]
+            assert {(window.num_slots, window.cut) for window in windows} == {
+                (len(rollback.states), windows[0].cut)
+            }
             assert all(window.steps_to >= plan.target_iteration for window in windows)
 
 
 def assert_fetches_are_needed_and_even(job: Job, plan: RecoveryPlan) -> None:
     """Each was asked that had been asked least until then; nobody fetches what it has."""
     inventories, asked = {i.global_rank: i for i in job.inventories}, Counter[int]()
-    assert [fetch.global_rank for fetch in plan.fetches] == sorted({fetch.global_rank for fetch in plan.fetches})
+    assert [fetch.global_rank for fetch in plan.fetches] == sorted(
+        {fetch.global_rank for fetch in plan.fetches}
+    )
     for fetch in plan.fetches:
         copies = inventories[fetch.source_rank].held[fetch.global_rank]
         (taken,) = (copy for copy in copies if copy.start == fetch.window_start)
 
         def has(windows: Iterable[WindowRef], taken: WindowRef = taken) -> bool:
-            same = [w for w in windows if (w.start, w.num_slots, w.cut) == (taken.start, taken.num_slots, taken.cut)]
+            same = [
+                w
+                for w in windows
+                if (w.start, w.num_slots, w.cut)
+                == (taken.start, taken.num_slots, taken.cut)
+            ]
             return any(window.steps_to >= plan.target_iteration for window in same)
 
         assert not has(inventories[fetch.global_rank].windows)
-        holders = [rank for rank, i in inventories.items() if has(i.held.get(fetch.global_rank, ()))]
+        holders = [
+            rank
+            for rank, i in inventories.items()
+            if has(i.held.get(fetch.global_rank, ()))
+        ]
         assert fetch.source_rank == min(holders, key=lambda rank: (asked[rank], rank))
         asked[fetch.source_rank] += 1
 
@@ -208,7 +307,9 @@ def outcome_of(job: Job, plan: RecoveryPlan | None) -> list[str]:
         "some healthy": job.lost < rolling and len(rolling) < plan.num_stages,
         "all, which were not lost": len(rolling) == plan.num_stages > len(job.lost),
         "several segments": len(plan.rollbacks) > 1,
-        "an older window": any(rollback.window_start < 8 for rollback in plan.rollbacks),
+        "an older window": any(
+            rollback.window_start < 8 for rollback in plan.rollbacks
+        ),
         "fetches": len(plan.fetches) > 1,
         "ends earlier": job.target is not None and plan.target_iteration < job.target,
         "ends later": job.target is not None and plan.target_iteration > job.target,
@@ -217,8 +318,12 @@ def outcome_of(job: Job, plan: RecoveryPlan | None) -> list[str]:
     return [name for name, is_so in names.items() if is_so]
 
 
-@pytest.mark.parametrize(("num_jobs", "least"), [(1500, 3), pytest.param(6000, 50, marks=pytest.mark.full)])
-def test_all_kinds_of_plans_are_the_smallest_and_can_be_carried_out(num_jobs: int, least: int) -> None:
+@pytest.mark.parametrize(
+    ("num_jobs", "least"), [(1500, 3), pytest.param(6000, 50, marks=pytest.mark.full)]
+)
+def test_all_kinds_of_plans_are_the_smallest_and_can_be_carried_out(
+    num_jobs: int, least: int
+) -> None:
     outcomes: Counter[str] = Counter()
     for seed in range(num_jobs):
         job = job_of(Random(seed))
@@ -238,8 +343,17 @@ def test_every_rank_comes_to_the_same_plan() -> None:
             replace(
                 inventory,
                 windows=inventory.windows[::-1],
-                held=dict(reversed([(owner, windows[::-1]) for owner, windows in inventory.held.items()])),
+                held=dict(
+                    reversed(
+                        [
+                            (owner, windows[::-1])
+                            for owner, windows in inventory.held.items()
+                        ]
+                    )
+                ),
             )
             for inventory in Random(seed).sample(job.inventories, len(job.inventories))
         ]
-        assert plan_of(job) == plan_of(replace(job, inventories=shuffled)), f"job {seed}"
+        assert plan_of(job) == plan_of(replace(job, inventories=shuffled)), (
+            f"job {seed}"
+        )

@@ -1,4 +1,6 @@
-"""The protocol's model (protocol.py) keeps its invariants in every interleaving, and each rule is needed for one."""
+"""The protocol's model (protocol.py) keeps its invariants in every interleaving, and
+each rule is needed for one.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,31 @@ from tests.recovery.protocol import At, Move, Protocol, Rules, World
 @pytest.mark.parametrize(
     ("protocol", "least"),
     [
-        (Protocol(iterations=1, faults=1, kinds=("kill",), moments=(At.COMPUTE,)), 25_000),
+        (
+            Protocol(iterations=1, faults=1, kinds=("kill",), moments=(At.COMPUTE,)),
+            25_000,
+        ),
         pytest.param(
             Protocol(iterations=1, faults=1, kinds=("kill",), moments=(At.VOTED,)),
             100_000,
             marks=pytest.mark.full,
         ),
         pytest.param(
-            Protocol(iterations=1, faults=1, kinds=("lose",), moments=(At.COMPUTE,)), 30_000, marks=pytest.mark.full
+            Protocol(iterations=1, faults=1, kinds=("lose",), moments=(At.COMPUTE,)),
+            30_000,
+            marks=pytest.mark.full,
         ),
     ],
     ids=["a worker dies", "a worker dies after its vote", "a node is lost"],
 )
-def test_every_interleaving_keeps_the_invariants(protocol: Protocol, least: int) -> None:
+def test_every_interleaving_keeps_the_invariants(
+    protocol: Protocol, least: int
+) -> None:
     report = check(protocol)
     print(f"{report.states} states, {report.moves} moves")
-    assert report.violation is None, "\n".join([report.violation.invariant, *report.violation.moves])
+    assert report.violation is None, "\n".join(
+        [report.violation.invariant, *report.violation.moves]
+    )
     assert report.states > least
 
 
@@ -53,10 +64,17 @@ def test_every_interleaving_keeps_the_invariants(protocol: Protocol, least: int)
     ],
 )
 def test_without_a_rule_the_checker_finds_a_violation(
-    rule: str, iterations: int, faults: int, kinds: tuple[str, ...], moments: tuple[At, ...] | None, invariant: str
+    rule: str,
+    iterations: int,
+    faults: int,
+    kinds: tuple[str, ...],
+    moments: tuple[At, ...] | None,
+    invariant: str,
 ) -> None:
     rules = Rules(**{rule: False})
-    protocol = Protocol(rules=rules, iterations=iterations, faults=faults, kinds=kinds, moments=moments)
+    protocol = Protocol(
+        rules=rules, iterations=iterations, faults=faults, kinds=kinds, moments=moments
+    )
     violation = check(protocol).violation
     assert violation is not None
     assert violation.invariant == invariant
@@ -74,4 +92,8 @@ class _WithoutCopies(Protocol):
     """Windows never reach their peers."""
 
     def moves(self, world: World) -> Iterator[Move]:
-        return (move for move in super().moves(world) if "'s window 1 reaches" not in move[0])
+        return (
+            move
+            for move in super().moves(world)
+            if "'s window 1 reaches" not in move[0]
+        )

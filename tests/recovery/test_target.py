@@ -1,4 +1,6 @@
-"""Where all ranks are to be, over random standings. Jobs that stop anywhere: tests/engine/test_windows.py."""
+"""Where all ranks are to be, over random standings. Jobs that stop anywhere:
+tests/engine/test_windows.py.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ from hypothesis import strategies as st
 from moe_ckpt.recovery.target import Standing, plan_target
 
 Row = tuple[int | None, str]
-"""What a rank reached, and whether it is prepared for one more ("p") and whole ("w")."""
+"""What a rank reached, and whether it is prepared for one more ("p") and whole ("w").
+"""
 
 
 def standings_of(*stages: list[Row]) -> list[Standing]:
     return [
-        Standing(stage=stage, reached=reached, prepared="p" in flags, whole="w" in flags)
+        Standing(
+            stage=stage, reached=reached, prepared="p" in flags, whole="w" in flags
+        )
         for stage, rows in enumerate(stages)
         for reached, flags in rows
     ]
@@ -31,7 +36,10 @@ def test_a_stage_stays_if_each_of_its_ranks_can(stages: list[list[Row]]) -> None
         return
     assert target.iteration == max(reached)
     for stage, ranks in enumerate(stages):
-        can = [at == target.iteration or (at == target.iteration - 1 and "p" in flags) for at, flags in ranks]
+        can = [
+            at == target.iteration or (at == target.iteration - 1 and "p" in flags)
+            for at, flags in ranks
+        ]
         there = [at == target.iteration and "w" in flags for at, flags in ranks]
         assert (stage in target.lost_stages) == (not all(can))
         assert (stage in target.finishing_stages) == (all(can) and not all(there))

@@ -1,6 +1,8 @@
-"""What real processes do is a path of the protocol's model, whenever a worker is killed.
+"""What real processes do is a path of the protocol's model, whenever a worker is
+killed.
 
-Only processes can show this: the order of their writes and messages is that of the kernel and of the network.
+Only processes can show this: the order of their writes and messages is that of the
+kernel and of the network.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ JOB = (
     "train.global_batch_size=6",
     f"train.iterations={NUM_ITERATIONS}",
     "ckpt.window=1",
-    "runtime.heartbeat_s=200",  # longer than a test keeps a worker stopped, beside any load
+    # longer than a test keeps a worker stopped, beside any load
+    "runtime.heartbeat_s=200",
 )
 KILLS = (
     (1, Phase.FORWARD, 2),
@@ -48,32 +51,57 @@ KILLS = (
     (0, Phase.BACKWARD, 8),
     (2, Phase.DONE, ANY_ITERATION),
 )
-"""Each in a process that lives, and does not get there, while the one before is stopped."""
+"""Each in a process that lives, and does not get there, while the one before is
+stopped.
+"""
 
 
 def test_a_job_whose_workers_are_killed_is_a_path_of_the_model(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    with ElasticJob(NUM_RANKS, tmp_path, *JOB, setup=functools.partial(record, trace)) as job:
+    with ElasticJob(
+        NUM_RANKS, tmp_path, *JOB, setup=functools.partial(record, trace)
+    ) as job:
         stop(job, *KILLS[0])
         for number, (rank, *_) in enumerate(KILLS, 1):
-            worker = job.wait_for(functools.partial(stopped_worker, job, rank), f"rank {rank} to stand still")
+            worker = job.wait_for(
+                functools.partial(stopped_worker, job, rank),
+                f"rank {rank} to stand still",
+            )
             if number < len(KILLS):
                 stop(job, *KILLS[number])
             with turn(trace) as say:
                 os.kill(worker.pid, SIGKILL)
-                job.wait_for(functools.partial(has_ended, worker), f"the end of rank {rank}'s worker")
+                job.wait_for(
+                    functools.partial(has_ended, worker),
+                    f"the end of rank {rank}'s worker",
+                )
                 say(f"rank {rank}'s worker dies")
         job.wait()
     sentences = read_trace(trace)
     print(*sentences, sep="\n")
-    assert is_over(follow(Protocol(iterations=NUM_ITERATIONS, faults=len(KILLS), kinds=("kill",)), sentences))
+    assert is_over(
+        follow(
+            Protocol(iterations=NUM_ITERATIONS, faults=len(KILLS), kinds=("kill",)),
+            sentences,
+        )
+    )
 
 
 def record_without_confirmation(trace: Path) -> None:
-    """Let ranks keep windows that have not reached their peers: all but the first, with which the model begins."""
+    """Let ranks keep windows that have not reached their peers: all but the first, with
+    which the model begins.
+    """
     record(trace)
-    wrap(Publisher, "has_copies", lambda call, own, snapshots: not is_first(snapshots) or call(own, snapshots))
-    wrap(Publisher, "awaits_copies", lambda call, own, snapshots: is_first(snapshots) and call(own, snapshots))
+    wrap(
+        Publisher,
+        "has_copies",
+        lambda call, own, snapshots: not is_first(snapshots) or call(own, snapshots),
+    )
+    wrap(
+        Publisher,
+        "awaits_copies",
+        lambda call, own, snapshots: is_first(snapshots) and call(own, snapshots),
+    )
     wrap(copy_server, "receive_blob", functools.partial(receive_late, trace))
 
 
@@ -82,18 +110,28 @@ def is_first(snapshots: Sequence[Snapshot]) -> bool:
 
 
 def receive_late(
-    trace: Path, receive: Callable[..., int], link: Any, found: Any, folder: Any, key: str, *rest: Any
+    trace: Path,
+    receive: Callable[..., int],
+    link: Any,
+    found: Any,
+    folder: Any,
+    key: str,
+    *rest: Any,
 ) -> int:
     """Receive window 2 once all ranks have kept it."""
     is_late = key.startswith("snapshot-2-")
-    assert not is_late or wait_until(lambda: trace.read_text().count("keeps window 2 only") == NUM_RANKS)
+    assert not is_late or wait_until(
+        lambda: trace.read_text().count("keeps window 2 only") == NUM_RANKS
+    )
     return receive(link, found, folder, key, *rest)
 
 
 def test_a_job_that_breaks_a_rule_is_no_path(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     setup = functools.partial(record_without_confirmation, trace)
-    with ElasticJob(NUM_RANKS, tmp_path, *JOB, "train.iterations=3", setup=setup) as job:
+    with ElasticJob(
+        NUM_RANKS, tmp_path, *JOB, "train.iterations=3", setup=setup
+    ) as job:
         job.wait()
     with pytest.raises(AssertionError, match=r"> rank \d keeps window 2 only"):
         follow(Protocol(iterations=3, faults=0), read_trace(trace))
@@ -117,7 +155,14 @@ STEPS = tuple(f"rank {rank} steps to 1" for rank in range(NUM_RANKS))
 WINDOWS = tuple(f"rank {rank} takes window 1" for rank in range(NUM_RANKS))
 COPIES = tuple(f"rank {rank}'s window 1 reaches its peer" for rank in range(NUM_RANKS))
 KEPT = tuple(f"rank {rank} keeps window 1 only" for rank in range(NUM_RANKS))
-TWO_ITERATIONS = (*VOTES, *STEPS, *WINDOWS, *COPIES, *KEPT, "rank 0's peer drops window 0")
+TWO_ITERATIONS = (
+    *VOTES,
+    *STEPS,
+    *WINDOWS,
+    *COPIES,
+    *KEPT,
+    "rank 0's peer drops window 0",
+)
 
 
 def test_a_path_without_faults_is_followed() -> None:
@@ -130,13 +175,29 @@ def test_a_path_without_faults_is_followed() -> None:
         ((*VOTES[:2], STEPS[0]), STEPS[0]),
         ((*VOTES, *STEPS, COPIES[1]), COPIES[1]),
         ((*VOTES, *STEPS, *WINDOWS, *COPIES[:2], KEPT[0]), KEPT[0]),
-        ((*TWO_ITERATIONS[:15], "rank 0's peer drops window 1"), "rank 0's peer drops window 1"),
+        (
+            (*TWO_ITERATIONS[:15], "rank 0's peer drops window 1"),
+            "rank 0's peer drops window 1",
+        ),
         (("rank 1's worker dies", *VOTES), VOTES[1]),
-        (("rank 1 ends generation 1: decides that it ends",), "rank 1 ends generation 1: decides that it ends"),
+        (
+            ("rank 1 ends generation 1: decides that it ends",),
+            "rank 1 ends generation 1: decides that it ends",
+        ),
         (("rank 0 arrives in generation 2",), "rank 0 arrives in generation 2"),
     ],
-    ids=["a vote", "a snapshot", "a copy", "a needed window", "a dead rank", "an end without reason", "no generation"],
+    ids=[
+        "a vote",
+        "a snapshot",
+        "a copy",
+        "a needed window",
+        "a dead rank",
+        "an end without reason",
+        "no generation",
+    ],
 )
-def test_what_the_model_forbids_is_no_path(broken: tuple[str, ...], first_wrong: str) -> None:
+def test_what_the_model_forbids_is_no_path(
+    broken: tuple[str, ...], first_wrong: str
+) -> None:
     with pytest.raises(AssertionError, match=f"> {first_wrong}"):
         follow(Protocol(faults=1, kinds=("kill",)), broken)

@@ -1,8 +1,10 @@
-"""Traces of real jobs: what their processes do, in the sentences of the model (protocol.py), in one order.
+"""Traces of real jobs: what their processes do, in the sentences of the model
+(protocol.py), in one order.
 
-`record` wraps, in the processes of a job, the calls that write to the store, take, keep, copy and drop windows, vote,
-step, plan and replay. A call and its sentence are one turn, for which all processes and threads wait: the order of the
-sentences is an order of the calls. `follow` then looks for a path of the model with these sentences.
+`record` wraps, in the processes of a job, the calls that write to the store, take,
+keep, copy and drop windows, vote, step, plan and replay. A call and its sentence are
+one turn, for which all processes and threads wait: the order of the sentences is an
+order of the calls. `follow` then looks for a path of the model with these sentences.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ Say = Callable[[str], None]
 
 @contextlib.contextmanager
 def turn(path: Path) -> Iterator[Say]:
-    """Let no other process or thread of the job act meanwhile, as far as its acts are recorded.
+    """Let no other process or thread of the job act meanwhile, as far as its acts are
+    recorded.
 
     Args:
         path: The trace.
@@ -49,7 +52,8 @@ def turn(path: Path) -> Iterator[Say]:
     Yields:
         A function that adds a sentence to the trace.
     """
-    with path.open("a") as trace:  # opened here: a lock belongs to one opening of a file
+    # opened here: a lock belongs to one opening of a file
+    with path.open("a") as trace:
         fcntl.flock(trace, fcntl.LOCK_EX)
         yield lambda sentence: print(sentence, file=trace, flush=True)
 
@@ -64,7 +68,9 @@ def record(path: Path) -> None:
 
 
 class _Recorder:
-    """Wraps calls. Each process has a copy, which knows the generation, and whether the process is a supervisor."""
+    """Wraps calls. Each process has a copy, which knows the generation, and whether the
+    process is a supervisor.
+    """
 
     def __init__(self, path: Path) -> None:
         self.turn = functools.partial(turn, path)
@@ -77,10 +83,18 @@ class _Recorder:
 
     @property
     def who(self) -> str:
-        return f"{self._rank}'s supervisor" if os.getpid() == self._supervisor_pid else self._rank
+        return (
+            f"{self._rank}'s supervisor"
+            if os.getpid() == self._supervisor_pid
+            else self._rank
+        )
 
     def wrap_all(self) -> None:
-        wrap(Generations, "__init__", lambda call, own, store: call(own, _RecordedStore(store, self)))
+        wrap(
+            Generations,
+            "__init__",
+            lambda call, own, store: call(own, _RecordedStore(store, self)),
+        )
         wrap(Supervisor, "run", self._supervise)
         wrap(StatusPage, "join", self._join)
         wrap(Session, "iteration_started", self._iteration_started)
@@ -117,34 +131,49 @@ class _Recorder:
             say(f"{self._rank} votes for iteration {state.reached + 1}")
             call(state, gradients)
 
-    def _add_snapshot(self, call: Any, publisher: Publisher, snapshot: Any, *rest: Any) -> None:
+    def _add_snapshot(
+        self, call: Any, publisher: Publisher, snapshot: Any, *rest: Any
+    ) -> None:
         with self.turn() as say:
             call(publisher, snapshot, *rest)
             say(f"{self._rank} takes window {snapshot.header.window_start}")
 
-    def _confirm(self, call: Any, memory: SnapshotMemory, *rest: Any, **options: Any) -> None:
+    def _confirm(
+        self, call: Any, memory: SnapshotMemory, *rest: Any, **options: Any
+    ) -> None:
         with self.turn() as say:
             window = memory.in_flight()
             assert window is not None
             say(f"{self._rank} keeps window {window.start} only")
             call(memory, *rest, **options)
 
-    def _carry_out(self, call: Any, recovery: StageRecovery, plan: RecoveryPlan, **options: Any) -> int:
+    def _carry_out(
+        self, call: Any, recovery: StageRecovery, plan: RecoveryPlan, **options: Any
+    ) -> int:
         done = call(recovery, plan, **options)
         rollback = plan.rollback_of(int(os.environ["RANK"]))  # a stage for each rank
         if rollback:
             with self.turn() as say:
-                say(f"{self._rank} replays from window {rollback.window_start} to {plan.target_iteration}")
+                say(
+                    f"{self._rank} replays from window {rollback.window_start} to"
+                    f" {plan.target_iteration}"
+                )
         return done
 
     def _plan(self, call: Any, *arguments: Any, **options: Any) -> RecoveryPlan:
         with self.turn() as say:
             plan = call(*arguments, **options)
-            rollbacks = [(stage, each.window_start) for each in plan.rollbacks for stage in each.stages]
+            rollbacks = [
+                (stage, each.window_start)
+                for each in plan.rollbacks
+                for stage in each.stages
+            ]
             say(describe_plan(self._generation, plan.target_iteration, rollbacks))
         return plan
 
-    def _receive(self, call: Any, link: Any, found: Any, folder: BlobFolder, key: str, *rest: Any) -> int:
+    def _receive(
+        self, call: Any, link: Any, found: Any, folder: BlobFolder, key: str, *rest: Any
+    ) -> int:
         with self.turn() as say:
             size_bytes = call(link, found, folder, key, *rest)
             if (window := _window_of(key)) is not None:
@@ -187,7 +216,9 @@ def _owner_of(folder: BlobFolder) -> int:
 
 
 class _RecordedStore:
-    """A store whose protocol writes are turns. What only reads, or changes nothing, has no sentence."""
+    """A store whose protocol writes are turns. What only reads, or changes nothing, has
+    no sentence.
+    """
 
     def __init__(self, store: dist.Store, recorder: _Recorder) -> None:
         self._store = store
@@ -221,11 +252,17 @@ class _RecordedStore:
                 say(f"{self._recorder.who} starts worker {value}")
 
     def _sentence(self, key: str, expected: str, desired: str) -> str | None:
-        """Return what a write does, or None if it will change nothing, or is of no interest to the model."""
+        """Return what a write does, or None if it will change nothing, or is of no
+        interest to the model.
+        """
         who, (first, _, what) = self._recorder.who, key.partition("/")
         if key == "generation":
             has_effect = bool(expected) and self._store.get(key).decode() == expected
-            return f"{who} ends generation {expected}: begins the next" if has_effect else None
+            return (
+                f"{who} ends generation {expected}: begins the next"
+                if has_effect
+                else None
+            )
         if what not in ("outcome", "decision", "end") or self._store.check([key]):
             return None
         match what, desired:
@@ -239,11 +276,17 @@ class _RecordedStore:
                 return f"{who} ends generation {first}: stops those who wait"
             case _:  # the end of a generation that has begun, in which nobody waits
                 has_begun = self._store.get(f"{first}/decision") == b"go"
-                return f"{who} ends generation {first}: stops those who wait" if has_begun else None
+                return (
+                    f"{who} ends generation {first}: stops those who wait"
+                    if has_begun
+                    else None
+                )
 
 
 def read_trace(path: Path) -> list[str]:
-    """Return the sentences of a trace, from the state in which all ranks begin iteration 1; each plan once."""
+    """Return the sentences of a trace, from the state in which all ranks begin
+    iteration 1; each plan once.
+    """
     begun: set[str] = set()
     sentences: list[str] = []
     for line in path.read_text().splitlines():
@@ -264,14 +307,16 @@ def follow(protocol: Protocol, sentences: Sequence[str]) -> World:
     """Look for a path of the model with these sentences, depth first.
 
     Args:
-        protocol: The model. Its moves whose names begin with a bracket have no sentence.
+        protocol: The model. Its moves whose names begin with a bracket have no
+            sentence.
         sentences: What a job has done.
 
     Returns:
         The state at the end of a path.
 
     Raises:
-        AssertionError: There is no such path; the message has the first sentence that does not follow.
+        AssertionError: There is no such path; the message has the first sentence that
+            does not follow.
     """
     waiting = [(settled(start()), 0)]
     seen, furthest = set(waiting), 0
@@ -281,13 +326,26 @@ def follow(protocol: Protocol, sentences: Sequence[str]) -> World:
             return world
         moves = [(name, settled(after)) for name, after in protocol.moves(world)]
         hidden = [(after, position) for name, after in moves if name[0] == "("]
-        told = [(after, position + 1) for name, after in moves if name == sentences[position]]
+        told = [
+            (after, position + 1)
+            for name, after in moves
+            if name == sentences[position]
+        ]
         furthest = max(furthest, position + bool(told))
         for step in (*hidden, *told):  # the last is the next
             if step not in seen:
                 seen.add(step)
                 waiting.append(step)
     at_furthest = [world for world, position in seen if position == furthest]
-    possible = sorted({name for world in at_furthest for name, _ in protocol.moves(world) if name[0] != "("})
-    text = "\n".join([*sentences[:furthest], f"> {sentences[furthest]}", "wanted one of:", *possible])
+    possible = sorted(
+        {
+            name
+            for world in at_furthest
+            for name, _ in protocol.moves(world)
+            if name[0] != "("
+        }
+    )
+    text = "\n".join(
+        [*sentences[:furthest], f"> {sentences[furthest]}", "wanted one of:", *possible]
+    )
     raise AssertionError(f"no path of the model has the sentence marked:\n{text}")

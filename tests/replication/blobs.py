@@ -1,4 +1,6 @@
-"""Blobs for tests: to publish one, to read one, what lies in the folders of one, and a file system without room."""
+"""Blobs for tests: to publish one, to read one, what lies in the folders of one, and a
+file system without room.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def filled(folder: BlobFolder, content: bytes) -> torch.Tensor:
 
 
 def publish(
-    folder: BlobFolder, key: str, content: bytes | None = b"content", header: bytes = b"header"
+    folder: BlobFolder,
+    key: str,
+    content: bytes | None = b"content",
+    header: bytes = b"header",
 ) -> torch.Tensor:
     """Publish a blob of these bytes; return the memory that it lies in."""
     payload = None if content is None else filled(folder, content)
@@ -40,7 +45,9 @@ def publish(
     return torch.empty(0) if payload is None else payload
 
 
-def deposit(folder: BlobFolder, key: str, content: bytes, header: bytes = b"header") -> torch.Tensor:
+def deposit(
+    folder: BlobFolder, key: str, content: bytes, header: bytes = b"header"
+) -> torch.Tensor:
     """Publish a blob that owns its memory; return that memory."""
     payload = filled(folder, content)
     folder.deposit(key, header, payload, len(content))
@@ -54,7 +61,9 @@ def payload_of(blob: Blob) -> torch.Tensor:
 
 def content_of(folder: BlobFolder, key: str) -> tuple[bytes, bytes | None]:
     blob = folder.get(key)
-    return blob.header, None if blob.payload is None else blob.payload[: blob.payload_bytes].numpy().tobytes()
+    return blob.header, None if blob.payload is None else blob.payload[
+        : blob.payload_bytes
+    ].numpy().tobytes()
 
 
 def buffers_of(folder: BlobFolder) -> list[str]:

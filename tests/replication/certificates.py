@@ -19,21 +19,52 @@ class Authority:
 
     def __init__(self, folder: Path) -> None:
         if shutil.which("openssl") is None:
-            pytest.skip("certificates: got no program openssl, wanted one that makes them")
+            pytest.skip(
+                "certificates: got no program openssl, wanted one that makes them"
+            )
         folder.mkdir()
         self._folder = folder
         self.certificate, self._key = folder / "authority.pem", folder / "authority.key"
-        made = ("-x509", "-keyout", str(self._key), "-out", str(self.certificate), "-subj", f"/CN={folder.name}")
+        made = (
+            "-x509",
+            "-keyout",
+            str(self._key),
+            "-out",
+            str(self.certificate),
+            "-subj",
+            f"/CN={folder.name}",
+        )
         _openssl("req", *_NEW_KEY, *made)
 
     def config_of(self, node: str, authority: Authority | None = None) -> TlsConfig:
         """Return the files of a node, which trusts this authority or another one."""
-        certificate, key, request = (self._folder / f"{node}.{ending}" for ending in ("pem", "key", "csr"))
-        _openssl("req", *_NEW_KEY, "-keyout", str(key), "-out", str(request), "-subj", f"/CN={node}")
-        signing = ("-CA", str(self.certificate), "-CAkey", str(self._key), "-CAcreateserial")
-        _openssl("x509", "-req", "-in", str(request), *signing, "-out", str(certificate))
+        certificate, key, request = (
+            self._folder / f"{node}.{ending}" for ending in ("pem", "key", "csr")
+        )
+        _openssl(
+            "req",
+            *_NEW_KEY,
+            "-keyout",
+            str(key),
+            "-out",
+            str(request),
+            "-subj",
+            f"/CN={node}",
+        )
+        signing = (
+            "-CA",
+            str(self.certificate),
+            "-CAkey",
+            str(self._key),
+            "-CAcreateserial",
+        )
+        _openssl(
+            "x509", "-req", "-in", str(request), *signing, "-out", str(certificate)
+        )
         trusted = (authority or self).certificate
-        return TlsConfig(certificate=str(certificate), key=str(key), authority=str(trusted))
+        return TlsConfig(
+            certificate=str(certificate), key=str(key), authority=str(trusted)
+        )
 
     def ends_of(self, node: str, authority: Authority | None = None) -> TlsEnds:
         ends = open_tls(self.config_of(node, authority))

@@ -1,4 +1,6 @@
-"""Ranks that copy blobs to each other over real sockets: their folders, servers and replicators, without workers."""
+"""Ranks that copy blobs to each other over real sockets: their folders, servers and
+replicators, without workers.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,20 @@ def closed_address() -> Address:
 def frame(body: bytes, *, length: int | None = None) -> bytes:
     """Return the frame of a body; its head fits, but for a `length` that is given."""
     size = len(body) if length is None else length
-    return struct.pack(">IIQ", size, size ^ 0xFFFFFFFF, xxhash.xxh3_64_intdigest(body)) + body
+    return (
+        struct.pack(">IIQ", size, size ^ 0xFFFFFFFF, xxhash.xxh3_64_intdigest(body))
+        + body
+    )
 
 
 class Counted:
-    """Calls something at the n-th chunk, and lets all go on, or none if the `answer` is no."""
+    """Calls something at the n-th chunk, and lets all go on, or none if the `answer` is
+    no.
+    """
 
-    def __init__(self, number: int, act: Callable[[], object], *, answer: bool = True) -> None:
+    def __init__(
+        self, number: int, act: Callable[[], object], *, answer: bool = True
+    ) -> None:
         self.calls = 0
         self._number = number
         self._act = act
@@ -59,7 +68,9 @@ class Counted:
 
 
 class Ranks:
-    """Folders, servers and replicators of ranks; attempts follow each other without a pause."""
+    """Folders, servers and replicators of ranks; attempts follow each other without a
+    pause.
+    """
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self._root = root
@@ -78,9 +89,21 @@ class Ranks:
         return BlobFolder(self._root / f"again{number}")
 
     def serve(
-        self, rank: int, timeout_s: float = WAIT_S, *, rules: HoldingRules | None = None, ticket: Ticket = TICKET
+        self,
+        rank: int,
+        timeout_s: float = WAIT_S,
+        *,
+        rules: HoldingRules | None = None,
+        ticket: Ticket = TICKET,
     ) -> CopyServer:
-        server = CopyServer(self.folder(rank), rank, ticket, host="127.0.0.1", timeout_s=timeout_s, rules=rules)
+        server = CopyServer(
+            self.folder(rank),
+            rank,
+            ticket,
+            host="127.0.0.1",
+            timeout_s=timeout_s,
+            rules=rules,
+        )
         self._stack.callback(server.close)
         return server
 
@@ -95,7 +118,14 @@ class Ranks:
     ) -> Replicator:
         throttle = Throttle(bytes_per_s)
         own = self.own(rank)
-        replicator = Replicator(own, rank, ticket, may_send=may_send, deadline_s=deadline_s, throttle=throttle)
+        replicator = Replicator(
+            own,
+            rank,
+            ticket,
+            may_send=may_send,
+            deadline_s=deadline_s,
+            throttle=throttle,
+        )
         self._stack.callback(replicator.close)
         replicator.use_peers(peers)
         return replicator
@@ -115,7 +145,9 @@ class Ranks:
 @contextmanager
 def ranks_in(root: Path) -> Iterator[Ranks]:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retrying_client, "_DELAYS_S", [0.0] * len(retrying_client._DELAYS_S))
+        patch.setattr(
+            retrying_client, "_DELAYS_S", [0.0] * len(retrying_client._DELAYS_S)
+        )
         yield Ranks(root, stack)
 
 
@@ -123,7 +155,12 @@ def copy(replicator: Replicator, *keys: str) -> None:
     replicator.copy(keys).result(WAIT_S)
 
 
-def fetch(address: Address, owner_rank: int, into: BlobFolder, keys: Sequence[str] | None = None) -> int:
+def fetch(
+    address: Address,
+    owner_rank: int,
+    into: BlobFolder,
+    keys: Sequence[str] | None = None,
+) -> int:
     return fetch_blobs(address, TICKET, owner_rank, into, keys, timeout_s=WAIT_S)
 
 

@@ -1,4 +1,6 @@
-"""A real network between two processes that does what networks do: hold bytes back, flip one, break off."""
+"""A real network between two processes that does what networks do: hold bytes back,
+flip one, break off.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.waits import WAIT_S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """What happens to the byte at `offset` of what one side sends on a connection; `cut` instead of flipped."""
+    """What happens to the byte at `offset` of what one side sends on a connection;
+    `cut` instead of flipped.
+    """
 
     offset: int
     from_client: bool = True
@@ -23,7 +27,9 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProxyAddress(Address):
-    """Where a proxy listens, under the name of the server behind it: as if the network were the proxy."""
+    """Where a proxy listens, under the name of the server behind it: as if the network
+    were the proxy.
+    """
 
     proxy: Proxy
 
@@ -32,7 +38,9 @@ class ProxyAddress(Address):
 
 
 class Proxy:
-    """Passes bytes on to `target`, which may be changed, and back; the next connections suffer `damages` in turn."""
+    """Passes bytes on to `target`, which may be changed, and back; the next connections
+    suffer `damages` in turn.
+    """
 
     def __init__(self, target: Address, *damages: Damage) -> None:
         self.target = target
@@ -74,7 +82,9 @@ class Proxy:
 
     def _connect(self, client: socket.socket) -> None:
         try:
-            server = socket.create_connection((self.target.host, self.target.port), WAIT_S)
+            server = socket.create_connection(
+                (self.target.host, self.target.port), WAIT_S
+            )
         except OSError:
             _shut_down(client)
             return
@@ -82,13 +92,24 @@ class Proxy:
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sockets.append(server)
         damage = self.damages.popleft() if self.damages else None
-        for source, sink, is_client in ((client, server, True), (server, client, False)):
+        for source, sink, is_client in (
+            (client, server, True),
+            (server, client, False),
+        ):
             own = damage if damage and damage.from_client is is_client else None
-            thread = threading.Thread(target=self._pump, args=(source, sink, own, is_client))
+            thread = threading.Thread(
+                target=self._pump, args=(source, sink, own, is_client)
+            )
             self._threads.append(thread)
             thread.start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, damage: Damage | None, is_client: bool) -> None:
+    def _pump(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        damage: Damage | None,
+        is_client: bool,
+    ) -> None:
         passed_bytes = 0
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
@@ -97,7 +118,11 @@ class Proxy:
                     assert self.may_pass.wait(WAIT_S)
                 if damage and passed_bytes <= damage.offset < passed_bytes + len(data):
                     place = damage.offset - passed_bytes
-                    data = data[:place] if damage.cut else data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+                    data = (
+                        data[:place]
+                        if damage.cut
+                        else data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+                    )
                     sink.sendall(data)
                     if damage.cut:
                         break

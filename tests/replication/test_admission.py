@@ -1,4 +1,6 @@
-"""Admission: both ends prove that they have the token, and an eavesdropper learns nothing that admits it."""
+"""Admission: both ends prove that they have the token, and an eavesdropper learns
+nothing that admits it.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def server() -> Iterator[Server]:
 
 
 def outcome_of(server: Server, client: Ticket, wanted: Ticket) -> str | None:
-    """Let a client ask a server for admission; return the reason of the server's refusal."""
+    """Let a client ask a server for admission; return the reason of the server's
+    refusal.
+    """
     with ThreadPoolExecutor() as threads:
         admitted = threads.submit(server.admit, wanted)
         with suppress(RefusedError):
@@ -77,10 +81,14 @@ def outcome_of(server: Server, client: Ticket, wanted: Ticket) -> str | None:
 
 
 def heard_by(server: Server) -> Message:
-    """Let a client meet a server that guesses the token, and refuse it; return what the server was sent."""
+    """Let a client meet a server that guesses the token, and refuse it; return what the
+    server was sent.
+    """
     with ThreadPoolExecutor() as threads:
         pretending = threads.submit(server.pretend, "guess")
-        with pytest.raises(RefusedError, match="the server has another token than that of run run-1"):
+        with pytest.raises(
+            RefusedError, match="the server has another token than that of run run-1"
+        ):
             open_connection(server.address, TICKET, WAIT_S)
         return pretending.result(WAIT_S)
 
@@ -93,17 +101,25 @@ def heard_by(server: Server) -> Message:
         ({"run_id": "run-2"}, "got run run-2, wanted run-1"),
     ],
 )
-def test_only_a_client_with_the_token_is_admitted(server: Server, changes: dict[str, str], reason: str | None) -> None:
+def test_only_a_client_with_the_token_is_admitted(
+    server: Server, changes: dict[str, str], reason: str | None
+) -> None:
     assert outcome_of(server, replace(TICKET, **changes), TICKET) == reason
 
 
-def test_a_server_without_the_token_is_refused_and_does_not_learn_it(server: Server) -> None:
+def test_a_server_without_the_token_is_refused_and_does_not_learn_it(
+    server: Server,
+) -> None:
     assert TICKET.token.encode() not in message_to_bytes(heard_by(server))
     assert TICKET.token not in repr(TICKET)
 
 
-def test_a_process_that_passes_a_greeting_on_is_admitted_by_neither_end(ranks: Ranks) -> None:
-    """It needs no place in the network: the address of a daemon is in torchrun's store, which any process can write."""
+def test_a_process_that_passes_a_greeting_on_is_admitted_by_neither_end(
+    ranks: Ranks,
+) -> None:
+    """It needs no place in the network: the address of a daemon is in torchrun's store,
+    which any process can write.
+    """
     publish(ranks.own(1), "a")
     relay = ranks.proxy(ranks.serve(1).address)
     planted = parse_address(f"127.0.0.1:{relay.port}")
@@ -113,7 +129,9 @@ def test_a_process_that_passes_a_greeting_on_is_admitted_by_neither_end(ranks: R
     open_connection(relay.address, TICKET, WAIT_S).close()
 
 
-def test_a_hello_that_was_heard_admits_no_second_connection(server: Server, ranks: Ranks) -> None:
+def test_a_hello_that_was_heard_admits_no_second_connection(
+    server: Server, ranks: Ranks
+) -> None:
     heard = heard_by(server)
     assert isinstance(heard, Hello)
     link = Connection(socket.create_connection(astuple(ranks.serve(1).address), WAIT_S))
@@ -133,7 +151,9 @@ class Silent:
         self._stack = stack
 
     def connect(self, source: str = "127.0.0.1") -> socket.socket:
-        link = self._stack.enter_context(socket.create_connection(astuple(self.address), WAIT_S, (source, 0)))
+        link = self._stack.enter_context(
+            socket.create_connection(astuple(self.address), WAIT_S, (source, 0))
+        )
         assert read_challenge(link), "its challenge has come, so it is counted"
         return link
 
@@ -150,7 +170,9 @@ def silent(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
         yield Silent(ranks.serve(1).address, stack)
 
 
-def test_a_member_is_admitted_beside_silent_connections_the_oldest_of_which_ends(ranks: Ranks, silent: Silent) -> None:
+def test_a_member_is_admitted_beside_silent_connections_the_oldest_of_which_ends(
+    ranks: Ranks, silent: Silent
+) -> None:
     first, *others = [silent.connect() for _ in range(3)]
     ranks.link(silent.address)
     assert first.recv(1) == b"", "it made room"
@@ -171,7 +193,9 @@ def test_connections_of_one_address_displace_their_own(silent: Silent) -> None:
             waiting.recv(1)
 
 
-def test_a_member_that_is_displaced_connects_until_its_time_is_over(server: Server) -> None:
+def test_a_member_that_is_displaced_connects_until_its_time_is_over(
+    server: Server,
+) -> None:
     num_closed = 8  # more than the attempts of a client to which the network is bad
 
     def serve() -> str | None:
@@ -186,7 +210,9 @@ def test_a_member_that_is_displaced_connects_until_its_time_is_over(server: Serv
         assert served.result(WAIT_S) is None
 
 
-def test_a_client_whose_time_is_over_says_how_its_last_connection_ended(server: Server) -> None:
+def test_a_client_whose_time_is_over_says_how_its_last_connection_ended(
+    server: Server,
+) -> None:
     def close_all() -> None:
         with suppress(OSError):
             while True:

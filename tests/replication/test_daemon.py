@@ -1,4 +1,6 @@
-"""Daemons as real processes: they outlive workers, end with their supervisors, and serve on whatever is deleted."""
+"""Daemons as real processes: they outlive workers, end with their supervisors, and
+serve on whatever is deleted.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def place_of(root: Path, rank: int) -> DaemonSettings:
 
 
 def supervisor_main(orders: Connection, place: DaemonSettings) -> None:
-    """Fork a daemon whenever told to, as a supervisor does; answer with its pid and address."""
+    """Fork a daemon whenever told to, as a supervisor does; answer with its pid and
+    address.
+    """
     signal.signal(signal.SIGTERM, lambda *_: None)  # the supervisor's own handler
     while True:
         orders.recv()
@@ -66,11 +70,18 @@ def keep(place: DaemonSettings, supervisor_pid: int, writing: int) -> int:
     def announce(address: Address) -> None:
         os.write(writing, f"{address}\n".encode())
 
-    run_daemon(place, supervisor_pid=supervisor_pid, may_send=lambda: not stop_file(place).exists(), announce=announce)
+    run_daemon(
+        place,
+        supervisor_pid=supervisor_pid,
+        may_send=lambda: not stop_file(place).exists(),
+        announce=announce,
+    )
 
 
 def stop_file(place: DaemonSettings) -> Path:
-    """Return the file that tells a daemon, as long as it is there, that training has something to send."""
+    """Return the file that tells a daemon, as long as it is there, that training has
+    something to send.
+    """
     return place.rank_folder.parent / f"busy{place.global_rank}"
 
 
@@ -136,7 +147,9 @@ def slow_peer(ranks: list[Rank]) -> SlowPeer:
     return SlowPeer(ranks[1])
 
 
-def test_copies_reach_all_peers_and_come_back(ranks: list[Rank], third_rank: Rank) -> None:
+def test_copies_reach_all_peers_and_come_back(
+    ranks: list[Rank], third_rank: Rank
+) -> None:
     """However busy training is: the file says that it is."""
     stop_file(ranks[0].place).touch()
     peers = [ranks[1], third_rank]
@@ -149,7 +162,9 @@ def test_copies_reach_all_peers_and_come_back(ranks: list[Rank], third_rank: Ran
     for peer in peers:
         assert list_held(peer.address, TICKET, 0, timeout_s=WAIT_S) == ["a", "b"]
         again = BlobFolder(own_path(ranks[0].folder))
-        assert fetch_blobs(peer.address, TICKET, 0, again, timeout_s=WAIT_S) == len(LARGE) + 1 + 2 * len(b"header")
+        assert fetch_blobs(peer.address, TICKET, 0, again, timeout_s=WAIT_S) == len(
+            LARGE
+        ) + 1 + 2 * len(b"header")
         assert content_of(again, "a") == (b"header", LARGE)
 
 
@@ -159,15 +174,23 @@ def test_a_copy_that_fails_says_why(ranks: list[Rank], third_rank: Rank) -> None
     with pytest.raises(CheckpointSaveError, match="got no peers yet"):
         worker.copy(["a"]).result(WAIT_S)
     worker.use_peers([ranks[1].address, third_rank.address])
-    with pytest.raises(CheckpointSaveError, match=r"copy of b, .*No such file.*; copy of b, .*No such file"):
+    with pytest.raises(
+        CheckpointSaveError,
+        match=r"copy of b, .*No such file.*; copy of b, .*No such file",
+    ):
         worker.copy(["b"]).result(WAIT_S)
     third_rank.kill_daemon()
-    with pytest.raises(CheckpointSaveError, match=f"^copy of a, {third_rank.address}: .*after 5 attempts$"):
+    with pytest.raises(
+        CheckpointSaveError,
+        match=f"^copy of a, {third_rank.address}: .*after 5 attempts$",
+    ):
         worker.copy(["a"]).result(WAIT_S)
     assert ranks[1].held(0).keys() == ["a"]
 
 
-def test_the_worker_goes_on_while_a_peer_is_slow(ranks: list[Rank], slow_peer: SlowPeer) -> None:
+def test_the_worker_goes_on_while_a_peer_is_slow(
+    ranks: list[Rank], slow_peer: SlowPeer
+) -> None:
     worker = ranks[0].worker(slow_peer.address)
     publish(ranks[0].own(), "a")
     copied = [worker.copy(["a"]) for _ in range(200)]
@@ -180,7 +203,9 @@ def test_the_worker_goes_on_while_a_peer_is_slow(ranks: list[Rank], slow_peer: S
 
 
 def test_a_daemon_ends_with_its_supervisor_and_not_before(ranks: list[Rank]) -> None:
-    """A scheduler's SIGTERM goes to all processes of a job, and the supervisor decides what follows."""
+    """A scheduler's SIGTERM goes to all processes of a job, and the supervisor decides
+    what follows.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         os.kill(ranks[0].daemon_pid, number)
     assert list_held(ranks[0].address, TICKET, 1, timeout_s=WAIT_S) == []
@@ -190,7 +215,9 @@ def test_a_daemon_ends_with_its_supervisor_and_not_before(ranks: list[Rank]) -> 
 
 
 def orphan_daemon(root: str) -> int:
-    """Fork a daemon whose supervisor is not its parent any more; return its exit status."""
+    """Fork a daemon whose supervisor is not its parent any more; return its exit
+    status.
+    """
     pid = os.fork()
     if pid == 0:
         run_and_exit(lambda: keep(place_of(Path(root), 0), os.getpid(), 1))
@@ -198,7 +225,9 @@ def orphan_daemon(root: str) -> int:
     return -os.WTERMSIG(status)
 
 
-def test_a_daemon_whose_supervisor_died_before_it_began_ends_at_once(tmp_path: Path) -> None:
+def test_a_daemon_whose_supervisor_died_before_it_began_ends_at_once(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(1, orphan_daemon, str(tmp_path)) == [-signal.SIGKILL]
     assert list(tmp_path.iterdir()) == []
 
@@ -213,7 +242,9 @@ def copy_and_die(rank_folder: str, peer: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_workers_death_ends_no_daemon_and_its_successor_goes_on(ranks: list[Rank]) -> None:
+def test_a_workers_death_ends_no_daemon_and_its_successor_goes_on(
+    ranks: list[Rank],
+) -> None:
     peer = ranks[1]
     for _ in range(2):
         with pytest.raises(RankFailedError, match="rank 0 died"):
@@ -222,11 +253,18 @@ def test_a_workers_death_ends_no_daemon_and_its_successor_goes_on(ranks: list[Ra
     assert list(own.adopt()) == ["a"]
     publish(own, "b", b"b")
     ranks[0].worker(peer.address).copy(["a", "b"]).result(WAIT_S)
-    assert [content_of(peer.held(0), key) for key in "ab"] == [(b"header", LARGE), (b"header", b"b")]
-    assert len(buffers_of(peer.held(0))) <= 3, "the second worker's `a` cut off a copy of the first's"
+    assert [content_of(peer.held(0), key) for key in "ab"] == [
+        (b"header", LARGE),
+        (b"header", b"b"),
+    ]
+    assert len(buffers_of(peer.held(0))) <= 3, (
+        "the second worker's `a` cut off a copy of the first's"
+    )
 
 
-def test_a_lost_node_starts_from_nothing_with_the_same_daemon(ranks: list[Rank]) -> None:
+def test_a_lost_node_starts_from_nothing_with_the_same_daemon(
+    ranks: list[Rank],
+) -> None:
     lost, peer = ranks
     before = lost.worker(peer.address)
     publish(lost.own(), "a", LARGE)
@@ -243,7 +281,9 @@ def test_a_lost_node_starts_from_nothing_with_the_same_daemon(ranks: list[Rank])
     assert lost.held(1).keys() == ["c"]
 
 
-def test_a_dead_daemon_fails_its_copies_and_its_successor_has_the_peers(ranks: list[Rank], slow_peer: SlowPeer) -> None:
+def test_a_dead_daemon_fails_its_copies_and_its_successor_has_the_peers(
+    ranks: list[Rank], slow_peer: SlowPeer
+) -> None:
     worker = ranks[0].worker(slow_peer.address)
     publish(ranks[0].own(), "a")
     pending = [worker.copy(["a"]) for _ in range(3)]
@@ -251,7 +291,9 @@ def test_a_dead_daemon_fails_its_copies_and_its_successor_has_the_peers(ranks: l
     for future in pending:
         with pytest.raises(CheckpointSaveError, match="the daemon is gone"):
             future.result(WAIT_S)
-    with pytest.raises(CheckpointSaveError, match=r"daemon\.sock: got no daemon: .*refused"):
+    with pytest.raises(
+        CheckpointSaveError, match=r"daemon\.sock: got no daemon: .*refused"
+    ):
         worker.copy(["a"]).result(WAIT_S)
     worker.drop(["a"])
     slow_peer.go_on()
@@ -260,8 +302,12 @@ def test_a_dead_daemon_fails_its_copies_and_its_successor_has_the_peers(ranks: l
     assert ranks[1].held(0).keys() == ["a"]
 
 
-def test_a_request_does_not_wait_until_earlier_ones_have_failed(ranks: list[Rank], slow_peer: SlowPeer) -> None:
-    """The caller may hold a lock that these need as they fail, as a rank's publisher does."""
+def test_a_request_does_not_wait_until_earlier_ones_have_failed(
+    ranks: list[Rank], slow_peer: SlowPeer
+) -> None:
+    """The caller may hold a lock that these need as they fail, as a rank's publisher
+    does.
+    """
     worker, caller = ranks[0].worker(slow_peer.address), get_ident()
     publish(ranks[0].own(), "a")
     fails, asked = Event(), Event()
@@ -292,7 +338,9 @@ def joins_a_thread(ident: int) -> bool:
 def test_where_there_is_no_daemon_the_worker_is_told(tmp_path: Path) -> None:
     client = DaemonClient(tmp_path, timeout_s=0.05)
     for use in (lambda: client.use_peers([]), lambda: client.copy(["a"]).result(0)):
-        with pytest.raises(CheckpointSaveError, match=r"daemon\.sock: got no daemon: .*No such file"):
+        with pytest.raises(
+            CheckpointSaveError, match=r"daemon\.sock: got no daemon: .*No such file"
+        ):
             use()
     client.close()
     with pytest.raises(CheckpointSaveError, match="was closed"):
@@ -317,5 +365,7 @@ def test_a_closed_clients_copies_are_still_made(ranks: list[Rank]) -> None:
     copied = worker.copy(["a"])
     worker.close()
     assert copied.done()
-    assert wait_until(lambda: list_held(ranks[1].address, TICKET, 0, timeout_s=WAIT_S) == ["a"])
+    assert wait_until(
+        lambda: list_held(ranks[1].address, TICKET, 0, timeout_s=WAIT_S) == ["a"]
+    )
     assert ranks[1].held(0).keys() == ["a"]

@@ -1,4 +1,6 @@
-"""Any bytes on a connection are a message or an error of the connection, and never more memory than the limit."""
+"""Any bytes on a connection are a message or an error of the connection, and never more
+memory than the limit.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LIMIT_BYTES = 4096
 
 
 def received(content: bytes) -> Message:
-    """Return the message that these bytes are to the other end, which then sees the end of the connection."""
+    """Return the message that these bytes are to the other end, which then sees the end
+    of the connection.
+    """
     sending, receiving = socket.socketpair()
     with sending, receiving:
         sending.sendall(content)
@@ -53,6 +57,8 @@ def test_a_message_with_any_changed_byte_ends_the_connection() -> None:
 
 
 @given(st.integers(LIMIT_BYTES + 1, 2**32 - 1))
-def test_a_length_beyond_the_limit_is_refused_before_memory_is_allocated(length: int) -> None:
+def test_a_length_beyond_the_limit_is_refused_before_memory_is_allocated(
+    length: int,
+) -> None:
     with pytest.raises(OSError, match="got no message, or one of more than 4096 bytes"):
         received(frame(b"", length=length))

@@ -1,4 +1,6 @@
-"""An admitted client may send anything: others are served, no own blob changes, and no owner holds more than it may."""
+"""An admitted client may send anything: others are served, no own blob changes, and no
+owner holds more than it may.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from hypothesis import given
 
 from moe_ckpt.replication.admission import open_connection
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
-from moe_ckpt.replication.messages import Address, Clear, Drop, Found, Get, ListKeys, Message, Put, Sent
+from moe_ckpt.replication.messages import (
+    Address,
+    Clear,
+    Drop,
+    Found,
+    Get,
+    ListKeys,
+    Message,
+    Put,
+    Sent,
+)
 from tests.properties import GENERATORS, examples, random_number, random_text
 from tests.replication.blobs import content_of, publish
 from tests.replication.peers import TICKET, Ranks, listed, ranks_in
@@ -43,15 +55,21 @@ def _rank(chosen: random.Random) -> int:
 
 
 def _key(chosen: random.Random) -> str:
-    return chosen.choice(("own", "a", "b", "../own", "", ".", "a/b", random_text(chosen, 5)))
+    return chosen.choice(
+        ("own", "a", "b", "../own", "", ".", "a/b", random_text(chosen, 5))
+    )
 
 
 def _size(chosen: random.Random) -> int:
-    return chosen.choice((chosen.randrange(2 * MOST_BYTES), random_number(chosen, 2**64)))
+    return chosen.choice(
+        (chosen.randrange(2 * MOST_BYTES), random_number(chosen, 2**64))
+    )
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, CopyServer]]:
+def served(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Ranks, CopyServer]]:
     with ranks_in(tmp_path_factory.mktemp("fuzzed")) as ranks:
         publish(ranks.own(1), "own", b"content")
         yield ranks, ranks.serve(1, rules=HoldingRules(most_bytes_per_owner=MOST_BYTES))
@@ -60,15 +78,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Co
 def held_bytes(folder: Path) -> int:
     """Return the bytes of the largest owner's payloads."""
     owners = (folder / "held").glob("*")
-    return max((sum(path.stat().st_size for path in owner.rglob("buffers/*")) for owner in owners), default=0)
+    return max(
+        (
+            sum(path.stat().st_size for path in owner.rglob("buffers/*"))
+            for owner in owners
+        ),
+        default=0,
+    )
 
 
 @examples(10_000 // SEQUENCES)
 @given(GENERATORS)
-def test_no_request_harms_others(served: tuple[Ranks, CopyServer], chosen: random.Random) -> None:
+def test_no_request_harms_others(
+    served: tuple[Ranks, CopyServer], chosen: random.Random
+) -> None:
     ranks, server = served
     for _ in range(SEQUENCES):
-        send_all(server.address, [random_request(chosen) for _ in range(chosen.randrange(7))])
+        send_all(
+            server.address, [random_request(chosen) for _ in range(chosen.randrange(7))]
+        )
     assert listed(server.address, 1) == ["own"]
     assert content_of(ranks.own(1), "own") == (b"header", b"content")
     assert held_bytes(ranks.folder(1)) <= MOST_BYTES

@@ -1,4 +1,6 @@
-"""Blobs on a local disk: whole or not there, within bounds, and what comes back is the same."""
+"""Blobs on a local disk: whole or not there, within bounds, and what comes back is the
+same.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,17 @@ FIRST, SECOND = ("start-4", "snapshot-3"), ("start-7", "snapshot-6")
 
 @pytest.fixture
 def own(tmp_path: Path) -> BlobFolder:
-    """Two windows of one rank, in memory: a small blob without payload, and a large one with, in a larger buffer."""
+    """Two windows of one rank, in memory: a small blob without payload, and a large one
+    with, in a larger buffer.
+    """
     own = BlobFolder(tmp_path / "own")
     for number, key in enumerate((*FIRST, *SECOND)):
-        payload = publish(own, key, bytes([number]) * 6000 if key.startswith("snapshot") else None, key.encode())
+        payload = publish(
+            own,
+            key,
+            bytes([number]) * 6000 if key.startswith("snapshot") else None,
+            key.encode(),
+        )
         if payload.numel():
             own.publish(key, key.encode(), payload, 5000)
     return own
@@ -40,13 +49,19 @@ def contents(folder: BlobFolder) -> dict[str, tuple[bytes, bytes | None]]:
     return {key: content_of(folder, key) for key in folder.keys()}  # noqa: SIM118 - not a mapping
 
 
-def test_restored_blobs_are_those_persisted(own: BlobFolder, disk: BlobFolder, tmp_path: Path) -> None:
+def test_restored_blobs_are_those_persisted(
+    own: BlobFolder, disk: BlobFolder, tmp_path: Path
+) -> None:
     back = BlobFolder(tmp_path / "back")
     assert restore(disk.path, back) == len("start-4" + "snapshot-3") + 5000
-    assert contents(back) == {key: value for key, value in contents(own).items() if key in FIRST}
+    assert contents(back) == {
+        key: value for key, value in contents(own).items() if key in FIRST
+    }
     (buffer,) = (disk.path / "buffers").iterdir()
     os.truncate(buffer, 100)
-    assert restore(disk.path, BlobFolder(tmp_path / "again")) == len("start-4"), "the damaged one stays behind"
+    assert restore(disk.path, BlobFolder(tmp_path / "again")) == len("start-4"), (
+        "the damaged one stays behind"
+    )
 
 
 def test_stale_blobs_go_and_all_others_stay(own: BlobFolder, disk: BlobFolder) -> None:
@@ -65,8 +80,13 @@ def test_only_small_blobs_are_written_again(own: BlobFolder, disk: BlobFolder) -
     assert disk.get("start-4").header == b"after a rollback"
 
 
-def test_blobs_on_disk_and_new_ones_have_to_fit_together(own: BlobFolder, disk: BlobFolder) -> None:
-    wanted = r"got 5017 bytes in use and 5017 more to hold, wanted at most ckpt.disk_budget_bytes=10033"
+def test_blobs_on_disk_and_new_ones_have_to_fit_together(
+    own: BlobFolder, disk: BlobFolder
+) -> None:
+    wanted = (
+        r"got 5017 bytes in use and 5017 more to hold, wanted at most"
+        r" ckpt.disk_budget_bytes=10033"
+    )
     with pytest.raises(CheckpointSaveError, match=wanted):
         persist(own, disk.path, SECOND, (), 10_033)
     assert disk.keys() == sorted(FIRST)
@@ -80,14 +100,18 @@ def test_writes_take_a_token_for_every_byte(own: BlobFolder, tmp_path: Path) -> 
     assert sum(throttle.asked) == len("start-4" + "snapshot-3") + 5000
 
 
-def test_a_blob_that_was_withdrawn_is_not_kept_and_the_window_before_stays(own: BlobFolder, disk: BlobFolder) -> None:
+def test_a_blob_that_was_withdrawn_is_not_kept_and_the_window_before_stays(
+    own: BlobFolder, disk: BlobFolder
+) -> None:
     own.withdraw("snapshot-6")
     with pytest.raises(CheckpointLoadError, match="snapshot-6"):
         persist(own, disk.path, SECOND, (), None)
     assert disk.keys() == sorted(FIRST), "what was added until then takes room"
 
 
-def test_a_folder_that_cannot_be_written_says_so(own: BlobFolder, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_says_so(
+    own: BlobFolder, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointSaveError, match="file"):
         persist(own, tmp_path / "file", FIRST, (), None)
@@ -107,12 +131,16 @@ def persist_and_die(own: str, disk: str, keys: Sequence[str], sync: int) -> None
     persist(BlobFolder(Path(own)), Path(disk), keys, (), None)
 
 
-def test_a_daemon_that_dies_at_any_moment_leaves_old_blobs_whole(own: BlobFolder, disk: BlobFolder) -> None:
+def test_a_daemon_that_dies_at_any_moment_leaves_old_blobs_whole(
+    own: BlobFolder, disk: BlobFolder
+) -> None:
     wanted = contents(own)
     num_deaths, finished = 0, False
     while not finished:
         try:
-            run_ranks(1, persist_and_die, str(own.path), str(disk.path), SECOND, num_deaths)
+            run_ranks(
+                1, persist_and_die, str(own.path), str(disk.path), SECOND, num_deaths
+            )
             finished = True
         except RankFailedError:
             num_deaths += 1

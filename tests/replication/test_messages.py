@@ -22,7 +22,14 @@ from moe_ckpt.replication.messages import (
     message_to_bytes,
     parse_address,
 )
-from tests.properties import GENERATORS, MANY, PER_EXAMPLE, inputs, random_number, random_text
+from tests.properties import (
+    GENERATORS,
+    MANY,
+    PER_EXAMPLE,
+    inputs,
+    random_number,
+    random_text,
+)
 
 _SCALARS = st.none() | st.integers(-(2**63), 2**64 - 1) | st.text()
 KINDS = list(messages._KINDS.values())
@@ -34,13 +41,20 @@ VALUES: dict[str, Callable[[random.Random], Any]] = {
     "Count | None": lambda chosen: chosen.choice((None, random_number(chosen, 2**63))),
     "bytes | None": lambda chosen: chosen.choice((None, chosen.randbytes(40))),
     "str | None": lambda chosen: chosen.choice((None, random_text(chosen))),
-    "tuple[str, ...]": lambda chosen: tuple(random_text(chosen) for _ in range(chosen.randrange(4))),
+    "tuple[str, ...]": lambda chosen: tuple(
+        random_text(chosen) for _ in range(chosen.randrange(4))
+    ),
 }
 
 
 def random_message(chosen: random.Random) -> Message:
     kind = chosen.choice(KINDS)
-    return kind(**{name: VALUES[str(hint)](chosen) for name, hint in kind.__annotations__.items()})
+    return kind(
+        **{
+            name: VALUES[str(hint)](chosen)
+            for name, hint in kind.__annotations__.items()
+        }
+    )
 
 
 @inputs(MANY)
@@ -53,7 +67,9 @@ def test_every_message_is_read_back(chosen: random.Random) -> None:
 
 @given(st.text())
 def test_every_text_is_read_back(text: str) -> None:
-    assert message_from_bytes(message_to_bytes(Keys(keys=(text, text)))) == Keys(keys=(text, text))
+    assert message_from_bytes(message_to_bytes(Keys(keys=(text, text)))) == Keys(
+        keys=(text, text)
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,14 +99,22 @@ def test_other_content_is_refused_as_a_message(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [msgpack.encode({"Done": {}})[:-1], msgpack.encode({"Done": {}}) + b"\0", b"\x91" * 100_000]
+    "content",
+    [
+        msgpack.encode({"Done": {}})[:-1],
+        msgpack.encode({"Done": {}}) + b"\0",
+        b"\x91" * 100_000,
+    ],
 )
 def test_a_part_of_a_message_or_more_than_one_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="not a message"):
         message_from_bytes(content)
 
 
-@given(st.binary() | st.recursive(_SCALARS, lambda inner: st.lists(inner)).map(msgpack.encode))
+@given(
+    st.binary()
+    | st.recursive(_SCALARS, lambda inner: st.lists(inner)).map(msgpack.encode)
+)
 def test_any_bytes_are_refused_with_a_value_error(content: bytes) -> None:
     with pytest.raises(ValueError, match="not a message"):
         message_from_bytes(content)
@@ -111,7 +135,9 @@ def test_a_changed_message_is_another_one_or_refused(chosen: random.Random) -> N
 
 
 def test_the_form_of_a_message() -> None:
-    assert msgpack.decode(message_to_bytes(Keys(keys=("a", "b")))) == {"Keys": {"keys": ["a", "b"]}}
+    assert msgpack.decode(message_to_bytes(Keys(keys=("a", "b")))) == {
+        "Keys": {"keys": ["a", "b"]}
+    }
     found = Found(header=b"abc", payload_bytes=None)
     assert msgpack.decode(message_to_bytes(found)) == {
         "Found": {"header": b"abc", "header_bytes": 0, "payload_bytes": None}

@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.replication.placement import LISTED_NODES, copy_holders, num_nodes, placement_lines
+from moe_ckpt.replication.placement import (
+    LISTED_NODES,
+    copy_holders,
+    num_nodes,
+    placement_lines,
+)
 
 Holders = Callable[..., tuple[int, ...]]
 Cluster = tuple[int, int, int]
@@ -23,12 +28,22 @@ def arguments(cluster: Cluster) -> dict[str, int]:
     return dict(zip(("world_size", "ranks_per_node", "replicas"), cluster, strict=True))
 
 
-def ring_holders(global_rank: int, *, world_size: int, ranks_per_node: int, replicas: int) -> tuple[int, ...]:
-    """Return the holders in Gemini's ring strategy, section 4.1: the next nodes, with all nodes in one ring."""
-    return tuple((global_rank + hop * ranks_per_node) % world_size for hop in range(1, replicas + 1))
+def ring_holders(
+    global_rank: int, *, world_size: int, ranks_per_node: int, replicas: int
+) -> tuple[int, ...]:
+    """Return the holders in Gemini's ring strategy, section 4.1: the next nodes, with
+    all nodes in one ring.
+    """
+    return tuple(
+        (global_rank + hop * ranks_per_node) % world_size
+        for hop in range(1, replicas + 1)
+    )
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_node", "nodes"), [(8, 2, 4), (8, 8, 1), (9, 2, 5), (1, 8, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_node", "nodes"),
+    [(8, 2, 4), (8, 8, 1), (9, 2, 5), (1, 8, 1)],
+)
 def test_nodes(world_size: int, ranks_per_node: int, nodes: int) -> None:
     assert num_nodes(world_size, ranks_per_node) == nodes
 
@@ -57,17 +72,27 @@ def test_holders(global_rank: int, cluster: Cluster, holders: tuple[int, ...]) -
 @pytest.mark.parametrize(
     "cluster",
     [(8, 2, 4), (8, 8, 1), (8, 2, -1), (9, 2, 1)],
-    ids=["as many copies as nodes", "one node", "fewer than none", "a node that is smaller"],
+    ids=[
+        "as many copies as nodes",
+        "one node",
+        "fewer than none",
+        "a node that is smaller",
+    ],
 )
 @pytest.mark.parametrize("place", [partial(copy_holders, 0), placement_lines])
-def test_what_cannot_be_placed_is_our_own_bug(place: Callable[..., object], cluster: Cluster) -> None:
+def test_what_cannot_be_placed_is_our_own_bug(
+    place: Callable[..., object], cluster: Cluster
+) -> None:
     with pytest.raises(AssertionError):
         place(**arguments(cluster))
 
 
 @st.composite
 def clusters(draw: st.DrawFn, most_nodes: int = 12, most_ranks: int = 9) -> Cluster:
-    nodes, ranks_per_node = draw(st.integers(1, most_nodes)), draw(st.integers(1, most_ranks))
+    nodes, ranks_per_node = (
+        draw(st.integers(1, most_nodes)),
+        draw(st.integers(1, most_ranks)),
+    )
     return nodes * ranks_per_node, ranks_per_node, draw(st.integers(0, nodes - 1))
 
 
@@ -78,7 +103,9 @@ def test_copies_are_on_other_nodes_and_spread_evenly(cluster: Cluster) -> None:
     for owner in range(world_size):
         holders = copy_holders(owner, **arguments(cluster))
         nodes = [rank // ranks_per_node for rank in (owner, *holders)]
-        assert len(set(nodes)) == 1 + replicas, f"rank {owner}: two of nodes {nodes} are one"
+        assert len(set(nodes)) == 1 + replicas, (
+            f"rank {owner}: two of nodes {nodes} are one"
+        )
         assert {rank % ranks_per_node for rank in holders} <= {owner % ranks_per_node}
         assert all(0 <= holder < world_size for holder in holders)
         kept.update(holders)
@@ -87,41 +114,61 @@ def test_copies_are_on_other_nodes_and_spread_evenly(cluster: Cluster) -> None:
 
 @given(cluster=clusters())
 def test_all_groups_but_the_last_keep_each_others(cluster: Cluster) -> None:
-    """Gemini's mixed strategy, by its words: floor(N / m) - 1 groups of m nodes, and a ring of those that remain."""
+    """Gemini's mixed strategy, by its words: floor(N / m) - 1 groups of m nodes, and a
+    ring of those that remain.
+    """
     world_size, ranks_per_node, replicas = cluster
     nodes, size = world_size // ranks_per_node, replicas + 1
-    full = [range(start, start + size) for start in range(0, nodes // size * size, size)][:-1]
+    full = [
+        range(start, start + size) for start in range(0, nodes // size * size, size)
+    ][:-1]
     remaining = nodes - len(full) * size
     assert size <= remaining < 2 * size
     for rank in range(world_size):
         node = rank // ranks_per_node
         holders = copy_holders(rank, **arguments(cluster))
         if group := next((group for group in full if node in group), None):
-            assert {node, *(holder // ranks_per_node for holder in holders)} == set(group)
+            assert {node, *(holder // ranks_per_node for holder in holders)} == set(
+                group
+            )
         else:
             first = rank - len(full) * size * ranks_per_node
             last = arguments((remaining * ranks_per_node, ranks_per_node, replicas))
-            assert holders == tuple(holder + rank - first for holder in ring_holders(first, **last))
+            assert holders == tuple(
+                holder + rank - first for holder in ring_holders(first, **last)
+            )
 
 
 def kept_on(holders_of: Holders, nodes: int, replicas: int) -> list[set[int]]:
     """Return for each node the nodes with its state, its own included; a rank a node."""
-    return [{node, *holders_of(node, **arguments((nodes, 1, replicas)))} for node in range(nodes)]
+    return [
+        {node, *holders_of(node, **arguments((nodes, 1, replicas)))}
+        for node in range(nodes)
+    ]
 
 
 def num_fatal(kept: Sequence[set[int]], lost: int) -> int:
     """Return how many sets of `lost` nodes take every copy of some state with them."""
-    return sum(any(on <= set(gone) for on in kept) for gone in combinations(range(len(kept)), lost))
+    return sum(
+        any(on <= set(gone) for on in kept)
+        for gone in combinations(range(len(kept)), lost)
+    )
 
 
 def test_the_mixed_strategy_is_near_the_best_there_is() -> None:
-    """Gemini, section 4.1: of the sets of m nodes at most 2m - 3 more are fatal than N / m, the least there can be."""
-    for nodes, replicas in [pair for pair in product(range(1, 10), range(9)) if pair[1] < pair[0]]:
+    """Gemini, section 4.1: of the sets of m nodes at most 2m - 3 more are fatal than N
+    / m, the least there can be.
+    """
+    for nodes, replicas in [
+        pair for pair in product(range(1, 10), range(9)) if pair[1] < pair[0]
+    ]:
         size, kept = replicas + 1, kept_on(copy_holders, nodes, replicas)
         least, fatal = math.ceil(nodes / size), num_fatal(kept, size)
         assert least <= fatal <= least + max(0, 2 * size - 3)
         assert fatal <= num_fatal(kept_on(ring_holders, nodes, replicas), size)
-        assert num_fatal(kept, replicas) == 0, "any nodes up to as many as copies may be lost"
+        assert num_fatal(kept, replicas) == 0, (
+            "any nodes up to as many as copies may be lost"
+        )
 
 
 PAIRS = ["   0    0-1  2-3", "   1    2-3  0-1", "   2    4-5  6-7", "   3    6-7  4-5"]
@@ -140,8 +187,14 @@ HEAD = "node  ranks  copies are kept by ranks"
     [
         pytest.param((8, 2, 1), [HEAD, *PAIRS], id="pairs"),
         pytest.param((3, 1, 2), [HEAD, *SINGLE], id="each rank a node"),
-        pytest.param((280, 8, 1), ["node    ranks  copies are kept by ranks", *MANY], id="the last in a ring"),
-        pytest.param((4, 1, 0), ["no node keeps copies of another's memory"], id="no copies"),
+        pytest.param(
+            (280, 8, 1),
+            ["node    ranks  copies are kept by ranks", *MANY],
+            id="the last in a ring",
+        ),
+        pytest.param(
+            (4, 1, 0), ["no node keeps copies of another's memory"], id="no copies"
+        ),
     ],
 )
 def test_the_table_names_the_holders(cluster: Cluster, expected: list[str]) -> None:
@@ -171,17 +224,28 @@ def test_the_table_stays_short(nodes: int, ranks_per_node: int) -> None:
 def test_copies_stay_among_peers_where_these_are_on_enough_nodes(
     global_rank: int, replicas: int, peers: int | None, expected: tuple[int, ...]
 ) -> None:
-    assert copy_holders(global_rank, world_size=12, ranks_per_node=2, replicas=replicas, peers=peers) == expected
+    assert (
+        copy_holders(
+            global_rank, world_size=12, ranks_per_node=2, replicas=replicas, peers=peers
+        )
+        == expected
+    )
 
 
 @given(pp=st.integers(1, 4), cluster=clusters(most_nodes=6, most_ranks=4))
-def test_stages_of_whole_nodes_keep_their_copies_among_themselves(pp: int, cluster: Cluster) -> None:
+def test_stages_of_whole_nodes_keep_their_copies_among_themselves(
+    pp: int, cluster: Cluster
+) -> None:
     peers, ranks_per_node, replicas = cluster
     kept: Counter[int] = Counter()
     for owner in range(pp * peers):
-        holders = copy_holders(owner, **arguments((pp * peers, ranks_per_node, replicas)), peers=peers)
+        holders = copy_holders(
+            owner, **arguments((pp * peers, ranks_per_node, replicas)), peers=peers
+        )
         assert {holder // peers for holder in holders} <= {owner // peers}
-        assert len({rank // ranks_per_node for rank in (owner, *holders)}) == 1 + replicas
+        assert (
+            len({rank // ranks_per_node for rank in (owner, *holders)}) == 1 + replicas
+        )
         kept.update(holders)
     assert [kept[rank] for rank in range(pp * peers)] == [replicas] * pp * peers
 

@@ -1,4 +1,6 @@
-"""What outlives a worker: its snapshots and steps in a folder, and what peers are told of them, and when."""
+"""What outlives a worker: its snapshots and steps in a folder, and what peers are told
+of them, and when.
+"""
 
 from __future__ import annotations
 
@@ -93,11 +95,17 @@ class Life:
         persist_window(self.memory, self.buffers, start, daemon=self.publisher)
 
     def log(self, iteration: int, *, after_whole_state: bool = False) -> None:
-        """Log an iteration; `after_whole_state`: a snapshot of the whole state came before it."""
+        """Log an iteration; `after_whole_state`: a snapshot of the whole state came
+        before it.
+        """
         self.steps.log_start(iteration, {"rng": torch.full((4,), iteration)})
         if after_whole_state:
             self.steps.publish_start(iteration)
-        self.steps.add(StepRecord(iteration=iteration, gradients=GRADIENTS, tied_gradient=torch.ones(2)))
+        self.steps.add(
+            StepRecord(
+                iteration=iteration, gradients=GRADIENTS, tied_gradient=torch.ones(2)
+            )
+        )
 
     def keys(self) -> set[str]:
         return set(self.publisher.folder.keys())
@@ -126,18 +134,24 @@ def capturing(life: Life) -> Iterator[Engine]:
     capturing.copier.close()
 
 
-def test_a_successor_finds_all_that_a_worker_kept(life: Life, live: Callable[[], Life]) -> None:
+def test_a_successor_finds_all_that_a_worker_kept(
+    life: Life, live: Callable[[], Life]
+) -> None:
     life.persist(4)
     life.log(5)
     take_window(life.memory, life.buffers, 6, 1, daemon=life.publisher)
     found = live()
-    assert starts_of(found.memory) == [6, 4], "a complete window that was not confirmed may be others' newest"
+    assert starts_of(found.memory) == [6, 4], (
+        "a complete window that was not confirmed may be others' newest"
+    )
     record = found.steps.record(5)
     assert found.steps.start(5)["rng"].tolist() == [5] * 4
     assert (record.gradients, record.tied_gradient is None) == (GRADIENTS, False)
 
 
-def test_peers_get_nothing_until_told_to_then_differences(life: Life, live: Callable[[], Life], peers: Peers) -> None:
+def test_peers_get_nothing_until_told_to_then_differences(
+    life: Life, live: Callable[[], Life], peers: Peers
+) -> None:
     life.begin(set())
     life.persist(4)
     life.log(5)
@@ -155,7 +169,9 @@ def test_peers_get_nothing_until_told_to_then_differences(life: Life, live: Call
     assert peers.asked == 2
 
 
-def test_a_snapshot_is_sent_before_training_asks_for_it(life: Life, capturing: Engine, peers: Peers) -> None:
+def test_a_snapshot_is_sent_before_training_asks_for_it(
+    life: Life, capturing: Engine, peers: Peers
+) -> None:
     life.begin(set())
     for number in (1, 2):
         capturing.capture(NUMBERS)
@@ -176,12 +192,16 @@ def test_the_time_to_reach_peers_is_known_of_snapshots_sent_to_some(life: Life) 
     life.begin(set())
     sent = sent_of(4)
     assert sent is not None
-    assert sent.size_bytes == sum(each.header.payload_bytes for each in life.memory.windows()[0].snapshots)
+    assert sent.size_bytes == sum(
+        each.header.payload_bytes for each in life.memory.windows()[0].snapshots
+    )
     life.publisher.stop_copying()
     assert sent_of(6) is None
 
 
-def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(life: Life, capturing: Engine, peers: Peers) -> None:
+def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(
+    life: Life, capturing: Engine, peers: Peers
+) -> None:
     life.begin(set())
     with held_until_waited_for(capturing.copier):
         capturing.capture(NUMBERS)
@@ -191,13 +211,17 @@ def test_a_torn_snapshot_is_nowhere_when_it_is_dropped(life: Life, capturing: En
     assert life.buffers.in_use_bytes == 0
 
 
-def test_a_rank_that_has_lost_its_own_lets_peers_keep_theirs(life: Life, peers: Peers) -> None:
+def test_a_rank_that_has_lost_its_own_lets_peers_keep_theirs(
+    life: Life, peers: Peers
+) -> None:
     peers.held = {"snapshot-4-0-aa", "start-5"}
     life.begin(set(peers.held), drop_stale=False)
     assert peers.held == {"snapshot-4-0-aa", "start-5"}
 
 
-def test_peers_keep_old_blobs_while_copies_of_new_ones_fail(life: Life, peers: Peers) -> None:
+def test_peers_keep_old_blobs_while_copies_of_new_ones_fail(
+    life: Life, peers: Peers
+) -> None:
     life.persist(6)
     peers.held, peers.fails = {"snapshot-4-0-aa"}, True
     life.begin(set(peers.held))
@@ -209,7 +233,9 @@ def test_peers_keep_old_blobs_while_copies_of_new_ones_fail(life: Life, peers: P
 
 
 class LatePeers(Peers):
-    """Whose answers wait until `answer`; `meanwhile` is done whenever they are asked for something."""
+    """Whose answers wait until `answer`; `meanwhile` is done whenever they are asked
+    for something.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,8 +258,12 @@ class LatePeers(Peers):
             answer.set_result(None)
 
 
-def test_a_copy_that_arrives_after_peers_were_asked_does_not_stay(life: Life, peers: Peers) -> None:
-    """Copying stops here and not in the daemon, which still sends the newest window. All go back to the one before."""
+def test_a_copy_that_arrives_after_peers_were_asked_does_not_stay(
+    life: Life, peers: Peers
+) -> None:
+    """Copying stops here and not in the daemon, which still sends the newest window.
+    All go back to the one before.
+    """
     life.begin(set())
     life.persist(6)
     late = life.keys()
@@ -281,7 +311,9 @@ def test_a_wait_for_a_disk_ends_as_ranks_are_lost(tmp_path: Path) -> None:
     life.publisher.wait_for(written)
 
 
-def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(tmp_path: Path) -> None:
+def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(
+    tmp_path: Path,
+) -> None:
     peers = LatePeers()
     life = Life(tmp_path, peers)
     life.persist(6)
@@ -293,9 +325,15 @@ def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(tmp_path: Path)
         assert peers.held == held
 
 
-@pytest.mark.parametrize("while_peers", ["confirm older copies", "are told what to drop"])
-def test_peers_are_not_told_to_forget_new_copies(tmp_path: Path, while_peers: str) -> None:
-    """What an iteration starts from has one name, whoever kept it, and an iteration that was cut off comes again."""
+@pytest.mark.parametrize(
+    "while_peers", ["confirm older copies", "are told what to drop"]
+)
+def test_peers_are_not_told_to_forget_new_copies(
+    tmp_path: Path, while_peers: str
+) -> None:
+    """What an iteration starts from has one name, whoever kept it, and an iteration
+    that was cut off comes again.
+    """
     peers = LatePeers()
     life = Life(tmp_path, peers)
     life.log(4)
@@ -304,7 +342,9 @@ def test_peers_are_not_told_to_forget_new_copies(tmp_path: Path, while_peers: st
     if while_peers == "confirm older copies":
         peers.meanwhile = peers.answer
         life.log(5)
-    else:  # answers come in another thread: a copy asked for then has to wait, or peers would drop it after that
+    else:
+        # answers come in another thread: a copy asked for then has to wait, or peers
+        # would drop it after that
         training = threading.Thread(target=lambda: life.log(5))
 
         def go_on_as_far_as_may_be() -> None:
@@ -326,7 +366,9 @@ def waits_in_publisher(thread: threading.Thread) -> bool:
     return frame is not None and frame.f_code is Publisher._copy.__code__
 
 
-def test_a_blob_that_one_of_two_peers_lacks_is_copied(life: Life, live: Callable[[], Life], peers: Peers) -> None:
+def test_a_blob_that_one_of_two_peers_lacks_is_copied(
+    life: Life, live: Callable[[], Life], peers: Peers
+) -> None:
     life.log(5, after_whole_state=True)
     life = live()
     life.begin({"start-5", *STEP_5}, {"start-5"})
@@ -334,8 +376,12 @@ def test_a_blob_that_one_of_two_peers_lacks_is_copied(life: Life, live: Callable
     assert life.publisher.has_copies_of_step(5)
 
 
-def test_a_start_noted_again_before_copying_is_copied_again(life: Life, live: Callable[[], Life], peers: Peers) -> None:
-    """Under its name peers may hold what the iteration started from before all went elsewhere."""
+def test_a_start_noted_again_before_copying_is_copied_again(
+    life: Life, live: Callable[[], Life], peers: Peers
+) -> None:
+    """Under its name peers may hold what the iteration started from before all went
+    elsewhere.
+    """
     life.log(5)
     life = live()
     life.steps.log_start(5, {"rng": torch.zeros(4)})
@@ -353,29 +399,39 @@ def test_copies_that_fail_are_waited_for_once(life: Life, peers: Peers) -> None:
     for iteration in (5, 6):
         life.log(iteration)
         assert not life.publisher.has_copies_of_step(iteration)
-        assert life.waits == [True, False], "an iteration is not to wait for what has failed already"
+        assert life.waits == [True, False], (
+            "an iteration is not to wait for what has failed already"
+        )
     peers.fails = False
     life.publisher.stop_copying()
     life.begin(set())
     assert life.publisher.has_copies_of_step(6)
 
 
-def test_a_window_counts_as_copied_with_its_steps_only(life: Life, peers: Peers) -> None:
-    """A record whose copy failed is not sent again, and no replay gets past its iteration."""
+def test_a_window_counts_as_copied_with_its_steps_only(
+    life: Life, peers: Peers
+) -> None:
+    """A record whose copy failed is not sent again, and no replay gets past its
+    iteration.
+    """
     life.begin(set())
     life.log(5)
     life.persist(4)
     snapshots = life.memory.windows()[0].snapshots
     assert life.publisher.has_copies(snapshots)
     lacking = peers.held - STEP_5
-    assert [life.publisher.num_copies(snapshots, [held]) for held in (peers.held, lacking)] == [1, 0]
+    assert [
+        life.publisher.num_copies(snapshots, [held]) for held in (peers.held, lacking)
+    ] == [1, 0]
     peers.fails = True
     life.steps.add(life.steps.record(5))
     assert not life.publisher.awaits_copies(snapshots)
     assert not life.publisher.has_copies(snapshots)
 
 
-def fetch_of(folder: BlobFolder, *, fail_after: int | None = None) -> Callable[[BlobFolder], int]:
+def fetch_of(
+    folder: BlobFolder, *, fail_after: int | None = None
+) -> Callable[[BlobFolder], int]:
     """Return a fetch of what another folder holds, which fails after some blobs."""
 
     def fetch(into: BlobFolder) -> int:
@@ -383,7 +439,12 @@ def fetch_of(folder: BlobFolder, *, fail_after: int | None = None) -> Callable[[
             if number == fail_after:
                 raise CheckpointLoadError("the peer is gone")
             header, content = content_of(folder, key)
-            into.deposit(key, header, None if content is None else filled(into, content), len(content or b""))
+            into.deposit(
+                key,
+                header,
+                None if content is None else filled(into, content),
+                len(content or b""),
+            )
         return len(folder.keys())
 
     return fetch
@@ -402,7 +463,9 @@ def copy(tmp_path: Path) -> BlobFolder:
     return BlobFolder(tmp_path / "copy")
 
 
-def test_fetched_blobs_take_the_place_of_all_others(life: Life, live: Callable[[], Life], copy: BlobFolder) -> None:
+def test_fetched_blobs_take_the_place_of_all_others(
+    life: Life, live: Callable[[], Life], copy: BlobFolder
+) -> None:
     life.log(1)
     assert life.publisher.replace(fetch_of(copy), life.forget) == len(copy.keys())
     life.adopt()
@@ -411,7 +474,9 @@ def test_fetched_blobs_take_the_place_of_all_others(life: Life, live: Callable[[
 
 
 @pytest.mark.parametrize("arrived", range(4))
-def test_a_fetch_that_failed_leaves_what_there_was(life: Life, copy: BlobFolder, arrived: int, tmp_path: Path) -> None:
+def test_a_fetch_that_failed_leaves_what_there_was(
+    life: Life, copy: BlobFolder, arrived: int, tmp_path: Path
+) -> None:
     """As the folder is while a fetch goes on, copied away, so is it after kill -9."""
     life.persist(2)
     life.log(3)
@@ -434,8 +499,12 @@ def test_a_fetch_that_failed_leaves_what_there_was(life: Life, copy: BlobFolder,
         assert len(buffers_of(path)) == num_buffers, "nothing of the fetch is left"
 
 
-def test_a_death_after_all_has_arrived_leaves_what_arrived(life: Life, copy: BlobFolder, tmp_path: Path) -> None:
-    """Also where the keys of both are the same, as those of a damaged window and its copy are."""
+def test_a_death_after_all_has_arrived_leaves_what_arrived(
+    life: Life, copy: BlobFolder, tmp_path: Path
+) -> None:
+    """Also where the keys of both are the same, as those of a damaged window and its
+    copy are.
+    """
     for key in copy.keys():  # noqa: SIM118 - not a mapping
         header, content = content_of(copy, key)
         payload = None if content is None else filled(life.publisher.folder, content)
@@ -449,7 +518,8 @@ def test_a_death_after_all_has_arrived_leaves_what_arrived(life: Life, copy: Blo
         life.forget()
         shutil.copytree(folder.path, moments[1])
         shutil.copytree(folder.path, moments[2])
-        shutil.rmtree(moments[2] / "index")  # the last moment before the new index is in place
+        # the last moment before the new index is in place
+        shutil.rmtree(moments[2] / "index")
 
     life.publisher.replace(fetch_of(copy), forget)
     assert life.keys() == set(copy.keys())
@@ -460,7 +530,9 @@ def test_a_death_after_all_has_arrived_leaves_what_arrived(life: Life, copy: Blo
         assert len(buffers_of(moment)) == len(buffers_of(copy.path))
 
 
-def test_memory_that_is_taken_after_a_fetch_is_no_fetched_blob(life: Life, copy: BlobFolder) -> None:
+def test_memory_that_is_taken_after_a_fetch_is_no_fetched_blob(
+    life: Life, copy: BlobFolder
+) -> None:
     folder, keys = life.publisher.folder, copy.keys()
     life.persist(2)
     life.publisher.replace(fetch_of(copy), life.forget)
@@ -470,26 +542,41 @@ def test_memory_that_is_taken_after_a_fetch_is_no_fetched_blob(life: Life, copy:
     assert [content_of(folder, key) for key in keys] == before
 
 
-@pytest.mark.parametrize("key", ["snapshot-1", "snapshot-a-0-bb", "local-", "snapshot-1-0-aa-2"])
+@pytest.mark.parametrize(
+    "key", ["snapshot-1", "snapshot-a-0-bb", "local-", "snapshot-1-0-aa-2"]
+)
 def test_a_snapshots_key_without_its_numbers_is_one_clear_error(key: str) -> None:
-    for read in (lambda: newest_snapshot(["snapshot-4-1-aa", key]), lambda: belongs_to(key, 4)):
-        with pytest.raises(CheckpointLoadError, match=f"got '{key}', wanted snapshot-START-SLOT-ID, "):
+    for read in (
+        lambda: newest_snapshot(["snapshot-4-1-aa", key]),
+        lambda: belongs_to(key, 4),
+    ):
+        with pytest.raises(
+            CheckpointLoadError, match=f"got '{key}', wanted snapshot-START-SLOT-ID, "
+        ):
             read()
 
 
 def test_which_keys_belong_to_a_window() -> None:
     keys = ["snapshot-4-1-aa", "snapshot-5-0-bb", "start-4", "start-5", "step-5"]
-    assert [key for key in keys if belongs_to(key, 4)] == ["snapshot-4-1-aa", "start-5", "step-5"]
+    assert [key for key in keys if belongs_to(key, 4)] == [
+        "snapshot-4-1-aa",
+        "start-5",
+        "step-5",
+    ]
     assert newest_snapshot(keys) == 5
     assert newest_snapshot(["start-5"]) is None
-    with pytest.raises(CheckpointLoadError, match="got 'other', wanted snapshot-START-SLOT-ID, "):
+    with pytest.raises(
+        CheckpointLoadError, match="got 'other', wanted snapshot-START-SLOT-ID, "
+    ):
         belongs_to("other", 4)
 
 
 DAMAGED = ["{}", "[]", "[", '{"overflows": 3}', '{"overflows": [], "loss_scale": 1.0}']
 
 
-def test_damaged_steps_are_left_out(copy: BlobFolder, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_steps_are_left_out(
+    copy: BlobFolder, caplog: pytest.LogCaptureFixture
+) -> None:
     facts = [None, {"other": "1"}, *({"gradients": text} for text in DAMAGED)]
     heads = [save({}, metadata=each) for each in facts]
     blobs = {f"step-{number}": head for number, head in enumerate(heads, start=6)}
@@ -503,7 +590,9 @@ def test_damaged_steps_are_left_out(copy: BlobFolder, caplog: pytest.LogCaptureF
         copy.publish(key, head, None, 0)
     kept = read_kept(copy)
     assert (list(kept.starts), list(kept.records)) == ([5], [5])
-    assert {record.args[0] for record in caplog.records if isinstance(record.args, tuple)} == set(blobs)
+    assert {
+        record.args[0] for record in caplog.records if isinstance(record.args, tuple)
+    } == set(blobs)
 
 
 def test_only_a_record_proves_progress(copy: BlobFolder) -> None:
@@ -511,21 +600,29 @@ def test_only_a_record_proves_progress(copy: BlobFolder) -> None:
     assert not holds_records(["snapshot-0-0-aa", "start-1"])
 
 
-def test_a_copy_that_is_being_changed_is_read_as_far_as_it_is_whole(copy: BlobFolder) -> None:
+def test_a_copy_that_is_being_changed_is_read_as_far_as_it_is_whole(
+    copy: BlobFolder,
+) -> None:
     (copy.path / "index" / "start-5.blob").write_bytes(b"garbage")
     (copy.path / "index" / "step-6.blob").write_bytes(b"garbage")
     kept = read_kept(copy)
     assert [snapshot.header.slot for snapshot in kept.snapshots] == [0, 1]
-    assert (list(kept.starts), list(kept.records)) == ([5], [5]), "a step has its start, too"
+    assert (list(kept.starts), list(kept.records)) == ([5], [5]), (
+        "a step has its start, too"
+    )
 
 
-def test_a_start_that_was_published_alone_is_as_new_as_that_of_the_step(life: Life) -> None:
+def test_a_start_that_was_published_alone_is_as_new_as_that_of_the_step(
+    life: Life,
+) -> None:
     life.log(5, after_whole_state=True)
     life.steps.log_start(5, {"rng": torch.zeros(4)})
     assert read_kept(life.publisher.folder).starts[5]["rng"].tolist() == [0] * 4
 
 
-def test_steps_of_older_versions_become_those_of_today(life: Life, live: Callable[[], Life]) -> None:
+def test_steps_of_older_versions_become_those_of_today(
+    life: Life, live: Callable[[], Life]
+) -> None:
     """Each start was a blob of its own, and so was each record."""
     life.log(5, after_whole_state=True)
     life.log(6, after_whole_state=True)

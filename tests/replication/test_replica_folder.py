@@ -1,4 +1,6 @@
-"""Memory of copies: what is free is used again, however often, and none is kept beyond what was in use at once."""
+"""Memory of copies: what is free is used again, however often, and none is kept beyond
+what was in use at once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def contents_of(folder: BlobFolder, *keys: str) -> list[bytes | None]:
     return [content_of(BlobFolder(folder.path), key)[1] for key in keys]
 
 
-def test_memory_discarded_or_replaced_or_given_back_is_used_again(folder: ReplicaFolder) -> None:
+def test_memory_discarded_or_replaced_or_given_back_is_used_again(
+    folder: ReplicaFolder,
+) -> None:
     first = deposit(folder, "a", b"one")
     second = deposit(folder, "a", b"two")
     assert second is not first
@@ -43,7 +47,9 @@ def test_memory_discarded_or_replaced_or_given_back_is_used_again(folder: Replic
     assert len(buffers_of(folder)) == 2
 
 
-def test_clearing_gives_back_all_memory_but_that_being_filled(folder: ReplicaFolder) -> None:
+def test_clearing_gives_back_all_memory_but_that_being_filled(
+    folder: ReplicaFolder,
+) -> None:
     for content in (b"one", b"two"):
         deposit(folder, "a", content)
     filling = folder.allocate(3)
@@ -74,7 +80,9 @@ def test_free_memory_that_was_deleted_is_not_used(folder: ReplicaFolder) -> None
     assert contents_of(folder, "c", "b") == [b"six", b"ten"]
 
 
-def test_memory_that_could_not_be_deposited_stays_the_callers(folder: ReplicaFolder, tmp_path: Path) -> None:
+def test_memory_that_could_not_be_deposited_stays_the_callers(
+    folder: ReplicaFolder, tmp_path: Path
+) -> None:
     before = deposit(folder, "a", b"one")
     payload = folder.allocate(3)
     (folder.path / "buffers" / buffers_of(folder)[1]).unlink()
@@ -88,7 +96,9 @@ def test_memory_that_could_not_be_deposited_stays_the_callers(folder: ReplicaFol
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5)), max_size=40))
-def test_no_more_memory_is_kept_than_was_in_use_at_once(steps: list[tuple[str, int]]) -> None:
+def test_no_more_memory_is_kept_than_was_in_use_at_once(
+    steps: list[tuple[str, int]],
+) -> None:
     contents: dict[str, bytes | None] = {}
     most = 1
     with tempfile.TemporaryDirectory() as root:
@@ -100,7 +110,8 @@ def test_no_more_memory_is_kept_than_was_in_use_at_once(steps: list[tuple[str, i
                 contents.pop(key, None)
                 continue
             content = key.encode() * 100 * size
-            used_bytes = sum(len(each or b"") for each in contents.values())  # the one that is replaced is there yet
+            # the one that is replaced is there yet
+            used_bytes = sum(len(each or b"") for each in contents.values())
             most = max(most, used_bytes + len(content))
             deposit(folder, key, content)
             contents[key] = content

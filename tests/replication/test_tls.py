@@ -1,4 +1,6 @@
-"""TLS between nodes: copies as without it, no end without the authority's certificate, and errors that name a file."""
+"""TLS between nodes: copies as without it, no end without the authority's certificate,
+and errors that name a file.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +50,25 @@ def node1(authority: Authority) -> Ticket:
     return replace(TICKET, tls=authority.ends_of("node1"))
 
 
-def test_copies_between_nodes_of_one_authority_are_the_same(ranks: Ranks, node0: Ticket, node1: Ticket) -> None:
+def test_copies_between_nodes_of_one_authority_are_the_same(
+    ranks: Ranks, node0: Ticket, node1: Ticket
+) -> None:
     publish(ranks.own(0), "a", CONTENT)
     server = ranks.serve(1, ticket=node1)
     copy(ranks.replicate(0, server.address, ticket=node0), "a")
     lost = ranks.again()
     fetch_blobs(server.address, node0, 0, lost, timeout_s=WAIT_S)
-    assert content_of(lost, "a") == content_of(ranks.held(1, 0), "a") == (b"header", CONTENT)
+    assert (
+        content_of(lost, "a")
+        == content_of(ranks.held(1, 0), "a")
+        == (b"header", CONTENT)
+    )
 
 
 @pytest.mark.parametrize("is_on", [True, False], ids=["TLS", "clear"])
-def test_no_word_of_a_copy_can_be_overheard(ranks: Ranks, node0: Ticket, node1: Ticket, is_on: bool) -> None:
+def test_no_word_of_a_copy_can_be_overheard(
+    ranks: Ranks, node0: Ticket, node1: Ticket, is_on: bool
+) -> None:
     client, server = (node0, node1) if is_on else (TICKET, TICKET)
     publish(ranks.own(0), "a", b"a secret of the model" * 100)
     proxy = ranks.proxy(ranks.serve(1, ticket=server).address)
@@ -68,7 +78,10 @@ def test_no_word_of_a_copy_can_be_overheard(ranks: Ranks, node0: Ticket, node1: 
     assert [word in proxy.passed for word in words] == [not is_on] * 4
 
 
-REFUSED = "TLS failed ({}): wanted ckpt.tls on all nodes, with certificates of one ckpt.tls.authority"
+REFUSED = (
+    "TLS failed ({}): wanted ckpt.tls on all nodes, with certificates of one"
+    " ckpt.tls.authority"
+)
 
 
 def refusal(server: Ticket, client: Ticket, ranks: Ranks) -> str:
@@ -83,14 +96,21 @@ def refusal(server: Ticket, client: Ticket, ranks: Ranks) -> str:
     return found[1]
 
 
-def test_a_server_of_another_authority_is_refused(ranks: Ranks, node0: Ticket, stranger: Authority) -> None:
+def test_a_server_of_another_authority_is_refused(
+    ranks: Ranks, node0: Ticket, stranger: Authority
+) -> None:
     server = replace(TICKET, tls=stranger.ends_of("node1"))
-    reason = "self-signed certificate in certificate chain"  # a server sends that of its authority, too
+    # a server sends that of its authority, too
+    reason = "self-signed certificate in certificate chain"
     assert refusal(server, node0, ranks) == REFUSED.format(reason)
 
 
 def test_a_client_of_another_authority_is_refused(
-    ranks: Ranks, node1: Ticket, authority: Authority, stranger: Authority, caplog: pytest.LogCaptureFixture
+    ranks: Ranks,
+    node1: Ticket,
+    authority: Authority,
+    stranger: Authority,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It trusts the server, and has a certificate that the server does not trust."""
     client = replace(TICKET, tls=stranger.ends_of("node0", authority))
@@ -114,24 +134,32 @@ def test_a_client_without_tls_is_not_admitted(ranks: Ranks, node1: Ticket) -> No
     link.close()
 
 
-def test_a_certificate_does_not_stand_for_the_token(ranks: Ranks, node0: Ticket, node1: Ticket) -> None:
+def test_a_certificate_does_not_stand_for_the_token(
+    ranks: Ranks, node0: Ticket, node1: Ticket
+) -> None:
     address = ranks.serve(1, ticket=node1).address
     with pytest.raises(RefusedError, match="got another token than that of run run-1"):
         open_connection(address, replace(node0, token="guess"), WAIT_S)
 
 
-def test_a_connection_without_a_handshake_ends_in_time(ranks: Ranks, node1: Ticket) -> None:
+def test_a_connection_without_a_handshake_ends_in_time(
+    ranks: Ranks, node1: Ticket
+) -> None:
     address = ranks.serve(1, 0.2, ticket=node1).address
     with socket.create_connection(astuple(address), WAIT_S) as silent:
         assert silent.recv(1) == b""
 
 
 def test_bytes_that_are_decrypted_already_are_readable(authority: Authority) -> None:
-    """The kernel has no bytes any more once TLS has read a record, of which the caller wanted a part only."""
+    """The kernel has no bytes any more once TLS has read a record, of which the caller
+    wanted a part only.
+    """
     near, far = socket.socketpair()
     ends = authority.ends_of("node0")
     client = ends.client.wrap_socket(near, do_handshake_on_connect=False)
-    server = ends.server.wrap_socket(far, server_side=True, do_handshake_on_connect=False)
+    server = ends.server.wrap_socket(
+        far, server_side=True, do_handshake_on_connect=False
+    )
     shake_hands([client, server])
     with client, server:
         client.sendall(b"two")
@@ -165,23 +193,39 @@ def test_without_paths_there_is_no_tls() -> None:
 @pytest.mark.parametrize("missing", KEYS)
 def test_a_path_that_is_missing_is_one_clear_error(missing: str) -> None:
     paths: dict[str, str | None] = dict.fromkeys(KEYS, "/there")
-    wanted = f"ckpt.tls.{missing}: got None, wanted a path, as the other keys of ckpt.tls have, or null for all"
+    wanted = (
+        f"ckpt.tls.{missing}: got None, wanted a path, as the other keys of ckpt.tls"
+        " have, or null for all"
+    )
     with pytest.raises(ConfigError, match=wanted):
         TlsConfig(**{**paths, missing: None})
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_file_that_is_not_there_is_one_clear_error(name: str, authority: Authority) -> None:
+def test_a_file_that_is_not_there_is_one_clear_error(
+    name: str, authority: Authority
+) -> None:
     config = replace(authority.config_of("node0"), **{name: "/nowhere/node.pem"})
-    wanted = rf"^ckpt.tls.{name}: got '/nowhere/node.pem', wanted a file that can be read \(No such file"
+    wanted = (
+        rf"^ckpt.tls.{name}: got '/nowhere/node.pem', wanted a file that can be read"
+        r" \(No such file"
+    )
     with pytest.raises(ConfigError, match=wanted):
         open_tls(config)
 
 
-def test_files_that_do_not_fit_are_one_clear_error(authority: Authority, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_one_clear_error(
+    authority: Authority, tmp_path: Path
+) -> None:
     config, another = authority.config_of("node0"), authority.config_of("node1")
-    with pytest.raises(ConfigError, match=r"^ckpt.tls.key: got .*node1.key', wanted the private key.*MISMATCH"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^ckpt.tls.key: got .*node1.key', wanted the private key.*MISMATCH",
+    ):
         open_tls(replace(config, key=another.key))
     (tmp_path / "text").write_text("no certificate")
-    with pytest.raises(ConfigError, match=r"^ckpt.tls.authority: got .*text', wanted certificates in PEM format"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^ckpt.tls.authority: got .*text', wanted certificates in PEM format",
+    ):
         open_tls(replace(config, authority=str(tmp_path / "text")))

@@ -1,4 +1,6 @@
-"""What can be shown of scripts/gpu without a GPU: its arithmetic, its files, and that no step stops another."""
+"""What can be shown of scripts/gpu without a GPU: its arithmetic, its files, and that
+no step stops another.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +39,32 @@ def fatbin(*entries: tuple[int, int, bytes]) -> bytes:
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
 
 
-def test_a_thinned_library_keeps_the_code_of_its_gpu_and_its_length(tmp_path: Path) -> None:
+def test_a_thinned_library_keeps_the_code_of_its_gpu_and_its_length(
+    tmp_path: Path,
+) -> None:
     library = tmp_path / "lib.so"
     kept, dropped, text = b"K" * 100, b"D" * 300, b"P" * 50
-    content = b"before" + fatbin((ELF, 80, dropped), (ELF, 90, kept), (PTX, 90, text)) + b"after"
+    content = (
+        b"before"
+        + fatbin((ELF, 80, dropped), (ELF, 90, kept), (PTX, 90, text))
+        + b"after"
+    )
     not_a_header = struct.pack("<I", 0xBA55ED50) + b"\xff" * 12
     library.write_bytes(content + not_a_header)
     assert thin(library, [90]) == len(dropped) + len(text)
-    wanted = content.replace(dropped, bytes(len(dropped))).replace(text, bytes(len(text)))
+    wanted = content.replace(dropped, bytes(len(dropped))).replace(
+        text, bytes(len(text))
+    )
     assert library.read_bytes() == wanted + not_a_header
-    lines = ["ptx sm_90: 1 entries, 0.0 MiB", "elf sm_80: 1 entries, 0.0 MiB", "elf sm_90: 1 entries, 0.0 MiB"]
+    lines = [
+        "ptx sm_90: 1 entries, 0.0 MiB",
+        "elf sm_80: 1 entries, 0.0 MiB",
+        "elf sm_90: 1 entries, 0.0 MiB",
+    ]
     assert describe(library) == lines
-    with pytest.raises(ValueError, match=r"architectures: got \[100\], wanted some of \[80, 90\]"):
+    with pytest.raises(
+        ValueError, match=r"architectures: got \[100\], wanted some of \[80, 90\]"
+    ):
         thin(library, [100])
 
 
@@ -60,8 +76,15 @@ class _Index(http.server.BaseHTTPRequestHandler):
         if self.path == "/simple/some-project/":
             assert self.headers["Accept"] == "application/vnd.pypi.simple.v1+json"
             files = [
-                {"filename": f"some_project-{version}.tar.gz", "url": "/file", "hashes": {"sha256": digest}}
-                for version, digest in (("1.0", hashlib.sha256(content).hexdigest()), ("2.0", "0" * 64))
+                {
+                    "filename": f"some_project-{version}.tar.gz",
+                    "url": "/file",
+                    "hashes": {"sha256": digest},
+                }
+                for version, digest in (
+                    ("1.0", hashlib.sha256(content).hexdigest()),
+                    ("2.0", "0" * 64),
+                )
             ]
             content = json.dumps({"files": files}).encode()
         self.send_response(200)
@@ -80,12 +103,22 @@ def index() -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_source_release_is_fetched_as_its_index_describes_it(index: str, tmp_path: Path) -> None:
+def test_a_source_release_is_fetched_as_its_index_describes_it(
+    index: str, tmp_path: Path
+) -> None:
     fetched = fetch_source("some-project", "1.0", tmp_path, index)
-    assert (fetched.name, fetched.read_bytes()) == ("some_project-1.0.tar.gz", b"source")
-    with pytest.raises(ValueError, match=r"some_project-2\.0\.tar\.gz: got a file of SHA-256 41cf6794ba4200b8"):
+    assert (fetched.name, fetched.read_bytes()) == (
+        "some_project-1.0.tar.gz",
+        b"source",
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"some_project-2\.0\.tar\.gz: got a file of SHA-256 41cf6794ba4200b8",
+    ):
         fetch_source("some-project", "2.0", tmp_path, index)
-    with pytest.raises(ValueError, match=r"got 2 files, wanted some_project-3\.0\.tar\.gz among them"):
+    with pytest.raises(
+        ValueError, match=r"got 2 files, wanted some_project-3\.0\.tar\.gz among them"
+    ):
         fetch_source("some-project", "3.0", tmp_path, index)
     assert [path.name for path in tmp_path.iterdir()] == ["some_project-1.0.tar.gz"]
 
@@ -107,15 +140,35 @@ def test_ranks_of_the_probe_meet_measure_and_lose_one() -> None:
     facts = _json_lines("scripts/gpu/nccl_probe.py", "--cpu", "--ranks", "2")
     statuses = [fact for fact in facts if fact["step"].endswith("statuses")]
     assert [fact["got"] for fact in statuses] == [[0, -9], [0, -9], [0, 0]]
-    assert all(fact["sum_is_right"] for fact in facts if fact["step"].endswith("milliseconds"))
+    assert all(
+        fact["sum_is_right"] for fact in facts if fact["step"].endswith("milliseconds")
+    )
 
 
 @pytest.mark.full
 def test_a_price_is_measured_by_jobs_in_turns(tmp_path: Path) -> None:
-    # processes: only jobs that are stopped show that their supervisors take a stop for no fault
-    options = ["--cpu", "--rounds", "2", "--block-s", "4", "--warm-s", "0", "--policy", "moevement,ckpt.window=2"]
-    small = ["model=tiny", "train.sequence_length=16", "train.micro_batch_size=2", "train.global_batch_size=4"]
-    [found] = _json_lines("scripts/gpu/price.py", "--out", str(tmp_path), *options, *small)
+    # processes: only jobs that are stopped show that their supervisors take a stop for
+    # no fault
+    options = [
+        "--cpu",
+        "--rounds",
+        "2",
+        "--block-s",
+        "4",
+        "--warm-s",
+        "0",
+        "--policy",
+        "moevement,ckpt.window=2",
+    ]
+    small = [
+        "model=tiny",
+        "train.sequence_length=16",
+        "train.micro_batch_size=2",
+        "train.global_batch_size=4",
+    ]
+    [found] = _json_lines(
+        "scripts/gpu/price.py", "--out", str(tmp_path), *options, *small
+    )
     assert (found["policy"], found["rounds"]) == ("moevement,ckpt.window=2", 2)
     assert found["snapshot_gb"] > 0.0
     assert found["to_peers_gb"] == 0.0, "one rank has no peer"
@@ -126,38 +179,58 @@ def test_a_price_is_measured_by_jobs_in_turns(tmp_path: Path) -> None:
 
 def _json_lines(*command: str) -> list[dict[str, Any]]:
     """Return the lines that a script prints, which must end well."""
-    ended = subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-def call(tmp_path: Path, steps: list[str], *, python: str, total: int = 540) -> tuple[list[str], Path]:
+def call(
+    tmp_path: Path, steps: list[str], *, python: str, total: int = 540
+) -> tuple[list[str], Path]:
     """Return the summary of a rehearsal, and the folder that comes back.
 
-    `python` is a shell script in place of the interpreter. No step lasts for longer than a second
-    of its limit, which a `timeout` in front of the real one writes down.
+    `python` is a shell script in place of the interpreter. No step lasts for longer
+    than a second of its limit, which a `timeout` in front of the real one writes down.
     """
     out, path = tmp_path / "out", tmp_path / "bin"
     path.mkdir()
-    real = subprocess.run(["which", "timeout"], capture_output=True, text=True, check=True).stdout.strip()
+    real = subprocess.run(
+        ["which", "timeout"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     files = {
         "python": f"#!/bin/bash\n{python}\n",
-        "timeout": f'#!/bin/bash\necho "$6" >> {tmp_path}/limits\nexec {real} "${{@:1:3}}" -k 1 1 "${{@:7}}"\n',
+        "timeout": (
+            f'#!/bin/bash\necho "$6" >> {tmp_path}/limits\nexec {real} "${{@:1:3}}" -k'
+            ' 1 1 "${@:7}"\n'
+        ),
     }
     for name, text in files.items():
         (path / name).write_text(text)
         (path / name).chmod(0o755)
     environment = {
         **os.environ,
-        **{"CPU": "1", "OUT": str(out), "TOTAL": str(total), "PYTHON": str(path / "python")},
+        **{
+            "CPU": "1",
+            "OUT": str(out),
+            "TOTAL": str(total),
+            "PYTHON": str(path / "python"),
+        },
         "PATH": f"{path}:{os.environ['PATH']}",
     }
     command = ["bash", "scripts/gpu/device_call.sh", *steps]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
-    return [line.partition("] ")[2] for line in (out / "summary.txt").read_text().splitlines()], out
+    return [
+        line.partition("] ")[2]
+        for line in (out / "summary.txt").read_text().splitlines()
+    ], out
 
 
 def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path: Path) -> None:
-    python = 'case "$*" in *nccl_probe*) echo lost; exit 3;; *register*) exec tail -f /dev/null;; esac; echo "${@: -1}"'
+    python = (
+        'case "$*" in *nccl_probe*) echo lost; exit 3;; *register*) exec tail -f'
+        ' /dev/null;; esac; echo "${@: -1}"'
+    )
     said, out = call(tmp_path, ["facts", "probe", "register", "ranks4"], python=python)
     assert said == [
         "facts: status 0: facts",
@@ -172,7 +245,9 @@ def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_all_steps_holds(tmp_path: Path) -> None:
-    said, _ = call(tmp_path, ["price_others", "ranks4", "facts"], python='echo "$*"', total=115)
+    said, _ = call(
+        tmp_path, ["price_others", "ranks4", "facts"], python='echo "$*"', total=115
+    )
     limits = [int(limit) for limit in (tmp_path / "limits").read_text().split()]
     assert len(limits) == 2
     assert limits[0] <= 115, "where less is left than a step's own limit, that counts"

@@ -1,15 +1,30 @@
-"""The table of tested releases: one row for each set of releases and tests, and the counts of a run."""
+"""The table of tested releases: one row for each set of releases and tests, and the
+counts of a run.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from scripts.test_releases import MARKS, PAGE, Row, counts_of, require_whole_run, with_row
+from scripts.test_releases import (
+    MARKS,
+    PAGE,
+    Row,
+    counts_of,
+    require_whole_run,
+    with_row,
+)
 
 EMPTY = f"# Releases\n\n{MARKS[0]}\n{MARKS[1]}\n\nAfter.\n"
 
 
-def row(torch: str = "2.15.0+cu132", tests: str = "groups", *, passed: int = 3, failed: int = 0) -> Row:
+def row(
+    torch: str = "2.15.0+cu132",
+    tests: str = "groups",
+    *,
+    passed: int = 3,
+    failed: int = 0,
+) -> Row:
     return Row(
         torch=torch,
         megatron="0.16.1",
@@ -29,13 +44,17 @@ def lines_of(page: str) -> list[str]:
 
 def test_a_first_row_makes_the_table_and_leaves_the_rest_of_the_page() -> None:
     page = with_row(EMPTY, row())
-    assert lines_of(page) == ["| 2.15.0+cu132 | 0.16.1 | 3.11.7 | groups | 2026-11-28 | 0a1b2c3 | 3 | 0 | 1 |"]
+    assert lines_of(page) == [
+        "| 2.15.0+cu132 | 0.16.1 | 3.11.7 | groups | 2026-11-28 | 0a1b2c3 | 3 | 0 | 1 |"
+    ]
     assert page.startswith("# Releases\n")
     assert page.endswith("\n\nAfter.\n")
 
 
 def test_a_row_replaces_that_of_the_same_releases_and_tests_only() -> None:
-    page = with_row(with_row(with_row(EMPTY, row(failed=2)), row(tests="default")), row(failed=0))
+    page = with_row(
+        with_row(with_row(EMPTY, row(failed=2)), row(tests="default")), row(failed=0)
+    )
     assert [line.split(" | ")[3] for line in lines_of(page)] == ["default", "groups"]
     assert lines_of(page)[1].endswith("| 3 | 0 | 1 |")
 
@@ -52,7 +71,9 @@ def test_rows_are_in_the_order_of_releases_not_of_letters() -> None:
         ('tests="7" failures="2" errors="1" skipped="0"', (4, 3, 0)),
     ],
 )
-def test_an_error_counts_as_a_failure(attributes: str, wanted: tuple[int, int, int]) -> None:
+def test_an_error_counts_as_a_failure(
+    attributes: str, wanted: tuple[int, int, int]
+) -> None:
     assert counts_of(f"<testsuites><testsuite {attributes}/></testsuites>") == wanted
 
 
@@ -65,5 +86,7 @@ def test_a_run_that_did_not_end_is_no_row(status: int) -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    """A page without its marks would get the table at its end, and each run another one."""
+    """A page without its marks would get the table at its end, and each run another
+    one.
+    """
     assert all(PAGE.read_text().count(mark) == 1 for mark in MARKS)

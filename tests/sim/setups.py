@@ -57,7 +57,9 @@ def cluster(**changes: Any) -> ClusterConfig:
     return replace(CLUSTER, **changes)
 
 
-def shape(num_layers: int = 8, *, popularity: tuple[float, ...] = (0.25,) * EXPERTS) -> ModelShape:
+def shape(
+    num_layers: int = 8, *, popularity: tuple[float, ...] = (0.25,) * EXPERTS
+) -> ModelShape:
     """Layers of a block, a gate and experts; 1000 parameters an expert."""
     operators = [(OperatorId(kind=OperatorKind.EMBEDDING), 2000)]
     for layer in range(num_layers):
@@ -67,7 +69,10 @@ def shape(num_layers: int = 8, *, popularity: tuple[float, ...] = (0.25,) * EXPE
             (OperatorId(kind=OperatorKind.EXPERT, layer=layer, expert=expert), 1000)
             for expert in range(len(popularity))
         ]
-    operators += [(OperatorId(kind=OperatorKind.FINAL_NORM), 16), (OperatorId(kind=OperatorKind.OUTPUT), 2000)]
+    operators += [
+        (OperatorId(kind=OperatorKind.FINAL_NORM), 16),
+        (OperatorId(kind=OperatorKind.OUTPUT), 2000),
+    ]
     return ModelShape(
         operators=tuple(operator for operator, _ in operators),
         parameters=np.array([count for _, count in operators], np.int64),
@@ -81,7 +86,12 @@ def shape(num_layers: int = 8, *, popularity: tuple[float, ...] = (0.25,) * EXPE
 def job(pp: int = 4, dp: int = 2, ep: int = 2, **changes: Any) -> Job:
     batch = BatchConfig(micro_batch_size=1, global_batch_size=8 * dp, sequence_length=8)
     formats = FormatsConfig(compute_bytes=2, full_bytes=12)
-    arguments: dict[str, Any] = {"shape": shape(), "batch": batch, "formats": formats, **changes}
+    arguments: dict[str, Any] = {
+        "shape": shape(),
+        "batch": batch,
+        "formats": formats,
+        **changes,
+    }
     return Job(layout=ParallelLayout(pp=pp, dp=dp, ep=ep, tp=1), **arguments)
 
 
@@ -95,10 +105,14 @@ def setup(
 ) -> Setup:
     of = of or job()
     costs = estimate(of, machines, TimingConfig(iteration_s=iteration_s, interleave=1))
-    return Setup(job=of, cluster=machines, costs=costs, mtbf_s=mtbf_s, switches=switches)
+    return Setup(
+        job=of, cluster=machines, costs=costs, mtbf_s=mtbf_s, switches=switches
+    )
 
 
 @cache
 def ckpt(*overrides: str) -> CkptConfig:
-    """Return a policy's settings from command-line overrides, the first of which chooses it."""
+    """Return a policy's settings from command-line overrides, the first of which
+    chooses it.
+    """
     return compose_settings(overrides).ckpt

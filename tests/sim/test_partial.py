@@ -1,4 +1,6 @@
-"""Partial snapshots: what the real policies choose in a simulated run, how old experts are, and what a fault loses."""
+"""Partial snapshots: what the real policies choose in a simulated run, how old experts
+are, and what a fault loses.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from moe_ckpt.sim.units import go_back
 from moe_ckpt.types import Measured
 from tests.sim.setups import EXPERTS, ckpt, cluster, job, setup, shape
 
-SETUP = setup()  # 4 stages of 2 ranks, a node each; 2 layers of 4 experts a stage, two experts on each rank
+# 4 stages of 2 ranks, a node each; 2 layers of 4 experts a stage, two experts on each
+# rank
+SETUP = setup()
 MOC = ("ckpt=moc", "ckpt.k_snapshot=2")
 MOETION = ("ckpt=moetion", "ckpt.experts=2", "ckpt.remote_experts=1")
 
@@ -52,8 +56,12 @@ def test_choices_are_those_of_the_real_policy(iteration: int) -> None:
     config = ckpt(*MOC)
     assert isinstance(config, MocConfig)
     policy = PartialExperts(config, SETUP.job.profiles, 1, SETUP.job.layout.ep)
-    measured = Measured(iteration_s=10.0, copy_bytes_per_s=1e6, popularity=np.ones(2 * EXPERTS))
-    chosen = [policy.plan(number, lambda: measured).experts for number in range(iteration + 1)][-1]
+    measured = Measured(
+        iteration_s=10.0, copy_bytes_per_s=1e6, popularity=np.ones(2 * EXPERTS)
+    )
+    chosen = [
+        policy.plan(number, lambda: measured).experts for number in range(iteration + 1)
+    ][-1]
     (snapshot,) = epoch.pattern.snapshots(iteration, iteration)
     assert snapshot.experts is not None
     assert chosen is not None
@@ -83,7 +91,9 @@ def test_who_keeps_memory_loses_what_was_not_in_the_newest_snapshot() -> None:
     assert found is not None
     assert found.iteration == 11
     tokens = partial.tokens.by_expert[0]  # all alike
-    assert [of_stage.sum(axis=1).tolist() for of_stage in lost_by(found).by_stage] == [[2 * tokens] * 2] * 4
+    assert [of_stage.sum(axis=1).tolist() for of_stage in lost_by(found).by_stage] == [
+        [2 * tokens] * 2
+    ] * 4
     assert lost_by(found).plt == pytest.approx(2 * tokens / (11 * EXPERTS * tokens))
     assert lost_by(found).mlt == pytest.approx(8 * lost_by(found).plt)
 
@@ -94,8 +104,11 @@ def test_only_the_experts_of_a_lost_node_are_as_old_as_on_disk() -> None:
     assert found is not None
     assert found.iteration == 8
     by_stage = [of_stage.sum(axis=0) for of_stage in lost_by(found).by_stage]
-    assert all((of_stage == by_stage[0]).all() for of_stage in (by_stage[2], by_stage[3]))
-    assert (by_stage[1][:2] > by_stage[0][:2]).all()  # rank 2 has the first two experts of stage 1
+    assert all(
+        (of_stage == by_stage[0]).all() for of_stage in (by_stage[2], by_stage[3])
+    )
+    # rank 2 has the first two experts of stage 1
+    assert (by_stage[1][:2] > by_stage[0][:2]).all()
     assert (by_stage[1][2:] == by_stage[0][2:]).all()
     assert found.fetch_s > 0
 
@@ -123,12 +136,19 @@ def test_snapshots_grow_by_the_policys_own_rule() -> None:
     facts, tokens = epoch.account.facts, 1000 * partial.tokens.an_iteration * 2
     assert facts[0] == 1.0
     # of two doublings each may cost 0.01
-    little, much = (Account(lost=np.full(8, share * tokens).astype(np.int64), facts=facts) for share in (0.009, 0.011))
+    little, much = (
+        Account(lost=np.full(8, share * tokens).astype(np.int64), facts=facts)
+        for share in (0.009, 0.011)
+    )
     assert partial.next_epoch(epoch, little, 1000).account.facts[0] == 1.0
     grown = partial.next_epoch(epoch, much, 1000)
     assert grown.account.facts == (2.0, pytest.approx(11.0, rel=1e-3))
     assert grown.pattern.repeat[0].size_bytes > epoch.pattern.repeat[0].size_bytes
-    assert (grown.start, grown.number, grown.account.lost.tolist()) == (1000, 1, much.lost.tolist())
+    assert (grown.start, grown.number, grown.account.lost.tolist()) == (
+        1000,
+        1,
+        much.lost.tolist(),
+    )
 
 
 def test_popular_experts_lose_less_than_in_turn() -> None:
@@ -136,7 +156,10 @@ def test_popular_experts_lose_less_than_in_turn() -> None:
     lost = {}
     for name, overrides in (("moc", MOC), ("moetion", MOETION)):
         saving, _, epoch = told(*overrides, of=uneven)
-        found = [go_back(uneven, saving, [kept(epoch, at)], None, lost_memory()) for at in range(40, 60)]
+        found = [
+            go_back(uneven, saving, [kept(epoch, at)], None, lost_memory())
+            for at in range(40, 60)
+        ]
         lost[name] = sum(lost_by(each).plt for each in found if each)
     assert 0 < lost["moetion"] < lost["moc"]
 
@@ -149,5 +172,8 @@ def test_tokens_are_those_of_the_batch_by_popularity() -> None:
 
 
 def test_more_experts_than_there_are_cannot_be_saved() -> None:
-    with pytest.raises(ConfigError, match=r"ckpt\.k_snapshot: got 5, wanted at most 4, the experts of a layer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ckpt\.k_snapshot: got 5, wanted at most 4, the experts of a layer",
+    ):
         plan_saving(ckpt("ckpt=moc", "ckpt.k_snapshot=5"), SETUP)

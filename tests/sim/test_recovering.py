@@ -1,4 +1,6 @@
-"""Plans of a simulation are those that the real run would make; telling of equal ranks once changes nothing."""
+"""Plans of a simulation are those that the real run would make; telling of equal ranks
+once changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.sim.setups import ckpt, cluster, job, setup
 NOBODY: frozenset[int] = frozenset()
 KEPT = (Kept(start=6, end=8),)
 REACHED = 10
-SETUP = setup(of=job(pp=4, dp=4, ep=2), machines=cluster(nodes=8))  # 16 ranks, 2 a node, 2 nodes a stage
+# 16 ranks, 2 a node, 2 nodes a stage
+SETUP = setup(of=job(pp=4, dp=4, ep=2), machines=cluster(nodes=8))
 
 
 def saving(*overrides: str) -> Saving:
@@ -30,19 +33,28 @@ def saving(*overrides: str) -> Saving:
 
 LOCAL = saving("ckpt.replicas=1")
 NO_LOGS = saving("ckpt.replicas=1", "ckpt.boundary_log=false")
-GEMINI = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=5", "ckpt.replicas=1"), SETUP)
+GEMINI = plan_saving(
+    ckpt("ckpt=gemini", "ckpt.every_iters=5", "ckpt.replicas=1"), SETUP
+)
 
 
-def losses(*ranks: int, bare: bool = False, unreplicated: frozenset[int] = NOBODY) -> Losses:
+def losses(
+    *ranks: int, bare: bool = False, unreplicated: frozenset[int] = NOBODY
+) -> Losses:
     dead = frozenset(ranks)
     return Losses(
-        dead=dead, bare=dead if bare else NOBODY, unreplicated=unreplicated | (dead if bare else NOBODY), rolling={}
+        dead=dead,
+        bare=dead if bare else NOBODY,
+        unreplicated=unreplicated | (dead if bare else NOBODY),
+        rolling={},
     )
 
 
 def of_all_ranks(lost: Losses, window: Kept) -> list[Inventory]:
     """Return what each of the 16 ranks would tell in a real run."""
-    ref = WindowRef(start=window.start, num_slots=window.num_slots, steps_to=REACHED, cut="")
+    ref = WindowRef(
+        start=window.start, num_slots=window.num_slots, steps_to=REACHED, cut=""
+    )
     held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
     for owner in lost.bare:
         for holder in copy_holders(owner, world_size=16, ranks_per_node=2, replicas=1):
@@ -82,9 +94,13 @@ def planned_by_all(lost: Losses, *, boundary_log: bool) -> RecoveryPlan | None:
 
 
 @given(ranks=st.sets(st.integers(0, 15), min_size=1), logs=st.booleans())
-def test_lost_processes_are_planned_for_as_by_all_ranks(ranks: set[int], logs: bool) -> None:
+def test_lost_processes_are_planned_for_as_by_all_ranks(
+    ranks: set[int], logs: bool
+) -> None:
     lost = losses(*ranks)
-    assert planned(SETUP, LOCAL if logs else NO_LOGS, lost) == planned_by_all(lost, boundary_log=logs)
+    assert planned(SETUP, LOCAL if logs else NO_LOGS, lost) == planned_by_all(
+        lost, boundary_log=logs
+    )
 
 
 @given(
@@ -92,11 +108,15 @@ def test_lost_processes_are_planned_for_as_by_all_ranks(ranks: set[int], logs: b
     before=st.sets(st.integers(0, 7), max_size=2),
     logs=st.booleans(),
 )
-def test_lost_nodes_are_planned_for_as_by_all_ranks(nodes: set[int], before: set[int], logs: bool) -> None:
+def test_lost_nodes_are_planned_for_as_by_all_ranks(
+    nodes: set[int], before: set[int], logs: bool
+) -> None:
     ranks = [2 * node + place for node in nodes for place in (0, 1)]
     unreplicated = frozenset(2 * node + place for node in before for place in (0, 1))
     lost = losses(*ranks, bare=True, unreplicated=unreplicated)
-    assert planned(SETUP, LOCAL if logs else NO_LOGS, lost) == planned_by_all(lost, boundary_log=logs)
+    assert planned(SETUP, LOCAL if logs else NO_LOGS, lost) == planned_by_all(
+        lost, boundary_log=logs
+    )
 
 
 def test_a_stage_on_its_way_back_is_lost_with_what_is_lost_then() -> None:
@@ -108,13 +128,24 @@ def test_a_stage_on_its_way_back_is_lost_with_what_is_lost_then() -> None:
 def test_a_cut_off_replay_goes_on_from_its_last_whole_iteration() -> None:
     (whole,) = plan_after(SETUP, LOCAL, KEPT, losses(1), REACHED).rollbacks
     window = Kept(start=whole.states[0], end=whole.states[-1])
-    left_s = [replay_s(SETUP, LOCAL, range(1), window, REACHED, done) for done in range(5)]
-    (all_s,) = estimate(SETUP, LOCAL, plan_after(SETUP, LOCAL, KEPT, losses(1), REACHED)).replay_s
+    left_s = [
+        replay_s(SETUP, LOCAL, range(1), window, REACHED, done) for done in range(5)
+    ]
+    (all_s,) = estimate(
+        SETUP, LOCAL, plan_after(SETUP, LOCAL, KEPT, losses(1), REACHED)
+    ).replay_s
     for done in range(5):
-        replayed = replayed_by(SETUP, LOCAL, whole, REACHED, all_s - left_s[done] + 1e-6)
+        replayed = replayed_by(
+            SETUP, LOCAL, whole, REACHED, all_s - left_s[done] + 1e-6
+        )
         assert (replayed.iteration if replayed else window.start) == window.start + done
-        plan = plan_after(SETUP, LOCAL, KEPT, replace(losses(13), rolling={0: replayed}), REACHED)
-        assert [rollback.resumed_at for rollback in plan.rollbacks] == [window.start + done if done else None, None]
+        plan = plan_after(
+            SETUP, LOCAL, KEPT, replace(losses(13), rolling={0: replayed}), REACHED
+        )
+        assert [rollback.resumed_at for rollback in plan.rollbacks] == [
+            window.start + done if done else None,
+            None,
+        ]
         expected_s = left_s[done] if done else all_s
         assert estimate(SETUP, LOCAL, plan).replay_s[0] == pytest.approx(expected_s)
 
@@ -133,7 +164,9 @@ def test_a_replay_takes_its_iterations_and_its_frozen_operators_less() -> None:
     found = estimate(SETUP, LOCAL, plan)
     assert found.replay_s == pytest.approx((expected,))
     assert found.fetch_s == 0.0
-    assert [plan.target_iteration - rollback.starts_from for rollback in plan.rollbacks] == [4]
+    assert [
+        plan.target_iteration - rollback.starts_from for rollback in plan.rollbacks
+    ] == [4]
 
 
 def test_a_window_of_fewer_slots_is_active_sooner() -> None:
@@ -141,19 +174,26 @@ def test_a_window_of_fewer_slots_is_active_sooner() -> None:
     assert LOCAL.active(3)[0] < active[0] < active[1] == LOCAL.active(1)[0] == 1.0
     shares = (active[0], 1.0, 1.0)
     expected = sum(costs.replay_s(range(1, 2), share) for share in shares)
-    assert replay_s(SETUP, LOCAL, range(1, 2), Kept(start=6, end=7), 9) == pytest.approx(expected)
+    assert replay_s(
+        SETUP, LOCAL, range(1, 2), Kept(start=6, end=7), 9
+    ) == pytest.approx(expected)
 
 
 def test_lost_memory_is_fetched_from_who_holds_it() -> None:
     slow = setup(of=SETUP.job, machines=cluster(nodes=8, network_bytes_per_s=2000.0))
     how = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=1"), slow)
     plan = plan_after(slow, how, KEPT, losses(4, 5, bare=True), REACHED)
-    assert [(fetch.global_rank, fetch.source_rank) for fetch in plan.fetches] == [(4, 6), (5, 7)]
+    assert [(fetch.global_rank, fetch.source_rank) for fetch in plan.fetches] == [
+        (4, 6),
+        (5, 7),
+    ]
     window_bytes = sum(snapshot.size_bytes for snapshot in how.settled.repeat[:3])
     assert estimate(slow, how, plan).fetch_s == pytest.approx(window_bytes / 1000.0)
 
 
 def test_without_a_copy_anywhere_nothing_is_left() -> None:
-    alone = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=0"), SETUP)
+    alone = plan_saving(
+        ckpt("ckpt=moevement", "ckpt.window=3", "ckpt.replicas=0"), SETUP
+    )
     with pytest.raises(NothingLeftError):
         plan_after(SETUP, alone, KEPT, losses(4, 5, bare=True), REACHED)

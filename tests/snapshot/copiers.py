@@ -1,4 +1,6 @@
-"""A snapshot engine with all that it needs, and a copying thread that waits for as long as a test wants."""
+"""A snapshot engine with all that it needs, and a copying thread that waits for as long
+as a test wants.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.waits import WAIT_S
 
 @contextmanager
 def held(copier: HostCopier) -> Iterator[None]:
-    """Keep the thread of a copier from everything that is submitted inside, until the end."""
+    """Keep the thread of a copier from everything that is submitted inside, until the
+    end.
+    """
     go = threading.Event()
     holding = copier.run(lambda: go.wait(WAIT_S))
     try:
@@ -32,8 +36,14 @@ def held(copier: HostCopier) -> Iterator[None]:
 
 @contextmanager
 def held_until_waited_for(copier: HostCopier) -> Iterator[threading.Event]:
-    """Keep the thread of a copier busy until this thread waits for a future; the event says that it has."""
-    go, left, waiting_thread = threading.Event(), threading.Event(), threading.get_ident()
+    """Keep the thread of a copier busy until this thread waits for a future; the event
+    says that it has.
+    """
+    go, left, waiting_thread = (
+        threading.Event(),
+        threading.Event(),
+        threading.get_ident(),
+    )
 
     def watch() -> None:
         while not left.is_set():

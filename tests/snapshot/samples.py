@@ -1,4 +1,6 @@
-"""Snapshots and windows of them, as values: one run, one shard, one header, and parts of any role."""
+"""Snapshots and windows of them, as values: one run, one shard, one header, and parts
+of any role.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,27 @@ from dataclasses import replace
 
 import torch
 
-from moe_ckpt.snapshot.codec import PartKey, ShardIdentity, Snapshot, SnapshotHeader, layout_parts
-from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory, SnapshotPublisher
+from moe_ckpt.snapshot.codec import (
+    PartKey,
+    ShardIdentity,
+    Snapshot,
+    SnapshotHeader,
+    layout_parts,
+)
+from moe_ckpt.snapshot.windows import (
+    HostBuffers,
+    PrivateMemory,
+    SnapshotMemory,
+    SnapshotPublisher,
+)
 from moe_ckpt.types import ParallelLayout, RunIdentity, Version
 
-IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=2, dp=4, ep=2, tp=1))
-SHARD = ShardIdentity(global_rank=3, pp_rank=0, tp_rank=0, ep_rank=1, etp_rank=0, dp_rank=3)
+IDENTITY = RunIdentity(
+    run_id="run-1", model="0123abcd", layout=ParallelLayout(pp=2, dp=4, ep=2, tp=1)
+)
+SHARD = ShardIdentity(
+    global_rank=3, pp_rank=0, tp_rank=0, ep_rank=1, etp_rank=0, dp_rank=3
+)
 HEADER = SnapshotHeader(
     identity=IDENTITY,
     shard=SHARD,
@@ -31,7 +48,9 @@ HEADER = SnapshotHeader(
 Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
 
 
-def piece(tensor: torch.Tensor, name: str = "weight", role: str = "master", start: int = 0) -> Piece:
+def piece(
+    tensor: torch.Tensor, name: str = "weight", role: str = "master", start: int = 0
+) -> Piece:
     key = PartKey(operator="layer 0 expert 1", tensor=name, role=role)
     return key, tensor, (start, start + tensor.numel())
 
@@ -52,11 +71,20 @@ def pool(limit_bytes: int | None = None) -> HostBuffers:
     return HostBuffers(PrivateMemory(pinned=False), limit_bytes)
 
 
-def snapshot_of(buffers: HostBuffers, place: tuple[int, int, int], pieces: Sequence[Piece] = ()) -> Snapshot:
-    """Take the snapshot of a (window start, slot, number of slots), of 1000 bytes if no pieces are given."""
+def snapshot_of(
+    buffers: HostBuffers, place: tuple[int, int, int], pieces: Sequence[Piece] = ()
+) -> Snapshot:
+    """Take the snapshot of a (window start, slot, number of slots), of 1000 bytes if no
+    pieces are given.
+    """
     start, slot, num_slots = place
     parts, payload_bytes = layout_parts(pieces or [piece(torch.zeros(250))])
-    numbers = {"iteration": start + slot, "window_start": start, "slot": slot, "num_slots": num_slots}
+    numbers = {
+        "iteration": start + slot,
+        "window_start": start,
+        "slot": slot,
+        "num_slots": num_slots,
+    }
     header = replace(HEADER, **numbers, parts=parts, payload_bytes=payload_bytes)
     return Snapshot(header=header, payload=buffers.acquire(payload_bytes))
 
@@ -78,7 +106,11 @@ def take_window(
 
 
 def persist_window(
-    memory: SnapshotMemory, buffers: HostBuffers, start: int, *, daemon: SnapshotPublisher | None = None
+    memory: SnapshotMemory,
+    buffers: HostBuffers,
+    start: int,
+    *,
+    daemon: SnapshotPublisher | None = None,
 ) -> None:
     take_window(memory, buffers, start, daemon=daemon)
     memory.confirm()

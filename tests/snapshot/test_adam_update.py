@@ -1,4 +1,6 @@
-"""Copies by gradient over real sockets: what a peer makes of them is what the owner has, or it gets the whole state."""
+"""Copies by gradient over real sockets: what a peer makes of them is what the owner
+has, or it gets the whole state.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from moe_ckpt.mirror.plan import BucketPlace, Mirrored, MirroredSums
 from moe_ckpt.replication.local_disk import copy_blobs
 from moe_ckpt.replication.publisher import NoCopies, Publisher
 from moe_ckpt.replication.sender import Replicator
-from moe_ckpt.snapshot.adam_update import AdamStep, Gradients, Update, is_update, update_from_bytes, update_to_bytes
+from moe_ckpt.snapshot.adam_update import (
+    AdamStep,
+    Gradients,
+    Update,
+    is_update,
+    update_from_bytes,
+    update_to_bytes,
+)
 from moe_ckpt.snapshot.arriving_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
@@ -45,7 +54,15 @@ from tests.waits import WAIT_S
 UNIT = "layer 0 expert 1"
 SIZES = {"fc1": 1003, "fc2": 70_001}
 TAG = UnitTag(name=UNIT, epoch=0, on_peers=True, on_disk=False, seen_tokens=0)
-HEADER = replace(samples.HEADER, iteration=0, window_start=0, slot=0, num_slots=1, full=(UNIT,), unit=TAG)
+HEADER = replace(
+    samples.HEADER,
+    iteration=0,
+    window_start=0,
+    slot=0,
+    num_slots=1,
+    full=(UNIT,),
+    unit=TAG,
+)
 
 
 class Asked:
@@ -64,9 +81,13 @@ class Asked:
 
 
 class Owner:
-    """Trains two tensors of one expert with torch's optimizer, and keeps copies of every iteration at a peer."""
+    """Trains two tensors of one expert with torch's optimizer, and keeps copies of
+    every iteration at a peer.
+    """
 
-    def __init__(self, ranks: Ranks, adam: type[torch.optim.Adam], **options: Any) -> None:
+    def __init__(
+        self, ranks: Ranks, adam: type[torch.optim.Adam], **options: Any
+    ) -> None:
         server = ranks.serve(1)
         self.peer = ranks.held(1, SHARD.global_rank)
         self.asked = Asked(ranks.replicate(SHARD.global_rank, server.address))
@@ -76,13 +97,17 @@ class Owner:
         self.copier = HostCopier()
         self.engine = SnapshotEngine(self.copier, HostBuffers(self.own), self.publisher)
         self._random = torch.Generator().manual_seed(7)
-        self.weights = {name: torch.nn.Parameter(self._draw(size)) for name, size in SIZES.items()}
+        self.weights = {
+            name: torch.nn.Parameter(self._draw(size)) for name, size in SIZES.items()
+        }
         self.optimizer = adam(self.weights.values(), **{"lr": 1e-2, **options})
         self.header = HEADER
         self._step()
 
     def train(self, *, epoch: int = 0, learning_rate_told: float | None = None) -> str:
-        """Take a step and a snapshot, wait for its copies, which are exact, and return their key."""
+        """Take a step and a snapshot, wait for its copies, which are exact, and return
+        their key.
+        """
         group = self.optimizer.param_groups[0]
         group["lr"] *= 0.9
         told = AdamStep(
@@ -96,15 +121,28 @@ class Owner:
         )
         self._step()
         iteration = self.header.iteration + 1
-        self.header = replace(HEADER, iteration=iteration, window_start=iteration, unit=replace(TAG, epoch=epoch))
-        self.engine.capture([SnapshotRequest(self.header, self._pieces, (), self._gradients(told))])
+        self.header = replace(
+            HEADER,
+            iteration=iteration,
+            window_start=iteration,
+            unit=replace(TAG, epoch=epoch),
+        )
+        self.engine.capture(
+            [SnapshotRequest(self.header, self._pieces, (), self._gradients(told))]
+        )
         taken = self.engine.collect(wait=True)
         assert taken
         (snapshot,) = taken.snapshots
         assert self.publisher.has_copies([snapshot])
-        (key,) = (key for key in self.peer.keys() if key.startswith(f"snapshot-{iteration}-"))  # noqa: SIM118
+        (key,) = (
+            key
+            for key in self.peer.keys()  # noqa: SIM118
+            if key.startswith(f"snapshot-{iteration}-")
+        )
         own = snapshot.payload[: snapshot.header.payload_bytes].numpy().tobytes()
-        assert content_of(self.peer, key)[1] == own, "the peer's copy is not the owner's state"
+        assert content_of(self.peer, key)[1] == own, (
+            "the peer's copy is not the owner's state"
+        )
         return key
 
     def _draw(self, size: int) -> torch.Tensor:
@@ -117,7 +155,11 @@ class Owner:
 
     def _pieces(self) -> list[Piece]:
         return [
-            (PartKey(operator=UNIT, tensor=name, role=role), tensor.detach(), (0, tensor.numel()))
+            (
+                PartKey(operator=UNIT, tensor=name, role=role),
+                tensor.detach(),
+                (0, tensor.numel()),
+            )
             for name, weight in self.weights.items()
             for role, tensor in {
                 MASTER: weight,
@@ -155,12 +197,20 @@ ADAMS = {
 
 
 @pytest.mark.parametrize("name", ADAMS)
-def test_a_peer_takes_the_steps_itself_and_comes_to_the_same_bits(name: str, ranks: Ranks) -> None:
+def test_a_peer_takes_the_steps_itself_and_comes_to_the_same_bits(
+    name: str, ranks: Ranks
+) -> None:
     adam, options = ADAMS[name]
     owner = Owner(ranks, adam, **options)
     for _ in range(5):
         owner.train()
-    assert [is_update(key) for key in owner.asked.keys] == [False, True, True, True, True]
+    assert [is_update(key) for key in owner.asked.keys] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
     assert not any(is_update(key) for key in owner.peer.keys())  # noqa: SIM118 - not a mapping
     earlier = [key for key in owner.own.keys() if "-5-" not in key]  # noqa: SIM118 - not a mapping
     assert not any(map(is_update, earlier)), "of no use any more"
@@ -170,38 +220,65 @@ def test_memory_of_gradients_is_used_again_on_both_sides(owner: Owner) -> None:
     for _ in range(9):
         owner.train()
     assert max(map(int, buffers_of(owner.peer))) == 9 + 1
-    assert max(map(int, buffers_of(owner.own))) <= 9 + 2  # the next may be packed before the last is known to be there
+    # the next may be packed before the last is known to be there
+    assert max(map(int, buffers_of(owner.own))) <= 9 + 2
 
 
-def test_a_gap_is_noticed_and_the_whole_state_sent(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gap_is_noticed_and_the_whole_state_sent(
+    owner: Owner, caplog: pytest.LogCaptureFixture
+) -> None:
     owner.train()
     owner.peer.clear()
     owner.train()
     assert "wanted that of iteration 1" in caplog.text
     owner.train()
-    assert [is_update(key) for key in owner.asked.keys] == [False, True, True], "the stream goes on"
+    assert [is_update(key) for key in owner.asked.keys] == [False, True, True], (
+        "the stream goes on"
+    )
     assert len(caplog.records) == 1
 
 
-def test_a_copy_that_was_damaged_is_not_built_upon(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_was_damaged_is_not_built_upon(
+    owner: Owner, caplog: pytest.LogCaptureFixture
+) -> None:
     payload_of(owner.peer.get(owner.train()))[100] ^= 1
     owner.train()
     assert "got a state with checksum" in caplog.text
 
 
 def _following(before: SnapshotHeader, target: str, **fields: Any) -> Update:
-    """Return the update that leads to the iteration after a state, as a rank hands it over to a server."""
-    header = replace(before, iteration=before.iteration + 1, window_start=before.iteration + 1, checksum=0)
+    """Return the update that leads to the iteration after a state, as a rank hands it
+    over to a server.
+    """
+    header = replace(
+        before,
+        iteration=before.iteration + 1,
+        window_start=before.iteration + 1,
+        checksum=0,
+    )
     steps = before.iteration + 1.0
     step = AdamStep(
-        learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, steps=steps, scale=0.5
+        learning_rate=1e-2,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.0,
+        decoupled=True,
+        steps=steps,
+        scale=0.5,
     )
-    return Update(target=target, steps=(step,) * len(SIZES), header=header, seals=True, **fields)
+    return Update(
+        target=target, steps=(step,) * len(SIZES), header=header, seals=True, **fields
+    )
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_server_seals_no_state_that_it_made_of_damage(owner: Owner, is_damaged: bool, tmp_path: Path) -> None:
-    """A checkpoint server computes the checksum of the state that it makes: it must not start from a damaged one."""
+def test_a_server_seals_no_state_that_it_made_of_damage(
+    owner: Owner, is_damaged: bool, tmp_path: Path
+) -> None:
+    """A checkpoint server computes the checksum of the state that it makes: it must not
+    start from a damaged one.
+    """
     key, folder = owner.train(), BlobFolder(tmp_path / "server")
     copy_blobs(owner.peer, folder, [key])
     before = header_from_json(folder.get(key).header)
@@ -210,7 +287,9 @@ def test_a_server_seals_no_state_that_it_made_of_damage(owner: Owner, is_damaged
         payload_of(folder.get(key))[100] ^= 1
     gradients = folder.allocate(update.payload_bytes)
     gradients.zero_()
-    take = lambda: apply_update(folder, update_to_bytes(update), gradients, update.payload_bytes)  # noqa: E731
+    take = lambda: apply_update(  # noqa: E731
+        folder, update_to_bytes(update), gradients, update.payload_bytes
+    )
     if is_damaged:
         with pytest.raises(CheckpointLoadError, match="got a state with checksum"):
             take()
@@ -218,16 +297,22 @@ def test_a_server_seals_no_state_that_it_made_of_damage(owner: Owner, is_damaged
     else:
         take()
         made = folder.get("snapshot-next")
-        assert header_from_json(made.header).checksum == checksum(payload_of(made), made.payload_bytes)
+        assert header_from_json(made.header).checksum == checksum(
+            payload_of(made), made.payload_bytes
+        )
 
 
-def test_a_peer_that_never_comes_to_the_same_gets_whole_states(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_that_never_comes_to_the_same_gets_whole_states(
+    owner: Owner, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(6):
         owner.train(learning_rate_told=1.0)
     assert len(caplog.records) == 3, "then there is no other attempt"
 
 
-def test_another_line_is_no_base(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_line_is_no_base(
+    owner: Owner, caplog: pytest.LogCaptureFixture
+) -> None:
     owner.train()
     owner.train(epoch=1)
     assert "wanted the iteration before" in caplog.text
@@ -240,54 +325,88 @@ def test_updates_that_a_process_could_not_send_end_with_it(tmp_path: Path) -> No
     assert (folder.keys(), buffers_of(folder)) == ([], [])
 
 
-@given(data=st.binary() | st.sampled_from([b"{}\n", b'{"base":"a","target":"b","steps":[[1]]}\n{}']))
+@given(
+    data=st.binary()
+    | st.sampled_from([b"{}\n", b'{"base":"a","target":"b","steps":[[1]]}\n{}'])
+)
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     with pytest.raises(CheckpointLoadError):
         update_from_bytes(data)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_captured_gradients_lead_to_the_state_that_tapped_ones_do(owner: Owner, dtype: str, tmp_path: Path) -> None:
+def test_captured_gradients_lead_to_the_state_that_tapped_ones_do(
+    owner: Owner, dtype: str, tmp_path: Path
+) -> None:
     """One of the two gradients lies in a bucket behind five elements of others."""
     key, folder = owner.train(), BlobFolder(tmp_path / "server")
     copy_blobs(owner.peer, folder, [key])
     before = header_from_json(folder.get(key).header)
-    drawn = torch.randn(sum(SIZES.values()), generator=torch.Generator().manual_seed(3)).to(getattr(torch, dtype))
+    drawn = torch.randn(
+        sum(SIZES.values()), generator=torch.Generator().manual_seed(3)
+    ).to(getattr(torch, dtype))
     gradients = drawn.float()
-    bucket = torch.cat([torch.ones(5, dtype=drawn.dtype), drawn[SIZES["fc1"] :]]).view(torch.uint8).numpy().tobytes()
-    sums = MirroredSums(group="ab" * 16, size=2, buckets=(8, len(bucket)), dtype=dtype, first=3, end=6)
-    mirrored = Mirrored(groups=(sums,), places=(None, BucketPlace(group=0, bucket=1, start=5)))
+    bucket = (
+        torch.cat([torch.ones(5, dtype=drawn.dtype), drawn[SIZES["fc1"] :]])
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
+    sums = MirroredSums(
+        group="ab" * 16, size=2, buckets=(8, len(bucket)), dtype=dtype, first=3, end=6
+    )
+    mirrored = Mirrored(
+        groups=(sums,), places=(None, BucketPlace(group=0, bucket=1, start=5))
+    )
     made = {}
-    for target, share, places in (("tapped", gradients, None), ("captured", gradients[: SIZES["fc1"]], mirrored)):
+    for target, share, places in (
+        ("tapped", gradients, None),
+        ("captured", gradients[: SIZES["fc1"]], mirrored),
+    ):
         update = _following(before, f"snapshot-{target}", base=key, mirrored=places)
         assert update.payload_bytes == share.nbytes
         payload = folder.allocate(share.nbytes)
         payload.copy_(share.view(torch.uint8))
-        captured = lambda wanted: [bytearray(8), bytearray(bucket)] if wanted == sums else []  # noqa: E731
+        captured = lambda wanted: (  # noqa: E731
+            [bytearray(8), bytearray(bucket)] if wanted == sums else []
+        )
         apply_update(folder, update_to_bytes(update), payload, share.nbytes, captured)
         made[target] = content_of(folder, f"snapshot-{target}")
     assert made["tapped"] == made["captured"]
     far = replace(mirrored, places=(None, BucketPlace(group=0, bucket=1, start=6)))
-    for places, capture, says in ((far, captured, "wanted a place within"), (mirrored, no_capture, "ckpt.capture")):
+    for places, capture, says in (
+        (far, captured, "wanted a place within"),
+        (mirrored, no_capture, "ckpt.capture"),
+    ):
         update = _following(before, "snapshot-none", base=key, mirrored=places)
         payload = folder.allocate(update.payload_bytes)
         with pytest.raises(CheckpointLoadError, match=says):
-            apply_update(folder, update_to_bytes(update), payload, update.payload_bytes, capture)
+            apply_update(
+                folder, update_to_bytes(update), payload, update.payload_bytes, capture
+            )
     assert "snapshot-none" not in folder.keys()  # noqa: SIM118 - not a mapping
 
 
 def test_an_update_with_a_place_too_few_is_refused(owner: Owner) -> None:
     key = owner.train()
-    update = _following(header_from_json(owner.peer.get(key).header), "snapshot-next", base=key)
+    update = _following(
+        header_from_json(owner.peer.get(key).header), "snapshot-next", base=key
+    )
     assert update_from_bytes(update_to_bytes(update)) == update
     with_one = replace(update, mirrored=Mirrored(groups=(), places=(None,)))
     with pytest.raises(CheckpointLoadError, match="got 1 places"):
         update_from_bytes(update_to_bytes(with_one))
 
 
-@pytest.mark.parametrize("names", [{"base": "../other"}, {"target": "a/b"}, {"target": ""}])
-def test_an_update_names_no_files_outside_of_its_folder(owner: Owner, names: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "names", [{"base": "../other"}, {"target": "a/b"}, {"target": ""}]
+)
+def test_an_update_names_no_files_outside_of_its_folder(
+    owner: Owner, names: dict[str, str]
+) -> None:
     key = owner.train()
-    update = _following(header_from_json(owner.peer.get(key).header), "snapshot-next", base=key)
+    update = _following(
+        header_from_json(owner.peer.get(key).header), "snapshot-next", base=key
+    )
     with pytest.raises(CheckpointLoadError, match="wanted letters, digits"):
         update_from_bytes(update_to_bytes(replace(update, **names)))

@@ -1,4 +1,6 @@
-"""A step that follows its gradients' bytes: it begins before the last one, and nothing counts before all are intact."""
+"""A step that follows its gradients' bytes: it begins before the last one, and nothing
+counts before all are intact.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from moe_ckpt.snapshot import arriving_update
 from moe_ckpt.snapshot.adam_update import AdamStep, Update, update_to_bytes
 from moe_ckpt.snapshot.arriving_update import ArrivingUpdate
 from moe_ckpt.snapshot.blobs import BlobFolder
-from moe_ckpt.snapshot.codec import MASTER, MOMENTS, PartKey, checksum, header_to_json, layout_parts
+from moe_ckpt.snapshot.codec import (
+    MASTER,
+    MOMENTS,
+    PartKey,
+    checksum,
+    header_to_json,
+    layout_parts,
+)
 from tests.replication.blobs import buffers_of, content_of
 from tests.snapshot.samples import HEADER
 from tests.snapshot.updates import apply_update
@@ -25,7 +34,14 @@ from tests.snapshot.updates import apply_update
 SIZES = {"first": 3000, "second": 70_000}
 FIRST_BYTES, ALL_BYTES = 4 * SIZES["first"], 4 * sum(SIZES.values())
 STEP = AdamStep(
-    learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True, steps=3.0, scale=0.5
+    learning_rate=1e-2,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-8,
+    weight_decay=0.1,
+    decoupled=True,
+    steps=3.0,
+    scale=0.5,
 )
 
 
@@ -36,20 +52,36 @@ class Arriving:
         self.folder = BlobFolder(path)
         random = torch.Generator().manual_seed(1)
         pieces = [
-            (PartKey(operator="layer 0", tensor=name, role=role), torch.rand(size, generator=random), (0, size))
+            (
+                PartKey(operator="layer 0", tensor=name, role=role),
+                torch.rand(size, generator=random),
+                (0, size),
+            )
             for name, size in SIZES.items()
             for role in (MASTER, *MOMENTS)
         ]
         parts, payload_bytes = layout_parts(pieces)
         tensors = {key: tensor for key, tensor, _ in pieces}
         payload = self.folder.allocate(payload_bytes)
-        payload.copy_(torch.cat([tensors[part.key] for part in parts]).view(torch.uint8))
-        numbers = {"iteration": 3, "window_start": 3, "slot": 0, "num_slots": 1, "unit": None}
+        payload.copy_(
+            torch.cat([tensors[part.key] for part in parts]).view(torch.uint8)
+        )
+        numbers = {
+            "iteration": 3,
+            "window_start": 3,
+            "slot": 0,
+            "num_slots": 1,
+            "unit": None,
+        }
         of_parts: dict[str, Any] = {"parts": parts, "payload_bytes": payload_bytes}
-        base = replace(HEADER, **numbers, **of_parts, checksum=checksum(payload, payload_bytes))
+        base = replace(
+            HEADER, **numbers, **of_parts, checksum=checksum(payload, payload_bytes)
+        )
         self.folder.deposit("base", header_to_json(base), payload, payload_bytes)
         following = replace(base, iteration=4, window_start=4, checksum=0)
-        update = Update(base="base", target="next", steps=(STEP, STEP), header=following, seals=True)
+        update = Update(
+            base="base", target="next", steps=(STEP, STEP), header=following, seals=True
+        )
         self.head = update_to_bytes(update)
         self.gradients = torch.randn(sum(SIZES.values()), generator=random)
 
@@ -75,14 +107,18 @@ def arriving(tmp_path: Path) -> Arriving:
 def test_a_step_is_taken_while_later_gradients_arrive(
     arriving: Arriving, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever the updater waits for bytes, the next gradient arrives: each is waited for after the step before it."""
+    """Whenever the updater waits for bytes, the next gradient arrives: each is waited
+    for after the step before it.
+    """
     taken: list[torch.optim.AdamW] = []
     step = torch.optim.AdamW.step
     taken_at_waits: list[int] = []
 
     class NextGradient(threading.Condition):
         def wait(self, timeout: float | None = None) -> bool:
-            start, end = ((0, FIRST_BYTES), (FIRST_BYTES, ALL_BYTES))[len(taken_at_waits)]
+            start, end = ((0, FIRST_BYTES), (FIRST_BYTES, ALL_BYTES))[
+                len(taken_at_waits)
+            ]
             taken_at_waits.append(len(taken))
             arriving.fill(payload, start, end)
             update.arrived(end)
@@ -95,7 +131,9 @@ def test_a_step_is_taken_while_later_gradients_arrive(
     monkeypatch.setattr(torch.optim.AdamW, "step", counted)
     monkeypatch.setattr(arriving_update, "Condition", NextGradient)
     payload = arriving.payload()
-    update = ArrivingUpdate(arriving.folder, "update", arriving.head, payload, ALL_BYTES)
+    update = ArrivingUpdate(
+        arriving.folder, "update", arriving.head, payload, ALL_BYTES
+    )
     update.start(executor)
     update.keep()
     assert taken_at_waits == [0, 1]
@@ -104,7 +142,9 @@ def test_a_step_is_taken_while_later_gradients_arrive(
     at_once = arriving.payload()
     arriving.fill(at_once, 0, ALL_BYTES)
     apply_update(arriving.folder, arriving.head, at_once, ALL_BYTES)
-    assert made == content_of(arriving.folder, "next"), "bit for bit as of gradients that were all there"
+    assert made == content_of(arriving.folder, "next"), (
+        "bit for bit as of gradients that were all there"
+    )
 
 
 @pytest.mark.parametrize("arrived_bytes", [0, FIRST_BYTES, ALL_BYTES])
@@ -113,7 +153,9 @@ def test_an_update_that_is_abandoned_leaves_nothing(
 ) -> None:
     held = buffers_of(arriving.folder)
     payload = arriving.payload()
-    update = ArrivingUpdate(arriving.folder, "update", arriving.head, payload, ALL_BYTES)
+    update = ArrivingUpdate(
+        arriving.folder, "update", arriving.head, payload, ALL_BYTES
+    )
     update.start(executor)
     arriving.fill(payload, 0, arrived_bytes)
     update.arrived(arrived_bytes)
@@ -123,8 +165,12 @@ def test_an_update_that_is_abandoned_leaves_nothing(
     assert buffers_of(arriving.folder) == held
 
 
-def test_a_damaged_head_fails_only_what_is_kept(arriving: Arriving, executor: ThreadPoolExecutor) -> None:
-    """The receiver compares hashes first: garbled bytes are sent again, and a wrong head is refused."""
+def test_a_damaged_head_fails_only_what_is_kept(
+    arriving: Arriving, executor: ThreadPoolExecutor
+) -> None:
+    """The receiver compares hashes first: garbled bytes are sent again, and a wrong
+    head is refused.
+    """
     payload = arriving.payload()
     update = ArrivingUpdate(arriving.folder, "update", b"garbled", payload, ALL_BYTES)
     update.start(executor)

@@ -1,4 +1,6 @@
-"""Blobs in shared memory: what is visible when, whose memory it is, and what death, damage and a full system leave."""
+"""Blobs in shared memory: what is visible when, whose memory it is, and what death,
+damage and a full system leave.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,17 @@ def folder(tmp_path: Path) -> BlobFolder:
 
 @pytest.mark.parametrize("header", [b"", b"\n\x00 two\nlines"])
 @pytest.mark.parametrize("content", [None, b"", bytes(range(256)) * 40])
-def test_another_process_finds_a_published_blob(folder: BlobFolder, header: bytes, content: bytes | None) -> None:
+def test_another_process_finds_a_published_blob(
+    folder: BlobFolder, header: bytes, content: bytes | None
+) -> None:
     publish(folder, "snapshot-7", content, header)
     other = BlobFolder(folder.path)
     assert other.keys() == ["snapshot-7"]
-    assert content_of(other, "snapshot-7") == content_of(folder, "snapshot-7") == (header, content)
+    assert (
+        content_of(other, "snapshot-7")
+        == content_of(folder, "snapshot-7")
+        == (header, content)
+    )
 
 
 def test_a_replaced_blob_leaves_its_memory_to_its_owner(folder: BlobFolder) -> None:
@@ -76,10 +84,16 @@ def test_any_key_is_a_name_of_its_own(key: str) -> None:
         assert folder.keys() == ["other"]
 
 
-@pytest.mark.parametrize("key", ["", "a/b", "../a", "a b", "a\n", "a\x00", "\u00e4", "k" * 201])
+@pytest.mark.parametrize(
+    "key", ["", "a/b", "../a", "a b", "a\n", "a\x00", "\u00e4", "k" * 201]
+)
 def test_other_texts_are_no_keys(folder: BlobFolder, key: str) -> None:
     assert not is_key(key)
-    for use in (lambda: folder.publish(key, b"", None, 0), lambda: folder.get(key), lambda: folder.withdraw(key)):
+    for use in (
+        lambda: folder.publish(key, b"", None, 0),
+        lambda: folder.get(key),
+        lambda: folder.withdraw(key),
+    ):
         with pytest.raises(AssertionError, match="not a key"):
             use()
 
@@ -93,7 +107,10 @@ def test_damage_anywhere_in_an_entry_is_found(folder: BlobFolder) -> None:
         with pytest.raises(CheckpointLoadError, match="blob a"):
             folder.get("a")
     path.write_bytes(intact[:-1] + b"?")
-    with pytest.raises(CheckpointLoadError, match=r"blob a: .* got XXH3 [0-9a-f]{16}, wanted [0-9a-f]{16}"):
+    with pytest.raises(
+        CheckpointLoadError,
+        match=r"blob a: .* got XXH3 [0-9a-f]{16}, wanted [0-9a-f]{16}",
+    ):
         folder.get("a")
     path.write_bytes(intact)
     path.rename(folder.path / "index" / "b.blob")
@@ -106,15 +123,21 @@ def test_a_payload_that_is_gone_or_too_short_is_found(folder: BlobFolder) -> Non
     buffer = folder.path / "buffers" / "000001"
     reader = BlobFolder(folder.path)
     os.truncate(buffer, 6)
-    with pytest.raises(CheckpointLoadError, match=r"blob a in .*: got 6 bytes of payload, wanted 7"):
+    with pytest.raises(
+        CheckpointLoadError, match=r"blob a in .*: got 6 bytes of payload, wanted 7"
+    ):
         reader.get("a")
     buffer.unlink()
-    with pytest.raises(CheckpointLoadError, match=r"buffers/000001: not a payload: .*No such file"):
+    with pytest.raises(
+        CheckpointLoadError, match=r"buffers/000001: not a payload: .*No such file"
+    ):
         reader.get("a")
     assert not buffer.exists()
 
 
-def test_a_successor_adopts_intact_blobs_and_drops_others(folder: BlobFolder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_successor_adopts_intact_blobs_and_drops_others(
+    folder: BlobFolder, caplog: pytest.LogCaptureFixture
+) -> None:
     folder.publish("same", b"", publish(folder, "a", b"aaa", b"1"), 2)
     publish(folder, "bare", None)
     for key in ("b", "c"):
@@ -127,8 +150,13 @@ def test_a_successor_adopts_intact_blobs_and_drops_others(folder: BlobFolder, ca
     with caplog.at_level(logging.WARNING):
         adopted = successor.adopt()
     assert sorted(adopted) == successor.keys() == ["a", "bare", "same"]
-    assert (index_of(folder), buffers_of(folder)) == (["a.blob", "bare.blob", "same.blob"], ["000001"])
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["dropped what is damaged"] * 2
+    assert (index_of(folder), buffers_of(folder)) == (
+        ["a.blob", "bare.blob", "same.blob"],
+        ["000001"],
+    )
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "dropped what is damaged"
+    ] * 2
     assert adopted["a"].payload is adopted["same"].payload is successor.get("a").payload
     assert content_of(successor, "a") == (b"1", b"aaa")
 
@@ -139,7 +167,9 @@ def test_adopted_memory_is_the_successors(folder: BlobFolder) -> None:
     payload = payload_of(successor.adopt()["a"])
     fresh = successor.allocate(5)
     assert successor.adopt()["a"].payload is payload
-    assert buffers_of(folder) == ["000001", "000002"], "memory that is in use here was removed"
+    assert buffers_of(folder) == ["000001", "000002"], (
+        "memory that is in use here was removed"
+    )
     successor.withdraw("a")
     payload[0] = 0
     successor.publish("b", b"", payload, 3)
@@ -149,22 +179,34 @@ def test_adopted_memory_is_the_successors(folder: BlobFolder) -> None:
     assert buffers_of(folder) == []
 
 
-def test_a_full_file_system_is_a_failed_save_that_leaves_nothing(folder: BlobFolder) -> None:
+def test_a_full_file_system_is_a_failed_save_that_leaves_nothing(
+    folder: BlobFolder,
+) -> None:
     with largest_file(100 * KIB):
         kept = folder.allocate(100 * KIB)
-        with pytest.raises(CheckpointSaveError, match=r"got .*File too large.*, wanted room for 102401 bytes"):
+        with pytest.raises(
+            CheckpointSaveError,
+            match=r"got .*File too large.*, wanted room for 102401 bytes",
+        ):
             folder.allocate(100 * KIB + 1)
     for nbytes in (2**62, 2**63, 2**64):
-        with pytest.raises(CheckpointSaveError, match=f"wanted room for {nbytes} bytes"):
+        with pytest.raises(
+            CheckpointSaveError, match=f"wanted room for {nbytes} bytes"
+        ):
             folder.allocate(nbytes)
     assert buffers_of(folder) == ["000001"]
     kept.fill_(1)
-    assert (folder.path / "buffers" / "000001").stat().st_blocks * 512 >= 100 * KIB, "room was promised, not taken"
+    assert (folder.path / "buffers" / "000001").stat().st_blocks * 512 >= 100 * KIB, (
+        "room was promised, not taken"
+    )
 
 
 def test_an_entry_that_has_no_room_leaves_the_blob_before(folder: BlobFolder) -> None:
     publish(folder, "a", b"old", b"1")
-    with largest_file(KIB), pytest.raises(CheckpointSaveError, match=r"blob a in .*wanted to write it"):
+    with (
+        largest_file(KIB),
+        pytest.raises(CheckpointSaveError, match=r"blob a in .*wanted to write it"),
+    ):
         publish(folder, "a", b"new", bytes(2 * KIB))
     assert content_of(BlobFolder(folder.path), "a") == (b"1", b"old")
     publish(folder, "a", b"new", bytes(2 * KIB))
@@ -185,7 +227,9 @@ def test_a_deleted_folder_is_an_empty_one(folder: BlobFolder) -> None:
     assert folder.keys() == []
     publish(folder, "a", b"new")
     folder.free(before)
-    assert content_of(BlobFolder(folder.path), "a") == (b"header", b"new"), "freed another's memory"
+    assert content_of(BlobFolder(folder.path), "a") == (b"header", b"new"), (
+        "freed another's memory"
+    )
 
 
 def test_a_deposited_blob_owns_its_memory(folder: BlobFolder) -> None:
@@ -216,7 +260,10 @@ def die_while_publishing(path: str, step: str) -> None:
     publish(folder, "a", b"old", b"1")
 
     def dying(function: Callable[..., Any]) -> Any:
-        return lambda *arguments: (function(*arguments), os.kill(os.getpid(), signal.SIGKILL))
+        return lambda *arguments: (
+            function(*arguments),
+            os.kill(os.getpid(), signal.SIGKILL),
+        )
 
     if step == "memory":
         os.posix_fallocate = dying(os.posix_fallocate)
@@ -224,12 +271,16 @@ def die_while_publishing(path: str, step: str) -> None:
         os.replace = dying(os.replace)
     else:
         share = 2 if step == "half an entry" else 1
-        blobs.write_private = dying(lambda path, data: write_private(path, data[: len(data) // share]))
+        blobs.write_private = dying(
+            lambda path, data: write_private(path, data[: len(data) // share])
+        )
     publish(folder, "a", b"newer", b"2")
 
 
 @pytest.mark.parametrize("step", ["memory", "half an entry", "entry", "renamed"])
-def test_death_leaves_the_old_blob_or_the_new(folder: BlobFolder, step: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_death_leaves_the_old_blob_or_the_new(
+    folder: BlobFolder, step: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(RankFailedError, match="rank 0 died"):
         run_ranks(1, die_while_publishing, str(folder.path), step)
     wanted = (b"2", b"newer") if step == "renamed" else (b"1", b"old")
@@ -237,7 +288,11 @@ def test_death_leaves_the_old_blob_or_the_new(folder: BlobFolder, step: str, cap
     successor = BlobFolder(folder.path)
     successor.adopt()
     assert content_of(successor, "a") == wanted
-    assert (index_of(folder), len(buffers_of(folder)), caplog.records) == (["a.blob"], 1, [])
+    assert (index_of(folder), len(buffers_of(folder)), caplog.records) == (
+        ["a.blob"],
+        1,
+        [],
+    )
 
 
 class FakeCudart:
@@ -255,7 +310,9 @@ class FakeCudart:
         return 0
 
 
-def test_pinned_memory_is_registered_for_as_long_as_it_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_registered_for_as_long_as_it_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeCudart()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)

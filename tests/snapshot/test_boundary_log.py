@@ -1,4 +1,6 @@
-"""The log of what a stage sent: order, lifetime of copies, what can be used, and that memory does not grow."""
+"""The log of what a stage sent: order, lifetime of copies, what can be used, and that
+memory does not grow.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Written:
         self.log = BoundaryLog(self.copier, self.buffers)
 
     def write(self, *iterations: int, activations: int = 1, gradients: int = 1) -> None:
-        """Log iterations in which so many tensors went each way; each holds its iteration and number."""
+        """Log iterations in which so many tensors went each way; each holds its
+        iteration and number.
+        """
         for iteration in iterations:
             self.log.begin(iteration)
             for direction, count in ((ACTIVATION, activations), (GRADIENT, gradients)):
@@ -45,8 +49,13 @@ class Written:
         self.log.drop_damaged(1, last)
         return self.log.complete_from(last)
 
-    def read(self, iteration: int, direction: Direction = ACTIVATION) -> list[list[int]]:
-        return [sent.view(torch.int64).tolist() for sent in self.log.sent(iteration, direction)]
+    def read(
+        self, iteration: int, direction: Direction = ACTIVATION
+    ) -> list[list[int]]:
+        return [
+            sent.view(torch.int64).tolist()
+            for sent in self.log.sent(iteration, direction)
+        ]
 
     def damage(self, iteration: int, direction: Direction, number: int = -1) -> None:
         self.log.sent(iteration, direction)[number][-1] ^= 1
@@ -63,8 +72,15 @@ def content(iteration: int, direction: Direction, number: int) -> torch.Tensor:
     return torch.tensor([iteration, list(Direction).index(direction), number])
 
 
-@given(sent=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(Direction), st.integers(-99, 99)), max_size=40))
-def test_any_order_of_sending_is_kept_by_iteration_and_direction(sent: list[tuple[int, Direction, int]]) -> None:
+@given(
+    sent=st.lists(
+        st.tuples(st.integers(1, 4), st.sampled_from(Direction), st.integers(-99, 99)),
+        max_size=40,
+    )
+)
+def test_any_order_of_sending_is_kept_by_iteration_and_direction(
+    sent: list[tuple[int, Direction, int]],
+) -> None:
     written = Written()
     for iteration in range(1, 5):
         written.log.begin(iteration)
@@ -72,7 +88,9 @@ def test_any_order_of_sending_is_kept_by_iteration_and_direction(sent: list[tupl
             written.log.record(direction, torch.tensor([value]))
     for iteration in range(1, 5):
         for direction in Direction:
-            wanted = [[value] for at, to, value in sent if (at, to) == (iteration, direction)]
+            wanted = [
+                [value] for at, to, value in sent if (at, to) == (iteration, direction)
+            ]
             assert written.read(iteration, direction) == wanted
     assert written.log.size_bytes == 8 * len(sent)
     written.log.clear()
@@ -92,7 +110,9 @@ def test_any_order_of_sending_is_kept_by_iteration_and_direction(sent: list[tupl
         pytest.param(torch.randn(3, requires_grad=True), id="with gradient"),
     ],
 )
-def test_the_bytes_of_any_tensor_are_logged(written: Written, tensor: torch.Tensor) -> None:
+def test_the_bytes_of_any_tensor_are_logged(
+    written: Written, tensor: torch.Tensor
+) -> None:
     written.log.begin(1)
     written.log.record(GRADIENT, tensor)
     (sent,) = written.log.sent(1, GRADIENT)
@@ -125,25 +145,38 @@ def test_a_pass_that_came_to_nothing_is_replaced(written: Written) -> None:
     assert written.buffers.in_use_bytes == 2 * NUM_BYTES
     log.record(ACTIVATION, content(2, ACTIVATION, 0))
     log.end()
-    assert (written.read(2), written.read(2, GRADIENT), written.read(1, GRADIENT)) == ([[2, 0, 0]], [], [[1, 1, 0]])
+    assert (written.read(2), written.read(2, GRADIENT), written.read(1, GRADIENT)) == (
+        [[2, 0, 0]],
+        [],
+        [[1, 1, 0]],
+    )
     assert log.size_bytes == 3 * NUM_BYTES
 
 
-def test_an_iteration_without_room_is_a_gap_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_iteration_without_room_is_a_gap_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     written = Written(limit_bytes=5 * NUM_BYTES)
     with caplog.at_level(logging.WARNING):
         written.write(1, 2, 3)
-    assert "boundary log: iteration 3 is not logged, training goes on: host memory" in caplog.text
+    assert (
+        "boundary log: iteration 3 is not logged, training goes on: host memory"
+        in caplog.text
+    )
     assert written.buffers.in_use_bytes == written.log.size_bytes == 4 * NUM_BYTES
     assert (written.usable_from(3), written.usable_from(2)) == (4, 1)
     written.copier.close()
 
 
 def test_an_iteration_that_is_not_logged_is_named(written: Written) -> None:
-    with pytest.raises(CheckpointLoadError, match=r"^boundary log: no iteration 4, got an empty log$"):
+    with pytest.raises(
+        CheckpointLoadError, match=r"^boundary log: no iteration 4, got an empty log$"
+    ):
         written.log.sent(4, ACTIVATION)
     written.write(7, 5, 6)
-    with pytest.raises(CheckpointLoadError, match=r"^boundary log: no iteration 4, got 5 to 7$"):
+    with pytest.raises(
+        CheckpointLoadError, match=r"^boundary log: no iteration 4, got 5 to 7$"
+    ):
         written.log.sent(4, GRADIENT)
 
 
@@ -161,13 +194,23 @@ def test_clearing_drops_everything_and_ends_the_iteration(written: Written) -> N
     assert written.read(3) == [[3, 0, 0]]
 
 
-def test_old_iterations_are_dropped_and_their_memory_is_used_again(written: Written) -> None:
+def test_old_iterations_are_dropped_and_their_memory_is_used_again(
+    written: Written,
+) -> None:
     log, kept, num_bytes = written.log, 4, 6 * NUM_BYTES
     for iteration in range(1, 40):
         written.write(iteration, activations=3, gradients=3)
-        assert log.size_bytes == written.buffers.in_use_bytes == min(iteration, kept) * num_bytes
+        assert (
+            log.size_bytes
+            == written.buffers.in_use_bytes
+            == min(iteration, kept) * num_bytes
+        )
         log.drop_up_to(iteration - kept + 1)
-        assert log.size_bytes == written.buffers.in_use_bytes == min(iteration, kept - 1) * num_bytes
+        assert (
+            log.size_bytes
+            == written.buffers.in_use_bytes
+            == min(iteration, kept - 1) * num_bytes
+        )
         assert written.buffers.total_bytes <= kept * num_bytes
     assert written.read(37, GRADIENT) == [[37, 1, 0], [37, 1, 1], [37, 1, 2]]
     with pytest.raises(CheckpointLoadError):
@@ -176,14 +219,17 @@ def test_old_iterations_are_dropped_and_their_memory_is_used_again(written: Writ
     assert log.size_bytes == written.buffers.in_use_bytes == 0
 
 
-def test_a_recorded_tensor_may_be_freed_or_given_another_storage(written: Written) -> None:
+def test_a_recorded_tensor_may_be_freed_or_given_another_storage(
+    written: Written,
+) -> None:
     log, swapped, freed = written.log, torch.arange(5000), torch.arange(5000) + 1
     source = weakref.ref(freed)
     with held(written.copier):
         log.begin(1)
         log.record(ACTIVATION, swapped)
         log.record(ACTIVATION, freed)
-        swapped.data = torch.empty(1)  # what Megatron does to an output that it has sent
+        # what Megatron does to an output that it has sent
+        swapped.data = torch.empty(1)
         del freed
         gc.collect()
         assert source() is None
@@ -205,7 +251,9 @@ def test_reading_and_judging_wait_for_the_copy(written: Written) -> None:
 
 
 @pytest.mark.parametrize("drop", ["drop_up_to", "begin", "clear"])
-def test_a_buffer_is_given_back_only_when_its_copy_is_done(written: Written, drop: str) -> None:
+def test_a_buffer_is_given_back_only_when_its_copy_is_done(
+    written: Written, drop: str
+) -> None:
     with held_until_waited_for(written.copier) as waited:
         written.write(1)
         getattr(written.log, drop)(*(() if drop == "clear" else (1,)))
@@ -225,7 +273,9 @@ def test_a_buffer_is_given_back_only_when_its_copy_is_done(written: Written, dro
         ([1, 2, 3], 3, 1),
     ],
 )
-def test_a_log_can_be_used_back_to_the_first_gap(written: Written, logged: list[int], last: int, first: int) -> None:
+def test_a_log_can_be_used_back_to_the_first_gap(
+    written: Written, logged: list[int], last: int, first: int
+) -> None:
     written.write(*logged)
     assert written.usable_from(last) == first
 
@@ -240,14 +290,20 @@ def test_an_iteration_in_which_nothing_was_sent_is_no_gap(written: Written) -> N
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_log_can_be_used_back_to_the_first_damage(
-    written: Written, direction: Direction, number: int, caplog: pytest.LogCaptureFixture
+    written: Written,
+    direction: Direction,
+    number: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     written.write(1, 2, 3, 4, 5, activations=3, gradients=3)
-    assert written.usable_from(5) == 1  # with all checksums: damage before that cannot be found
+    # with all checksums: damage before that cannot be found
+    assert written.usable_from(5) == 1
     written.damage(3, direction, number)
     with caplog.at_level(logging.WARNING):
         assert written.usable_from(5) == 4
-    assert [record.getMessage() for record in caplog.records] == ["boundary log: iteration 3 is damaged (checksum)"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "boundary log: iteration 3 is damaged (checksum)"
+    ]
     assert (written.usable_from(2), written.usable_from(3)) == (1, 4)
     written.damage(5, direction, number)
     assert written.usable_from(5) == 6
@@ -267,7 +323,9 @@ def test_only_a_range_is_read(written: Written) -> None:
     assert written.log.complete_from(2) == 1
 
 
-def test_the_rest_of_a_buffer_that_is_too_large_is_not_of_the_log(written: Written) -> None:
+def test_the_rest_of_a_buffer_that_is_too_large_is_not_of_the_log(
+    written: Written,
+) -> None:
     written.buffers.release(written.buffers.acquire(1000))
     written.write(1, activations=1, gradients=0)
     assert (written.buffers.total_bytes, written.log.size_bytes) == (1000, NUM_BYTES)

@@ -1,4 +1,6 @@
-"""A thread that copies waits for bubbles and uses them; a hurry ends all waiting; what a bubble took is known."""
+"""A thread that copies waits for bubbles and uses them; a hurry ends all waiting; what
+a bubble took is known.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_a_thread_waits_for_the_next_bubble_or_a_hurry() -> None:
 
 def test_seconds_count_from_the_last_question(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([1.0, 3.5, 10.0, 10.25, 20.0, 21.0])
-    monkeypatch.setattr("moe_ckpt.snapshot.bubbles.time.monotonic", lambda: next(moments))
+    monkeypatch.setattr(
+        "moe_ckpt.snapshot.bubbles.time.monotonic", lambda: next(moments)
+    )
     bubbles = PipelineBubbles()
     for _ in range(2):
         with bubbles.open():
@@ -84,11 +88,16 @@ class Bubbling(Engine):
         self.tensors = [torch.full((20,), float(number)) for number in range(3)]
 
     def take(self, bubble_bytes: float) -> None:
-        wanted = [SnapshotRequest(HEADER, lambda tensor=tensor: [piece(tensor)]) for tensor in self.tensors]
+        wanted = [
+            SnapshotRequest(HEADER, lambda tensor=tensor: [piece(tensor)])
+            for tensor in self.tensors
+        ]
         self.engine.capture(wanted, bubble_bytes=bubble_bytes)
 
     def change_in_a_bubble(self) -> None:
-        """Change the state once all that does not wait for a bubble is copied; then open one."""
+        """Change the state once all that does not wait for a bubble is copied; then
+        open one.
+        """
         assert self.bubbles.is_waited_for.wait(WAIT_S)
         for tensor in self.tensors:
             tensor += 10
@@ -98,7 +107,9 @@ class Bubbling(Engine):
     def taken(self) -> tuple[list[list[float]], CopiedBytes]:
         taken = self.engine.collect(wait=True)
         assert taken
-        return [only_part(snapshot).unique().tolist() for snapshot in taken.snapshots], taken.copied
+        return [
+            only_part(snapshot).unique().tolist() for snapshot in taken.snapshots
+        ], taken.copied
 
 
 @pytest.fixture
@@ -118,7 +129,9 @@ def test_copies_that_fit_wait_for_a_bubble_and_others_do_not(parts: Bubbling) ->
 
 
 @pytest.mark.parametrize(("room_bytes", "used_bytes"), [(1e9, 240), (0, 0)])
-def test_all_is_copied_in_one_bubble_if_it_has_room(parts: Bubbling, room_bytes: float, used_bytes: int) -> None:
+def test_all_is_copied_in_one_bubble_if_it_has_room(
+    parts: Bubbling, room_bytes: float, used_bytes: int
+) -> None:
     with parts.bubbles.open():
         parts.take(room_bytes)
         finish(parts.copier)
@@ -127,7 +140,9 @@ def test_all_is_copied_in_one_bubble_if_it_has_room(parts: Bubbling, room_bytes:
 
 
 @pytest.mark.parametrize("end", ["release", "discard_torn"])
-def test_a_capture_waits_for_bubbles_until_the_state_may_change(parts: Bubbling, end: str) -> None:
+def test_a_capture_waits_for_bubbles_until_the_state_may_change(
+    parts: Bubbling, end: str
+) -> None:
     parts.take(bubble_bytes=1e9)
     assert parts.bubbles.is_waited_for.wait(WAIT_S)
     getattr(parts.engine, end)()

@@ -1,4 +1,6 @@
-"""One capture after another: what may change when, what is in the snapshot, and what a failure leaves behind."""
+"""One capture after another: what may change when, what is in the snapshot, and what a
+failure leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,16 @@ def test_a_snapshot_is_complete_when_it_is_collected(parts: Engine) -> None:
     parts.capture(piece(weight, start=100), changing=[count(1, 2, 3)])
     snapshot = parts.collected()
     header = snapshot.header
-    ranges = {part.key.tensor: (part.range_start, part.range_end) for part in header.parts}
+    ranges = {
+        part.key.tensor: (part.range_start, part.range_end) for part in header.parts
+    }
     assert ranges == {"weight": (100, 115), "count": (0, 3)}
-    assert header == replace(HEADER, parts=header.parts, payload_bytes=84, checksum=checksum(snapshot.payload, 84))
+    assert header == replace(
+        HEADER,
+        parts=header.parts,
+        payload_bytes=84,
+        checksum=checksum(snapshot.payload, 84),
+    )
     values = values_of(snapshot)
     assert torch.equal(values["weight"], weight)
     assert values["count"].tolist() == [1, 2, 3]
@@ -72,12 +81,17 @@ def test_a_snapshot_is_complete_when_it_is_collected(parts: Engine) -> None:
 
 
 TENSORS = st.tuples(
-    st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3), st.sampled_from(ROLES), st.booleans()
+    st.sampled_from(sorted(DTYPES)),
+    st.lists(st.integers(0, 5), max_size=3),
+    st.sampled_from(ROLES),
+    st.booleans(),
 )
 
 
 @given(described=st.lists(TENSORS, max_size=6), num_changing=st.integers(0, 6))
-def test_tensors_come_out_as_they_went_in(described: list[tuple[str, list[int], str, bool]], num_changing: int) -> None:
+def test_tensors_come_out_as_they_went_in(
+    described: list[tuple[str, list[int], str, bool]], num_changing: int
+) -> None:
     parts = Engine()
     tensors: dict[PartKey, torch.Tensor] = {}
     for number, (dtype, shape, role, transposed) in enumerate(described):
@@ -91,7 +105,10 @@ def test_tensors_come_out_as_they_went_in(described: list[tuple[str, list[int], 
     snapshot = parts.collected()
     values = {part.key: snapshot.part(part) for part in snapshot.header.parts}
     assert values.keys() == tensors.keys()
-    assert all(torch.equal(values[key], each) and values[key].dtype == each.dtype for key, each in tensors.items())
+    assert all(
+        torch.equal(values[key], each) and values[key].dtype == each.dtype
+        for key, each in tensors.items()
+    )
     parts.copier.close()
 
 
@@ -112,13 +129,19 @@ def test_a_capture_goes_on_after_it_was_started(parts: Engine) -> None:
     assert threading.get_ident() not in asked_in
 
 
-def test_changing_tensors_may_change_as_soon_as_they_are_captured(parts: Engine) -> None:
+def test_changing_tensors_may_change_as_soon_as_they_are_captured(
+    parts: Engine,
+) -> None:
     number, bias = torch.tensor([1, 2, 3]), torch.ones(4, requires_grad=True)
     with held(parts.copier):
-        parts.capture(changing=[piece(number, "count", "buffer"), piece(bias, "bias", "buffer")])
+        parts.capture(
+            changing=[piece(number, "count", "buffer"), piece(bias, "bias", "buffer")]
+        )
         number.add_(10)
         bias.data.zero_()
-    values = {name: value.tolist() for name, value in values_of(parts.collected()).items()}
+    values = {
+        name: value.tolist() for name, value in values_of(parts.collected()).items()
+    }
     assert values == {"count": [1, 2, 3], "bias": [1.0] * 4}
 
 
@@ -133,7 +156,9 @@ def test_release_waits_until_everything_is_copied(parts: Engine) -> None:
     assert torch.equal(only_part(parts.collected()), torch.arange(1 << 16))
 
 
-def test_a_snapshot_is_not_there_before_its_checksum(parts: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_is_not_there_before_its_checksum(
+    parts: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go = threading.Event()
 
     def checksum_when_told(payload: torch.Tensor, nbytes: int) -> int:
@@ -159,7 +184,9 @@ class FullDaemon:
         self.kept: list[Snapshot] = []
         self.dropped: list[Snapshot] = []
 
-    def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
+    def add_snapshot(
+        self, snapshot: Snapshot, gradients: Gradients | None = None
+    ) -> None:
         if len(self.kept) == self.refused:
             raise CheckpointSaveError("no room")
         self.kept.append(snapshot)
@@ -173,12 +200,21 @@ def test_of_several_snapshots_all_are_kept_or_none(refused: int) -> None:
     daemon = FullDaemon(refused)
     parts = Engine(daemon=daemon)
     tensors = [torch.full((5,), float(number)) for number in range(3)]
-    parts.engine.capture([SnapshotRequest(HEADER, lambda tensor=tensor: [piece(tensor)]) for tensor in tensors])
+    parts.engine.capture(
+        [
+            SnapshotRequest(HEADER, lambda tensor=tensor: [piece(tensor)])
+            for tensor in tensors
+        ]
+    )
     if refused == 3:
         taken = parts.engine.collect(wait=True)
         assert taken
-        assert [only_part(each).tolist() for each in taken.snapshots] == [tensor.tolist() for tensor in tensors]
-        assert [id(each) for each in taken.snapshots] == [id(snapshot) for snapshot in daemon.kept]
+        assert [only_part(each).tolist() for each in taken.snapshots] == [
+            tensor.tolist() for tensor in tensors
+        ]
+        assert [id(each) for each in taken.snapshots] == [
+            id(snapshot) for snapshot in daemon.kept
+        ]
     else:
         with pytest.raises(CheckpointSaveError, match="no room"):
             parts.engine.collect(wait=True)
@@ -222,7 +258,9 @@ def raising(error: Exception) -> Callable[[], Sequence[Piece]]:
 
 FAILURES = {
     "a tensor without values": lambda: [piece(torch.ones(100)), UNCOPYABLE],
-    "a precision that has no name": lambda: [piece(torch.zeros(1, dtype=torch.complex64))],
+    "a precision that has no name": lambda: [
+        piece(torch.zeros(1, dtype=torch.complex64))
+    ],
     "too little memory": lambda: [piece(torch.zeros(2 * KIB))],
     "a device that fails": raising(RuntimeError("broken")),
     "a machine out of memory": raising(MemoryError("no memory")),
@@ -240,9 +278,13 @@ ENDS: dict[str, Callable[[SnapshotEngine], object]] = {
 def test_a_capture_that_fails_says_so_and_leaves_nothing(name: str, end: str) -> None:
     parts = Engine(limit_bytes=KIB)
     before = SnapshotRequest(HEADER, lambda: [piece(torch.ones(3))])
-    parts.engine.capture([before, SnapshotRequest(HEADER, FAILURES[name], [count(1, 2)])])
+    parts.engine.capture(
+        [before, SnapshotRequest(HEADER, FAILURES[name], [count(1, 2)])]
+    )
     assert parts.copier.run(lambda: 5).result(WAIT_S) == 5, "the work of others goes on"
-    with pytest.raises(CheckpointSaveError, match=r"^the snapshot could not be copied: .+") as caught:
+    with pytest.raises(
+        CheckpointSaveError, match=r"^the snapshot could not be copied: .+"
+    ) as caught:
         ENDS[end](parts.engine)
     assert caught.value.__cause__ is not None
     assert parts.buffers.in_use_bytes == 0

@@ -1,4 +1,6 @@
-"""Work for the copying thread: its order, its failures, its end, and how long copies take."""
+"""Work for the copying thread: its order, its failures, its end, and how long copies
+take.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_sources_are_made_as_they_are_copied(copier: HostCopier) -> None:
     assert target.tolist() == [3, 3]
 
 
-def test_work_that_fails_keeps_its_error_and_ends_nothing_else(copier: HostCopier) -> None:
+def test_work_that_fails_keeps_its_error_and_ends_nothing_else(
+    copier: HostCopier,
+) -> None:
     error = MemoryError()
 
     def fail() -> None:
@@ -59,7 +63,11 @@ def test_work_that_fails_keeps_its_error_and_ends_nothing_else(copier: HostCopie
 
 def test_closing_finishes_queued_work(copier: HostCopier) -> None:
     go = threading.Event()
-    futures = [copier.run(lambda: go.wait(WAIT_S)), copier.run(lambda: 1), copier.then(lambda: 2)]
+    futures = [
+        copier.run(lambda: go.wait(WAIT_S)),
+        copier.run(lambda: 1),
+        copier.then(lambda: 2),
+    ]
     go.set()
     copier.close()
     assert [future.done() and future.result() for future in futures] == [True, 1, 2]
@@ -101,9 +109,13 @@ def times_of(copies: Copies) -> CopyTimes:
         pytest.param([(1, 9), (2, 4), (5, 10)], 9, 9, id="one within another"),
     ],
 )
-def test_the_time_of_sending_some_blobs(copies: Copies, seconds: float, span_s: float) -> None:
+def test_the_time_of_sending_some_blobs(
+    copies: Copies, seconds: float, span_s: float
+) -> None:
     keys = [str(number) for number in range(len(copies))]
-    sent = SentCopy(size_bytes=8 * len(copies), seconds=seconds, span_s=span_s, ago_s=0.5)
+    sent = SentCopy(
+        size_bytes=8 * len(copies), seconds=seconds, span_s=span_s, ago_s=0.5
+    )
     assert times_of(copies).of([*keys, "not sent"]) == sent
 
 
@@ -112,19 +124,25 @@ def test_blobs_never_sent_or_forgotten_have_no_time() -> None:
     assert (times.of(["a"]), times.bytes_per_s()) == (None, math.inf)
     times.ended("a", 8, since_s=3.0)
     times.drop("a")
-    assert (times.of(["a"]), times.bytes_per_s()) == (None, 4.0), "still how fast they are"
+    assert (times.of(["a"]), times.bytes_per_s()) == (None, 4.0), (
+        "still how fast they are"
+    )
 
 
 @pytest.mark.parametrize(
     ("copies", "bytes_per_s"),
     [
-        pytest.param([(0, 1), (0, 2), (0, 4)], 6.0, id="each waits for the one before it"),
+        pytest.param(
+            [(0, 1), (0, 2), (0, 4)], 6.0, id="each waits for the one before it"
+        ),
         pytest.param([(0, 4), (1, 4), (2, 4)], 6.0, id="all are there at once"),
         pytest.param([(0, 1), (2, 4), (5, 9)], 4.0, id="one at a time"),
         pytest.param([(0, 1), (2, 6), (3, 8), (9, 10)], 8.0, id="some together"),
     ],
 )
-def test_copies_that_wait_for_each_other_are_no_slower(copies: Copies, bytes_per_s: float) -> None:
+def test_copies_that_wait_for_each_other_are_no_slower(
+    copies: Copies, bytes_per_s: float
+) -> None:
     assert times_of(copies).bytes_per_s() == bytes_per_s
 
 
@@ -134,7 +152,9 @@ def test_a_copy_that_ends_while_the_rate_is_read_waits() -> None:
     ending = threading.Thread(target=lambda: times.ended("another", 8, since_s=9.0))
 
     class Size(int):
-        """A size whose rate is only known once the other copy has ended, or waits for the rates."""
+        """A size whose rate is only known once the other copy has ended, or waits for
+        the rates.
+        """
 
         def __truediv__(self, seconds: float) -> float:
             if ending.ident is None:
@@ -151,11 +171,15 @@ def test_a_copy_that_ends_while_the_rate_is_read_waits() -> None:
 
 def waits_for_a_lock(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and "with self._lock" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return frame is not None and "with self._lock" in linecache.getline(
+        frame.f_code.co_filename, frame.f_lineno
+    )
 
 
 class DeviceClock:
-    """A device whose computations take a second, and whose copies take a quarter of one; the host runs ahead."""
+    """A device whose computations take a second, and whose copies take a quarter of
+    one; the host runs ahead.
+    """
 
     def __init__(self) -> None:
         self.now_s = 1.0  # the computations that were queued before
@@ -187,12 +211,16 @@ class DeviceStream:
     def synchronize(self) -> None: ...
 
 
-def test_the_wait_for_computations_is_no_time_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_computations_is_no_time_of_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, used = DeviceClock(), []
     stand_ins = {
         "is_available": lambda: True,
         "current_device": lambda: 1,
-        "set_device": lambda index: used.append((index, threading.current_thread().name)),
+        "set_device": lambda index: used.append(
+            (index, threading.current_thread().name)
+        ),
         "Stream": DeviceStream,
         "Event": clock.event,
         "stream": lambda _: contextlib.nullcontext(),
@@ -201,7 +229,9 @@ def test_the_wait_for_computations_is_no_time_of_copies(monkeypatch: pytest.Monk
         monkeypatch.setattr(torch.cuda, name, stand_in)
     copier = HostCopier()
     target = torch.zeros(2)
-    seconds = copier.run(lambda: copier.copy_now([(target, torch.ones(2))])).result(WAIT_S)
+    seconds = copier.run(lambda: copier.copy_now([(target, torch.ones(2))])).result(
+        WAIT_S
+    )
     copier.close()
     assert (target.tolist(), seconds) == ([1.0, 1.0], 0.25)
     assert used == [(1, "host-copier_0")], "a new thread starts on device 0"

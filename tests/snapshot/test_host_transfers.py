@@ -1,4 +1,6 @@
-"""Small tensors that come to the host together: the same values, in memory of their own, after one wait."""
+"""Small tensors that come to the host together: the same values, in memory of their
+own, after one wait.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,14 @@ import torch
 
 from moe_ckpt.snapshot.host_transfers import HostTransfers, PendingCopy
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device"
+)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
 def test_tensors_of_all_types_come_in_one_transfer(device: str) -> None:
     tensors = [
         torch.tensor(3.5, dtype=torch.float64),
@@ -24,9 +30,22 @@ def test_tensors_of_all_types_come_in_one_transfer(device: str) -> None:
     fetched = transfers.fetch([tensor.to(device) for tensor in tensors])
     assert transfers.num_transfers == 1
     for got, want in zip(fetched, tensors, strict=True):
-        assert (got.dtype, got.shape, got.device.type) == (want.dtype, want.shape, "cpu")
+        assert (got.dtype, got.shape, got.device.type) == (
+            want.dtype,
+            want.shape,
+            "cpu",
+        )
         assert got.tolist() == want.tolist()
-    assert len({tensor.untyped_storage().data_ptr() for tensor in fetched if tensor.numel()}) == 5, "shared memory"
+    assert (
+        len(
+            {
+                tensor.untyped_storage().data_ptr()
+                for tensor in fetched
+                if tensor.numel()
+            }
+        )
+        == 5
+    ), "shared memory"
 
 
 def test_a_copy_does_not_change_with_its_source() -> None:
@@ -41,7 +60,9 @@ def test_nothing_takes_no_transfer() -> None:
     assert (transfers.fetch([]), transfers.num_transfers) == ([], 0)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
 def test_a_copy_that_is_waited_for_later_is_of_its_moment(device: str) -> None:
     source = torch.arange(12.0, device=device).reshape(3, 4)
     copy = PendingCopy(source.t())

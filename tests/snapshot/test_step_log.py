@@ -12,16 +12,25 @@ from tests.snapshot.samples import pool, snapshot_of
 
 
 def record(iteration: int, tied_gradient: torch.Tensor | None = None) -> StepRecord:
-    gradients = ReadyGradients(overflows=(False,), total_norm=float(iteration), loss_scale=1.0)
-    return StepRecord(iteration=iteration, gradients=gradients, tied_gradient=tied_gradient)
+    gradients = ReadyGradients(
+        overflows=(False,), total_norm=float(iteration), loss_scale=1.0
+    )
+    return StepRecord(
+        iteration=iteration, gradients=gradients, tied_gradient=tied_gradient
+    )
 
 
 def started(iteration: int) -> dict[str, torch.Tensor]:
-    return {"rng": torch.full((16,), iteration, dtype=torch.uint8), "lr": torch.tensor([0.1], dtype=torch.float64)}
+    return {
+        "rng": torch.full((16,), iteration, dtype=torch.uint8),
+        "lr": torch.tensor([0.1], dtype=torch.float64),
+    }
 
 
 def log_of(first: int, last: int) -> StepLog:
-    """A log as training leaves it after iteration `last`: the start of the next is noted, too."""
+    """A log as training leaves it after iteration `last`: the start of the next is
+    noted, too.
+    """
     log = StepLog()
     for iteration in range(first, last + 1):
         log.log_start(iteration, started(iteration))
@@ -30,8 +39,12 @@ def log_of(first: int, last: int) -> StepLog:
     return log
 
 
-@pytest.mark.parametrize(("first", "last"), [(3, 6), (4, 6), (6, 6), (7, 6), (2, None), (8, None), (9, None)])
-def test_a_log_reaches_as_far_as_all_can_run_again(first: int, last: int | None) -> None:
+@pytest.mark.parametrize(
+    ("first", "last"), [(3, 6), (4, 6), (6, 6), (7, 6), (2, None), (8, None), (9, None)]
+)
+def test_a_log_reaches_as_far_as_all_can_run_again(
+    first: int, last: int | None
+) -> None:
     assert log_of(3, 6).reaches(first) == last
 
 
@@ -87,8 +100,15 @@ def test_old_iterations_and_those_after_a_rollback_are_dropped() -> None:
 
 def test_an_iteration_that_is_missing_is_named_with_those_that_are_there() -> None:
     log = log_of(3, 4)
-    for get, missing, present in ((log.start, 9, "3, 4, 5"), (log.record, 5, "3, 4"), (StepLog().record, 1, "")):
-        with pytest.raises(CheckpointLoadError, match=rf"^step log: no iteration {missing}, got \[{present}\]$"):
+    for get, missing, present in (
+        (log.start, 9, "3, 4, 5"),
+        (log.record, 5, "3, 4"),
+        (StepLog().record, 1, ""),
+    ):
+        with pytest.raises(
+            CheckpointLoadError,
+            match=rf"^step log: no iteration {missing}, got \[{present}\]$",
+        ):
             get(missing)
 
 

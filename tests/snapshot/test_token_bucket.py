@@ -1,4 +1,6 @@
-"""Caps: no period carries more bytes than it may, no wait is longer than a link of that rate needs, and waits end."""
+"""Caps: no period carries more bytes than it may, no wait is longer than a link of that
+rate needs, and waits end.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ class Clock:
 
 
 def traffic(clock: Clock, throttle: Throttle, seed: int) -> Iterator[tuple[float, int]]:
-    """Yield when how many bytes pass: chunks of one thread, with pauses, and with sleeps that last too long."""
+    """Yield when how many bytes pass: chunks of one thread, with pauses, and with
+    sleeps that last too long.
+    """
     chance = random.Random(seed)
     for _ in range(300):
         nbytes = chance.choice([1, 7, 40, 90])
         late_s = chance.choice([0.0, 0.0, 0.01, 0.2])
-        throttle.wait(nbytes, lambda seconds, late_s=late_s: clock.move(seconds + late_s))
+        throttle.wait(
+            nbytes, lambda seconds, late_s=late_s: clock.move(seconds + late_s)
+        )
         yield clock.now_s, nbytes
         clock.now_s += chance.choice([0.0, 0.0, 0.0, 0.003, 1.5])
 
@@ -49,7 +55,10 @@ def test_no_period_carries_more_than_the_cap(seed: int) -> None:
     sums = [0]
     for _, nbytes in passed:
         sums.append(sums[-1] + nbytes)
-    assert all(sums[last + 1] <= RATE * (at_s - 100.0) + 1e-6 for last, (at_s, _) in enumerate(passed))
+    assert all(
+        sums[last + 1] <= RATE * (at_s - 100.0) + 1e-6
+        for last, (at_s, _) in enumerate(passed)
+    )
     for first, (since_s, nbytes) in enumerate(passed):
         for last in range(first, len(passed)):
             most = RATE * (passed[last][0] - since_s + BURST_S) + nbytes
@@ -68,7 +77,9 @@ def test_a_copy_waits_as_long_as_on_a_link_of_that_rate() -> None:
 def test_threads_share_the_tokens_in_their_order() -> None:
     clock = Clock()
     bucket = TokenBucket(RATE, clock)
-    assert [bucket.take(nbytes) for nbytes in (500, 250, 1000)] == pytest.approx([0.5, 0.75, 1.75])
+    assert [bucket.take(nbytes) for nbytes in (500, 250, 1000)] == pytest.approx(
+        [0.5, 0.75, 1.75]
+    )
     bucket.give_back(1000)
     assert bucket.take(250) == pytest.approx(1.0)
 
@@ -106,25 +117,36 @@ def test_lifting_a_cap_ends_waits_until_it_counts_again() -> None:
     throttle.apply()
     slept: list[float] = []
     throttle.wait(1000, lambda seconds: bool(slept.append(seconds)))
-    assert slept == [pytest.approx(1e6, rel=1e-3)], "bytes that were let through left no debt"
+    assert slept == [pytest.approx(1e6, rel=1e-3)], (
+        "bytes that were let through left no debt"
+    )
 
 
 def test_a_capped_copier_copies_the_same_and_ends_at_once() -> None:
     copier = HostCopier(Throttle(1.0))
-    sources = [torch.arange(700_000, dtype=torch.float32), torch.arange(5, dtype=torch.uint8), torch.zeros(0)]
+    sources = [
+        torch.arange(700_000, dtype=torch.float32),
+        torch.arange(5, dtype=torch.uint8),
+        torch.zeros(0),
+    ]
     targets = [torch.zeros_like(source) for source in sources]
     copied = copier.run(lambda: copier.copy_now(zip(targets, sources, strict=True)))
     assert not copied.done()
     copier.close()
     assert copied.result(WAIT_S) >= 0
-    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+    assert all(
+        torch.equal(target, source)
+        for target, source in zip(targets, sources, strict=True)
+    )
 
 
 def test_a_capped_copy_takes_a_token_for_every_byte() -> None:
     throttle = Asked()
     copier = HostCopier(throttle)
     source = torch.ones(700_000)
-    copier.run(lambda: copier.copy_now([(torch.zeros_like(source), source)])).result(WAIT_S)
+    copier.run(lambda: copier.copy_now([(torch.zeros_like(source), source)])).result(
+        WAIT_S
+    )
     copier.close()
     assert sum(throttle.asked) == source.nbytes
     assert max(throttle.asked) <= 1 << 20

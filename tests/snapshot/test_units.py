@@ -1,4 +1,6 @@
-"""Units in host memory: which make a checkpoint, what peers and disks still need, and when buffers are free again."""
+"""Units in host memory: which make a checkpoint, what peers and disks still need, and
+when buffers are free again.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,28 @@ def unit(
         complete_with=NAMES if name == CORE else (),
         taken_with=taken_with if name == CORE else (0, 0, 0),
     )
-    header = replace(HEADER, iteration=iteration, window_start=iteration, slot=0, num_slots=1, full=(name,), unit=tag)
-    return Snapshot(header=header, payload=torch.empty(8, dtype=torch.uint8) if payload is None else payload)
+    header = replace(
+        HEADER,
+        iteration=iteration,
+        window_start=iteration,
+        slot=0,
+        num_slots=1,
+        full=(name,),
+        unit=tag,
+    )
+    return Snapshot(
+        header=header,
+        payload=torch.empty(8, dtype=torch.uint8) if payload is None else payload,
+    )
 
 
 def test_a_whole_state_has_neither_slots_nor_units() -> None:
     """A rank without experts has a checkpoint of one unit."""
-    whole = Window(version=Version(epoch=0, iteration=5), num_snapshots=1, snapshots=(snapshot_of(pool(), (5, 0, 1)),))
+    whole = Window(
+        version=Version(epoch=0, iteration=5),
+        num_snapshots=1,
+        snapshots=(snapshot_of(pool(), (5, 0, 1)),),
+    )
     assert whole.is_whole_state
     assert not replace(whole, snapshots=()).is_whole_state
     assert not replace(whole, snapshots=(unit(CORE, 5),)).is_whole_state
@@ -63,7 +80,9 @@ class Rank:
     def __post_init__(self) -> None:
         self.memory = SnapshotMemory(self.buffers, 1, self)
 
-    def add_snapshot(self, snapshot: Snapshot, gradients: Gradients | None = None) -> None:
+    def add_snapshot(
+        self, snapshot: Snapshot, gradients: Gradients | None = None
+    ) -> None:
         raise AssertionError("the engine adds")
 
     def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
@@ -74,7 +93,9 @@ class Rank:
         self.memory.begin(at(iteration, epoch), len(units))
         for name, places in units.items():
             payload = self.buffers.acquire(8)
-            self.memory.add(unit(name, iteration, epoch=epoch, places=places, payload=payload))
+            self.memory.add(
+                unit(name, iteration, epoch=epoch, places=places, payload=payload)
+            )
 
     def take(self, iteration: int, units: dict[str, str], *, epoch: int = 0) -> None:
         self.begin(iteration, units, epoch=epoch)
@@ -121,10 +142,16 @@ def test_an_unfinished_snapshot_makes_no_checkpoint(rank: Rank) -> None:
     rank.memory.begin(at(1), 2)
     rank.memory.add(unit(CORE, 1, payload=rank.buffers.acquire(8)))
     rank.memory.keep_complete()
-    assert (rank.memory.in_flight(), rank.dropped, starts_of(rank.memory)) == (None, ["core@1"], [0])
+    assert (rank.memory.in_flight(), rank.dropped, starts_of(rank.memory)) == (
+        None,
+        ["core@1"],
+        [0],
+    )
 
 
-def test_a_complete_snapshot_is_kept_beside_the_one_before_until_the_next(rank: Rank) -> None:
+def test_a_complete_snapshot_is_kept_beside_the_one_before_until_the_next(
+    rank: Rank,
+) -> None:
     rank.begin(1, {CORE: "", "a": ""})
     rank.memory.keep_complete()
     assert starts_of(rank.memory) == [1, 0]
@@ -144,7 +171,9 @@ def test_an_older_slot_does_not_stand_in_for_a_missing_one() -> None:
     )
     assert compose([fourth, third, second, first], at(3)) == (third, fourth)
     assert compose([first, second, third], at(3)) == ()
-    assert {id(each) for each in needed_for([first, second, third], at(3))} == {id(third)}
+    assert {id(each) for each in needed_for([first, second, third], at(3))} == {
+        id(third)
+    }
 
 
 FIRST = [unit(name, 0) for name in NAMES]
@@ -152,17 +181,24 @@ TAKEN_WITH = (3, 2, 1)
 
 
 @pytest.mark.parametrize("place", StorageLevel)
-def test_a_core_of_which_the_snapshot_is_torn_does_not_count(place: StorageLevel) -> None:
+def test_a_core_of_which_the_snapshot_is_torn_does_not_count(
+    place: StorageLevel,
+) -> None:
     torn = [unit(CORE, 1, taken_with=TAKEN_WITH), unit("a", 1), unit("b", 1)]
     for number in range(1, 4):
         counts = number >= TAKEN_WITH[place]
         wanted = [*FIRST, *torn[0 if counts else 1 : number]]
-        assert all_said(without_torn([*FIRST, *torn[:number]], place)) == all_said(wanted)
+        assert all_said(without_torn([*FIRST, *torn[:number]], place)) == all_said(
+            wanted
+        )
 
 
 def test_a_unit_that_is_there_twice_does_not_stand_for_another() -> None:
     torn = [unit(CORE, 1, taken_with=TAKEN_WITH), unit("a", 1), unit("a", 1)]
-    assert [said(each) for each in without_torn(torn, StorageLevel.IN_MEMORY)] == ["a@1", "a@1"]
+    assert [said(each) for each in without_torn(torn, StorageLevel.IN_MEMORY)] == [
+        "a@1",
+        "a@1",
+    ]
 
 
 def test_a_snapshot_that_an_earlier_process_tore_is_given_up() -> None:
@@ -174,11 +210,19 @@ def test_a_snapshot_that_an_earlier_process_tore_is_given_up() -> None:
 PLACES = st.sampled_from(["", "p", "d", "pd"])
 
 
-@given(st.lists(st.tuples(PLACES, st.dictionaries(st.sampled_from(NAMES[1:]), PLACES)), max_size=12))
+@given(
+    st.lists(
+        st.tuples(PLACES, st.dictionaries(st.sampled_from(NAMES[1:]), PLACES)),
+        max_size=12,
+    )
+)
 def test_each_place_can_make_a_checkpoint_and_nothing_else_is_kept(
     snapshots: list[tuple[str, dict[str, str]]],
 ) -> None:
-    rank, taken = Rank(), {name: {place: [0] for place in ("", "p", "d")} for name in NAMES}
+    rank, taken = (
+        Rank(),
+        {name: {place: [0] for place in ("", "p", "d")} for name in NAMES},
+    )
     rank.base()
     for iteration, (places, others) in enumerate(snapshots, start=1):
         units = {CORE: places, **others}
@@ -186,9 +230,19 @@ def test_each_place_can_make_a_checkpoint_and_nothing_else_is_kept(
         for name, where in units.items():
             for place in ("", *where):
                 taken[name][place].append(iteration)
-        newest = {f"{name}@{versions[-1]}" for name, places in taken.items() for versions in places.values()}
+        newest = {
+            f"{name}@{versions[-1]}"
+            for name, places in taken.items()
+            for versions in places.values()
+        }
         assert rank.kept() == newest
-        assert rank.composed(iteration) == {f"{name}@{places[''][-1]}" for name, places in taken.items()}
-    ever = [f"{name}@{iteration}" for name, places in taken.items() for iteration in places[""]]
+        assert rank.composed(iteration) == {
+            f"{name}@{places[''][-1]}" for name, places in taken.items()
+        }
+    ever = [
+        f"{name}@{iteration}"
+        for name, places in taken.items()
+        for iteration in places[""]
+    ]
     assert sorted([*rank.dropped, *rank.kept()]) == sorted(ever)
     assert rank.buffers.in_use_bytes == 8 * len(rank.memory.snapshots())

@@ -1,4 +1,6 @@
-"""Snapshots in host memory: which windows are held, when buffers are free again, and that memory does not grow."""
+"""Snapshots in host memory: which windows are held, when buffers are free again, and
+that memory does not grow.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from moe_ckpt.snapshot.windows import (
 )
 from moe_ckpt.types import Version
 from tests.replication.blobs import KIB
-from tests.snapshot.samples import Piece, persist_window, piece, pool, snapshot_of, starts_of, take_window
+from tests.snapshot.samples import (
+    Piece,
+    persist_window,
+    piece,
+    pool,
+    snapshot_of,
+    starts_of,
+    take_window,
+)
 from tests.waits import WAIT_S
 
 
@@ -36,7 +46,9 @@ def in_flight(memory: SnapshotMemory) -> tuple[Snapshot, ...]:
 
 
 def num_held(memory: SnapshotMemory) -> int:
-    return len(in_flight(memory)) + sum(len(window.snapshots) for window in memory.windows())
+    return len(in_flight(memory)) + sum(
+        len(window.snapshots) for window in memory.windows()
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +64,9 @@ def num_held(memory: SnapshotMemory) -> int:
         ([4097], 0, 0),
     ],
 )
-def test_the_smallest_buffer_that_fits_and_is_not_far_too_large(free: list[int], nbytes: int, taken: int) -> None:
+def test_the_smallest_buffer_that_fits_and_is_not_far_too_large(
+    free: list[int], nbytes: int, taken: int
+) -> None:
     buffers = pool()
     for buffer in [buffers.acquire(size) for size in free]:
         buffers.release(buffer)
@@ -97,13 +111,21 @@ def test_memory_that_is_released_twice_or_is_not_ours_is_a_bug() -> None:
 
 @pytest.fixture(params=["private", "folder"])
 def memory(request: pytest.FixtureRequest, tmp_path: Path) -> HostMemory:
-    return BlobFolder(tmp_path) if request.param == "folder" else PrivateMemory(pinned=False)
+    return (
+        BlobFolder(tmp_path)
+        if request.param == "folder"
+        else PrivateMemory(pinned=False)
+    )
 
 
 def test_memory_is_bytes_of_its_own(memory: HostMemory) -> None:
     tensors = [memory.allocate(nbytes) for nbytes in (1000, 1, 0, 1000)]
     for number, tensor in enumerate(tensors):
-        assert (tensor.dtype, tensor.dim(), tensor.is_contiguous()) == (torch.uint8, 1, True)
+        assert (tensor.dtype, tensor.dim(), tensor.is_contiguous()) == (
+            torch.uint8,
+            1,
+            True,
+        )
         tensor.fill_(number)
     memory.free(tensors.pop(0))
     assert [tensor.tolist() for tensor in tensors] == [[1], [], [3] * 1000]
@@ -124,10 +146,14 @@ def test_an_adopted_buffer_is_one_in_use() -> None:
     buffers.release(adopted)
     assert (buffers.in_use_bytes, buffers.total_bytes) == (0, 1200)
     assert buffers.acquire(1000).numel() == 1000
-    assert buffers.total_bytes == 1000, "the adopted buffer was kept beyond what was needed"
+    assert buffers.total_bytes == 1000, (
+        "the adopted buffer was kept beyond what was needed"
+    )
 
 
-def test_pinned_memory_is_ordinary_memory_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_ordinary_memory_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not PrivateMemory(pinned=True).allocate(10).is_pinned()
 
@@ -139,8 +165,13 @@ def test_pinned_memory_is_pinned() -> None:
     assert not PrivateMemory(pinned=False).allocate(10).is_pinned()
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 200_000)), max_size=60), st.integers(200_000, 1_000_000))
-def test_any_use_stays_in_the_budget_and_near_the_need(steps: list[tuple[bool, int]], limit_bytes: int) -> None:
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 200_000)), max_size=60),
+    st.integers(200_000, 1_000_000),
+)
+def test_any_use_stays_in_the_budget_and_near_the_need(
+    steps: list[tuple[bool, int]], limit_bytes: int
+) -> None:
     buffers, held = pool(limit_bytes), []
     peak_bytes = 0
     for is_acquire, number in steps:
@@ -178,13 +209,20 @@ def test_threads_never_share_a_buffer() -> None:
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as threads:
-            assert list(threads.map(use, range(4))) == [[number] * 100 for number in range(4)]
+            assert list(threads.map(use, range(4))) == [
+                [number] * 100 for number in range(4)
+            ]
     finally:
         sys.setswitchinterval(usual_s)
     assert buffers.in_use_bytes == 0
 
 
-def add_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, slots: Sequence[Sequence[Piece]]) -> None:
+def add_window(
+    memory: SnapshotMemory,
+    buffers: HostBuffers,
+    start: int,
+    slots: Sequence[Sequence[Piece]],
+) -> None:
     """Take a window of these slots without confirming it."""
     memory.begin(Version(epoch=0, iteration=start), len(slots))
     for slot, pieces in enumerate(slots):
@@ -192,9 +230,14 @@ def add_window(memory: SnapshotMemory, buffers: HostBuffers, start: int, slots: 
 
 
 @pytest.mark.parametrize("keep_windows", [1, 2])
-def test_windows_of_the_same_sizes_use_the_memory_of_the_first(keep_windows: int) -> None:
+def test_windows_of_the_same_sizes_use_the_memory_of_the_first(
+    keep_windows: int,
+) -> None:
     buffers = pool()
-    memory, sizes = SnapshotMemory(buffers, keep_windows), [660_000, 620_000, 580_000, 540_000]
+    memory, sizes = (
+        SnapshotMemory(buffers, keep_windows),
+        [660_000, 620_000, 580_000, 540_000],
+    )
     used: set[int] = set()
     for window in range(12):
         slots = [[piece(torch.empty(size, dtype=torch.uint8))] for size in sizes]
@@ -207,7 +250,9 @@ def test_windows_of_the_same_sizes_use_the_memory_of_the_first(keep_windows: int
 
 
 def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
-    """Do what a script says; after each step, buffers in use are those of the snapshots held."""
+    """Do what a script says; after each step, buffers in use are those of the snapshots
+    held.
+    """
     buffers = pool()
     memory = SnapshotMemory(buffers, keep_windows)
     for order in script.split(", "):
@@ -232,20 +277,32 @@ def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
 @pytest.mark.parametrize(
     ("keep_windows", "script", "starts", "in_flight"),
     [
-        (1, "persist 1, begin 3, add 3, begin 4", [1], (4, 0)),  # never completed: dropped by the next
+        # never completed: dropped by the next
+        (1, "persist 1, begin 3, add 3, begin 4", [1], (4, 0)),
         (1, "persist 1, persist 3, take 5, abandon, abandon", [3], None),
         (3, "persist 1, persist 3, persist 5, take 7, drop 3", [5, 1], (7, 2)),
         (3, "persist 1, persist 3, persist 5, take 7, drop 7, drop 1", [5, 3], None),
-        (2, "persist 1, persist 3, persist 5, take 3", [5, 3], (3, 2)),  # nothing goes before there is better
-        (2, "persist 1, persist 3, persist 5, take 3, confirm", [3], None),  # taken again after a rollback
+        # nothing goes before there is better
+        (2, "persist 1, persist 3, persist 5, take 3", [5, 3], (3, 2)),
+        # taken again after a rollback
+        (2, "persist 1, persist 3, persist 5, take 3, confirm", [3], None),
         (1, "persist 4, take 6, keep_complete", [6, 4], None),
-        (1, "persist 4, take 6, keep_complete, begin 8, add 8, keep_complete", [6, 4], None),
-        (1, "persist 4, take 6, keep_complete, keep_only 6 4", [6], None),  # the first that is wanted
-        (2, "persist 4, persist 6, keep_only 4 2", [4], None),  # those that others have too
+        (
+            1,
+            "persist 4, take 6, keep_complete, begin 8, add 8, keep_complete",
+            [6, 4],
+            None,
+        ),
+        # the first that is wanted
+        (1, "persist 4, take 6, keep_complete, keep_only 6 4", [6], None),
+        # those that others have too
+        (2, "persist 4, persist 6, keep_only 4 2", [4], None),
         (2, "persist 4, take 4, keep_complete", [4], None),  # the same window again
     ],
 )
-def test_after_a_script(keep_windows: int, script: str, starts: list[int], in_flight: tuple[int, int] | None) -> None:
+def test_after_a_script(
+    keep_windows: int, script: str, starts: list[int], in_flight: tuple[int, int] | None
+) -> None:
     memory = carry_out(script, keep_windows)
     window = memory.in_flight()
     assert (window and (window.start, len(window.snapshots))) == in_flight
@@ -271,15 +328,21 @@ MISNUMBERED = [((1, 1, 2), {"iteration": 1}), ((1, 1, 2), {"window_start": 0})]
 
 
 @pytest.mark.parametrize(("place", "wrong"), [*ELSEWHERE, *MISNUMBERED])
-def test_a_snapshot_that_does_not_belong_is_a_bug(place: tuple[int, int, int], wrong: dict[str, int]) -> None:
+def test_a_snapshot_that_does_not_belong_is_a_bug(
+    place: tuple[int, int, int], wrong: dict[str, int]
+) -> None:
     memory, snapshot = SnapshotMemory(pool(), 1), snapshot_of(pool(), place)
     memory.begin(Version(epoch=0, iteration=1), 2)
     with pytest.raises(AssertionError):
-        memory.add(Snapshot(header=replace(snapshot.header, **wrong), payload=snapshot.payload))
+        memory.add(
+            Snapshot(header=replace(snapshot.header, **wrong), payload=snapshot.payload)
+        )
     assert num_held(memory) == 0
 
 
-@pytest.mark.parametrize("script", ["add 1", "confirm", "begin 1, add 1, confirm", "begin 1, add 1, drop 2"])
+@pytest.mark.parametrize(
+    "script", ["add 1", "confirm", "begin 1, add 1, confirm", "begin 1, add 1, drop 2"]
+)
 def test_calls_out_of_order_are_bugs(script: str) -> None:
     with pytest.raises(AssertionError):
         carry_out(script, 1)
@@ -289,10 +352,24 @@ def test_bytes_are_counted_by_role_over_all_windows() -> None:
     buffers = pool()
     memory = SnapshotMemory(buffers, 1)
     assert set(BYTES_OF_ROLE) == set(ROLES)
-    assert memory.bytes_by_role() == {"full_bytes": 0, "compute_bytes": 0, "buffer_bytes": 0}
-    sizes = {"master": 100, "exp_avg": 10, "exp_avg_sq": 1, "compute": 1000, "buffer": 10_000}
+    assert memory.bytes_by_role() == {
+        "full_bytes": 0,
+        "compute_bytes": 0,
+        "buffer_bytes": 0,
+    }
+    sizes = {
+        "master": 100,
+        "exp_avg": 10,
+        "exp_avg_sq": 1,
+        "compute": 1000,
+        "buffer": 10_000,
+    }
     pieces = [piece(torch.empty(size), role=role) for role, size in sizes.items()]
     add_window(memory, buffers, 1, [pieces])
     memory.confirm()
     add_window(memory, buffers, 2, [pieces])
-    assert memory.bytes_by_role() == {"full_bytes": 2 * 444, "compute_bytes": 2 * 4000, "buffer_bytes": 2 * 40_000}
+    assert memory.bytes_by_role() == {
+        "full_bytes": 2 * 444,
+        "compute_bytes": 2 * 4000,
+        "buffer_bytes": 2 * 40_000,
+    }

@@ -11,9 +11,15 @@ from moe_ckpt.snapshot.blobs import BlobFolder
 
 
 def apply_update(
-    folder: BlobFolder, head: bytes, gradients: torch.Tensor, nbytes: int, captured: CapturedSums = no_capture
+    folder: BlobFolder,
+    head: bytes,
+    gradients: torch.Tensor,
+    nbytes: int,
+    captured: CapturedSums = no_capture,
 ) -> None:
-    """Compute the copy that an update leads to, and store it in `folder` beside the copy before the step."""
+    """Compute the copy that an update leads to, and store it in `folder` beside the
+    copy before the step.
+    """
     update = ArrivingUpdate(folder, "update", head, gradients, nbytes, captured)
     update.arrived(nbytes)
     try:

@@ -1,4 +1,6 @@
-"""Accounting: parts tile a rank's time exactly, whatever its events are, and mean what they say."""
+"""Accounting: parts tile a rank's time exactly, whatever its events are, and mean what
+they say.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ FINISHED = RunFinished(iteration=2, digest="")
 
 
 def resumed(iteration: int, seconds: float = 0.5) -> StateResumed:
-    return StateResumed(iteration=iteration, source="disk", seconds=seconds, passed_over=[])
+    return StateResumed(
+        iteration=iteration, source="disk", seconds=seconds, passed_over=[]
+    )
 
 
 def recovered(iteration: int, seconds: float = 0.2) -> StageRecovered:
@@ -48,7 +52,9 @@ def recovered(iteration: int, seconds: float = 0.2) -> StageRecovered:
 
 
 def ms(folder: Path, events: list[Timed], end_s: float) -> dict[str, float]:
-    """Return the parts of a rank's time in milliseconds, without those that there are none of."""
+    """Return the parts of a rank's time in milliseconds, without those that there are
+    none of.
+    """
     totals_us = account(log_of(folder, events), round(end_s * 1e6)).totals_us()
     assert sum(totals_us.values()) == round(end_s * 1e6)
     return {part.label: us / 1000 for part, us in totals_us.items() if us}
@@ -71,12 +77,31 @@ TABLE: dict[str, tuple[list[Timed], float, dict[str, float]]] = {
         {"compute": 450, "stall": 50, "evaluation": 400, "unknown": 600},
     ),
     "a survivor that waits for a stage": (
-        [(0.5, committed(1)), (1.0, LEFT), (1.45, rejoined(1)), (1.95, committed(2)), (1.95, FINISHED)],
+        [
+            (0.5, committed(1)),
+            (1.0, LEFT),
+            (1.45, rejoined(1)),
+            (1.95, committed(2)),
+            (1.95, FINISHED),
+        ],
         1.95,
-        {"compute": 900, "stall": 100, "lost": 300, "detection": 100, "rebuild": 200, "fetch": 50, "waiting": 300},
+        {
+            "compute": 900,
+            "stall": 100,
+            "lost": 300,
+            "detection": 100,
+            "rebuild": 200,
+            "fetch": 50,
+            "waiting": 300,
+        },
     ),
     "a rank that replays within its recovery": (
-        [(0.5, committed(1)), (0.8, ANEW), (1.4, recovered(1)), (1.45, rejoined(1, executed_iters=1))],
+        [
+            (0.5, committed(1)),
+            (0.8, ANEW),
+            (1.4, recovered(1)),
+            (1.45, rejoined(1, executed_iters=1)),
+        ],
         1.45,
         {
             "compute": 450,
@@ -92,7 +117,15 @@ TABLE: dict[str, tuple[list[Timed], float, dict[str, float]]] = {
     "a simulated rank that replays, without saying when": (
         [(0.5, committed(1)), (1.45, rejoined(1, executed_iters=1))],
         1.45,
-        {"compute": 450, "stall": 50, "lost": 300, "detection": 100, "rebuild": 200, "fetch": 50, "replay": 300},
+        {
+            "compute": 450,
+            "stall": 50,
+            "lost": 300,
+            "detection": 100,
+            "rebuild": 200,
+            "fetch": 50,
+            "replay": 300,
+        },
     ),
     "a recovery that was detected before the last commit: the latest parts are the surest": (
         [(0.5, committed(1)), (0.9, rejoined(1))],
@@ -102,17 +135,51 @@ TABLE: dict[str, tuple[list[Timed], float, dict[str, float]]] = {
     "a recovery that itself was cut off": (
         [(0.5, committed(1)), (1.0, LEFT), (1.5, LEFT), (2.15, rejoined(1))],
         2.15,
-        {"compute": 450, "stall": 50, "lost": 500, "detection": 100, "rebuild": 700, "fetch": 50, "waiting": 300},
+        {
+            "compute": 450,
+            "stall": 50,
+            "lost": 500,
+            "detection": 100,
+            "rebuild": 700,
+            "fetch": 50,
+            "waiting": 300,
+        },
     ),
     "a cut-off iteration that the recovery commits was not lost": (
-        [(0.5, committed(1)), (1.0, LEFT), (1.45, rejoined(2)), (1.45, committed(2, seconds=0.0))],
+        [
+            (0.5, committed(1)),
+            (1.0, LEFT),
+            (1.45, rejoined(2)),
+            (1.45, committed(2, seconds=0.0)),
+        ],
         1.45,
-        {"compute": 750, "stall": 50, "detection": 100, "rebuild": 200, "fetch": 50, "waiting": 300},
+        {
+            "compute": 750,
+            "stall": 50,
+            "detection": 100,
+            "rebuild": 200,
+            "fetch": 50,
+            "waiting": 300,
+        },
     ),
     "iterations that all go back behind are lost, and count when they are done again": (
-        [(0.5, committed(1)), (1.0, committed(2)), (1.5, committed(3)), (2.15, rejoined(1)), (2.65, committed(2))],
+        [
+            (0.5, committed(1)),
+            (1.0, committed(2)),
+            (1.5, committed(3)),
+            (2.15, rejoined(1)),
+            (2.65, committed(2)),
+        ],
         2.65,
-        {"compute": 900, "stall": 100, "lost": 1000, "detection": 100, "rebuild": 200, "fetch": 50, "waiting": 300},
+        {
+            "compute": 900,
+            "stall": 100,
+            "lost": 1000,
+            "detection": 100,
+            "rebuild": 200,
+            "fetch": 50,
+            "waiting": 300,
+        },
     ),
     "a restart by torchrun": (
         [
@@ -147,23 +214,40 @@ TABLE: dict[str, tuple[list[Timed], float, dict[str, float]]] = {
         {"compute": 900, "stall": 100, "lost": 400, "replay": 200},
     ),
     "state that was lost after the step": (
-        [(0.5, committed(1)), (1.1, recovered(2)), (1.2, committed(2, seconds=0.7, stall_s=0.25))],
+        [
+            (0.5, committed(1)),
+            (1.1, recovered(2)),
+            (1.2, committed(2, seconds=0.7, stall_s=0.25)),
+        ],
         1.2,
         {"compute": 900, "stall": 100, "replay": 200},
     ),
-    "a rank that never came to anything": ([(0.25, BEGUN)], 2.0, {"startup": 250, "unknown": 1750}),
+    "a rank that never came to anything": (
+        [(0.25, BEGUN)],
+        2.0,
+        {"startup": 250, "unknown": 1750},
+    ),
     "nothing at all": ([], 2.0, {"unknown": 2000}),
 }
 
 
-@pytest.mark.parametrize(("events", "end_s", "wanted"), TABLE.values(), ids=TABLE.keys())
-def test_parts(tmp_path: Path, events: list[Timed], end_s: float, wanted: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("events", "end_s", "wanted"), TABLE.values(), ids=TABLE.keys()
+)
+def test_parts(
+    tmp_path: Path, events: list[Timed], end_s: float, wanted: dict[str, float]
+) -> None:
     assert ms(tmp_path, events, end_s) == wanted
 
 
 def test_stretches_of_an_iteration_name_it(tmp_path: Path) -> None:
     tiling = account(log_of(tmp_path, [(1.0, committed(7))]), 1_500_000)
-    told = zip(tiling.ends_us.tolist(), tiling.parts.tolist(), tiling.iterations.tolist(), strict=True)
+    told = zip(
+        tiling.ends_us.tolist(),
+        tiling.parts.tolist(),
+        tiling.iterations.tolist(),
+        strict=True,
+    )
     assert list(told) == [
         (500_000, PagePart.STARTUP, -1),
         (950_000, PagePart.COMPUTE, 7),
@@ -180,10 +264,20 @@ def seconds() -> st.SearchStrategy[float]:
 def events() -> st.SearchStrategy[Any]:
     iterations = st.integers(0, 8)
     return st.one_of(
-        st.builds(lambda i, s, stall: committed(i, seconds=s, stall_s=stall), iterations, seconds(), seconds()),
+        st.builds(
+            lambda i, s, stall: committed(i, seconds=s, stall_s=stall),
+            iterations,
+            seconds(),
+            seconds(),
+        ),
         st.builds(
             lambda i, detect, rebuild, fetch, replay, executed: rejoined(
-                i, detect_s=detect, rebuild_s=rebuild, fetch_s=fetch, replay_s=replay, executed_iters=executed
+                i,
+                detect_s=detect,
+                rebuild_s=rebuild,
+                fetch_s=fetch,
+                replay_s=replay,
+                executed_iters=executed,
             ),
             iterations,
             seconds(),
@@ -194,12 +288,27 @@ def events() -> st.SearchStrategy[Any]:
         ),
         st.builds(recovered, iterations, seconds()),
         st.builds(resumed, iterations, seconds()),
-        st.sampled_from([BEGUN, ANEW, LEFT, FINISHED, ModelBuilt(seconds=1.0), Evaluated(iteration=1, loss=1.0)]),
+        st.sampled_from(
+            [
+                BEGUN,
+                ANEW,
+                LEFT,
+                FINISHED,
+                ModelBuilt(seconds=1.0),
+                Evaluated(iteration=1, loss=1.0),
+            ]
+        ),
     )
 
 
-@given(st.lists(st.tuples(st.floats(-1, 12), events()), max_size=25), st.integers(1, 10_000_000), st.booleans())
-def test_parts_of_any_rank_sum_to_the_wall_time(found: list[Timed], end_us: int, in_order: bool) -> None:
+@given(
+    st.lists(st.tuples(st.floats(-1, 12), events()), max_size=25),
+    st.integers(1, 10_000_000),
+    st.booleans(),
+)
+def test_parts_of_any_rank_sum_to_the_wall_time(
+    found: list[Timed], end_us: int, in_order: bool
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ordered = sorted(found, key=lambda each: each[0]) if in_order else found
         tiling = account(log_of(Path(folder), ordered), end_us)

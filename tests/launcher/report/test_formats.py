@@ -30,14 +30,22 @@ def test_markdown(tmp_path: Path) -> None:
     (run / "events" / "rank0003.jsonl").unlink()
     text = to_markdown([facts_of(run)])
     assert "- no events of rank 3, of 4 ranks: sums and means are of the others" in text
-    assert f"| 1 | {DEATH} | 4.85 | 0.65 | 0.35 | 0.1 | 0.2 | 0.05 | 0.1667 | 0.1333 | 5 | 2 | 0, 1 | 1 |" in text
-    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert (
+        f"| 1 | {DEATH} | 4.85 | 0.65 | 0.35 | 0.1 | 0.2 | 0.05 | 0.1667 | 0.1333 | 5 |"
+        " 2 | 0, 1 | 1 |" in text
+    )
+    tables = [
+        block.splitlines() for block in text.split("\n\n") if block.startswith("|")
+    ]
     assert all(len({line.count("|") for line in table}) == 1 for table in tables)
     assert len(tables) == 5
 
 
 def test_markdown_of_several_runs_has_a_column_each(tmp_path: Path) -> None:
-    paths = [write_run(tmp_path / name, policy=policy) for name, policy in (("a", "gemini"), ("b|c", "moevement"))]
+    paths = [
+        write_run(tmp_path / name, policy=policy)
+        for name, policy in (("a", "gemini"), ("b|c", "moevement"))
+    ]
     text = to_markdown([gather(run) for run in read_runs(paths)])
     assert "| run | a | b\\|c |" in text
     assert "| policy | gemini | moevement |" in text
@@ -54,16 +62,30 @@ def test_json_has_units_and_no_numbers_that_are_none(tmp_path: Path) -> None:
 def test_json_of_a_recovery(tmp_path: Path) -> None:
     (run,) = json.loads(to_json([facts_of(write_run(tmp_path))]))["runs"]
     (recovery,) = run["recoveries"]
-    assert (recovery["start_s"], recovery["end_s"], recovery["causes"]) == (4.85, 5.5, [DEATH])
+    assert (recovery["start_s"], recovery["end_s"], recovery["causes"]) == (
+        4.85,
+        5.5,
+        [DEATH],
+    )
     assert recovery["replaying_ranks"] == [0, 1]
-    assert {each["part"] for each in recovery["ranks"]} == {"detection", "rebuild", "fetch", "waiting", "replay"}
+    assert {each["part"] for each in recovery["ranks"]} == {
+        "detection",
+        "rebuild",
+        "fetch",
+        "waiting",
+        "replay",
+    }
     assert run["result"]["eval_loss"] == 2.5
 
 
 def slices_of(facts: list[Facts]) -> dict[tuple[int, str], list[dict[str, Any]]]:
     """Return what is in each lane of each process, in order of time."""
     events = json.loads(to_trace(facts))["traceEvents"]
-    lanes = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    lanes = {
+        (each["pid"], each["tid"]): each["args"]["name"]
+        for each in events
+        if each["name"] == "thread_name"
+    }
     found = defaultdict(list)
     for each in events:
         if each["ph"] != "M":
@@ -72,17 +94,29 @@ def slices_of(facts: list[Facts]) -> dict[tuple[int, str], list[dict[str, Any]]]
 
 
 def spans(slices: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
-    return [(each["name"], each["ts"], each["ts"] + each["dur"]) for each in slices if each["ph"] == "X"]
+    return [
+        (each["name"], each["ts"], each["ts"] + each["dur"])
+        for each in slices
+        if each["ph"] == "X"
+    ]
 
 
 def test_timeline_has_lanes_for_each_rank(tmp_path: Path) -> None:
     run = write_run(tmp_path, Story(ranks=2))
-    saved = CheckpointSaved(iteration=12, directory="x", size_bytes=7, seconds=0.5, stall_s=0.1)
-    more = write_events(tmp_path / "more", 0, [(9.0, saved), (9.0, WindowPersisted(window_start=3, seconds=0.25))])
+    saved = CheckpointSaved(
+        iteration=12, directory="x", size_bytes=7, seconds=0.5, stall_s=0.1
+    )
+    more = write_events(
+        tmp_path / "more",
+        0,
+        [(9.0, saved), (9.0, WindowPersisted(window_start=3, seconds=0.25))],
+    )
     own = run / "events" / "rank0000.jsonl"
     own.write_text(own.read_text() + more.read_text())
     lanes = slices_of([facts_of(run)])
-    assert [each for each in spans(lanes[1, "compute"]) if "iteration" in each[0]][:3] == [
+    assert [each for each in spans(lanes[1, "compute"]) if "iteration" in each[0]][
+        :3
+    ] == [
         ("compute, iteration 1", 2_000_000, 2_450_000),
         ("stall, iteration 1", 2_450_000, 2_500_000),
         ("compute, iteration 2", 2_500_000, 2_950_000),
@@ -96,12 +130,18 @@ def test_timeline_has_lanes_for_each_rank(tmp_path: Path) -> None:
         "waiting",
     ]
     assert spans(lanes[1, "copy"])[0] == ("snapshot 1", 2_180_000, 2_200_000)
-    assert spans(lanes[1, "replication"])[0] == ("window 1 to peers", 2_350_000, 2_450_000)
+    assert spans(lanes[1, "replication"])[0] == (
+        "window 1 to peers",
+        2_350_000,
+        2_450_000,
+    )
     assert spans(lanes[1, "checkpoint"]) == [("checkpoint 12", 8_500_000, 9_000_000)]
     assert spans(lanes[1, "disk"]) == [("window 3 to disk", 8_750_000, 9_000_000)]
     assert spans(lanes[1, "log"])[0] == ("log of iteration 1", 2_000_000, 2_500_000)
     logged = {"activations, bytes": 65536.0, "gradients, bytes": 0.0}
-    assert [each["args"] for each in lanes[1, "log"]] == [logged] * 24, "as slices, and as counters"
+    assert [each["args"] for each in lanes[1, "log"]] == [logged] * 24, (
+        "as slices, and as counters"
+    )
     marks = [each["name"] for each in lanes[1, "recovery"] if each["ph"] == "i"]
     assert marks == [DEATH, "2 iterations were replayed up to 5"]
 
@@ -112,15 +152,25 @@ def test_timeline_tiles_each_rank_and_two_runs_do_not_meet(tmp_path: Path) -> No
     pids = {pid for pid, _ in lanes}
     assert len(pids) == 4
     for pid in pids:
-        both = sorted(spans(lanes[pid, "compute"]) + spans(lanes[pid, "recovery"]), key=lambda each: each[1])
+        both = sorted(
+            spans(lanes[pid, "compute"]) + spans(lanes[pid, "recovery"]),
+            key=lambda each: each[1],
+        )
         assert both[0][1] == 0
         assert both[-1][2] == runs[0].end_us
         assert all(before[2] == after[1] for before, after in pairwise(both))
 
 
-def test_timeline_of_a_long_run_is_small_and_still_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeline_of_a_long_run_is_small_and_still_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(timeline, "_MOST_SLICES", 400)
-    facts = facts_of(write_run(tmp_path, Story(ranks=1, iterations=2000, fault_after=1000, with_experts=False)))
+    facts = facts_of(
+        write_run(
+            tmp_path,
+            Story(ranks=1, iterations=2000, fault_after=1000, with_experts=False),
+        )
+    )
     lanes = slices_of([facts])
     assert sum(map(len, lanes.values())) < 500
     compute = spans(lanes[1, "compute"])
@@ -132,12 +182,16 @@ def test_timeline_of_a_long_run_is_small_and_still_tiles(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("form", "start"), [("md", "# Report"), ("json", "{\n")])
-def test_words_go_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, start: str) -> None:
+def test_words_go_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, start: str
+) -> None:
     assert main([str(write_run(tmp_path)), "--format", form]) == 0
     assert capsys.readouterr().out.startswith(start)
 
 
-def test_files_go_into_the_run_unless_told_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_go_into_the_run_unless_told_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "run")
     assert main([str(run)]) == 0
     assert (run / "report.html").read_text().startswith("<!doctype html>")
@@ -148,9 +202,14 @@ def test_files_go_into_the_run_unless_told_where(tmp_path: Path, capsys: pytest.
     assert "wrote" in capsys.readouterr().out
 
 
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path / "nothing")]) == 1
-    assert main([str(write_run(tmp_path / "run")), "-o", str(tmp_path / "no" / "such")]) == 1
+    assert (
+        main([str(write_run(tmp_path / "run")), "-o", str(tmp_path / "no" / "such")])
+        == 1
+    )
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: run: got ")
     assert second.startswith("error: -o: got ")

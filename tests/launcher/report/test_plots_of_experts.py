@@ -10,7 +10,13 @@ import pytest
 
 from launcher.report.facts import Facts, gather
 from launcher.report.figure import Plot
-from launcher.report.plots_of_experts import lost_tokens, made_up, order, plots_of_experts, popularity
+from launcher.report.plots_of_experts import (
+    lost_tokens,
+    made_up,
+    order,
+    plots_of_experts,
+    popularity,
+)
 from launcher.report.plots_of_runs import moved
 from launcher.report.read import read_run
 from moe_ckpt.events import ExpertPopularity
@@ -31,7 +37,9 @@ def test_popularity_is_a_share_of_the_layer(facts: Facts) -> None:
     assert heat["x"] == list(range(1, 10))
     assert heat["y"][:9:8] == ["layer 0, expert 0", "layer 1, expert 0"]
     third = [10 + (3 * expert) % 7 for expert in range(8)]
-    assert [row[2] for row in heat["z"][:8]] == pytest.approx([100 * count / sum(third) for count in third], rel=1e-5)
+    assert [row[2] for row in heat["z"][:8]] == pytest.approx(
+        [100 * count / sum(third) for count in third], rel=1e-5
+    )
 
 
 def test_slots_are_shown_from_where_they_are_new(facts: Facts) -> None:
@@ -53,11 +61,19 @@ def test_what_is_lost_and_made_up(facts: Facts) -> None:
     plt, mlt = shown(lost_tokens(facts))
     assert (plt["x"], plt["y"], mlt["y"]) == ([5], [1.0], [2.0])
     first, _ = shown(made_up(facts))
-    assert list(zip(first["x"], first["y"], strict=True)) == [(5, 64), (6, 48), (7, 32), (8, 16), (9, 0)]
+    assert list(zip(first["x"], first["y"], strict=True)) == [
+        (5, 64),
+        (6, 48),
+        (7, 32),
+        (8, 16),
+        (9, 0),
+    ]
 
 
 def test_windows_are_shown_with_what_all_peers_got(facts: Facts) -> None:
-    (windows,) = (trace for trace in shown(moved([facts])) if "windows to peers" in trace["name"])
+    (windows,) = (
+        trace for trace in shown(moved([facts])) if "windows to peers" in trace["name"]
+    )
     assert (windows["x"], windows["y"]) == (list(range(1, 10)), [8.0] * 9)
 
 

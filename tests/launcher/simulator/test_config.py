@@ -1,4 +1,6 @@
-"""Settings of a simulation: every choice composes, degrees fit a cluster, and every mistake is named."""
+"""Settings of a simulation: every choice composes, degrees fit a cluster, and every
+mistake is named.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,19 @@ import pytest
 from omegaconf import OmegaConf
 
 from launcher.config import CONF_DIR
-from launcher.simulator.config import Simulation, compose_machine, compose_request, compose_simulation
+from launcher.simulator.config import (
+    Simulation,
+    compose_machine,
+    compose_request,
+    compose_simulation,
+)
 from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.types import ParallelLayout
 from tests.launcher.errors import error_of
 
 CHOICES = {
-    group: {path.stem for path in (CONF_DIR / group).glob("*.yaml")} - {"measured"}  # by `make profile`
+    # by `make profile`
+    group: {path.stem for path in (CONF_DIR / group).glob("*.yaml")} - {"measured"}
     for group in ("cluster", "experiment")
 }
 
@@ -39,7 +47,9 @@ def test_the_comment_beside_a_default_names_all_choices(group: str) -> None:
 @pytest.mark.parametrize("name", sorted(CHOICES["cluster"]))
 def test_every_cluster_composes(name: str) -> None:
     cluster, timing = compose_machine([f"cluster={name}"])
-    assert asdict(cluster) == OmegaConf.to_container(OmegaConf.load(CONF_DIR / "cluster" / f"{name}.yaml"))
+    assert asdict(cluster) == OmegaConf.to_container(
+        OmegaConf.load(CONF_DIR / "cluster" / f"{name}.yaml")
+    )
     assert (cluster.name, timing.iteration_s) == (name, None)
 
 
@@ -48,7 +58,10 @@ def test_every_experiment_composes_in_its_first_and_last_row(name: str) -> None:
     _, experiment = compose_request([f"+experiment={name}"])
     assert experiment.name == name
     assert experiment.cases
-    cases, policies = list(experiment.cases.values()), list(experiment.policies.values())
+    cases, policies = (
+        list(experiment.cases.values()),
+        list(experiment.policies.values()),
+    )
     for case, policy in ((cases[0], policies[0]), (cases[-1], policies[-1])):
         overrides = [*case, *(text.replace("$mtbf_s", "600") for text in policy)]
         compose_simulation([text for text in overrides if not text.startswith("fault")])
@@ -61,17 +74,27 @@ def test_every_experiment_composes_in_its_first_and_last_row(name: str) -> None:
         (["cluster=a100_azure", "parallel.pp=12"], (12, 8, 8, 1)),
         (["cluster=h200", "parallel.tp=2", "parallel.pp=4"], (4, 16, 4, 2)),
         (["cluster=h200", "model=moe_llava"], (1, 128, 4, 1)),
-        (["cluster=h200", "model.num_experts=0", "model.dense_ffn_hidden_size=4096"], (1, 128, 1, 1)),
+        (
+            ["cluster=h200", "model.num_experts=0", "model.dense_ffn_hidden_size=4096"],
+            (1, 128, 1, 1),
+        ),
         (["cluster=h200", "cluster.gpu_memory_bytes=20e9"], (2, 64, 8, 1)),
     ],
 )
-def test_degrees_fit_the_cluster(overrides: Sequence[str], degrees: tuple[int, int, int, int]) -> None:
+def test_degrees_fit_the_cluster(
+    overrides: Sequence[str], degrees: tuple[int, int, int, int]
+) -> None:
     pp, dp, ep, tp = degrees
-    assert compose_simulation(overrides).setup.job.layout == ParallelLayout(pp=pp, dp=dp, ep=ep, tp=tp)
+    assert compose_simulation(overrides).setup.job.layout == ParallelLayout(
+        pp=pp, dp=dp, ep=ep, tp=tp
+    )
 
 
 def test_auto_prefers_stages_that_divide_the_batch() -> None:
-    assert compose_simulation(["batch.global_batch_size=96"]).setup.job.num_micro_batches >= 1
+    assert (
+        compose_simulation(["batch.global_batch_size=96"]).setup.job.num_micro_batches
+        >= 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,12 +104,27 @@ def test_auto_prefers_stages_that_divide_the_batch() -> None:
         (("cluster.gpus=8",), "cluster.gpus: no such setting, wanted one of the keys"),
         (("cluster.nodes=many",), "cluster.nodes: "),
         (("runs=0",), "runs: got 0, wanted at least 1"),
-        (("parallel.pp=7",), "parallel.pp * parallel.tp: got 7, wanted a divisor of 96 GPUs"),
+        (
+            ("parallel.pp=7",),
+            "parallel.pp * parallel.tp: got 7, wanted a divisor of 96 GPUs",
+        ),
         (("parallel.dp=5",), "parallel.dp: got 5, wanted"),
-        (("parallel.ranks_per_node=4",), "parallel.ranks_per_node: got 4, wanted auto or cluster.gpus_per_node=8"),
-        (("model=deepseek_671b",), "cluster.gpu_memory_bytes: got 80000000000.0, wanted at least"),
-        (("mtbf_s=600", "fault=poisson"), "fault.kind: got 'poisson', wanted none where mtbf_s=600"),
-        (("fault=state_loss",), "fault.kind: got 'state_loss', wanted none, at, poisson or trace"),
+        (
+            ("parallel.ranks_per_node=4",),
+            "parallel.ranks_per_node: got 4, wanted auto or cluster.gpus_per_node=8",
+        ),
+        (
+            ("model=deepseek_671b",),
+            "cluster.gpu_memory_bytes: got 80000000000.0, wanted at least",
+        ),
+        (
+            ("mtbf_s=600", "fault=poisson"),
+            "fault.kind: got 'poisson', wanted none where mtbf_s=600",
+        ),
+        (
+            ("fault=state_loss",),
+            "fault.kind: got 'state_loss', wanted none, at, poisson or trace",
+        ),
     ],
 )
 def test_a_mistake_is_named(arguments: Sequence[str], says: str) -> None:
@@ -99,16 +137,45 @@ def test_a_mistake_is_named(arguments: Sequence[str], says: str) -> None:
     ("part", "key", "value", "says"),
     [
         ("setup.cluster", "nodes", 0, "cluster.nodes: got 0, wanted more than 0"),
-        ("general", "mtbf_s", 0.0, "mtbf_s: got 0.0, wanted more than 0 seconds, or null"),
-        ("general", "duration_s", -1.0, "duration_s: got -1.0, wanted more than 0 seconds"),
+        (
+            "general",
+            "mtbf_s",
+            0.0,
+            "mtbf_s: got 0.0, wanted more than 0 seconds, or null",
+        ),
+        (
+            "general",
+            "duration_s",
+            -1.0,
+            "duration_s: got -1.0, wanted more than 0 seconds",
+        ),
         ("general", "scope", "rack", "scope: got 'rack', wanted one of process, node"),
-        ("general", "popularity_skew", 1.0, "popularity_skew: got 1.0, wanted at least 0 and less than 1"),
-        ("setup.job.batch", "sequence_length", 0, "batch.sequence_length: got 0, wanted at least 1"),
-        ("setup.job.formats", "full_bytes", 0.0, "formats.full_bytes: got 0.0, wanted more than 0"),
+        (
+            "general",
+            "popularity_skew",
+            1.0,
+            "popularity_skew: got 1.0, wanted at least 0 and less than 1",
+        ),
+        (
+            "setup.job.batch",
+            "sequence_length",
+            0,
+            "batch.sequence_length: got 0, wanted at least 1",
+        ),
+        (
+            "setup.job.formats",
+            "full_bytes",
+            0.0,
+            "formats.full_bytes: got 0.0, wanted more than 0",
+        ),
     ],
 )
-def test_a_value_that_cannot_be_is_named(defaults: Simulation, part: str, key: str, value: object, says: str) -> None:
-    assert error_of(replace, attrgetter(part)(defaults), **{key: value}).startswith(says)
+def test_a_value_that_cannot_be_is_named(
+    defaults: Simulation, part: str, key: str, value: object, says: str
+) -> None:
+    assert error_of(replace, attrgetter(part)(defaults), **{key: value}).startswith(
+        says
+    )
 
 
 def test_faults_of_an_mtbf_last_longer_than_the_run() -> None:
@@ -121,15 +188,22 @@ def test_faults_of_an_mtbf_last_longer_than_the_run() -> None:
 
 def run_python(*arguments: str) -> str:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, check=True, cwd=CONF_DIR.parent, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, check=True, cwd=CONF_DIR.parent, capture_output=True, text=True
+    ).stdout
 
 
 def test_it_starts_without_torch() -> None:
-    program = "import sys, launcher.simulate; print('torch' in sys.modules or 'megatron' in sys.modules)"
+    program = (
+        "import sys, launcher.simulate; print('torch' in sys.modules or 'megatron' in"
+        " sys.modules)"
+    )
     assert run_python("-c", program) == "False\n"
 
 
 def test_help_lists_every_key() -> None:
     shown = run_python("-m", "launcher.simulate", "--help")
-    assert all(re.search(rf"\b{field.name}: ", shown) for field in fields(ClusterConfig))
+    assert all(
+        re.search(rf"\b{field.name}: ", shown) for field in fields(ClusterConfig)
+    )
     assert "table3" in shown

@@ -54,7 +54,12 @@ def born(incarnation: int) -> WorkerStarted:
 
 
 def back(detect_s: float, rebuild_s: float, **fetched: int) -> Rejoined:
-    seconds = {"detect_s": detect_s, "rebuild_s": rebuild_s, "fetch_s": 0.25, "replay_s": 0.5}
+    seconds = {
+        "detect_s": detect_s,
+        "rebuild_s": rebuild_s,
+        "fetch_s": 0.25,
+        "replay_s": 0.5,
+    }
     return rejoined(2, **({"fetched_bytes": 0} | seconds | fetched))
 
 
@@ -64,9 +69,19 @@ def logged(rank: int, *told: tuple[float, Event]) -> list[LoggedEvent]:
 
 def test_a_fault_costs_all_between_iterations_before_and_after_it() -> None:
     start = [(float(number), second(number)) for number in (1, 2, 3)]
-    survivor = logged(0, (0, born(0)), *start, (6, back(1, 2)), (8, second(3)), (9, second(4)))
+    survivor = logged(
+        0, (0, born(0)), *start, (6, back(1, 2)), (8, second(3)), (9, second(4))
+    )
     dead_first = [(t_s + 0.1, event) for t_s, event in start]
-    newborn = logged(1, (0, born(0)), *dead_first, (5, born(1)), (6, back(1.5, 2)), (8.1, second(3)), (9.1, second(4)))
+    newborn = logged(
+        1,
+        (0, born(0)),
+        *dead_first,
+        (5, born(1)),
+        (6, back(1.5, 2)),
+        (8.1, second(3)),
+        (9.1, second(4)),
+    )
     (found,) = recoveries_of([survivor, newborn], 1.0)
     assert (found.cost_s, found.again, found.after_s) == (5.0, 1, 3.0)
     assert found.rejoined == back(1.5, 2)
@@ -76,7 +91,9 @@ def test_a_fault_costs_all_between_iterations_before_and_after_it() -> None:
 def test_a_rank_that_steps_as_it_joins_may_be_ahead_of_one_that_replayed() -> None:
     start = [(0.0, born(0)), (1.0, second(1)), (2.0, second(2))]
     survivor = logged(0, *start, (5.0, back(1, 2)), (5.0, second(3)), (6.0, second(4)))
-    newborn = logged(1, *start, (3.5, born(1)), (5.5, back(1, 2, executed_iters=2)), (6.0, second(4)))
+    newborn = logged(
+        1, *start, (3.5, born(1)), (5.5, back(1, 2, executed_iters=2)), (6.0, second(4))
+    )
     (found,) = recoveries_of([survivor, newborn], 1.0)
     assert (found.replayed, found.after_s) == (2, 0.0)
 
@@ -91,8 +108,10 @@ def test_a_restart_costs_without_a_recovery() -> None:
 @pytest.mark.parametrize(
     ("told", "stall_s", "resume_s"),
     [
-        (back(0.1, 0.2), 0.0, "1.75"),  # 0.25 and 0.5, and two iterations take a second longer than two do
-        (back(0.1, 0.2), 0.5, "1.25"),  # half of that second is a snapshot's, which its sizes and rates tell
+        # 0.25 and 0.5, and two iterations take a second longer than two do
+        (back(0.1, 0.2), 0.0, "1.75"),
+        # half of that second is a snapshot's, which its sizes and rates tell
+        (back(0.1, 0.2), 0.5, "1.25"),
         (back(0.1, 0.2, fetched_bytes=1), 0.0, None),
         (back(0.1, 0.2, executed_iters=1), 0.0, None),
     ],
@@ -103,24 +122,56 @@ def test_to_resume_takes_the_extra_time_of_the_first_iterations(
 ) -> None:
     before = [(float(number), second(number)) for number in (1, 2, 3)]
     after = [(8, second(3, stall_s=stall_s)), (9, second(4))]
-    living = [logged(rank, (0, born(0)), *before, (6, told), *after) for rank in (0, 2, 3)]
+    living = [
+        logged(rank, (0, born(0)), *before, (6, told), *after) for rank in (0, 2, 3)
+    ]
     newborn = logged(1, (0, born(0)), *before, (5, born(1)), (6, told), *after)
     settings = compose_settings(["ckpt=gemini"])
-    run = RealRun(settings=settings, world_size=4, kills=(), ranks=[living[0], newborn, *living[1:]])
-    found = measure([run], compose_machine(["cluster=local", "cluster.rerun_ratio=1"])[0])
-    assert (found["detect_s"], found["rebuild_s"], found.get("resume_s")) == ("0.1", "0.2", resume_s)
+    run = RealRun(
+        settings=settings,
+        world_size=4,
+        kills=(),
+        ranks=[living[0], newborn, *living[1:]],
+    )
+    found = measure(
+        [run], compose_machine(["cluster=local", "cluster.rerun_ratio=1"])[0]
+    )
+    assert (found["detect_s"], found["rebuild_s"], found.get("resume_s")) == (
+        "0.1",
+        "0.2",
+        resume_s,
+    )
     assert "restart_s" not in found
 
 
-def injected(unix_s: float, rank: int, phase: str, iteration: int | None = 7, **where: Any) -> InjectedFault:
-    given = {"pid": 1, "signal": "KILL", "scope": "process", "generation": 0, "ordered": False} | where
-    return InjectedFault(unix_s=unix_s, rank=rank, phase=phase, iteration=iteration, **given)
+def injected(
+    unix_s: float, rank: int, phase: str, iteration: int | None = 7, **where: Any
+) -> InjectedFault:
+    given = {
+        "pid": 1,
+        "signal": "KILL",
+        "scope": "process",
+        "generation": 0,
+        "ordered": False,
+    } | where
+    return InjectedFault(
+        unix_s=unix_s, rank=rank, phase=phase, iteration=iteration, **given
+    )
 
 
 def test_faults_of_a_run_are_at_points_one_after_another() -> None:
-    told = [(1.0, "join", None), (2.0, "backward", 7), (2.0, "step", 7), (3.0, "build", None), (4.0, "recovery", 7)]
+    told = [
+        (1.0, "join", None),
+        (2.0, "backward", 7),
+        (2.0, "step", 7),
+        (3.0, "build", None),
+        (4.0, "recovery", 7),
+    ]
     later = [(5.0, "between", 8), (6.0, "unknown", 9), (7.0, "reduce", 3)]
-    faults = [injected(unix_s, rank, phase, at) for rank, (unix_s, phase, at) in enumerate([*told, *later])]
+    faults = [
+        injected(unix_s, rank, phase, at)
+        for rank, (unix_s, phase, at) in enumerate([*told, *later])
+    ]
     kills = kills_of(faults, ranks=(), origin_unix_s=0.0)
     assert [(kill.rank, kill.phase, kill.iteration) for kill in kills] == [
         (0, "forward", 1),
@@ -136,7 +187,10 @@ def test_faults_of_a_run_are_at_points_one_after_another() -> None:
 
 def test_a_fault_comes_as_long_after_its_iteration_began_as_in_the_run() -> None:
     joined = rejoined(1, generation=2)
-    ranks = [logged(0, (1.0, second(1)), (10.0, joined), (11.0, second(2))), logged(1, (11.0, second(2)))]
+    ranks = [
+        logged(0, (1.0, second(1)), (10.0, joined), (11.0, second(2))),
+        logged(1, (11.0, second(2))),
+    ]
     faults = [
         injected(101.5, 0, "backward", 2),
         injected(109.0, 1, "recovery", 1),
@@ -158,20 +212,37 @@ def test_a_fault_comes_as_long_after_its_iteration_began_as_in_the_run() -> None
 
 def test_faults_outside_what_is_measured_are_left_out() -> None:
     """Iteration 1 ends at 1 s, iteration 3 in generation 2."""
-    told = [(1.0, second(1)), (2.5, rejoined(1, generation=2)), (3.5, second(2)), (4.5, second(3))]
+    told = [
+        (1.0, second(1)),
+        (2.5, rejoined(1, generation=2)),
+        (3.5, second(2)),
+        (4.5, second(3)),
+    ]
     faults = [
         injected(100.5, 0, "forward", 1, generation=1),
         injected(102.0, 1, "forward", 2, generation=1),
         injected(104.25, 2, "reduce", 3, generation=2),
     ]
-    kept = [kills_of(faults, [logged(0, *told)], 100.0, until) for until in (1, 2, 3, None)]
+    kept = [
+        kills_of(faults, [logged(0, *told)], 100.0, until) for until in (1, 2, 3, None)
+    ]
     assert [[kill.rank for kill in kills] for kills in kept] == [[], [1], [1], [1, 2]]
-    after = [injected(103.75, 3, "build", generation=0), injected(104.75, 3, "build", generation=0)]
-    assert [kill.rank for kill in kills_of(after, [logged(0, *told)], 100.0, 3)] == [3], "a newborn has no generation"
+    after = [
+        injected(103.75, 3, "build", generation=0),
+        injected(104.75, 3, "build", generation=0),
+    ]
+    assert [kill.rank for kill in kills_of(after, [logged(0, *told)], 100.0, 3)] == [
+        3
+    ], "a newborn has no generation"
 
 
 def test_an_ordered_fault_counts_whenever_it_was_told() -> None:
-    told = [(1.0, second(1)), (2.5, rejoined(1, generation=2)), (3.5, second(2)), (4.5, second(3))]
+    told = [
+        (1.0, second(1)),
+        (2.5, rejoined(1, generation=2)),
+        (3.5, second(2)),
+        (4.5, second(3)),
+    ]
     order: dict[str, Any] = {"ordered": True, "generation": 0}
     faults = [
         injected(100.0, 0, "step", 2, **order),
@@ -186,8 +257,16 @@ def test_an_ordered_fault_counts_whenever_it_was_told() -> None:
 
 
 def test_orders_come_in_the_order_of_their_points() -> None:
-    """Workers are told at the start, in any order; the last one is told again as it lives anew."""
-    told = [(1.0, second(1)), (2.0, second(2)), (2.5, rejoined(1, generation=2)), (3.5, second(2)), (4.5, second(3))]
+    """Workers are told at the start, in any order; the last one is told again as it
+    lives anew.
+    """
+    told = [
+        (1.0, second(1)),
+        (2.0, second(2)),
+        (2.5, rejoined(1, generation=2)),
+        (3.5, second(2)),
+        (4.5, second(3)),
+    ]
     ended = (2.25, GenerationEnded(generation=1, reason="", left_unix_s=0.0))
     order: dict[str, Any] = {"ordered": True, "generation": 0}
     faults = [
@@ -197,13 +276,18 @@ def test_orders_come_in_the_order_of_their_points() -> None:
         injected(103.0, 3, "reduce", 3, **order),
         injected(100.0, 4, "forward", 1, **order),
     ]
-    kills = kills_of(faults, [logged(0, (0.5, born(0)), *told[:2], ended, *told[2:])], 100.0)
+    kills = kills_of(
+        faults, [logged(0, (0.5, born(0)), *told[:2], ended, *told[2:])], 100.0
+    )
     assert [kill.rank for kill in kills] == [4, 2, 1, 3, 0]
 
 
 def test_a_job_that_restarts_has_all_faults_up_to_its_last_commit() -> None:
     told = [(float(number), second(number)) for number in (1, 2, 3)]
-    faults = [injected(101.5, 0, "backward", 2, generation=1), injected(102.5, 0, "step", 3, generation=1)]
+    faults = [
+        injected(101.5, 0, "backward", 2, generation=1),
+        injected(102.5, 0, "step", 3, generation=1),
+    ]
     kills = kills_of(faults, [logged(0, *told)], 100.0, until=3)
     assert [kill.phase for kill in kills] == ["backward", "step"]
 
@@ -220,11 +304,15 @@ def test_two_faults_of_a_generation_are_one_recovery() -> None:
     assert together == LateKill(rank=1, phase="recovery", late_s=0.25)
 
 
-@pytest.mark.parametrize(("device", "step_log_bytes"), [("cpu", 35_336), ("NVIDIA H100", 15_176)])
+@pytest.mark.parametrize(
+    ("device", "step_log_bytes"), [("cpu", 35_336), ("NVIDIA H100", 15_176)]
+)
 def test_generators_of_a_cpu_are_larger(device: str, step_log_bytes: int) -> None:
     started = WorkerStarted(pid=1, host="here", incarnation=0, device=device)
     settings = compose_settings(["ckpt=gemini"])
-    run = RealRun(settings=settings, world_size=4, kills=(), ranks=[logged(0, (0.0, started))])
+    run = RealRun(
+        settings=settings, world_size=4, kills=(), ranks=[logged(0, (0.0, started))]
+    )
     profiles = setup_of(run, compose_machine(["cluster=local"])[0], None).job.profiles
     assert {profile.step_log_bytes for profile in profiles} == {step_log_bytes}
 
@@ -269,7 +357,11 @@ class Links:
 LINKS = {
     "fast links": Links(),
     "training waits for copies": Links(
-        rates={"copy_bytes_per_s": SLOW, "whole_copy_bytes_per_s": SLOW, "interference": 0.0}
+        rates={
+            "copy_bytes_per_s": SLOW,
+            "whole_copy_bytes_per_s": SLOW,
+            "interference": 0.0,
+        }
     ),
     "copies have a cap, recoveries none": Links(rates={"interference": 0.0}, caps=CAPS),
 }
@@ -278,7 +370,9 @@ LINKS = {
 def run_of(policy: str, links: Links, kills: tuple[Kill, ...] = KILLS) -> RealRun:
     """A run that a simulation made, on a machine with its own constants."""
     caps = () if policy in ("none", "dense") else links.caps
-    settings = compose_settings([f"ckpt={policy}", *POLICIES[policy], *caps, "train.global_batch_size=16"])
+    settings = compose_settings(
+        [f"ckpt={policy}", *POLICIES[policy], *caps, "train.global_batch_size=16"]
+    )
     constants = (f"cluster.{name}={value}" for name, value in links.machine.items())
     machine = compose_machine(["cluster=local", *constants])[0]
     run = RealRun(settings=settings, world_size=4, kills=kills, ranks=())
@@ -292,12 +386,19 @@ def run_of(policy: str, links: Links, kills: tuple[Kill, ...] = KILLS) -> RealRu
 @cache
 def measured(links: str) -> ClusterConfig:
     kills = (Kill(rank=1, iteration=8), Kill(rank=3, iteration=16))
-    return constants_of([run_of(name, LINKS[links], kills) for name in ("none", "dense", "gemini", "moevement")])
+    return constants_of(
+        [
+            run_of(name, LINKS[links], kills)
+            for name in ("none", "dense", "gemini", "moevement")
+        ]
+    )
 
 
 @pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_constants_from_other_runs_predict_a_run_of_the_same_machine(policy: str, links: str) -> None:
+def test_constants_from_other_runs_predict_a_run_of_the_same_machine(
+    policy: str, links: str
+) -> None:
     run = run_of(policy, LINKS[links])
     truth, predicted = facts_of(run.ranks), predict_run(run, measured(links), None, 30)
     assert predicted.recovery_s == pytest.approx(truth.recovery_s, rel=0.05)
@@ -306,35 +407,65 @@ def test_constants_from_other_runs_predict_a_run_of_the_same_machine(policy: str
 
 
 @pytest.mark.parametrize(
-    ("policy", "ratio"), [("gemini", MACHINE["rerun_ratio"]), ("moevement", MACHINE["rerun_ratio"]), ("dense", 0.5)]
+    ("policy", "ratio"),
+    [
+        ("gemini", MACHINE["rerun_ratio"]),
+        ("moevement", MACHINE["rerun_ratio"]),
+        ("dense", 0.5),
+    ],
 )
-def test_how_long_iterations_take_that_run_again_is_measured(policy: str, ratio: float) -> None:
-    """All ranks ran them again, or a stage replayed them; new processes are no faster than at first."""
-    others = replace(compose_machine(["cluster=local"])[0], rerun_ratio=0.5, resume_s=MACHINE["resume_s"])
+def test_how_long_iterations_take_that_run_again_is_measured(
+    policy: str, ratio: float
+) -> None:
+    """All ranks ran them again, or a stage replayed them; new processes are no faster
+    than at first.
+    """
+    others = replace(
+        compose_machine(["cluster=local"])[0],
+        rerun_ratio=0.5,
+        resume_s=MACHINE["resume_s"],
+    )
     found = constants_of([run_of(policy, LINKS["fast links"])], others)
     assert found.rerun_ratio == pytest.approx(ratio, rel=0.01)
 
 
 def test_the_first_iteration_after_a_fault_is_no_usual_rerun() -> None:
     """Iterations 3 and 4 took 1 s each, and then 3 s and 0.5 s."""
-    told = [(0.0, born(0)), *((float(number), second(number)) for number in (1, 2, 3, 4)), (6.0, back(0.1, 0.2))]
+    told = [
+        (0.0, born(0)),
+        *((float(number), second(number)) for number in (1, 2, 3, 4)),
+        (6.0, back(0.1, 0.2)),
+    ]
     again = [
         (9.0, committed(3, seconds=3.0, stall_s=0.0)),
         (9.5, committed(4, seconds=0.5, stall_s=0.0)),
         (10.5, second(5)),
     ]
-    run = RealRun(settings=compose_settings(["ckpt=gemini"]), world_size=1, kills=(), ranks=[logged(0, *told, *again)])
+    run = RealRun(
+        settings=compose_settings(["ckpt=gemini"]),
+        world_size=1,
+        kills=(),
+        ranks=[logged(0, *told, *again)],
+    )
     assert constants_of([run]).rerun_ratio == 0.5
 
 
 def test_a_cap_is_none_of_the_machines_rates() -> None:
     capped = LINKS["copies have a cap, recoveries none"]
-    rates = [constants_of([run_of("gemini", links)]).copy_bytes_per_s for links in (capped, LINKS["fast links"])]
-    assert rates == [pytest.approx(compose_machine(["cluster=local"])[0].copy_bytes_per_s)] * 2
+    rates = [
+        constants_of([run_of("gemini", links)]).copy_bytes_per_s
+        for links in (capped, LINKS["fast links"])
+    ]
+    assert (
+        rates
+        == [pytest.approx(compose_machine(["cluster=local"])[0].copy_bytes_per_s)] * 2
+    )
 
 
 def test_waits_for_copies_are_none_of_what_any_snapshot_takes() -> None:
-    """The update and the stall of a snapshot follow the end of a copy that training waits for."""
+    """The update and the stall of a snapshot follow the end of a copy that training
+    waits for.
+    """
     run = run_of("gemini", LINKS["training waits for copies"])
     longest_s = max(event.stall_s for event in events_of(run.ranks, IterationCommitted))
     assert longest_s > 10 * MACHINE["take_s"], "training waits"
@@ -348,23 +479,47 @@ def test_waits_for_copies_are_none_of_what_any_snapshot_takes() -> None:
 
 
 def test_what_follows_the_copy_that_an_update_waits_for_is_its_time() -> None:
-    """Iterations of 1 s, and 2.5 s with a copy of 2.25 s; a copy of 3 s began before a fault."""
-    before = [(1, second(1)), (2, second(2)), (2, snapshot(2, copy_s=2.25)), (4.5, second(3, stall_s=1.5))]
-    after = [(9, back(0.1, 0.2)), (10, second(3)), (10, snapshot(3, copy_s=3.0)), (11, second(4))]
+    """Iterations of 1 s, and 2.5 s with a copy of 2.25 s; a copy of 3 s began before a
+    fault.
+    """
+    before = [
+        (1, second(1)),
+        (2, second(2)),
+        (2, snapshot(2, copy_s=2.25)),
+        (4.5, second(3, stall_s=1.5)),
+    ]
+    after = [
+        (9, back(0.1, 0.2)),
+        (10, second(3)),
+        (10, snapshot(3, copy_s=3.0)),
+        (11, second(4)),
+    ]
     settings = compose_settings(["ckpt=gemini", "model=tiny"])
-    run = RealRun(settings=settings, world_size=1, kills=(), ranks=[logged(0, *before, *after)])
+    run = RealRun(
+        settings=settings, world_size=1, kills=(), ranks=[logged(0, *before, *after)]
+    )
     local = compose_machine(["cluster=local"])[0]
     moved_bytes = update_bytes(setup_of(run, local, None).job)
-    assert constants_of([run]).gpu_bytes_per_s == pytest.approx(moved_bytes / 0.25, rel=0.01)
+    assert constants_of([run]).gpu_bytes_per_s == pytest.approx(
+        moved_bytes / 0.25, rel=0.01
+    )
 
 
 def test_the_wait_for_all_of_a_first_snapshot_is_no_price_of_any() -> None:
-    """Snapshots after 0, 2 and 4 iterations: training stands still for 5 s, 0.5 s and an unknown time."""
+    """Snapshots after 0, 2 and 4 iterations: training stands still for 5 s, 0.5 s and
+    an unknown time.
+    """
     taken = [snapshot(number) for number in (0, 2, 4)]
     stalls_s = enumerate((5.0, 0.0, 0.5, 0.0), start=1)
     trained = [second(number, stall_s=stall_s) for number, stall_s in stalls_s]
-    ranks = [logged(0, *((float(t_s), event) for t_s, event in enumerate([*trained, *taken])))]
-    run = RealRun(settings=compose_settings(["ckpt=gemini"]), world_size=1, kills=(), ranks=ranks)
+    ranks = [
+        logged(
+            0, *((float(t_s), event) for t_s, event in enumerate([*trained, *taken]))
+        )
+    ]
+    run = RealRun(
+        settings=compose_settings(["ckpt=gemini"]), world_size=1, kills=(), ranks=ranks
+    )
     assert constants_of([run]).take_s == 0.5
 
 
@@ -376,39 +531,75 @@ def test_the_wait_for_all_of_a_first_snapshot_is_no_price_of_any() -> None:
         pytest.param((0.875, *[0.125] * 5), 0.25, id="few are long"),
     ],
 )
-def test_a_snapshot_takes_what_exceeds_logs(stalls_s: Sequence[float], take_s: float) -> None:
-    """A snapshot every two iterations; logs take 0.125 s in all, also in later ones without a snapshot."""
-    trained = [second(number, stall_s=stall_s) for number, stall_s in enumerate(stalls_s, start=2)]
+def test_a_snapshot_takes_what_exceeds_logs(
+    stalls_s: Sequence[float], take_s: float
+) -> None:
+    """A snapshot every two iterations; logs take 0.125 s in all, also in later ones
+    without a snapshot.
+    """
+    trained = [
+        second(number, stall_s=stall_s)
+        for number, stall_s in enumerate(stalls_s, start=2)
+    ]
     trained += [second(number, stall_s=0.125) for number in range(8, 18)]
     told = [*trained, *(snapshot(number) for number in (1, 3, 5, 7))]
-    rank = stalled_by_snapshots(logged(0, *((float(t_s), event) for t_s, event in enumerate(told))))
-    run = RealRun(settings=compose_settings(["ckpt=gemini"]), world_size=1, kills=(), ranks=[rank])
+    rank = stalled_by_snapshots(
+        logged(0, *((float(t_s), event) for t_s, event in enumerate(told)))
+    )
+    run = RealRun(
+        settings=compose_settings(["ckpt=gemini"]), world_size=1, kills=(), ranks=[rank]
+    )
     assert constants_of([run]).take_s == take_s
 
 
 def test_stalls_of_every_iteration_are_those_of_gradients_sent_in_each() -> None:
     sent = GradientsSent(iteration=2, size_bytes=8, tap_s=0.5, lag_iters=0)
-    trained = [second(number, stall_s=stall_s) for number, stall_s in ((2, 0.5), (3, 0.125), (4, 0.125))]
+    trained = [
+        second(number, stall_s=stall_s)
+        for number, stall_s in ((2, 0.5), (3, 0.125), (4, 0.125))
+    ]
 
     def stalls_s(*told: Event) -> list[float]:
-        rank = stalled_by_snapshots(logged(0, *((float(t_s), event) for t_s, event in enumerate(told))))
+        rank = stalled_by_snapshots(
+            logged(0, *((float(t_s), event) for t_s, event in enumerate(told)))
+        )
         return [event.stall_s for event in events_of([rank], IterationCommitted)]
 
     assert stalls_s(*trained, sent) == [0.375, 0.0, 0.0]
     assert stalls_s(trained[0], sent) == [0.5]
 
 
-@pytest.mark.parametrize(("seconds", "bytes_per_s"), [((2.0, 2.0), 32.0), ((1.0, 7.0), 16.0)])
-def test_a_disk_is_as_fast_as_in_all_saves_together(seconds: Sequence[float], bytes_per_s: float) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "bytes_per_s"), [((2.0, 2.0), 32.0), ((1.0, 7.0), 16.0)]
+)
+def test_a_disk_is_as_fast_as_in_all_saves_together(
+    seconds: Sequence[float], bytes_per_s: float
+) -> None:
     saves = [
-        CheckpointSaved(iteration=number, directory="", size_bytes=64, seconds=each, stall_s=each)
+        CheckpointSaved(
+            iteration=number, directory="", size_bytes=64, seconds=each, stall_s=each
+        )
         for number, each in enumerate(seconds, start=1)
     ]
-    told = [(float(number), second(number)) for number in (1, 2, 3)] + [(4.0, save) for save in saves]
-    run = RealRun(settings=compose_settings(["ckpt=dense"]), world_size=1, kills=(), ranks=[logged(0, *told)])
+    told = [(float(number), second(number)) for number in (1, 2, 3)] + [
+        (4.0, save) for save in saves
+    ]
+    run = RealRun(
+        settings=compose_settings(["ckpt=dense"]),
+        world_size=1,
+        kills=(),
+        ranks=[logged(0, *told)],
+    )
     assert constants_of([run]).disk_bytes_per_s == bytes_per_s
 
 
 def snapshot(iteration: int, *, copy_s: float = 0.25) -> SnapshotTaken:
-    where = {"iteration": iteration, "window_start": iteration, "slot": 0, "num_slots": 1}
-    return SnapshotTaken(**where, size_bytes=8, dense_bytes=8, copy_s=copy_s, bubble_bytes=0)
+    where = {
+        "iteration": iteration,
+        "window_start": iteration,
+        "slot": 0,
+        "num_slots": 1,
+    }
+    return SnapshotTaken(
+        **where, size_bytes=8, dense_bytes=8, copy_s=copy_s, bubble_bytes=0
+    )
