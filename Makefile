@@ -1,7 +1,8 @@
 # make demo   train on 4 local ranks, kill two of them, show that nothing was lost
 #             (the first time 4 minutes on two cores, and 2.7 GB of downloads, most of it torch's CUDA)
-# make test   ruff, pyright, import-linter, pytest: what CI runs                             (about 11 minutes)
+# make test   ruff, pyright, import-linter, the site, pytest: what CI runs   (about 18 minutes on two cores)
 # make test-all  the same with all variants and all examples of properties
+# make docs   the pages of docs/ as a site, in site/index.html; a broken link is an error
 # make chaos  hundreds of random faults in each of five runs                                 (about an hour)
 # make endurance  a thousand random faults of all classes in one job on four ranks; writes benchmarks/endurance_4.md
 # make bench  what policies cost while nothing fails, what it takes from kill -9 to the next iteration, how fast copies are,
@@ -22,7 +23,7 @@ TORCH_WANTED := $(TORCH)$(TORCH_BUILD:%=+%)
 TORCH_IS_ASKED := $(filter-out file,$(origin TORCH) $(origin TORCH_BUILD))
 PIP := .venv/bin/pip -qq --disable-pip-version-check
 
-.PHONY: demo test test-all check types imports chaos endurance bench partial profile venv dev clean
+.PHONY: demo test test-all check types imports docs chaos endurance bench partial profile venv dev clean
 
 demo: venv
 	@.venv/bin/python -m launcher.demo
@@ -61,13 +62,17 @@ endurance: dev
 check: dev
 	@.venv/bin/ruff check -q .
 	@.venv/bin/ruff format -q --check .
-	@$(MAKE) -s -j 2 types imports
+	@$(MAKE) -s -j 2 types imports docs
 
 types:
 	@.venv/bin/pyright --warnings > .venv/pyright.log || { cat .venv/pyright.log; exit 1; }
 
 imports:
 	@.venv/bin/lint-imports > .venv/imports.log || { cat .venv/imports.log; exit 1; }
+
+# without a notice about a later mkdocs, which mkdocs-material prints in a frame
+docs: dev
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
 
 venv: .venv/installed
 ifneq ($(TORCH_IS_ASKED),)
@@ -98,4 +103,4 @@ endif
 	@touch $@
 
 clean:
-	rm -rf .venv outputs artefacts
+	rm -rf .venv outputs artefacts site

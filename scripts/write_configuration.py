@@ -1,8 +1,10 @@
 """Writes docs/configuration.md from the comments in conf/: `python
 scripts/write_configuration.py`.
 
-Each key of a YAML file stands on a line `key: value  # meaning`; a nested key has its parents' names before it. Keys
-that several files of a group share are one row; a value or meaning that differs between them is shown with its files.
+Each key of a YAML file stands on a line `key: value  # meaning`; a nested key has the
+names of its parents before it. Each policy has a table of its own. In other groups a key
+that several files share is one row; a value or meaning that differs between files is
+shown with its files.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
 GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "runtime", "fault")
+OF_POLICIES = "ckpt"
+"""The group whose files are policies."""
+
 # a value that is another one in more files is shown as a range of examples
 MANY_FILES = 4
 _KEY = re.compile(
@@ -120,20 +125,16 @@ def page() -> str:
     parts = [INTRODUCTION]
     for group in GROUPS:
         files = sorted((ROOT / "conf" / group).glob("*.yaml"))
-        settings = [setting for file in files for setting in read_settings(file)]
         choices = ", ".join(f"`{file.stem}`" for file in files)
-        parts.append(
-            "\n".join(
-                [
-                    f"## {group}",
-                    "",
-                    f"Files: {choices}.",
-                    "",
-                    *table(settings, len(files)),
-                ]
-            )
-            + "\n"
-        )
+        lines = [f"## {group}", "", f"Files: {choices}."]
+        if group == OF_POLICIES:
+            for file in files:
+                own = table(read_settings(file), num_files=1)
+                lines += ["", f"### ckpt={file.stem}", "", *own]
+        else:
+            settings = [setting for file in files for setting in read_settings(file)]
+            lines += ["", *table(settings, len(files))]
+        parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
