@@ -1,7 +1,8 @@
 """Megatron-LM's own loop with an attachment, beside the same loop without one:
 iterations, and kills.
 
-    python benchmarks/attached.py [--rounds 3] [--iterations 40] [--skip 10] [--kills 6] [--restarts 3]
+    python benchmarks/attached.py [--rounds 3] [--iterations 40] [--skip 10]
+        [--kills 6] [--restarts 3]
                                   [--ckpt moevement] [--set KEY=VALUE] [-- ARGUMENTS]
 
 Jobs are those of examples/megatron_lm.sh on 4 ranks; ARGUMENTS come after the

@@ -1,6 +1,7 @@
 """Iterations that captures cannot complete, beside equation (2) of FlowCheck.
 
-    python benchmarks/captures.py [--ranks 4] [--kib 1024] [--iterations 10] [--replays 40] [--loss 1e-3] [--write PAGE]
+    python benchmarks/captures.py [--ranks 4] [--kib 1024] [--iterations 10]
+        [--replays 40] [--loss 1e-3] [--write PAGE]
 
 Ranks reduce one bucket in each iteration over gloo; all frames at the loopback
 interface are recorded once, which needs CAP_NET_RAW. They are cut into packets as on a

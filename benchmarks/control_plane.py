@@ -8,12 +8,16 @@ Ranks are threads of this process with the real protocol (`Membership`, over tor
 HashStore), profiles (`share_profiles`) and reports; only process groups are not formed.
 A row a number of ranks:
 
-    join    from the first rank's arrival to the last one's go: operations in the store, and bytes of keys and values
+    join    from the first rank's arrival to the last one's go: operations in the store,
+            and bytes of keys and values
     table   operators of the own stage, gathered from its 64 ranks
     agree   profiles of all stages: bytes of reductions, as a ring receives them
-    report  what each rank's memory has, gathered from all, as torch's all_gather_object receives it
-    plan    one rank's choice of a window from these profiles, in seconds of CPU: at first, and after a fault
-    tables  what a rank keeps: the operators of the own stage, profiles of all stages, and bytes of windows
+    report  what each rank's memory has, gathered from all, as torch's all_gather_object
+            receives it
+    plan    one rank's choice of a window from these profiles, in seconds of CPU: at
+            first, and after a fault
+    tables  what a rank keeps: the operators of the own stage, profiles of all stages,
+            and bytes of windows
 
 All threads share the interpreter, so seconds are those of all ranks' work one after the
 other; `ms a rank` is what a process of its own computes for it.

@@ -1,7 +1,8 @@
 """How fast copies reach a peer's memory, beside a plain send of the same bytes between
 the same two processes.
 
-    torchrun --nproc-per-node=2 benchmarks/copies.py [--mib 83] [--rounds 10] [--interface NAME]
+    torchrun --nproc-per-node=2 benchmarks/copies.py [--mib 83] [--rounds 10]
+        [--interface NAME]
 
 In turn rank 0 sends a tensor to rank 1 with `torch.distributed` (gloo), and copies a
 blob of the same size with a replicator to rank 1's copy server: checksums, framing and

@@ -1,7 +1,8 @@
 """A flame graph of the training thread of rank 0, and the share of its time that the
 library's hooks take.
 
-    python benchmarks/flame.py [--seconds 60] [--py-spy PATH] [--write benchmarks/README.md] [OVERRIDES]
+    python benchmarks/flame.py [--seconds 60] [--py-spy PATH]
+        [--write benchmarks/README.md] [OVERRIDES]
 
 Unless overridden: model=small, 4 ranks, ckpt=moevement with ckpt.window=12, each
 iteration a slot, and no copies on peers. py-spy (`pip install py-spy`; it needs the

@@ -1,7 +1,8 @@
 """Number formats of training state: loss curves, and bytes of snapshots beside the
 formulas and the paper's.
 
-    python benchmarks/formats.py [--to docs] [--runs DIR] [OVERRIDES]      # model=tiny, 4 ranks, six runs
+    python benchmarks/formats.py [--to docs] [--runs DIR]
+        [OVERRIDES]      # model=tiny, 4 ranks, six runs
 
 Writes formats.svg and formats.md. Runs that are finished in DIR are not run again.
 """
@@ -215,12 +216,16 @@ def _snapshots(run: Path) -> Iterator[SnapshotTaken]:
 
 
 def whole_bytes(run: Path) -> int:
-    """Return the bytes of the first snapshot of all ranks, which has the whole state."""
+    """Return the bytes of the first snapshot of all ranks, which has the whole
+    state.
+    """
     return sum(event.size_bytes for event in _snapshots(run) if event.iteration == 0)
 
 
 def fp8_share(model: ModelConfig) -> float:
-    """Return the share of parameters that are weights of the decoder's linear layers."""
+    """Return the share of parameters that are weights of the decoder's linear
+    layers.
+    """
     counts = list(operator_parameters(model, _BYTE_TOKENS))
     norms = 2 * model.hidden_size  # of a block, RMSNorm
     blocks = sum(

@@ -1,7 +1,8 @@
 """The price of frozen experts in a grouped layer: weight gradients that a replay
 computes and drops.
 
-    python benchmarks/grouped.py      # processor seconds of a layer's forward and backward pass, in this process
+    python benchmarks/grouped.py      # processor seconds of a layer's forward and
+                                      backward pass, in this process
 
 Transformer Engine's `GroupedLinear` asks its first weight alone whether weight
 gradients are computed (2.9 to 2.18), so experts of one layer skip theirs all together

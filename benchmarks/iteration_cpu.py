@@ -213,7 +213,9 @@ def _processes_of(job: Job) -> dict[int, str]:
 
 
 def _measure_block(job: Job, num_iterations: int) -> dict[str, float]:
-    """Let a job, which is stopped before and afterwards, train for so many iterations."""
+    """Let a job, which is stopped before and afterwards, train for so many
+    iterations.
+    """
     job.go_on()
     _wait_for_commits(job, 1)  # the iteration in which the job was stopped
     before = read_threads(_processes_of(job))

@@ -1,7 +1,8 @@
 """The price of a checkpoint policy while nothing fails: whole runs in interleaved
 order, with intervals.
 
-    python benchmarks/overhead.py [--rounds 8] [--iterations 52] [--skip 12] [--within 0.02] [--json FILE]
+    python benchmarks/overhead.py [--rounds 8] [--iterations 52] [--skip 12]
+        [--within 0.02] [--json FILE]
                                   [--variant NAME=OVERRIDE,...] [OVERRIDES]
 
 Unless overridden: model=small, 4 ranks. Each round runs every variant once, from start
@@ -23,7 +24,8 @@ nothing in them that could share; and groups of handles in `plain` would make it
 `supervised` without its supervisors. Where 1 % has to be told, jobs take turns; here
 with a slot and its copies in each iteration:
 
-    python scripts/gpu/price.py --cpu --out DIR --beside supervised --ranks 4 --rounds 30 model=tiny \\
+    python scripts/gpu/price.py --cpu --out DIR --beside supervised --ranks 4 \\
+        --rounds 30 model=tiny \\
         --policy moevement,ckpt.window=4,parallel.ranks_per_node=1
 
 benchmarks/iteration_cpu.py tells CPU time by thread.
@@ -139,7 +141,9 @@ def student(degrees_of_freedom: int) -> float:
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of a mean (Student's t); infinite for one value."""
+    """Return half of the 95 % interval of a mean (Student's t); infinite for one
+    value.
+    """
     if len(values) < 2:
         return math.inf
     return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))

@@ -1,7 +1,8 @@
 """The price of partial checkpoints: evaluation loss under four faults, lossless and
 lossy policies side by side.
 
-    python benchmarks/partial.py [--to docs] [--runs DIR] [OVERRIDES]      # model=tiny, 4 ranks, fifteen runs
+    python benchmarks/partial.py [--to docs] [--runs DIR]
+        [OVERRIDES]      # model=tiny, 4 ranks, fifteen runs
 
 Writes partial.svg and partial.md: what was measured, and whether it bears out what the
 papers claim. Runs that are finished in DIR are not run again, others from the start.

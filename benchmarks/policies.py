@@ -1,7 +1,8 @@
 """All policies on one machine: what they cost while nothing fails, and what a fault
 costs.
 
-    python benchmarks/policies.py [--rounds 4] [--kills 3] [--only POLICY] [--write benchmarks/README.md] [OVERRIDES]
+    python benchmarks/policies.py [--rounds 4] [--kills 3] [--only POLICY]
+        [--write benchmarks/README.md] [OVERRIDES]
 
 With model=small on 4 ranks: whole runs of all policies in interleaved order
 (benchmarks/overhead.py), and for each policy one job that loses a random rank again and
@@ -200,7 +201,9 @@ def row_of(
 
 
 def _plain(variant: Variant) -> str:
-    """Return the name of the runs without checkpoints that train as this variant does."""
+    """Return the name of the runs without checkpoints that train as this variant
+    does.
+    """
     return ", ".join((PLAIN, *variant.training))
 
 

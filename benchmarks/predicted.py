@@ -1,7 +1,8 @@
 """Real runs beside what the simulator says of them: every policy, the same faults, on
 this machine.
 
-    python benchmarks/predicted.py [-o DIR] [--write docs/simulator.md] [OVERRIDES]        # model=small, 4 ranks
+    python benchmarks/predicted.py [-o DIR] [--write docs/simulator.md]
+        [OVERRIDES]        # model=small, 4 ranks
 
 Constants are measured in runs of their own (launcher/cluster_profile.py): in another
 run of the same policy, with other settings and other faults. A constant that this run
@@ -170,9 +171,8 @@ def table(runs: Sequence[RealRun], clusters: Sequence[ClusterConfig]) -> Iterato
     yield f"| {' | '.join(COLUMNS)} |"
     yield "| --- " * len(COLUMNS) + "|"
     for run, cluster, (policy, _) in zip(runs, clusters, RUNS, strict=True):
-        yield (
-            f"| {' | '.join([policy.replace(':', ', ').replace('ckpt.', ''), *row(run, cluster)])} |"
-        )
+        name = policy.replace(":", ", ").replace("ckpt.", "")
+        yield f"| {' | '.join([name, *row(run, cluster)])} |"
 
 
 def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:

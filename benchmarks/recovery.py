@@ -1,7 +1,8 @@
 """From kill -9 of a rank to the next new iteration: ckpt=moevement, and torchrun's
 restart with ckpt=dense.
 
-    python benchmarks/recovery.py [--kills 10] [--mtbf-s 15] [OVERRIDES]    # model=tiny, 4 ranks, PP=2 EP=2
+    python benchmarks/recovery.py [--kills 10] [--mtbf-s 15]
+        [OVERRIDES]    # model=tiny, 4 ranks, PP=2 EP=2
 
 Both jobs train the same model on this machine, one after the other, and lose a random
 rank again and again. Printed: the median of each phase, and the ratio of the jobs.

@@ -1,7 +1,8 @@
 """The work that a checkpoint server has left after the last byte of an iteration: in
 one go, and as a pipeline.
 
-    python benchmarks/server_work.py [--layers 24] [--million 1.0] [--mbytes-per-s 400] [--iterations 12] [--mib 8]
+    python benchmarks/server_work.py [--layers 24] [--million 1.0]
+        [--mbytes-per-s 400] [--iterations 12] [--mib 8]
 
 Tap: a rank of `--layers` layers of `--million` million parameters sends gradients over
 TCP at a limited rate to a real server; "in one go" takes the same steps once all bytes

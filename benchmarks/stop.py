@@ -1,7 +1,8 @@
 """From SIGTERM to a state that is safe on disk: seconds and bytes, while the job
 trains.
 
-    python benchmarks/stop.py [--stops 3] [--model tiny small] [OVERRIDES]        # ckpt=moevement, 4 ranks, PP=2
+    python benchmarks/stop.py [--stops 3] [--model tiny small]
+        [OVERRIDES]        # ckpt=moevement, 4 ranks, PP=2
 
 Each job is stopped by SIGTERM to torchrun once it has trained for some iterations, and
 started again from its disks. Printed: the seconds until all ranks have an iteration on

@@ -167,7 +167,9 @@ class Job:
         return iteration_s_of(self.commits_unix_s(), self.blocks)
 
     def commits_unix_s(self) -> list[float]:
-        """Return when iterations were committed on rank 0, in seconds since the epoch."""
+        """Return when iterations were committed on rank 0, in seconds since the
+        epoch.
+        """
         origin = read_run_folder(self.folder).clock_origin_unix_s
         return [
             each.t_s + origin
@@ -176,7 +178,9 @@ class Job:
         ]
 
     def kill(self) -> list[int]:
-        """Kill the agent, with which all processes of the job end; return their pids."""
+        """Kill the agent, with which all processes of the job end; return their
+        pids.
+        """
         self.go_on()
         pids = descendants_of(self._agent.pid)
         self._agent.kill()

@@ -1,9 +1,9 @@
 """Effective training time under faults: policies under the same random kills, at
 several MTBFs, in interleaved order.
 
-    python benchmarks/under_faults.py [--regime capped] [--policy moevement ...] [--mtbf-s 20 60] [--runs 8 5]
-                                      [--seconds 100] [--cap-bytes-per-s 28e6]
-                                      [-o outputs/under_faults] [--write benchmarks/README.md] [OVERRIDES]
+    python benchmarks/under_faults.py [--regime capped] [--policy moevement ...]
+        [--mtbf-s 20 60] [--runs 8 5] [--seconds 100] [--cap-bytes-per-s 28e6]
+        [-o outputs/under_faults] [--write benchmarks/README.md] [OVERRIDES]
 
 Unless changed: `model=small`, 4 ranks. A run is measured for `--seconds` from the end
 of its first iteration. Random workers are killed at exponential times; run n of every
@@ -444,7 +444,9 @@ class Study:
         ]
 
     def ettrs(self, policy: str, mtbf_s: float) -> list[float]:
-        """Return the share of each run's time that plain training of its round needed."""
+        """Return the share of each run's time that plain training of its round
+        needed.
+        """
         return [
             self.measured[cell].ettr(self.plain_of(cell))
             for cell in self.cells(policy, mtbf_s)

@@ -1,7 +1,8 @@
 """Requests of a group of all ranks on the host to the job's one store, and the
 connections of that group.
 
-    python benchmarks/world_group.py [--ranks 16 64 256 1024] [--most-all-to-all 64] [--write]
+    python benchmarks/world_group.py [--ranks 16 64 256 1024] [--most-all-to-all 64]
+        [--write]
 
 Ranks are threads of processes on this machine with a group of gloo each, over torch's
 TCPStore. `as needed` is this project's way (`GlooBackend`): two ranks connect as an

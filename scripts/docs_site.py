@@ -1,4 +1,4 @@
-"""A hook of mkdocs (mkdocs.yml): files of the repository as pages, and links to other files.
+"""A hook of mkdocs (mkdocs.yml): pages from outside docs/, and links to other files.
 
 The pages of docs/ link to files outside docs/ (`../conf/ckpt`, `../CONTRIBUTING.md`),
 which a browser of the repository opens. Some of these files are pages of the site, too.
@@ -20,8 +20,7 @@ ADDED = {
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/under_faults_capped.svg": "under_faults_capped.svg",
 }
-"""Files outside docs/ that the site has, by their path in the repository, and their path
-in the site."""
+"""Files outside docs/ that the site has: path in the repository, path in the site."""
 
 _LINK = re.compile(
     r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)]*)?\)"

@@ -1,7 +1,8 @@
 """One job that lives through a thousand random faults of all classes, and what its
 processes use meanwhile.
 
-    python scripts/endurance.py --faults 1000 --ranks 4 --write benchmarks/endurance_4.md
+    python scripts/endurance.py --faults 1000 --ranks 4
+        --write benchmarks/endurance_4.md
 
 Faults: SIGKILL, SIGSEGV and SIGTERM at any time or point, several ranks at once, a
 stopped worker, an exception of the hardware, a dead replica daemon, a lost node. The
@@ -66,7 +67,9 @@ class Endured:
 def endure(
     ranks: int, faults: int, iterations: int, seed: int, folder: Path
 ) -> Endured:
-    """Run the job and strike until so many faults were repaired. Raises JobFailedError."""
+    """Run the job and strike until so many faults were repaired. Raises
+    JobFailedError.
+    """
     training = (f"train.iterations={iterations}",)
     started_s, moments = time.monotonic(), list[Moment]()
     patience_s = 600.0 + _SECONDS_PER_FAULT * faults

@@ -1,8 +1,13 @@
 """Put Megatron-LM into the environment, for tests.
 
-    python scripts/fetch_megatron_lm.py                             the training package of a released wheel
-    python scripts/fetch_megatron_lm.py core_v0.19.0 core_v0.18.2   and the untouched sources of these tags
-    python scripts/fetch_megatron_lm.py v0.6.0 v4.5.2               and those of a tag of Megatron-Bridge, of ms-swift
+    python scripts/fetch_megatron_lm.py                             the training package
+                                                                    of a released wheel
+    python scripts/fetch_megatron_lm.py core_v0.19.0 core_v0.18.2   and the untouched
+                                                                    sources of these
+                                                                    tags
+    python scripts/fetch_megatron_lm.py v0.6.0 v4.5.2               and those of a tag
+                                                                    of Megatron-Bridge,
+                                                                    of ms-swift
 
 The wheel of megatron-core 0.19.2 contains `megatron.training`. It asks for Python 3.12,
 so it is unpacked into a folder of the virtual environment, not installed; on another

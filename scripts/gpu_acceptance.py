@@ -1,12 +1,18 @@
 """Accept a machine with a GPU, stage by stage: what the CPU tests cannot show, and the
 numbers of this machine.
 
-    python scripts/gpu_acceptance.py                   all stages that the number of GPUs allows, one after another
-    python scripts/gpu_acceptance.py facts unit        some of them: no stage takes more than ten minutes
-    python scripts/gpu_acceptance.py --small           with a small model: what fails for a reason that is not size
-    python scripts/gpu_acceptance.py --cpu             the same stages on a machine without a GPU, in small
-    python scripts/gpu_acceptance.py --at-once 4       four stages at a time, after those that measure
-    python scripts/gpu_acceptance.py --list            stages, their limits, and what they prove
+    python scripts/gpu_acceptance.py                   all stages that the number of
+                                                       GPUs allows, one after another
+    python scripts/gpu_acceptance.py facts unit        some of them: no stage takes more
+                                                       than ten minutes
+    python scripts/gpu_acceptance.py --small           with a small model: what fails
+                                                       for a reason that is not size
+    python scripts/gpu_acceptance.py --cpu             the same stages on a machine
+                                                       without a GPU, in small
+    python scripts/gpu_acceptance.py --at-once 4       four stages at a time, after
+                                                       those that measure
+    python scripts/gpu_acceptance.py --list            stages, their limits, and what
+                                                       they prove
 
 Each stage is a process with its own time limit, prints one line of result and writes a
 log; a stage that fails stops no other. The exit status is 1 if one has failed. No

@@ -1,9 +1,12 @@
 """Several hosts on one machine: network namespaces on one bridge, with a mirror port.
 Needs root and iproute2.
 
-    python scripts/hosts.py up 4 [--rate 1gbit]      namespaces moe0 to moe3 with 10.77.0.1 to .4, and moe-mirror
-    python scripts/hosts.py down                     remove them, and end the processes in them
-    python scripts/hosts.py link 2 LINK              LINK of the third host: up, cut, deaf, or a rate such as 10mbit
+    python scripts/hosts.py up 4 [--rate 1gbit]      namespaces moe0 to moe3 with
+                                                     10.77.0.1 to .4, and moe-mirror
+    python scripts/hosts.py down                     remove them, and end the processes
+                                                     in them
+    python scripts/hosts.py link 2 LINK              LINK of the third host: up, cut,
+                                                     deaf, or a rate such as 10mbit
     ip netns exec moe2 COMMAND                       COMMAND on the third host
 
 The bridge forgets every address at once, so each frame goes to every port, as to the
@@ -145,7 +148,9 @@ def _limit(rate: str) -> Command:
 
 
 def set_link(host: int, link: str) -> None:
-    """Give a host's link a state of `plan_link`. Raises subprocess.CalledProcessError."""
+    """Give a host's link a state of `plan_link`. Raises
+    subprocess.CalledProcessError.
+    """
     _run_all(plan_link(host, link))
 
 

@@ -1,8 +1,9 @@
 """Run a job on the hosts of scripts/hosts.py, one torchrun agent on each.
 
     python scripts/hosts.py up 4
-    python scripts/run_on_hosts.py 4 launcher/train.py +ckpt=flowcheck run.dir=outputs/hosts
-    python scripts/run_on_hosts.py --servers 2 2 launcher/train.py +ckpt=flowcheck ckpt.servers=hosts run.dir=RUN
+    python scripts/run_on_hosts.py 4 launcher/train.py +ckpt=flowcheck run.dir=RUN
+    python scripts/run_on_hosts.py --servers 2 2 launcher/train.py \\
+        +ckpt=flowcheck ckpt.servers=hosts run.dir=RUN
 
 With --servers, the hosts after the job's train nothing, and hold checkpoints
 (ckpt.servers=hosts). Agents meet at the first host's address; gloo uses the hosts' own
@@ -114,7 +115,9 @@ def run_folder(arguments: Sequence[str]) -> str:
 
 
 def _wait(agents: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Return the status of the first agent that fails, or 0 once all have ended well."""
+    """Return the status of the first agent that fails, or 0 once all have ended
+    well.
+    """
     while True:
         statuses = [agent.poll() for agent in agents]
         failed = [status for status in statuses if status]

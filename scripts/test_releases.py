@@ -323,7 +323,9 @@ def _run(*command: str, cwd: Path | None = None) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Test what the command line names, and write its row; return 1 if a test failed."""
+    """Test what the command line names, and write its row; return 1 if a test
+    failed.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

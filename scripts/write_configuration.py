@@ -2,9 +2,9 @@
 scripts/write_configuration.py`.
 
 Each key of a YAML file stands on a line `key: value  # meaning`; a nested key has the
-names of its parents before it. Each policy has a table of its own. In other groups a key
-that several files share is one row; a value or meaning that differs between files is
-shown with its files.
+names of its parents before it. Each policy has a table of its own. In other groups a
+key that several files share is one row; a value or meaning that differs between files
+is shown with its files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ _KEY = re.compile(
 )
 INTRODUCTION = """# Configuration
 
-Generated from the comments in [conf/](../conf) by `scripts/write_configuration.py`. `GROUP=FILE`
-chooses a file, `GROUP.KEY=VALUE` overrides a key: `torchrun --nproc-per-node=4 launcher/train.py +ckpt=moevement
-ckpt.replicas=2 train.iterations=500`. `???` marks a key that has no default. The section `run` is in
-[conf/config.yaml](../conf/config.yaml), and the simulator has [conf/simulate.yaml](../conf/simulate.yaml).
+Generated from the comments in [conf/](../conf) by `scripts/write_configuration.py`.
+`GROUP=FILE` chooses a file, `GROUP.KEY=VALUE` overrides a key:
+
+    torchrun --nproc-per-node=4 launcher/train.py +ckpt=moevement ckpt.replicas=2
+
+`???` marks a key that has no default. The section `run` is in
+[conf/config.yaml](../conf/config.yaml), and the simulator has
+[conf/simulate.yaml](../conf/simulate.yaml).
 """
 
 

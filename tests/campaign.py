@@ -4,8 +4,10 @@ with its own expectation.
 All points are known to all ranks before the job starts, so nothing depends on how fast
 the test reads or writes. A fault is one of two kinds:
 
-    Fault(at=[Point(2, BACKWARD, 5)], ...)                rank 2 sends itself SIGKILL there
-    Fault(at=[Point(2, REDUCE, 5)], kills=[2, 3], ...)    rank 2 stands still there, then the test kills both ranks
+    Fault(at=[Point(2, BACKWARD, 5)], ...)                rank 2 sends itself SIGKILL
+                                                          there
+    Fault(at=[Point(2, REDUCE, 5)], kills=[2, 3], ...)    rank 2 stands still there,
+                                                          then the test kills both ranks
 
 Points after the first are reached in the generations that the earlier points have
 begun: a death during a recovery. After the job, each fault is checked by itself: the

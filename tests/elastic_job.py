@@ -129,7 +129,9 @@ class ElasticJob:
         return self.said()
 
     def worker(self, rank: int, incarnation: int = 0) -> LiveWorker:
-        """Wait for a worker of a rank that lives, in this incarnation or a later one."""
+        """Wait for a worker of a rank that lives, in this incarnation or a later
+        one.
+        """
 
         def look() -> LiveWorker | None:
             workers = (
@@ -164,7 +166,9 @@ class ElasticJob:
         number: signal.Signals = signal.SIGKILL,
         incarnation: int = 0,
     ) -> None:
-        """Let a rank's worker, in this incarnation, send itself a signal at this point."""
+        """Let a rank's worker, in this incarnation, send itself a signal at this
+        point.
+        """
         self.worker(rank, incarnation)
         self.page(rank).order(number, phase, iteration=iteration, skip=skip)
 

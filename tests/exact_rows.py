@@ -312,12 +312,11 @@ def _job(
     snapshots: tuple[str, ...],
     micro_batches: int = 2,
 ) -> Job:
+    num_sequences = _SEQUENCES_OF_A_MICRO_BATCH * layout.dp * micro_batches
     size = (
         f"parallel.pp={layout.pp}",
         f"model.num_layers={layout.num_layers}",
-        (
-            f"train.global_batch_size={_SEQUENCES_OF_A_MICRO_BATCH * layout.dp * micro_batches}"
-        ),
+        f"train.global_batch_size={num_sequences}",
         f"train.iterations={lost[-1][0] + ITERATIONS_AFTER_THE_LAST_LOSS}",
     )
     return Job(

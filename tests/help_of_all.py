@@ -1,7 +1,8 @@
 """Runs each command of a list with `--help` and with an unknown option, each in a fork;
 prints what they did as JSON.
 
-    python -m tests.help_of_all '[{"moe-ckpt status": [], "moe-ckpt server": ["JOB"]}, ["torch", "hydra"]]'
+    python -m tests.help_of_all '[{"moe-ckpt status": [], "moe-ckpt server": ["JOB"]},
+        ["torch", "hydra"]]'
 
 The words after a command are those that it cannot do without.
 
@@ -24,7 +25,9 @@ UNKNOWN = "--nonesuch"
 
 
 def main() -> None:
-    """Print the exit status, output and slow packages of each command with each option."""
+    """Print the exit status, output and slow packages of each command with each
+    option.
+    """
     entries, slow = json.loads(sys.argv[1])
     found: dict[str, dict[str, list[object]]] = {}
     for entry, needed in entries.items():

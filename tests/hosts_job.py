@@ -94,14 +94,18 @@ class HostsJob:
         return self._log.read_text()
 
     def wait_for_iteration(self, iteration: int) -> None:
-        """Wait until rank 0 has committed an iteration in this start or an earlier one."""
+        """Wait until rank 0 has committed an iteration in this start or an earlier
+        one.
+        """
         self._wait(
             lambda: any(committed >= iteration for _, committed in self.committed()),
             f"iteration {iteration}",
         )
 
     def committed(self) -> list[tuple[float, int]]:
-        """Return the time and the number of each iteration that rank 0 has committed."""
+        """Return the time and the number of each iteration that rank 0 has
+        committed.
+        """
         path = self.run / "events" / "rank0000.jsonl"
         logged = read_events(path) if path.exists() else []
         return [

@@ -111,7 +111,9 @@ class Job:
         return self.deaths(rank)[-1]
 
     def wait_to_park(self, rank: int) -> int:
-        """Return the pid of a rank's worker, which parks before it says anything else."""
+        """Return the pid of a rank's worker, which parks before it says anything
+        else.
+        """
         word, pid = self.next_word(rank).split()
         assert word == "parked"
         return int(pid)

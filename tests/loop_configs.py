@@ -12,7 +12,9 @@ from moe_ckpt.types import ParallelLayout
 
 
 def loop_config(policy: str, **changes: Any) -> LoopConfig:
-    """Return the settings of a small loop on two ranks; `changes` replace or add keys."""
+    """Return the settings of a small loop on two ranks; `changes` replace or add
+    keys.
+    """
     settings: dict[str, Any] = {
         "ckpt": ckpt_config(policy),
         "runtime": runtime_config(),

@@ -75,7 +75,9 @@ def add_noise() -> None:
 def ended_of(
     folder: Path, *kills: Kill, setup: Callable[[], None] | None = None
 ) -> tuple[int | None, str]:
-    """Return the exit status of a job in `folder` / run, and what its processes wrote."""
+    """Return the exit status of a job in `folder` / run, and what its processes
+    wrote.
+    """
     folder.mkdir(exist_ok=True)
     run = folder / "run"
     agent = CONTEXT.Process(

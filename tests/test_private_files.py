@@ -36,7 +36,9 @@ from tests.replication.peers import Ranks, copy, ranks_in
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
-    """Return the path of a folder that is to be created, in a process without a umask."""
+    """Return the path of a folder that is to be created, in a process without a
+    umask.
+    """
     with no_umask():
         yield tmp_path / "root"
 

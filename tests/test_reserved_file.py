@@ -1,4 +1,6 @@
-"""Small files with room of their own: a full memory and a torn write leave a content."""
+"""Small files with room of their own: a full memory and a torn write leave a
+content.
+"""
 
 from __future__ import annotations
 

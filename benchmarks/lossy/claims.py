@@ -77,7 +77,9 @@ def judge(runs: Runs) -> list[Verdict]:
 
 
 def above(run: Measured, reference: Measured) -> dict[int, float]:
-    """Return by how much each evaluation lies above that of a run without faults, nats."""
+    """Return by how much each evaluation lies above that of a run without faults,
+    nats.
+    """
     return {at: loss - reference.evaluated[at] for at, loss in run.evaluated.items()}
 
 

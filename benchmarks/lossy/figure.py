@@ -156,7 +156,9 @@ class _Scale:
         )
 
     def points(self, points: Points) -> str:
-        """Return points as SVG has them, those above and below the axes on their edge."""
+        """Return points as SVG has them, those above and below the axes on their
+        edge.
+        """
         return " ".join(
             f"{self.x(x)},{self.y(min(max(y, self.low_y), self.high_y))}"
             for x, y in points

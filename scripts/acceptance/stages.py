@@ -329,7 +329,9 @@ def _fp8cast(scale: Scale) -> str:
 
 
 def _perf(scale: Scale) -> str:
-    """Compare iterations without checkpoints with those of windows of 1, 3 and 6 slots."""
+    """Compare iterations without checkpoints with those of windows of 1, 3 and 6
+    slots.
+    """
     windows = (1, 3) if scale.is_small else (1, 3, 6)
     _train(scale, "perf-none", 1, "+ckpt=none")
     plain_s = _iteration_s(scale.out / "perf-none")

@@ -129,7 +129,9 @@ def form(probe: Probe, rank: int, num_ranks: int, store_path: str, name: str) ->
 
 
 def median_ms(operation: Callable[[], object]) -> float:
-    """Return the median milliseconds of an operation and of the device's work for it."""
+    """Return the median milliseconds of an operation and of the device's work for
+    it.
+    """
     seconds = []
     for _ in range(_MEASURED):
         begun_s = time.monotonic()
@@ -233,7 +235,9 @@ def _survive(
     large: torch.Tensor,
     end_by: str,
 ) -> None:
-    """End a collective that a dead peer misses, and show that the device computes on."""
+    """End a collective that a dead peer misses, and show that the device computes
+    on.
+    """
     with contextlib.suppress(RuntimeError):  # gloo may find the death at once
         first.group.allreduce([large])
     time.sleep(_SETTLE_S)

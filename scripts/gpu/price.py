@@ -1,8 +1,10 @@
 """The price of checkpoint policies beside training: jobs that take turns on one
 machine.
 
-    python scripts/gpu/price.py --out DIR --policy moevement,ckpt.window=4 --policy gemini [OVERRIDES]
-    python scripts/gpu/price.py --out DIR --ranks 2 --policy moevement,parallel.ranks_per_node=1
+    python scripts/gpu/price.py --out DIR --policy moevement,ckpt.window=4
+        --policy gemini [OVERRIDES]
+    python scripts/gpu/price.py --out DIR --ranks 2
+        --policy moevement,parallel.ranks_per_node=1
 
 A job without checkpoints and a job for each policy train at the same time, and all but
 one are stopped (SIGSTOP), block by block in turn: all jobs meet the same clocks, heat

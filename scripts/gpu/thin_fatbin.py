@@ -2,7 +2,8 @@
 a fraction.
 
     python scripts/gpu/thin_fatbin.py IN.so OUT.so 90      keep sm_90 and sm_90a
-    python scripts/gpu/thin_fatbin.py IN.so                only list what the library has
+    python scripts/gpu/thin_fatbin.py IN.so                only list what the library
+                                                           has
 
 The file keeps its length and offsets; payloads of other architectures, and PTX, become
 zeros. CUDA's driver chooses an entry by the architecture in its header, and reads no

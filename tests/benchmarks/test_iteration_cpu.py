@@ -1,4 +1,6 @@
-"""CPU time of an iteration: which threads count, over which iterations, and the table."""
+"""CPU time of an iteration: which threads count, over which iterations, and the
+table.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ MAIN, COPIER = "worker, training thread", "worker, host-copier"
 
 
 def reading(unix_s: float, **ms: int) -> Reading:
-    """Return a reading of a worker's threads, by name, after so many milliseconds each."""
+    """Return a reading of a worker's threads, by name, after so many milliseconds
+    each.
+    """
     numbers = {
         name: (7, 7 + place) for place, name in enumerate(("main", "copier", "new"))
     }
@@ -51,9 +55,7 @@ def test_iterations_between_two_readings_count_with_fractions() -> None:
     assert found == pytest.approx({MAIN: 10.0, COPIER: 2.5, ALL: 12.5})
 
 
-def test_threads_that_begin_count_from_their_start_and_those_that_ended_not_at_all() -> (
-    None
-):
+def test_threads_count_from_their_start_and_not_once_they_have_ended() -> None:
     before, after = reading(10.0, main=100, copier=10), reading(12.0, main=120, new=8)
     found = ms_by_kind(before, after, [9.0, 10.0, 12.0], num_ranks=1)
     assert found == pytest.approx({MAIN: 20.0, COPIER: 8.0, ALL: 28.0})

@@ -156,7 +156,9 @@ def all_to_all(group: Any, ranks: list[int]) -> Any:
 
 
 def all_to_all_single(group: Any, ranks: list[int]) -> Any:
-    """Tokens: one for the group's first rank, two for the second, ..., from every rank."""
+    """Tokens: one for the group's first rank, two for the second, ..., from every
+    rank.
+    """
     place, size = ranks.index(own_rank()), len(ranks)
     sent, received = [1 + other for other in range(size)], [1 + place] * size
     dist.all_to_all_single(

@@ -51,7 +51,9 @@ class Child:
 
 
 class Watch:
-    """The end of a process that need not be this one's child; `stack` ends the watch."""
+    """The end of a process that need not be this one's child; `stack` ends the
+    watch.
+    """
 
     def __init__(self, stack: ExitStack, pid: int) -> None:
         self._fd = os.pidfd_open(pid)

@@ -86,7 +86,9 @@ def test_a_socket_that_gets_the_number_of_another_is_not_cut(
 
 
 def test_a_listening_socket_is_not_cut(start: Callable[[], Loop]) -> None:
-    """A loop goes on listening; what bootstraps a communicator is shut down as a whole."""
+    """A loop goes on listening; what bootstraps a communicator is shut down as a
+    whole.
+    """
     sockets = LoopSockets()
     server = sockets.add(start).server
     sockets.shut_down()

@@ -652,7 +652,9 @@ def confirm_what_is_cut() -> tuple[str, int]:
 
 
 def test_a_rank_adds_its_summand_only_while_its_generation_lasts() -> None:
-    """Else peers would take the results that its abort has spoilt for confirmed ones."""
+    """Else peers would take the results that its abort has spoilt for confirmed
+    ones.
+    """
     assert run_ranks(1, confirm_what_is_cut) == [("PeersLostError", 0)]
 
 
@@ -695,7 +697,9 @@ class CutAtEntry(contextlib.AbstractContextManager[None]):
 
 
 class CuttingTransport(LaunchingTransport):
-    """A transport whose generation ends while a thread is about to begin an operation."""
+    """A transport whose generation ends while a thread is about to begin an
+    operation.
+    """
 
     groups: ElasticGroups
 
@@ -704,7 +708,9 @@ class CuttingTransport(LaunchingTransport):
 
 
 def begin_as_the_generation_ends() -> tuple[str, int]:
-    """Return how an operation ends that a cut has overtaken, and how many have begun."""
+    """Return how an operation ends that a cut has overtaken, and how many have
+    begun.
+    """
     transport = CuttingTransport()
     transport.groups = groups = open_groups(0, 2, transport=transport)
     groups.form(dist.HashStore(), 1)

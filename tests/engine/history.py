@@ -165,7 +165,9 @@ class History:
         return {state.iteration: state for state in self.epochs[rank][epoch]}
 
     def _events(self, rank: int, epoch: int) -> list[object]:
-        """Return a rank's events of an epoch, with those of the recovery that ended it."""
+        """Return a rank's events of an epoch, with those of the recovery that ended
+        it.
+        """
         epochs: list[list[object]] = [[]]
         for entry in read_events(self._job.event_path(rank)):
             epochs[-1].append(entry.event)

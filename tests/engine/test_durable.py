@@ -387,7 +387,9 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_stays_while_its_iteration_is_saved_again(tmp_path: Path) -> None:
-    """After a rollback; the second save fails. The third one takes the place of both."""
+    """After a rollback; the second save fails. The third one takes the place of
+    both.
+    """
     _save(tmp_path, 4)
 
     class NoRoomLeft(OneFileEach):

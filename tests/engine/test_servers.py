@@ -176,7 +176,9 @@ def test_ranks_go_on_from_servers_without_another_snapshot(tmp_path: Path) -> No
 
 
 def test_the_server_of_a_ranks_own_node_is_enough(tmp_path: Path) -> None:
-    """While all ranks are dead, each state disappears from the servers of other nodes."""
+    """While all ranks are dead, each state disappears from the servers of other
+    nodes.
+    """
 
     def keep_only_own(job: ThreadJob) -> None:
         for rank in job.ranks:

@@ -36,7 +36,9 @@ CHECKPOINTS = Path("checkpoints")
 
 @dataclass(frozen=True, kw_only=True)
 class Sickness:
-    """A way of a disk to fail, and back; `says` is in the reason of the failed saves."""
+    """A way of a disk to fail, and back; `says` is in the reason of the failed
+    saves.
+    """
 
     break_it: Callable[[SmallDisk], object]
     mend_it: Callable[[SmallDisk], object]

@@ -72,7 +72,9 @@ class ThreadGroup:
             self._changed.notify_all()
 
     def exchange(self, rank: int, operation: str, value: T) -> list[T]:
-        """Return the values of all ranks, which must take part in the same operation."""
+        """Return the values of all ranks, which must take part in the same
+        operation.
+        """
         with self._changed:
             self._require_whole()
             number = self._position[rank]

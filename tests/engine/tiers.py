@@ -1,4 +1,6 @@
-"""Durable tiers of ranks that are threads, over a state that is one small file a rank."""
+"""Durable tiers of ranks that are threads, over a state that is one small file a
+rank.
+"""
 
 from __future__ import annotations
 

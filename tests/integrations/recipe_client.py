@@ -5,9 +5,11 @@ fused Adam. Beside Megatron-LM's arguments: `--train-only PATTERN` freezes all
 parameters whose names do not match; `--stateful` gives an external iterator a state;
 `--storage-takes-s S` makes saves slow.
 """
-# Megatron-Core's annotations differ between the installed release and that of Megatron-LM's wheel:
-# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
-# pyright: reportOptionalMemberAccess=false, reportCallIssue=false, reportMissingImports=false
+# Megatron-Core's annotations differ between the installed release and that of
+# Megatron-LM's wheel:
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportFunctionMemberAccess=false, reportOptionalMemberAccess=false
+# pyright: reportCallIssue=false, reportMissingImports=false
 
 import copy
 import importlib

@@ -33,7 +33,9 @@ LOOPS: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_without_an_attachment_is_observed(tmp_path: Path, loop: str) -> None:
-    """A real job, as the hook waits for the loop's own modules and sees its iterations."""
+    """A real job, as the hook waits for the loop's own modules and sees its
+    iterations.
+    """
     if not FOLDER.exists() or (
         loop in (BRIDGE_TAG, SWIFT_TAG) and not sources_of(loop).exists()
     ):

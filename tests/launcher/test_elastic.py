@@ -221,7 +221,9 @@ def _kill_once_others_wait(job: ElasticJob, ranks: Sequence[int]) -> None:
 
 
 def _kill_until_rank_1_has_left(job: ElasticJob, ranks: Sequence[int]) -> None:
-    """Kill ranks; return once rank 1 has left the generation and sends logs no longer."""
+    """Kill ranks; return once rank 1 has left the generation and sends logs no
+    longer.
+    """
     generation = job.page(1).generation
     job.kill(*ranks)
     job.wait_for(

@@ -76,7 +76,9 @@ def diverge(iterations: Collection[int]) -> None:
 
 
 def diverge_once(at_iteration: int, rank: int) -> None:
-    """Let an iteration's loss be NaN by this rank when it first comes in its process."""
+    """Let an iteration's loss be NaN by this rank when it first comes in its
+    process.
+    """
     train_on, seen = StagePasses.train_on, set[int]()
 
     def train_on_nothing(self: StagePasses, iteration: int) -> Losses:

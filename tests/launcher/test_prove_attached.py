@@ -268,7 +268,9 @@ def test_a_state_after_a_recovery_is_one_that_the_rank_had(
 
 
 def test_an_iteration_that_is_trained_again_is_no_recovery(tmp_path: Path) -> None:
-    """All ranks may go back to the beginning, whose state has no digest, or begin anew."""
+    """All ranks may go back to the beginning, whose state has no digest, or begin
+    anew.
+    """
     began = WorkerStarted(pid=1, host="h", incarnation=0, device="cpu")
     other = TensorDigests(iteration=1, digests=B)
     write_returns(tmp_path / "run", (1, A))

@@ -145,7 +145,9 @@ def find_first(run_dir: str) -> str:
 
 
 def find_in(run_dir: str) -> list[str]:
-    """Return the folder that ranks 0 and 1 find, twice, as after a restart by torchrun."""
+    """Return the folder that ranks 0 and 1 find, twice, as after a restart by
+    torchrun.
+    """
     store = host_store()
     return [found_by(rank, run_dir) for rank in (0, 1, 0, 1)] if store else []
 
@@ -233,7 +235,9 @@ def test_each_start_of_a_job_has_another_token(tmp_path: Path) -> None:
 
 
 def open_folder(path: str) -> str:
-    """Open a folder as the ranks of a run without supervisors do; return how that went."""
+    """Open a folder as the ranks of a run without supervisors do; return how that
+    went.
+    """
     launch = read_launch()
     dist.init_process_group(
         "gloo",

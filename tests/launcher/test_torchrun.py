@@ -74,10 +74,8 @@ def _wait_for_iteration(
 
 def _done(result: Outcome) -> str:
     """Return how the last line of a run with this outcome ends."""
-    return (
-        "digest"
-        f" {hashlib.sha256(chr(10).join(result.digest_per_rank).encode()).hexdigest()}\n"
-    )
+    digests = chr(10).join(result.digest_per_rank)
+    return f"digest {hashlib.sha256(digests.encode()).hexdigest()}\n"
 
 
 def _wait_for_run_folder(work_dir: Path, process: subprocess.Popen[str]) -> Path:

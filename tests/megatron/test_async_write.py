@@ -1,4 +1,6 @@
-"""A write that is given up ends where it is: what is not begun is not begun any more."""
+"""A write that is given up ends where it is: what is not begun is not begun any
+more.
+"""
 
 from __future__ import annotations
 

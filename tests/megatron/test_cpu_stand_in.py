@@ -17,6 +17,8 @@ import torch
 from moe_ckpt.megatron import cpu_stand_in
 from tests.ranks import run_ranks
 
+SHARDED = "optimizer.distrib_optimizer.DistributedOptimizer"
+
 SEAMS = {
     "pipeline_parallel.p2p_communication.P2PCommunicator._communicate": (
         "tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape"
@@ -38,18 +40,10 @@ SEAMS = {
     "optimizer.clip_grads.clip_grad_by_total_norm_fp32": (
         "parameters max_norm total_norm"
     ),
-    "optimizer.distrib_optimizer.DistributedOptimizer.load_parameter_state_from_fully_reshardable": (
-        "state_dict"
-    ),
-    "optimizer.distrib_optimizer.DistributedOptimizer._get_main_param_and_optimizer_states": (
-        "model_param"
-    ),
-    "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states": (
-        "model_param tensors"
-    ),
-    "optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params": (
-        ""
-    ),
+    f"{SHARDED}.load_parameter_state_from_fully_reshardable": ("state_dict"),
+    f"{SHARDED}._get_main_param_and_optimizer_states": ("model_param"),
+    f"{SHARDED}._set_main_param_and_optimizer_states": ("model_param tensors"),
+    f"{SHARDED}._copy_main_params_to_model_params": (""),
     "fp8_utils.quantize_param_shard": (
         "model_params main_params start_offsets data_parallel_group"
     ),

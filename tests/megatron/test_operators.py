@@ -187,7 +187,9 @@ def _expert_number(name: str) -> int:
 
 
 def _describe(overrides: tuple[str, ...]) -> Described:
-    """Describe a stage whose parameters all have the number of their expert as value."""
+    """Describe a stage whose parameters all have the number of their expert as
+    value.
+    """
     state, _ = build_stage(*SIZE, *overrides)
     chunk = state.model[0]
     sizes: dict[str, int] = {}

@@ -1,4 +1,6 @@
-"""From captured frames to gradients: results are the ranks' sums, or are not accepted."""
+"""From captured frames to gradients: results are the ranks' sums, or are not
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def test_frames_may_come_in_another_order_and_twice(seed: int, window: int) -> N
 
 @given(seed=st.integers(0, 2**32), cuts=st.integers(1, 5))
 def test_segments_may_be_cut_anywhere(seed: int, cuts: int) -> None:
-    """Preambles come in pieces then, too; only the mark's own message must come whole."""
+    """Preambles come in pieces then, too; only the mark's own message must come
+    whole.
+    """
     generator = random.Random(seed)
     segments = [segment for frame in frames() if (segment := segment_of(frame))]
     pieces = [
@@ -748,7 +752,9 @@ def test_a_process_without_the_privilege_is_told(
 
 
 def test_the_loopback_port_reads_each_frame_once() -> None:
-    """A second copy would fill in what a capture loses: both would have to be dropped."""
+    """A second copy would fill in what a capture loses: both would have to be
+    dropped.
+    """
     try:
         port = MirrorPort("lo")
     except ConfigError as error:

@@ -47,7 +47,9 @@ def test_largest_deficits_come_first(
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[IntArray, IntArray, int, float]:
-    """Demand and deficit of up to 8 experts, their capacity, and a factor in percent."""
+    """Demand and deficit of up to 8 experts, their capacity, and a factor in
+    percent.
+    """
     num_experts = draw(st.integers(1, 8))
     counts = st.lists(st.integers(0, 300), min_size=num_experts, max_size=num_experts)
     deficits = st.lists(

@@ -1,4 +1,6 @@
-"""Budgets: tables, and the division among layers against its definition in fractions."""
+"""Budgets: tables, and the division among layers against its definition in
+fractions.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_all_that_fit_are_shared_out_and_riskier_layers_get_no_fewer(
 def test_where_no_layer_is_full_it_is_the_formula_rounded_up_or_down(
     popularity: IntArray, num_total: int
 ) -> None:
-    """Algorithm 1: floor(R[i] / sum R * S_total), adjusted so that the sum is S_total."""
+    """Algorithm 1: floor(R[i] / sum R * S_total), adjusted so that the sum is
+    S_total.
+    """
     risk = popularity.sum(axis=1).tolist()
     if not sum(risk):
         return

@@ -35,7 +35,9 @@ def moevement(**changes: Any) -> MoevementConfig:
 
 
 def begun(*stages: StageProfile, own_stage: int = 0, **changes: Any) -> SparseWindows:
-    """Return a policy that has taken its base at iteration 0 and measured nothing yet."""
+    """Return a policy that has taken its base at iteration 0 and measured nothing
+    yet.
+    """
     policy = SparseWindows(moevement(**changes), stages, own_stage)
     policy.plan(0, nothing_yet)
     return policy

@@ -9,9 +9,11 @@ fault kills a worker (its node's memory and daemon stay), loses a node (memory, 
 and worker), or cuts a node off (memory is lost to the job, and the old worker lives on
 beside its replacement, as long as it is not fenced).
 
-    worker       READ > ARRIVE (> DECIDE) > WAIT > FORMED > LISTED (> CARRY > REPLAY) > CARRIED > COMPUTE (> KEEP)
+    worker       READ > ARRIVE (> DECIDE) > WAIT > FORMED > LISTED (> CARRY > REPLAY) >
+                 CARRIED > COMPUTE (> KEEP)
                  > RECORD > VOTED > COMPUTE ... > DONE (> FINISH) > LAST > OVER
-    end(g)       outcome, generation, decision and end: three writes of a supervisor, or of a worker that misses a rank
+    end(g)       outcome, generation, decision and end: three writes of a supervisor, or
+                 of a worker that misses a rank
 
 `tests/recovery/traces.py` has the same sentences for what real processes do, and
 requires each trace to be a path of this model. Names of moves that begin with `(` are
@@ -562,7 +564,9 @@ class Protocol:
     def _arrive(
         self, generation: Generation, rank: int
     ) -> tuple[tuple[int, ...], bool]:
-        """Return the ranks that have arrived with this one, and whether it is the last."""
+        """Return the ranks that have arrived with this one, and whether it is the
+        last.
+        """
         arrived = (*generation.arrived, rank)
         return arrived, len(arrived) == len(RANKS) - (not self.rules.waits_for_all)
 
@@ -1078,7 +1082,9 @@ def _with_worker(world: World, rank: int, worker: Worker, **fields: Any) -> Worl
 
 
 def _send(world: World, rank: int, lane: str, *messages: Message) -> World:
-    """A rank's daemon sends messages to its peer, behind those that are on their way."""
+    """A rank's daemon sends messages to its peer, behind those that are on their
+    way.
+    """
     lanes = getattr(world, lane)
     if lanes[rank] is None:
         return world

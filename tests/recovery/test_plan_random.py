@@ -22,7 +22,9 @@ Slots = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Ranks with much or little left, which stages are lost, and where they shall be."""
+    """Ranks with much or little left, which stages are lost, and where they shall
+    be.
+    """
 
     inventories: list[Inventory]
     lost: set[int]
@@ -270,7 +272,9 @@ def assert_fetches_suffice(job: Job, plan: RecoveryPlan) -> None:
 
 
 def assert_fetches_are_needed_and_even(job: Job, plan: RecoveryPlan) -> None:
-    """Each was asked that had been asked least until then; nobody fetches what it has."""
+    """Each was asked that had been asked least until then; nobody fetches what it
+    has.
+    """
     inventories, asked = {i.global_rank: i for i in job.inventories}, Counter[int]()
     assert [fetch.global_rank for fetch in plan.fetches] == sorted(
         {fetch.global_rank for fetch in plan.fetches}

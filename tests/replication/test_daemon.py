@@ -131,7 +131,9 @@ def third_rank(tmp_path: Path, stack: ExitStack) -> Rank:
 
 
 class SlowPeer:
-    """A rank whose daemon is stopped, and answers nothing until a test lets it go on."""
+    """A rank whose daemon is stopped, and answers nothing until a test lets it go
+    on.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self.address = rank.address

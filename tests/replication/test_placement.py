@@ -140,7 +140,9 @@ def test_all_groups_but_the_last_keep_each_others(cluster: Cluster) -> None:
 
 
 def kept_on(holders_of: Holders, nodes: int, replicas: int) -> list[set[int]]:
-    """Return for each node the nodes with its state, its own included; a rank a node."""
+    """Return for each node the nodes with its state, its own included; a rank a
+    node.
+    """
     return [
         {node, *holders_of(node, **arguments((nodes, 1, replicas)))}
         for node in range(nodes)

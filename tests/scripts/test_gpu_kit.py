@@ -28,7 +28,9 @@ PTX, ELF = 1, 2
 
 
 def fatbin(*entries: tuple[int, int, bytes]) -> bytes:
-    """Return a fatbin of (kind, architecture, payload), as CUDA's compilers lay it out."""
+    """Return a fatbin of (kind, architecture, payload), as CUDA's compilers lay it
+    out.
+    """
     body = b""
     for kind, architecture, payload in entries:
         head = bytearray(64)
@@ -69,7 +71,9 @@ def test_a_thinned_library_keeps_the_code_of_its_gpu_and_its_length(
 
 
 class _Index(http.server.BaseHTTPRequestHandler):
-    """An index with one project, whose second release has another digest than its file."""
+    """An index with one project, whose second release has another digest than its
+    file.
+    """
 
     def do_GET(self) -> None:
         content = b"source"

@@ -495,7 +495,9 @@ OFTEN = {
 
 @pytest.mark.parametrize("policy", OFTEN)
 def test_a_capped_copy_begins_with_a_burst(policy: str) -> None:
-    """Of a rank's cap, in iterations of 1 s, and at the rate of a link that is as slow."""
+    """Of a rank's cap, in iterations of 1 s, and at the rate of a link that is as
+    slow.
+    """
     stalls_s = []
     for caps, rate in (((f"ckpt.max_bytes_per_s.host={CAP}",), 1e9), ((), CAP)):
         of = setup(

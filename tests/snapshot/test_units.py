@@ -31,7 +31,9 @@ def unit(
     payload: torch.Tensor | None = None,
     taken_with: tuple[int, int, int] = (1, 0, 0),
 ) -> Snapshot:
-    """A snapshot of a unit, kept on peers (p), on disk (d) or both beside own memory."""
+    """A snapshot of a unit, kept on peers (p), on disk (d) or both beside own
+    memory.
+    """
     tag = UnitTag(
         name=name,
         epoch=epoch,

@@ -127,7 +127,7 @@ TABLE: dict[str, tuple[list[Timed], float, dict[str, float]]] = {
             "replay": 300,
         },
     ),
-    "a recovery that was detected before the last commit: the latest parts are the surest": (
+    "a recovery that was detected before the last commit: later parts are surer": (
         [(0.5, committed(1)), (0.9, rejoined(1))],
         0.9,
         {"compute": 450, "stall": 50, "rebuild": 50, "fetch": 50, "waiting": 300},

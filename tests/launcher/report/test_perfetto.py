@@ -118,7 +118,9 @@ def real(folder: Path) -> list[Path]:
 
 
 def overlapping(folder: Path) -> list[Path]:
-    """Return a run that tells of things which cannot all have been at once in one lane."""
+    """Return a run that tells of things which cannot all have been at once in one
+    lane.
+    """
     snapshot = SnapshotTaken(
         iteration=1,
         window_start=1,
