@@ -1,5 +1,6 @@
-"""Pretrains a small MoE on mock data through Megatron-LM's own `pretrain`; it knows
-nothing of moe_ckpt.
+"""Pretrains a small MoE on mock data through Megatron-LM's own `pretrain`.
+
+The program contains nothing of moe_ckpt.
 """
 
 from functools import partial

@@ -1,13 +1,12 @@
-"""A training program of one's own over Megatron-Core that survives the death of its
-processes.
+"""A training program over Megatron-Core that survives the death of its processes.
 
     torchrun --nproc-per-node=2 examples/own_loop.py [RUN_FOLDER]
 
 Two data-parallel ranks train a small Mixture-of-Experts model, on GPUs or CPUs. Each
-rank has two of the four experts and half of the optimizer's state. A program names its
-parts in `main`: how a rank builds its model (`build`), a forward step (`forward_step`),
-and the micro-batches of an iteration (`micro_batches`). `moe_ckpt.own_loop` runs the
-iterations.
+rank has two of the four experts and half of the optimizer's state. The program provides
+three functions in `main`: how a rank builds its model (`build`), a forward step
+(`forward_step`), and the micro-batches of an iteration (`micro_batches`).
+`moe_ckpt.own_loop` runs the iterations.
 
 Kill a rank while the program runs: a new process takes the rank's place, and the losses
 stay the same, bit for bit.
@@ -55,7 +54,7 @@ LAYOUT = ParallelLayout(pp=1, dp=2, ep=2, tp=1)
 
 
 def build():
-    """Build groups, model, optimizer and schedule of this rank, without any other rank."""
+    """Build groups, model, optimizer and schedule of this rank, without other ranks."""
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=LAYOUT.ep,
         create_gloo_process_groups=False,

@@ -1,10 +1,11 @@
-"""This machine's constants from real runs: `python -m launcher.cluster_profile RUN...
-[--write FILE]`; `make profile`.
+"""Measures this machine's constants for the simulator from real runs (`make profile`).
 
-Takes medians of the runs' events, and the mean for `rerun_ratio`; constants that they
-did not measure keep the values of conf/cluster/local.yaml. A run with `ckpt=moevement`
-and a few kills measures the most (MoEvement, Appendix C: costs from real training
-runs).
+    python -m launcher.cluster_profile RUN... [--write FILE]
+
+The constants are medians over the events of the runs; `rerun_ratio`, `take_s` and
+`disk_bytes_per_s` are means. Constants that the runs did not measure keep the values of
+conf/cluster/local.yaml. A run with `ckpt=moevement` and a few kills measures the most
+constants (MoEvement, Appendix C: costs from real training runs).
 """
 
 from __future__ import annotations
@@ -54,8 +55,13 @@ _TEMPLATE = CONF_DIR / "cluster" / "local.yaml"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print or write the constants of the machine that some runs ran on; return the
-    exit status.
+    """Print or write the constants of the machine on which the given runs ran.
+
+    Args:
+        arguments: The words of the command line.
+
+    Returns:
+        The exit status.
     """
     parser = Parser(prog="python -m launcher.cluster_profile", description=_WHAT)
     parser.add_argument(
@@ -85,10 +91,12 @@ def main(arguments: Sequence[str]) -> int:
 def constants_of(
     runs: Sequence[RealRun], others: ClusterConfig | None = None
 ) -> ClusterConfig:
-    """Return this machine as runs measured it; constants that they did not measure are
-    those of `others`.
+    """Return this machine as runs measured it.
 
-    Without `others` they are those of conf/cluster/local.yaml.
+    Args:
+        runs: Real runs on this machine.
+        others: The constants that the runs did not measure; None: those of
+            conf/cluster/local.yaml.
     """
     cluster = others or compose_machine(["cluster=local"])[0]
     found = measure(runs, cluster)
@@ -99,8 +107,13 @@ def constants_of(
 
 
 def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
-    """Return the constants that these runs measured, by name: medians, and means where
-    a few long ones count.
+    """Return the constants that runs measured, as text, by name.
+
+    A constant is the median of its measurements, or the mean if a few long ones count.
+
+    Args:
+        runs: Real runs on one machine.
+        cluster: The constants that the runs did not measure.
     """
     ranks = [rank for run in runs for rank in run.ranks]
     snapshots = [event for run in runs for event in _copied_freely(run)]
@@ -124,11 +137,12 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
         means["rerun_ratio"] = cluster.rerun_ratio
     if stalls:
         means["take_s"] = max(0.0, statistics.fmean(stalls))
-        means["interference"] = 0.0  # a part of take_s: runs do not separate the two
+        # `take_s` includes interference: runs do not separate the two
+        means["interference"] = 0.0
     costs = [each for run in runs for each in _costs_of(run, cluster)]
     saved = [event for event in events_of(ranks, CheckpointSaved) if event.seconds > 0]
-    # a disk's speed is no constant: the same checkpoint has taken 2.7 s and 6.5 s
-    # within an hour
+    # a mean, because a disk's speed is no constant: the same checkpoint has taken 2.7 s
+    # and 6.5 s within an hour
     if saved:
         means["disk_bytes_per_s"] = sum(event.size_bytes for event in saved) / sum(
             event.seconds for event in saved
@@ -144,7 +158,8 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
         **{
             name: [each[name] for each in costs if name in each] for name in _OF_A_FAULT
         },
-        # the event of a load has no size: whole checkpoints of a run are all alike
+        # the event of a load has no size, but all whole checkpoints of a run have the
+        # same size
         "disk_read_bytes_per_s": [
             saved[0].size_bytes / event.seconds for event in loaded if saved
         ],
@@ -159,7 +174,13 @@ def measure(runs: Sequence[RealRun], cluster: ClusterConfig) -> dict[str, str]:
 
 
 def fill_in(template: str, constants: dict[str, str], runs: Sequence[Path]) -> str:
-    """Return a cluster's YAML with these constants in it; the comments stay."""
+    """Put constants into a cluster's YAML; comments stay.
+
+    Args:
+        template: The text of a cluster's YAML.
+        constants: Values as text, by name.
+        runs: The folders of the runs, for the head of the file.
+    """
     names = ", ".join(run.name for run in runs)
     head = (
         f"# Measured by `python -m launcher.cluster_profile` from {names}; what it"
@@ -180,7 +201,7 @@ def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
     seconds = mean_seconds(run.ranks[0])
     own = replace(cluster, efficiency=1.0)
     low, high = 1e6, 1e18
-    while high / low > 1.001:  # more is never slower
+    while high / low > 1.001:  # a higher speed never makes an iteration slower
         # bisection on a logarithmic scale: the answer may lie anywhere in twelve orders
         # of magnitude
         middle = (low * high) ** 0.5
@@ -192,15 +213,19 @@ def _flops_per_s(run: RealRun, cluster: ClusterConfig) -> float:
 
 
 def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
-    """Return what of each fault's cost is which constant; what a replay takes follows
-    from the others.
+    """Split the cost of each fault into constants.
+
+    The time of a replay follows from other constants.
+
+    Returns:
+        For each fault, the seconds by the name of the constant.
     """
     usual_s, load_s = _usual_s(run), _load_s(run, cluster)
     restarts = not events_of(run.ranks, Rejoined)
     found = []
     for recovered in recoveries_of(run.ranks, 0.0):
         rejoined, before = recovered.rejoined, recovered.before
-        # the new iteration is taken to need as long as the one before it
+        # the next new iteration is assumed to take as long as the iteration before it
         ratio = 1.0 if restarts else cluster.rerun_ratio
         trained_s = ratio * sum(
             map(usual_s, range(before - recovered.again + 1, before + 1))
@@ -222,8 +247,10 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
 
 
 def _usual_s(run: RealRun) -> Callable[[int], float]:
-    """Return the seconds of an iteration by itself when it ran first, of any number;
-    the mean for the first one.
+    """Return a function that gives the seconds of an iteration in its first run.
+
+    The function returns the mean for iteration 1 and for iterations without a first
+    run.
     """
     iteration_s, first = mean_seconds(run.ranks[0]), first_seconds(run.ranks[0])
     return lambda number: first.get(number, iteration_s) if number > 1 else iteration_s
@@ -239,11 +266,13 @@ def _load_s(run: RealRun, cluster: ClusterConfig) -> float:
 
 
 def _reruns(run: RealRun) -> Iterator[tuple[float, float]]:
-    """Yield the seconds of each iteration that ran again in processes that lived on,
-    and those of its first run.
+    """Yield the times of each iteration that ran again in surviving processes.
 
-    The first iteration after ranks have joined is left out: `resume_s` has what it
-    takes longer.
+    The first iteration after ranks have joined is left out, because `resume_s` contains
+    the additional time of that iteration.
+
+    Yields:
+        Seconds of the rerun, and seconds of the first run.
     """
     if not events_of(run.ranks, Rejoined):
         return
@@ -259,10 +288,13 @@ def _reruns(run: RealRun) -> Iterator[tuple[float, float]]:
 
 
 def _replays(run: RealRun, cluster: ClusterConfig) -> Iterator[tuple[float, float]]:
-    """Yield the seconds of each replay, and those of a simulated one at a `rerun_ratio`
-    of 1.
+    """Yield the times of each replay.
+
+    Yields:
+        Seconds of the replay without loading, and seconds of a simulated replay at a
+        `rerun_ratio` of 1.
     """
-    # once, and not once a rank
+    # all ranks of a stage log the replay: count it once
     replays = {
         (event.first_stage, event.iteration): event
         for event in events_of(run.ranks, StageRecovered)
@@ -276,7 +308,7 @@ def _replays(run: RealRun, cluster: ClusterConfig) -> Iterator[tuple[float, floa
             for number in range(1, 1 + max(last for _, last in replays))
         ]
     )
-    # a run that has been fits into memory
+    # a run that took place fits into memory
     machine = replace(cluster, rerun_ratio=1.0, host_memory_bytes=_ENOUGH_BYTES)
     setup = setup_of(run, machine, iteration_s, pace)
     saving = plan_saving(run.settings.ckpt, setup)
@@ -298,8 +330,9 @@ def _replays(run: RealRun, cluster: ClusterConfig) -> Iterator[tuple[float, floa
 
 
 def _copied_freely(run: RealRun) -> list[SnapshotTaken]:
-    """Return the snapshots whose copies tell the machine's rate: none where a cap holds
-    for them.
+    """Return the snapshots whose copies show the machine's rate.
+
+    Empty if a bandwidth cap limited the copies of the run.
     """
     in_memory = run.settings.ckpt.in_memory
     if in_memory and in_memory.max_bytes_per_s.host is not None:
@@ -312,12 +345,12 @@ def _rates(snapshots: Sequence[SnapshotTaken]) -> list[float]:
 
 
 def _stalls_s(run: RealRun) -> Iterator[float]:
-    """Yield what each snapshot stopped training for, from the iteration that it was
-    copied in to the next snapshot.
+    """Yield how long each snapshot stopped training, in seconds.
 
-    The wait for a copy that takes longer than the iteration up to its update is left
-    out: it follows from sizes and rates. So is a job's first snapshot: training waits
-    for all of it.
+    The span of a snapshot is from the iteration in which it was copied to the next
+    snapshot. If a copy takes longer than the iteration up to its update, training waits
+    for the rest: this wait is left out, because it follows from sizes and rates. The
+    first snapshot of a job is left out, too: training waits for all of it.
     """
     update_s = statistics.median([*_updates_s(run)] or [0.0])
     for logged in _generations(run):
@@ -342,17 +375,17 @@ def _stalls_s(run: RealRun) -> Iterator[float]:
 
 
 def _update_rates(run: RealRun, cluster: ClusterConfig) -> Iterator[float]:
-    """Yield the bytes a second of each update that `_updates_s` finds."""
+    """Yield the bytes per second of each update that `_updates_s` finds."""
     if updates_s := [*_updates_s(run)]:
         moved_bytes = update_bytes(setup_of(run, cluster, None).job)
         yield from (moved_bytes / seconds for seconds in updates_s)
 
 
 def _updates_s(run: RealRun) -> Iterator[float]:
-    """Yield the seconds from the end of each copy that an update waited for to the end
-    of that iteration.
+    """Yield the seconds of each update that waited for a copy.
 
-    An update surely waited for a copy that is longer than an iteration on average.
+    An update surely waited for a copy that took longer than the mean iteration. The
+    seconds count from the end of the copy to the end of the iteration.
     """
     iteration_s = mean_seconds(run.ranks[0])
     for logged in _generations(run):
@@ -371,8 +404,9 @@ def _updates_s(run: RealRun) -> Iterator[float]:
 
 
 def _generations(run: RealRun) -> Iterator[list[LoggedEvent]]:
-    """Yield each rank's events between recoveries: an iteration may run again after
-    one, without the snapshot in it.
+    """Yield each rank's events between recoveries.
+
+    After a recovery an iteration may run again, without the snapshot in it.
     """
     for rank in run.ranks:
         logged: list[LoggedEvent] = []

@@ -1,10 +1,10 @@
-"""Runs policies one after the other, under the same faults, and reports on them side by
-side.
+"""Runs policies one after the other, under the same faults, and compares them.
 
-    python -m launcher.compare [POLICY[:SETTING=VALUE,...] ...] [SETTING=VALUE ...] [--ranks 4] [-o DIR]
+    python -m launcher.compare [POLICY[:SETTING=VALUE,...] ...] [SETTING=VALUE ...]
+                               [--ranks 4] [-o DIR]
 
-Policies with supervisors carry the faults out themselves; on the others they are
-inflicted from outside, and torchrun starts all ranks again.
+Policies with supervisors carry the faults out themselves. For the other policies this
+process inflicts the faults from outside, and torchrun starts all ranks again.
 """
 
 from __future__ import annotations
@@ -39,40 +39,56 @@ _TRAIN = Path(__file__).with_name("train.py")
 _ALL = ("none", "dense", "checkfreq", "gemini", "moevement")
 _LOOK_EVERY_S = 0.2
 _FROM_OUTSIDE = ("KILL", "SEGV", "TERM")
-_EXAMPLES = """examples:
-  python -m launcher.compare dense gemini moevement train.iterations=60 fault=poisson fault.mtbf_s=20 fault.count=3
-  python -m launcher.compare gemini:ckpt.every_iters=5 gemini fault=at 'fault.at=[{iteration: 12}]'"""
+_EXAMPLES = (
+    "examples:\n"
+    "  python -m launcher.compare dense gemini moevement train.iterations=60"
+    " fault=poisson fault.mtbf_s=20 fault.count=3\n"
+    "  python -m launcher.compare gemini:ckpt.every_iters=5 gemini fault=at"
+    " 'fault.at=[{iteration: 12}]'"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A policy with its settings. `kills`: what is inflicted on it from outside,
-    without supervisors of its own.
-    """
+    """A policy with its settings."""
 
     name: str
+    """The name of the run folder: a number and the policy."""
+
     overrides: tuple[str, ...]
+    """The settings of the run, as Hydra overrides."""
+
     kills: tuple[Kill, ...]
+    """The kills that this process inflicts from outside; empty for a policy with
+    supervisors.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOutcome:
-    """The end of a job: torchrun's exit status, and the kills from outside that were
-    `left` at its end.
-    """
+    """The end of a job."""
 
     status: int
+    """The exit status of torchrun."""
+
     was_stopped: bool
+    """Whether the job was stopped before its end."""
+
     left: Sequence[TimedFault]
+    """The kills from outside that had not been inflicted at the end of the job."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run, report, and return the exit status: that of the report; a run that fails is
-    part of it.
+    """Run the policies and report on them.
+
+    Args:
+        arguments: The words of the command line.
+
+    Returns:
+        The exit status of the report. A run that fails is part of the report.
     """
     try:
-        # policies, settings and options may come in any order, which `parse_args`
-        # refuses
+        # `parse_args` refuses policies, settings and options in mixed order
         options = _parser().parse_intermixed_args(arguments)
         variants = plan_variants(options.what, options.ranks)
         folder = make_output_folder(options.output, "compare")
@@ -101,10 +117,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def plan_variants(words: Sequence[str], world_size: int) -> list[Variant]:
-    """Return what is to be run: words with a `=` before any `:` are settings of all,
-    the others policies.
+    """Return the runs that a command line describes. Runs nothing.
 
-    Raises ConfigError, for a setting that is wrong too, before anything runs.
+    Args:
+        words: Settings of all runs, which have a `=` before any `:`, and policies.
+        world_size: The number of ranks of each run.
+
+    Raises:
+        ConfigError: A policy is unknown, or a setting is wrong.
     """
     common = [word for word in words if "=" in word.partition(":")[0]]
     policies = [word for word in words if word not in common] or list(_ALL)
@@ -162,7 +182,7 @@ def _check(settings: Settings, world_size: int) -> None:
 
 
 def _run(variant: Variant, folder: Path, num_ranks: int, limit_s: float) -> Path:
-    """Run one variant to its end, good or bad, and return its run folder."""
+    """Run one variant until it ends or fails, and return the run folder."""
     run = folder / variant.name
     log = log_of(run)
     print(f"{variant.name}: {' '.join(variant.overrides)}; log: {log}", flush=True)
@@ -182,11 +202,15 @@ def _run(variant: Variant, folder: Path, num_ranks: int, limit_s: float) -> Path
 def run_job(
     variant: Variant, run: Path, num_ranks: int, goes_on: Callable[[], bool]
 ) -> JobOutcome:
-    """Run a job under its faults until it has ended, or until `goes_on()` is False:
-    then stop it.
+    """Run a job under its faults until the job ends, or stop the job.
 
-    Its output goes to a log file beside the run folder. Workers without supervisors are
-    killed from this process.
+    Workers without supervisors are killed from this process.
+
+    Args:
+        variant: The policy, its settings and the kills from outside.
+        run: The run folder; the output of the job goes to a log file beside it.
+        num_ranks: The number of ranks.
+        goes_on: Returns False once the job is to be stopped.
     """
     # the torchrun of this environment: another one may come first on the path
     command = [
@@ -194,7 +218,7 @@ def run_job(
         "--standalone",
         f"--nproc-per-node={num_ranks}",
     ]
-    # each kill from outside ends all ranks, and torchrun starts them again
+    # each kill from outside ends all ranks, and torchrun starts the ranks again
     command += [
         f"--max-restarts={len(variant.kills)}",
         str(_TRAIN),

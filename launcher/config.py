@@ -1,8 +1,8 @@
-"""From a composed Hydra configuration to frozen values. The only place that sees
-OmegaConf and Hydra.
+"""Converts a composed Hydra configuration to frozen values.
 
-Every YAML under conf/ spells out every key of the dataclass it becomes; a missing,
-unknown or mistyped one is a ConfigError that names it.
+Only this module uses Hydra, and only this module and `launcher.simulator.config` use
+OmegaConf. Every YAML file under conf/ contains every key of its dataclass. A key that
+is missing, unknown or of another type is a ConfigError that names the key.
 """
 
 from __future__ import annotations
@@ -51,51 +51,128 @@ _WARMUP_ITERS = 10
 
 T = TypeVar("T")
 Kinds = Mapping[str, type[Any] | Mapping[str, type[Any]]]
-"""The class of each section, or one for each choice."""
+"""The class of each section, or one for each choice of a section, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture. Key by key explained in conf/model/tiny.yaml."""
+    """Architecture of the model. See conf/model/tiny.yaml."""
 
     name: str
+    """Name of the architecture."""
+
     num_layers: int
+    """Number of transformer layers."""
+
     hidden_size: int
+    """Width of the residual stream."""
+
     num_attention_heads: int
+    """Number of attention heads."""
+
     num_query_groups: int | None
+    """Number of key/value heads (grouped-query attention); None: as many as heads."""
+
     kv_channels: int | None
+    """Width of a head; None: `hidden_size` / `num_attention_heads`."""
+
     attention: str
+    """`mha` (multi-head) or `mla` (multi-latent, DeepSeek-V2)."""
+
     mla_q_lora_rank: int | None
+    """MLA: rank of the query compression; None: no compression."""
+
     mla_kv_lora_rank: int | None
+    """MLA: rank of the key/value compression."""
+
     mla_qk_head_dim: int | None
+    """MLA: width of a query/key head without position."""
+
     mla_qk_pos_emb_head_dim: int | None
+    """MLA: width of the rotary part of a query/key head."""
+
     mla_v_head_dim: int | None
+    """MLA: width of a value head."""
+
     num_experts: int
+    """Number of routed experts of a MoE layer; 0: a dense model."""
+
     moe_topk: int
+    """Number of routed experts per token."""
+
     moe_ffn_hidden_size: int
+    """Inner width of a routed expert."""
+
     shared_expert_ffn_hidden_size: int
+    """Inner width of all shared experts together; 0: no shared experts."""
+
     num_dense_layers: int
+    """Number of first layers that have an MLP instead of experts."""
+
     dense_ffn_hidden_size: int
+    """Inner width of the MLPs of dense layers; 0: `moe_ffn_hidden_size`."""
+
     moe_capacity_factor: float | None
+    """Tokens that an expert takes, relative to an even share; None: dropless."""
+
     moe_pad_to_capacity: bool
+    """Whether the input of every expert is padded to its capacity."""
+
     moe_balancing: str
+    """Load balancing: `none`, `aux_loss`, `seq_aux_loss`, `global_aux_loss` or `bias`
+    (without auxiliary loss, DeepSeek-V3).
+    """
+
     moe_aux_loss_coeff: float
+    """Weight of the auxiliary loss."""
+
     moe_bias_update_rate: float
+    """Step of the expert bias per iteration."""
+
     moe_z_loss_coeff: float | None
+    """Weight of the router z-loss; None: no z-loss."""
+
     moe_score_function: str
+    """`softmax` or `sigmoid`."""
+
     moe_router_dtype: str
+    """Number format of routing: `fp32`, `fp64` or `model` (as the model)."""
+
     moe_grouped_gemm: bool
+    """Whether one module holds all local experts (on a GPU with Transformer Engine)."""
+
     normalization: str
+    """`RMSNorm` or `LayerNorm`."""
+
     activation: str
+    """`swiglu` (gated SiLU) or `gelu`."""
+
     position_embedding: str
+    """`rope` (rotary) or `learned` (absolute)."""
+
     rotary_base: int
+    """Base of the rotary frequencies."""
+
     tied_embeddings: bool
+    """Whether input embedding and output layer share weights."""
+
     linear_bias: bool
+    """Whether linear layers have biases."""
+
     qkv_bias: bool
+    """Whether the query/key/value projection has biases."""
+
     hidden_dropout: float
+    """Dropout probability on the residual branches."""
+
     attention_dropout: float
+    """Dropout probability on attention weights."""
+
     init_std: float
+    """Standard deviation of the initial weights."""
+
     vocab_size: int | str
+    """Number of tokens in the vocabulary; `auto`: as the data needs."""
 
     def __post_init__(self) -> None:
         require_all_at_least(
@@ -186,15 +263,27 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Degrees of parallelism, `auto` where they follow from the number of processes.
-    See conf/parallel/auto.yaml.
+    """Degrees of parallelism. See conf/parallel/auto.yaml.
+
+    `auto` values follow from the number of processes.
     """
 
     pp: int | str
+    """Number of pipeline stages; must divide `model.num_layers`."""
+
     dp: int | str
+    """Number of data-parallel replicas: processes / (`pp` * `tp`)."""
+
     ep: int | str
+    """Degree of expert parallelism; must divide `dp` and `model.num_experts`."""
+
     tp: int | str
+    """Degree of tensor parallelism; `auto`: 1."""
+
     ranks_per_node: int | str
+    """Number of ranks that fail together; `auto`: the ranks that torchrun starts on a
+    node, or 1 if the node has all ranks.
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -208,18 +297,51 @@ class PrecisionConfig:
     """Number formats. See conf/precision/bf16.yaml."""
 
     dtype: str
+    """Format of activations, gradients and compute weights: `fp32`, `bf16` or `fp16`.
+    """
+
     fp8: bool
+    """Whether linear layers multiply in FP8 (E4M3, gradients E5M2)."""
+
     fp8_recipe: str
+    """Source of FP8 scales: the tensors themselves (`tensorwise`), their blocks
+    (`blockwise`) or earlier passes (`delayed`).
+    """
+
     fp8_amax_history_len: int
+    """`delayed` only: number of passes from whose largest values a scale is computed.
+    """
+
     fp8_param_gather: bool
+    """Whether the weights of FP8 layers are kept and gathered in FP8, with masters in
+    FP32.
+    """
+
     master: str
+    """Format of master weights: `fp32`, `fp16`, `remainder` (of FP32, beside BF16
+    weights) or `fp8`.
+    """
+
     exp_avg: str
+    """Format of Adam's first moment: `fp32`, `bf16`, `fp16` or `fp8`."""
+
     exp_avg_sq: str
+    """Format of Adam's second moment: `fp32`, `bf16`, `fp16` or `fp8`."""
+
     grad_reduce_in_fp32: bool
+    """Whether gradients are accumulated and reduced in FP32."""
+
     initial_loss_scale: float
+    """FP16 only: first loss scale."""
+
     min_loss_scale: float
+    """FP16 only: lower limit of the loss scale."""
+
     loss_scale_window_iters: int
+    """FP16 only: iterations without overflow before the scale doubles."""
+
     loss_scale_hysteresis: int
+    """FP16 only: overflows, since the scale last grew, before the scale halves."""
 
     def __post_init__(self) -> None:
         require_choice("precision.dtype", self.dtype, ["fp32", "bf16", "fp16"])
@@ -251,15 +373,16 @@ class PrecisionConfig:
         if self.fp8_param_gather:
             setting = "precision.fp8_param_gather=true"
             require(self.fp8, "precision.fp8", self.fp8, f"true where {setting}")
-            # Megatron accepts FP16 masters, and breaks: see `moe_ckpt.megatron.replay`
+            # Megatron accepts FP16 masters here but then fails: see
+            # `moe_ckpt.megatron.replay`
             require(
                 self.master == "fp32",
                 "precision.master",
                 self.master,
                 f"fp32 where {setting}",
             )
-            # Transformer Engine 2.9 to 2.11: FusedAdam sets `_scale_inv` only on ranks
-            # that keep a part
+            # in Transformer Engine 2.9 to 2.11, FusedAdam sets `_scale_inv` of a
+            # parameter only on ranks that keep a part of the parameter
             has_fp32_moments = (self.exp_avg, self.exp_avg_sq) == ("fp32", "fp32")
             wanted = f"tensorwise or blockwise where {setting} and moments are not fp32"
             require(
@@ -271,10 +394,10 @@ class PrecisionConfig:
 
     @property
     def state_format(self) -> StateFormat:
-        """How each parameter's weights and moments are stored."""
+        """The formats in which each parameter's weights and moments are stored."""
         is_delayed = self.fp8_recipe == "delayed"
         return StateFormat(
-            # BF16 parameters of FP8 layers are bytes in a snapshot, unless their scales
+            # snapshots hold BF16 parameters of FP8 layers as bytes, unless the scales
             # are those of earlier passes
             compute="fp8"
             if self.fp8_param_gather or (self.fp8 and not is_delayed)
@@ -288,13 +411,24 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from. See conf/data/*.yaml."""
+    """Source of the tokens. See conf/data/*.yaml."""
 
     source: str
+    """Kind of data: `stdlib`, `text` or `megatron`."""
+
     path: str | None
+    """Path of the text, or prefix of the .bin and .idx files; None for `stdlib`."""
+
     tokenizer: str | None
+    """Path of a Hugging Face tokenizer.json; None: one token per byte, or for
+    `megatron` the vocabulary of `model.vocab_size`.
+    """
+
     eval_fraction: float
+    """Share of the data that is held out for evaluation."""
+
     seed: int
+    """Seed of the order of samples."""
 
     def __post_init__(self) -> None:
         require_choice("data.source", self.source, ["stdlib", "text", "megatron"])
@@ -329,30 +463,85 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length, batch, optimizer, schedule. See conf/train/default.yaml."""
+    """Length, batch, optimizer and schedule. See conf/train/default.yaml."""
 
     iterations: int
+    """Number of optimizer steps in all."""
+
     micro_batch_size: int
+    """Number of sequences in a micro-batch."""
+
     global_batch_size: int
+    """Number of sequences per optimizer step; must be a multiple of `micro_batch_size`
+    * dp.
+    """
+
     sequence_length: int
+    """Number of tokens of a sequence."""
+
     seed: int
+    """Seed of parameter initialization and dropout."""
+
     optimizer: str
+    """`adam` (AdamW)."""
+
     distributed_optimizer: bool
+    """Whether master weights and moments are sharded over data-parallel ranks."""
+
     lr: float
+    """Peak learning rate."""
+
     min_lr: float
+    """Learning rate at the end of the decay."""
+
     lr_schedule: str
+    """`constant`, `linear` or `cosine`."""
+
     lr_warmup_iters: int | str
+    """Iterations from 0 to the peak; `auto`: 10, or half of the decay if that is
+    shorter, as the run began.
+    """
+
     lr_decay_iters: int | str
+    """Iterations until `min_lr`; `auto`: `iterations`, as the run began."""
+
     weight_decay: float
+    """Decoupled weight decay; not applied to biases and norms."""
+
     adam_beta1: float
+    """Decay of the first moment."""
+
     adam_beta2: float
+    """Decay of the second moment."""
+
     adam_eps: float
+    """Term added to the root of the second moment."""
+
     clip_grad: float
+    """Largest total norm of gradients; 0: gradients are not clipped."""
+
     recompute: str
+    """Activations that are recomputed in backward: `none`, `selective` (attention) or
+    `full` (layers).
+    """
+
     eval_every_iters: int
+    """Iterations between evaluations; 0: only before the first and after the last
+    iteration.
+    """
+
     eval_batches: int
+    """Number of global batches of an evaluation."""
+
     check_determinism: bool | str
+    """Whether the start runs one micro-batch twice and compares gradients; `auto`: only
+    for `run.exactness=bitwise` on a GPU.
+    """
+
     resume: str
+    """`auto`: the newest checkpoint of this run folder; `never`; or the path of a
+    checkpoint or run folder, of any layout.
+    """
 
     def __post_init__(self) -> None:
         require_all_at_least(
@@ -367,7 +556,7 @@ class TrainConfig:
             "train.", self, eval_batches=1, seed=0, lr=0, min_lr=0, weight_decay=0
         )
         require_all_at_least("train.", self, clip_grad=0, eval_every_iters=0)
-        # SGD's state is saved by Megatron, and cannot be loaded: its `init_state_fn` is
+        # Megatron saves the state of SGD but cannot load the state: `init_state_fn` is
         # None
         require_choice("train.optimizer", self.optimizer, ["adam"])
         require_choice(
@@ -399,8 +588,9 @@ class TrainConfig:
 
     @property
     def num_warmup_iters(self) -> int:
-        """The iterations of the warmup; `auto` leaves at least half of a short run to
-        the decay.
+        """Iterations of the warmup.
+
+        `auto` leaves at least half of a short run to the decay.
         """
         return (
             min(_WARMUP_ITERS, self.num_decay_iters // 2)
@@ -410,6 +600,7 @@ class TrainConfig:
 
     @property
     def num_decay_iters(self) -> int:
+        """Iterations until the learning rate is `min_lr`."""
         return (
             self.iterations if self.lr_decay_iters == AUTO else int(self.lr_decay_iters)
         )
@@ -417,15 +608,24 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(CheckConfig):
-    """Where a run leaves its files, how it shows progress, and what it is compared by.
-    See conf/config.yaml.
-    """
+    """Files, display and checks of a run. See conf/config.yaml."""
 
     dir: str | None
+    """Path of the run folder; None: outputs/DATE/TIME-`name`."""
+
     name: str
+    """Last part of the name of a new run folder: letters, digits, `_`, `-` and `.`."""
+
     exactness: str
+    """Promise of recoveries, `bitwise` or `state` (`moe_ckpt.exactness`)."""
+
     progress: str
+    """Display of progress: `auto` (`bar` on a terminal, else `lines`), `bar`, `lines`
+    or `none`.
+    """
+
     tensorboard: bool
+    """Whether TensorBoard scalars are written into the run folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -441,20 +641,37 @@ class RunConfig(CheckConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole run. `composed_yaml` is the configuration as composed, for the run
-    folder.
-    """
+    """The settings of a whole run."""
 
     ckpt: CkptConfig
+    """Checkpoint policy."""
+
     runtime: RuntimeConfig
+    """Supervision of workers, and limits of waits."""
+
     model: ModelConfig
+    """Architecture of the model."""
+
     parallel: ParallelConfig
+    """Degrees of parallelism."""
+
     precision: PrecisionConfig
+    """Number formats."""
+
     data: DataConfig
+    """Source of the tokens."""
+
     train: TrainConfig
+    """Length, batch, optimizer and schedule."""
+
     fault: FaultConfig
+    """Faults that are inflicted on purpose."""
+
     run: RunConfig
+    """Files, display and checks of the run."""
+
     composed_yaml: str
+    """The configuration as composed, for the run folder."""
 
     @property
     def job(self) -> JobConfig:
@@ -474,9 +691,14 @@ class Settings:
 
 
 def compose_settings(arguments: Sequence[str]) -> Settings:
-    """Return the run that command-line overrides describe.
+    """Return the settings that command-line overrides describe.
 
-    Raises ConfigError naming the setting and, for a closed set of choices, the choices.
+    Args:
+        arguments: Hydra overrides.
+
+    Raises:
+        ConfigError: A setting is wrong. The error names the setting and, for a closed
+            set of choices, the choices.
     """
     return compose_as("config", arguments, GROUPS, to_settings, _KINDS)
 
@@ -488,13 +710,22 @@ def compose_as(
     convert: Callable[[DictConfig], T],
     kinds: Kinds,
 ) -> T:
-    """Return what the configuration that is called `name` becomes with command-line
-    overrides.
+    """Compose a configuration from command-line overrides, and convert it.
 
-    `kinds` are the classes of its sections, for what is said of a key that there is
-    not. Raises ConfigError.
+    Args:
+        name: The file in conf/, without its suffix.
+        arguments: Hydra overrides.
+        groups: The groups of the configuration, of which overrides choose files.
+        convert: Converts the composed configuration.
+        kinds: The classes of the sections, for errors about unknown keys.
+
+    Returns:
+        The result of `convert`.
+
+    Raises:
+        ConfigError: A setting is wrong.
     """
-    # here, as most commands need Hydra for a part of their work only, and none for
+    # imported here: most commands need Hydra for only a part of their work, and not for
     # `--help`
     from hydra import compose, initialize_config_dir  # noqa: PLC0415
     from hydra.core.global_hydra import GlobalHydra  # noqa: PLC0415
@@ -503,8 +734,8 @@ def compose_as(
 
     bare = (group_choice_without_plus(argument, groups) for argument in arguments)
     overrides = [_choice_as_text(argument, groups) for argument in bare]
-    # Hydra keeps one configuration a process, and refuses a second one: compare and the
-    # simulator compose many
+    # Hydra keeps one configuration per process and refuses a second one, but compare
+    # and the simulator compose many configurations
     GlobalHydra.instance().clear()
     try:
         for override in OverridesParser.create().parse_overrides(overrides):
@@ -518,8 +749,12 @@ def compose_as(
 
 
 def _require_one_value(override: Override) -> None:
-    """Raise ConfigError for a sweep over values, and for a setting of Hydra's own,
-    which would do nothing.
+    """Refuse sweeps over values and settings of Hydra itself.
+
+    The latter would have no effect.
+
+    Raises:
+        ConfigError: The override is of one of these kinds.
     """
     key = override.key_or_group
     is_hydras = re.split(r"[./]", key)[0] == "hydra"
@@ -538,16 +773,23 @@ def _require_one_value(override: Override) -> None:
 
 
 def group_choice_without_plus(argument: str, groups: Sequence[str] = GROUPS) -> str:
-    """Make `+ckpt=X` mean `ckpt=X`: every group has a default here, which Hydra refuses
-    to append to.
+    """Return `ckpt=X` for `+ckpt=X`, and all other arguments unchanged.
+
+    Every group has a default here, and Hydra refuses to append to a group with a
+    default.
+
+    Args:
+        argument: A Hydra override.
+        groups: The groups of the configuration.
     """
     bare = argument.lstrip("+")
     return bare if bare.partition("=")[0] in groups else argument
 
 
 def _choice_as_text(argument: str, groups: Sequence[str]) -> str:
-    """Make `train=5` a choice that does not exist; Hydra takes no number or null for a
-    choice's name.
+    """Quote the choice of a group, so that `train=5` is a choice that does not exist.
+
+    Hydra accepts no number and no null as the name of a choice.
     """
     group, _, choice = argument.partition("=")
     return (
@@ -558,8 +800,13 @@ def _choice_as_text(argument: str, groups: Sequence[str]) -> str:
 
 
 def read_settings(path: Path) -> Settings:
-    """Return the settings that a run left as config.yaml. Raises ConfigError for those
-    of another version.
+    """Return the settings that a run has written to config.yaml.
+
+    Args:
+        path: The path of config.yaml.
+
+    Raises:
+        ConfigError: The settings are of another version.
     """
     config = OmegaConf.load(path)
     require(
@@ -572,11 +819,16 @@ def read_settings(path: Path) -> Settings:
 
 
 def to_settings(config: DictConfig) -> Settings:
-    """Convert a composed configuration; raises ConfigError naming the first key that is
-    wrong.
+    """Convert a composed configuration to settings.
+
+    Args:
+        config: The configuration; interpolations are resolved in place.
+
+    Raises:
+        ConfigError: A key is wrong. The error names the first such key.
     """
-    # first: `require_complete` resolves interpolations in place, and the run folder
-    # gets what was composed
+    # before `require_complete`, which resolves interpolations in place: the run folder
+    # gets the configuration as composed
     composed_yaml = OmegaConf.to_yaml(config)
     require_complete(config, sorted(_KINDS))
     chosen = {
@@ -592,8 +844,14 @@ def to_settings(config: DictConfig) -> Settings:
 
 
 def require_complete(config: DictConfig, keys: Sequence[str]) -> None:
-    """Raise ConfigError unless a configuration has these keys, no others, and all that
-    is in them; resolve it.
+    """Require the keys of a configuration, and resolve interpolations in place.
+
+    Args:
+        config: The configuration.
+        keys: The keys that the configuration must have. No others are allowed.
+
+    Raises:
+        ConfigError: A key is missing or unknown, or a value is not set.
     """
     for key in config:
         require(key in keys, str(key), "a value", f"one of the keys {', '.join(keys)}")
@@ -618,15 +876,31 @@ def require_complete(config: DictConfig, keys: Sequence[str]) -> None:
 
 
 def choice_of(config: DictConfig, key: str, choices: Mapping[str, Any]) -> str:
-    """Return what a key chooses. Raises ConfigError for what cannot be chosen."""
+    """Return the choice that a key names.
+
+    Args:
+        config: The configuration.
+        key: The key, as `ckpt.policy`.
+        choices: The allowed choices.
+
+    Raises:
+        ConfigError: The choice is not allowed.
+    """
     choice = OmegaConf.select(config, key)
     require_choice(key, choice, list(choices))
     return choice
 
 
 def section_of(config: DictConfig, name: str, kind: type[T]) -> T:
-    """Return a section as a value of its class. Raises ConfigError, naming the key that
-    is wrong.
+    """Return a section of a configuration as a value of its class.
+
+    Args:
+        config: The configuration.
+        name: The name of the section.
+        kind: The class of the section.
+
+    Raises:
+        ConfigError: A key is wrong. The error names the key.
     """
     known = {field.name for field in fields(cast("Any", kind))}
     for key in config[name]:
@@ -642,7 +916,7 @@ def section_of(config: DictConfig, name: str, kind: type[T]) -> T:
         )
     except OmegaConfBaseException as error:
         is_ours = re.split(r"[.\[]", str(error.full_key))[0] in known
-        # of a value in a list OmegaConf names the inner key only
+        # for a value in a list, OmegaConf names only the inner key
         of_list = next(
             (str(key) for key in config[name] if OmegaConf.is_list(config[name][key])),
             "",
@@ -654,8 +928,9 @@ def section_of(config: DictConfig, name: str, kind: type[T]) -> T:
 
 
 def _schema(kind: type[Any]) -> DictConfig:
-    """Return a class as OmegaConf's schema, with sections of its own writable: frozen
-    classes become read-only.
+    """Return a class as OmegaConf's schema, with writable sections.
+
+    OmegaConf makes frozen classes read-only.
     """
     schema = OmegaConf.structured(kind)
     OmegaConf.set_readonly(schema, False)
@@ -667,8 +942,9 @@ def _schema(kind: type[Any]) -> DictConfig:
 
 
 def _explain(message: str, kinds: Kinds) -> str:
-    """Add the keys that exist, and the closest one, to Hydra's error about a key that
-    does not.
+    """Return Hydra's error with the existing keys and the closest key.
+
+    Errors of other kinds keep their text.
     """
     missing = re.search(r"Could not override '([\w.]+)'", message)
     if missing is None:
@@ -697,7 +973,7 @@ def _explain(message: str, kinds: Kinds) -> str:
 
 
 def _closest(missing: str, kinds: Kinds) -> str:
-    """Return a question that names the setting most like a missing one, or nothing."""
+    """Return a question with the setting most like a missing one, or an empty text."""
     known = [
         f"{group}.{field.name}".lstrip(".")
         for group, chosen in kinds.items()

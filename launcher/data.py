@@ -1,9 +1,9 @@
-"""Tokens to train on, addressed by (iteration, micro-batch, data-parallel rank): any
-batch can be asked for again.
+"""Tokens to train on, addressed by iteration, micro-batch and data-parallel rank.
 
-A source is a function of a sample's number; a batch is a range of numbers. So the data
-position is a number of samples, which follows from the iteration; there is no reader
-state to save, and the samples of an iteration are the same at every parallel layout.
+Any batch can be read again. A source is a function of a sample's number, and a batch is
+a range of numbers. The data position is therefore a number of samples, which follows
+from the iteration: there is no reader state to save, and the samples of an iteration
+are the same at every parallel layout.
 """
 
 from __future__ import annotations
@@ -46,39 +46,54 @@ _NOT_LIBRARY_TEXT = {
 
 
 class TokenSource(Protocol):
-    """Samples of `sequence_length + 1` tokens: inputs and, one further, targets."""
+    """Samples of `sequence_length + 1` tokens.
+
+    The first `sequence_length` tokens are the inputs. The targets are shifted by one
+    token.
+    """
 
     @property
     def vocab_size(self) -> int:
-        """Number of different tokens."""
+        """The number of different tokens."""
         ...
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """The content identities of all that the source has read, by the names of
-        settings.
-        """
+        """Content identities of all inputs of the source, by the names of settings."""
         ...
 
     @property
     def shuffles(self) -> Mapping[str, str]:
-        """The content identities of the order of samples, where files hold the order;
-        runs of other lengths differ.
+        """Content identities of the order of samples, if files hold the order.
+
+        Runs of other lengths have other identities.
         """
         ...
 
     def train_sample(self, number: int) -> Tokens:
-        """Return training sample `number`: the same tokens whenever it is asked for."""
+        """Return training sample `number`: the same tokens at each call."""
         ...
 
     def eval_sample(self, number: int) -> Tokens:
-        """Return held-out sample `number`."""
+        """Return held-out sample `number`: the same tokens at each call."""
         ...
 
 
 class FlatText:
-    """A long array of tokens; a sample is a window at a place that its number and the
-    seed determine.
+    """A long array of tokens.
+
+    A sample is a window at a place that the sample's number and the seed determine.
+
+    Args:
+        train: The tokens for training.
+        held_out: The tokens for evaluation.
+        vocab_size: The number of different tokens.
+        length: The tokens of a sample.
+        seed: The seed of the places.
+        inputs: Content identities of the inputs, by the names of settings.
+
+    Raises:
+        DataError: One of the arrays is shorter than a sample.
     """
 
     shuffles: Mapping[str, str] = {}
@@ -113,8 +128,8 @@ class FlatText:
 
     def _window(self, part: int, number: int) -> Tokens:
         tokens = self._parts[part]
-        # Philox is addressed by a counter: a sample needs none of those before it, so
-        # there is no state to save
+        # Philox is addressed by a counter: a sample does not depend on the samples
+        # before it, so there is no state to save
         draw = np.random.Philox(
             key=self._seed, counter=[number, part, 0, 0]
         ).random_raw()
@@ -127,14 +142,15 @@ class CorpusSize:
     """The samples of a corpus that a run needs."""
 
     num_samples: int
-    """The samples of the whole run."""
+    """Samples of the whole run."""
 
     block: int
-    """The samples of the run as it began, which are shuffled together."""
+    """Samples of the run as it began, which are shuffled together."""
 
     def starts(self) -> list[int]:
-        """Return the first sample of each block: 0, and the ends of blocks that double
-        the samples so far.
+        """Return the first sample of each block.
+
+        The first block starts at 0. Each further block doubles the samples so far.
         """
         starts, end = [0], self.block
         while end < self.num_samples:
@@ -144,13 +160,23 @@ class CorpusSize:
 
 
 class MegatronCorpus:
-    """A tokenized corpus in Megatron's .bin/.idx format, sampled by Megatron's own
-    GPTDataset.
+    """A tokenized corpus in Megatron's .bin/.idx format.
 
-    Megatron shuffles for a number of samples. So that a longer run sees the same
-    samples as the shorter one that it goes on from, training samples come in blocks,
-    each with a shuffle of its own: the samples of the run as it began, as many again,
-    twice as many, and so on. Samples of an earlier block may come again in a later one.
+    Megatron's own GPTDataset samples the corpus, and shuffles for a given number of
+    samples. A run that continues a shorter run must see the same samples as the shorter
+    run. Training samples therefore come in blocks, each with a shuffle of its own: the
+    samples of the run as it began, as many again, twice as many, and so on. Samples of
+    an earlier block may come again in a later block.
+
+    Args:
+        config: The settings of the data.
+        train: The settings of the training.
+        vocab_size: The number of different tokens.
+        cache: The folder for Megatron's index files.
+        size: The samples that the run needs.
+
+    Raises:
+        DataError: A file is missing, or one side of the split has no text.
     """
 
     def __init__(
@@ -169,8 +195,8 @@ class MegatronCorpus:
             for suffix in (".bin", ".idx")
         } | _tokenizer_input(config)
         eval_samples = train.eval_batches * train.global_batch_size
-        # all now: Megatron's builder waits for all ranks, and not all of them read
-        # samples
+        # all blocks are built now: Megatron's builder waits for all ranks, and not all
+        # ranks read samples
         self._starts = size.starts()
         ends = [*self._starts[1:], 2 * self._starts[-1] or size.block]
         blocks = [
@@ -197,7 +223,7 @@ class MegatronCorpus:
                 dataset.sample_index,
                 dataset.shuffle_index,
             )
-            # newer Megatron maps the files when the first sample is asked for
+            # newer releases of Megatron map the files at the first read of a sample
             if index is not None
         ]
         return {"data.path (cache of the order of samples)": mapped_identity(*arrays)}
@@ -245,8 +271,9 @@ def _build_corpus(
 
 
 def _require_documents(prefix: str, eval_fraction: float) -> None:
-    """Refuse a corpus without text on either side of the split, which Megatron's
-    builder would search for ever.
+    """Refuse a corpus without text on either side of the split.
+
+    Megatron's builder would search such a corpus without end.
     """
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
@@ -254,7 +281,7 @@ def _require_documents(prefix: str, eval_fraction: float) -> None:
                 f"data.path: got {prefix!r}, wanted the prefix of a .bin and .idx file"
             )
     dataset = IndexedDataset(prefix)
-    # a copy: it is a view into a file that closes with the dataset
+    # a copy: `sequence_lengths` is a view into a file that closes with the dataset
     num_tokens = np.array(dataset.sequence_lengths)
     num_kept = round(len(num_tokens) * (1 - eval_fraction))
     for part, tokens in (
@@ -279,14 +306,18 @@ def open_source(
     cache: Path,
     size: CorpusSize | None = None,
 ) -> TokenSource:
-    """Return the source that the settings name; `vocab_size` is the model's, where it
-    is set.
+    """Return the source that the settings name.
 
-    `size`: the samples of a source that shuffles; None: the samples of the run,
-    shuffled together.
+    Args:
+        config: The settings of the data.
+        train: The settings of the training.
+        vocab_size: The vocabulary of the model; None if the data decides.
+        cache: The folder for Megatron's index files.
+        size: The samples of a source that shuffles; None: the samples of the run,
+            shuffled together.
 
-    Raises DataError, with the setting's name, where data is missing, empty or too
-    short.
+    Raises:
+        DataError: Data is missing, empty or too short. The error names the setting.
     """
     length = train.sequence_length + 1
     match config.source:
@@ -336,25 +367,35 @@ def _tokenizer_input(config: DataConfig) -> dict[str, str]:
 
 
 def standard_library_files() -> list[Path]:
-    """Return the .py files of the running Python's standard library, without its tests,
-    in the order of their names.
+    """Return the .py files of the running Python's standard library, sorted by path.
+
+    Tests are left out.
     """
     found = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY_TEXT]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
-    # the order of os.walk is the file system's, and a sample is a place in the text
+    # the order of `os.walk` depends on the file system, and a sample is a place in the
+    # text
     return sorted(found)
 
 
 def split_files(
     files: Iterable[Path], held_out_fraction: float
 ) -> tuple[list[Path], list[Path]]:
-    """Return (kept, held out), decided file by file from the file's name alone."""
+    """Split files into kept and held-out files, by the name of each file alone.
+
+    Args:
+        files: The files.
+        held_out_fraction: The share of files to hold out, on average.
+
+    Returns:
+        The kept files and the held-out files.
+    """
     kept, held_out = [], []
     for path in files:
-        # by name alone, so that files which come or go with another Python move no
-        # other file to the other side
+        # by name alone: files that come or go with another Python move no other file to
+        # the other side
         fate = zlib.crc32("/".join(path.parts[-2:]).encode()) / 2**32
         (held_out if fate < held_out_fraction else kept).append(path)
     return kept, held_out
@@ -397,7 +438,7 @@ def _text_files(path: Path) -> list[Path]:
 def _load_tokenizer(path: str) -> Any:
     try:
         return Tokenizer.from_file(path)
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # `tokenizers` raises bare Exception
         raise DataError(
             f"data.tokenizer: got {path!r}, wanted a Hugging Face tokenizer.json"
             f" ({error})"
@@ -417,31 +458,49 @@ def _corpus_vocabulary(config: DataConfig, vocab_size: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The batches of a run, for one data-parallel rank of `dp`. Tensors are int64
-    [micro_batch_size, sequence + 1].
+    """The batches of a run for one data-parallel rank.
 
-    `consumed` returns the samples that training has consumed after so many iterations.
+    Tensors are int64 of shape [micro_batch_size, sequence_length + 1].
     """
 
     source: TokenSource
+    """The samples."""
+
     train: TrainConfig
+    """The settings of the training."""
+
     dp: int
+    """Number of data-parallel ranks."""
+
     dp_rank: int
+    """Data-parallel rank of this process."""
+
     consumed: Callable[[int], int]
+    """Returns the samples that training has consumed after a number of iterations."""
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches an iteration on every rank."""
+        """Micro-batches of an iteration on every rank."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.dp)
 
     def training(self, iteration: int, micro_batch: int) -> torch.Tensor:
-        """Return a micro-batch of training iteration `iteration`, which counts from 1."""
+        """Return a micro-batch of training.
+
+        Args:
+            iteration: The iteration, counted from 1.
+            micro_batch: The micro-batch on this rank, counted from 0.
+        """
         return self._gather(
             self.source.train_sample, self.consumed(iteration - 1), micro_batch
         )
 
     def evaluation(self, batch: int, micro_batch: int) -> torch.Tensor:
-        """Return a micro-batch of held-out global batch `batch`, which counts from 0."""
+        """Return a micro-batch of held-out data.
+
+        Args:
+            batch: The global batch, counted from 0.
+            micro_batch: The micro-batch on this rank, counted from 0.
+        """
         return self._gather(
             self.source.eval_sample, batch * self.train.global_batch_size, micro_batch
         )

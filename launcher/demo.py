@@ -1,7 +1,6 @@
-"""`make demo` and `moe-ckpt demo`: a job on 4 local ranks that loses two workers,
-beside the same job left alone.
+"""`make demo` and `moe-ckpt demo`: a job of 4 local ranks in which two workers die.
 
-The training runs twice: left alone, and with `ckpt=moevement` and `kill -9` on two
+The training runs twice: undisturbed, and with `ckpt=moevement` and `kill -9` on two
 ranks. The other ranks keep their processes, and the stage that lost a rank replays a
 few iterations. Equal digests of the whole state show that nothing was lost.
 """
@@ -31,7 +30,7 @@ from moe_ckpt.events import (
     read_events,
 )
 
-# a wheel has none
+# a wheel does not contain the script
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "inject_fault.sh"
 INJECT = ("scripts/inject_fault.sh",) if SCRIPT.exists() else ("moe-ckpt", "inject")
 TRAIN = ("torchrun", "launcher/train.py") if SCRIPT.exists() else ("moe-ckpt train", "")
@@ -44,7 +43,14 @@ console = Console(highlight=False)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the demonstration; return 0 if the two results are equal."""
+    """Run the demonstration.
+
+    Args:
+        arguments: The words of the command line.
+
+    Returns:
+        0 if the two results are equal, else another exit status.
+    """
     description = (
         "Trains on 4 local processes, once left alone and once with two workers killed,"
         " and compares."
@@ -74,8 +80,12 @@ def _demonstrate() -> int:
 
 
 def _run(folder: Path, ckpt: str, *, kill_after: tuple[int, ...]) -> None:
-    """Run the job, show the lines of its output that matter, and kill a rank after each
-    of these iterations.
+    """Run the job and show the important lines of its output.
+
+    Args:
+        folder: The run folder.
+        ckpt: The override that chooses the policy.
+        kill_after: A rank is killed after each of these iterations.
     """
     ranks, settings = (
         f"--nproc-per-node={RANKS}",
@@ -175,8 +185,9 @@ def _compare(alone: Path, killed: Path) -> int:
 
 
 def _costs(killed: Path) -> Table:
-    """Return a table of the price of each fault: a column per fault, seconds of the
-    slowest rank.
+    """Return a table of the cost of each fault.
+
+    A column is a fault; times are the seconds of the slowest rank.
     """
     rejoined = [
         [event for event in _events(killed, rank) if isinstance(event, Rejoined)]

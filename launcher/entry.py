@@ -1,8 +1,7 @@
-"""The start of a process of torchrun: a worker, or the supervisor of a rank, which
-forks workers.
+"""The start of a process of torchrun: a worker, or the supervisor of a rank.
 
-Everything slow is imported here, once: a supervisor's workers share it, and a
-replacement is there in milliseconds.
+Everything slow is imported here, once: the workers that a supervisor forks share the
+imports, and a replacement starts within milliseconds.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from collections.abc import Sequence
 from launcher.config import Settings
 from launcher.faults.carry_out import carry_out
 
-# Megatron is among these imports: imported after the fork, it took 3 s of every
-# replacement
+# these imports include Megatron, which took 3 s of every replacement when a worker
+# imported it after the fork
 from launcher.run import run_in
 from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.elastic.torchrun import read_launch
@@ -26,14 +25,22 @@ from moe_ckpt.run_elastic import RankPlace
 
 
 def start(settings: Settings) -> int:
-    """Train, or supervise a rank's workers; return the exit status. Raises MoeCkptError
-    for errors of the user's.
+    """Train in this process, or supervise a rank's workers.
+
+    Args:
+        settings: The settings of the run.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        MoeCkptError: An error that a user can correct.
     """
-    # of files that other libraries write into the run folder: TensorBoard's, torch's
-    # checkpoints
+    # for files that other libraries write into the run folder: event files of
+    # TensorBoard, checkpoints of torch
     os.umask(0o077)
-    # Megatron calls `gc.collect()` twice at every save, which takes 0.3 s over all that
-    # torch and Megatron import
+    # Megatron calls `gc.collect()` twice at every save, which takes 0.3 s over all
+    # objects that torch and Megatron import
     gc.freeze()
     return start_rank(
         settings.job,
@@ -44,9 +51,7 @@ def start(settings: Settings) -> int:
 
 
 def _start_faults(settings: Settings, place: RankPlace) -> None:
-    """Let a process beside the job inflict what the settings ask for on this node's
-    workers.
-    """
+    """Start a process beside the job that kills workers of this node as ordered."""
     launch = place.launch
     kills = [
         kill

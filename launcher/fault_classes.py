@@ -1,7 +1,7 @@
-"""Faults of a run by class, from the events of its ranks. Pure.
+"""Counts the faults of a run by class, from the events of its ranks. Pure.
 
-A fault that ended a generation is in the `Rejoined` events of all ranks, and counts
-once. Bad states are faults that no process dies of. An error counts as the end of the
+A fault that ended a generation is in the `Rejoined` events of all ranks and counts
+once. Bad states are faults of which no process dies. An error counts as the end of the
 job if no other worker followed on its rank.
 """
 
@@ -34,7 +34,7 @@ EXPLAINED = {
     "bit flip": "a replay led to other bits than the state of a healthy rank",
     "error": "an exception ended the job",
 }
-"""The meaning of each class, in the order in which reports name them."""
+"""The meaning of each class, in the order of reports."""
 
 _MARKING_EVENTS = (
     LossNotFinite,
@@ -44,19 +44,21 @@ _MARKING_EVENTS = (
     WorkerStarted,
     TrainingFailed,
 )
-_UNKNOWN = "unknown"  # deaths in logs of versions without classes
+_UNKNOWN = "unknown"  # class of deaths in logs of versions without classes
 
 
 def count_faults(ranks: Iterable[Sequence[Event]]) -> dict[str, int]:
-    """Return the number of faults of each class. `ranks`: the events of each rank, in
-    order.
+    """Return the number of faults of each class.
+
+    Args:
+        ranks: The events of each rank, in order.
     """
     logs = [
         [event for event in events if isinstance(event, _MARKING_EVENTS)]
         for events in ranks
     ]
     ends = [event for events in logs for event in events if isinstance(event, Rejoined)]
-    # a set: all ranks of a generation log the same deaths
+    # a set, because all ranks of a generation log the same deaths
     found = {each for event in ends for each in _deaths(event)}
     with_deaths = {
         (event.generation, event.iteration) for event in ends if event.deaths
@@ -95,8 +97,9 @@ def _deaths(event: Rejoined) -> list[tuple[str, str]]:
 
 
 def _bad_state(event: Event) -> list[tuple[str, str]]:
-    """Return the class of a fault that no process dies of, and what identifies it: all
-    ranks that see it log it.
+    """Return the class and the identity of a fault of which no process dies.
+
+    All ranks that see the fault log the same identity.
     """
     match event:
         case StateLost(iteration=iteration, phase=phase):

@@ -1,5 +1,6 @@
-"""Inject faults into a running job: kill a random worker, or follow a plan. The command
-of scripts/inject_fault.sh.
+"""Injects faults into a running job: the command of scripts/inject_fault.sh.
+
+The command kills a random worker, or follows a plan.
 """
 
 from __future__ import annotations
@@ -46,24 +47,42 @@ _WRONG_USE = 2
 _INTERRUPTED = 130
 _PATIENCE_S = 60.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
-# a program that reads the lines gets each at once
+# flushed, so that a program that reads the output gets each line at once
 _say = functools.partial(print, flush=True)
-_EXAMPLES = """examples:
-  inject_fault.sh                                       kill one random worker of the newest run
-  inject_fault.sh --rank 2 --signal STOP                rank 2 hangs
-  inject_fault.sh --rank 0 --scope node                 rank 0's node is lost, with the host memory of all its ranks
-  inject_fault.sh --rank 1 --at-iteration 17 --phase backward
-                                                        rank 1 dies as it enters backward of iteration 17
-  inject_fault.sh --rank 1 --phase recovery             rank 1 dies in the next recovery
-  inject_fault.sh --mtbf 30s --count 5 --seed 7         five kills of random ranks, 30 seconds apart on average
-  inject_fault.sh --trace aws_p3.csv --speedup 60       as nodes went in a trace, a minute in a second
-  inject_fault.sh --mtbf 5m --count 100 --dry-run       print the plan, touch nothing
-
-what happened is added to RUN/faults.jsonl; exit status: 0 all was carried out, 1 not all or no run, 2 wrong use"""
+_EXAMPLES = (
+    "examples:\n"
+    "  inject_fault.sh                                       kill one random worker of"
+    " the newest run\n"
+    "  inject_fault.sh --rank 2 --signal STOP                rank 2 hangs\n"
+    "  inject_fault.sh --rank 0 --scope node                 rank 0's node is lost,"
+    " with the host memory of all its ranks\n"
+    "  inject_fault.sh --rank 1 --at-iteration 17 --phase backward\n"
+    "                                                        rank 1 dies as it enters"
+    " backward of iteration 17\n"
+    "  inject_fault.sh --rank 1 --phase recovery             rank 1 dies in the next"
+    " recovery\n"
+    "  inject_fault.sh --mtbf 30s --count 5 --seed 7         five kills of random"
+    " ranks, 30 seconds apart on average\n"
+    "  inject_fault.sh --trace aws_p3.csv --speedup 60       as nodes went in a trace,"
+    " a minute in a second\n"
+    "  inject_fault.sh --mtbf 5m --count 100 --dry-run       print the plan, touch"
+    " nothing\n"
+    "\n"
+    "what happened is added to RUN/faults.jsonl; exit status: 0 all was carried out, 1"
+    " not all or no run, 2 wrong use"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Inject faults as the arguments say; return the exit status."""
+    """Inject the faults that the arguments describe.
+
+    Args:
+        arguments: The words of the command line.
+
+    Returns:
+        The exit status: 0 all faults were carried out, 1 not all or no run, 2 wrong
+        use, 130 interrupted.
+    """
     try:
         options = _parser().parse_args(arguments)
         return _inject(options, Path(options.run).resolve())
@@ -96,7 +115,8 @@ def _inject(options: argparse.Namespace, run: Path) -> int:
         return 0
     if options.mtbf is not None or options.trace is not None:
         _say(f"{len(kills)} faults, seed {options.seed}")
-    # the most of any node: on others some workers may be gone at the moment
+    # the most workers of any node: on other nodes some workers may be dead at the
+    # moment
     ranks_per_node = max(
         Counter(worker.node for worker in read_written(run)).values(), default=1
     )
@@ -174,8 +194,10 @@ def _check_fit(
     live: Sequence[LiveWorker],
     world_size: int,
 ) -> None:
-    """Raise ConfigError for a rank that the run lacks and for an iteration that lies
-    behind.
+    """Refuse a rank that the run lacks and an iteration that has passed.
+
+    Raises:
+        ConfigError: `--rank` or `--at-iteration` does not fit the run.
     """
     wanted = f"between 0 and {world_size - 1}, the ranks of the run"
     require(
@@ -199,8 +221,9 @@ def _check_fit(
 
 
 def _wait_for_live(run: Path) -> list[LiveWorker]:
-    """Return who lives; where all are just being replaced, wait for the first that
-    comes.
+    """Return the live workers.
+
+    If all workers are being replaced, waits for the first replacement.
     """
     deadline_s = time.monotonic() + _PATIENCE_S
     while (
@@ -272,8 +295,8 @@ def _parser() -> Parser:
         type=_above_zero,
         help="with --trace: how many times as fast (default: 1)",
     )
-    # a number, and no generator that nothing seeds: it is printed, so that the plan can
-    # be repeated
+    # an explicit number instead of an unseeded generator: the number is printed, so
+    # that the plan can be repeated
     add(
         "--seed",
         type=_whole(0),

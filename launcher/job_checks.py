@@ -1,5 +1,6 @@
-"""Checks of a job's settings and layout, before torchrun is started and again in each
-rank. Pure: no torch.
+"""Checks of a job's settings and layout. Pure: no torch.
+
+The checks run before torchrun is started, and again in each rank.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from moe_ckpt.types import ParallelLayout
 
 
 def check_job(settings: Settings, world_size: int) -> ParallelLayout:
-    """Return the layout of a job.
+    """Check the settings of a job, and return the layout.
+
+    Args:
+        settings: The settings of the job.
+        world_size: The number of processes.
 
     Raises:
-        ConfigError: Settings that cannot work together, or with this number of
+        ConfigError: The settings cannot work together, or not with this number of
             processes.
     """
     is_supervised = settings.job.is_supervised
@@ -31,8 +36,16 @@ def check_job(settings: Settings, world_size: int) -> ParallelLayout:
 def lay_out(
     settings: Settings, world_size: int, *, is_supervised: bool
 ) -> ParallelLayout:
-    """Return the layout of a job. Raises ConfigError where model, batch or layout do
-    not divide.
+    """Return the layout of a job.
+
+    Args:
+        settings: The settings of the job.
+        world_size: The number of processes.
+        is_supervised: Whether supervisors replace dead workers.
+
+    Raises:
+        ConfigError: Model, batch or layout do not divide, or a replaced rank could not
+            build its model alone.
     """
     model, train = settings.model, settings.train
     layout = fit_layout(settings.parallel, world_size, num_experts=model.num_experts)

@@ -1,6 +1,4 @@
-"""How the processes of a job share the work: degrees of parallelism fitted to the world
-size. Pure: no torch.
-"""
+"""Fits the degrees of parallelism of a job to the world size. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +10,19 @@ from moe_ckpt.types import ParallelLayout
 def fit_layout(
     parallel: ParallelConfig, world_size: int, *, num_experts: int
 ) -> ParallelLayout:
-    """Return the degrees for `world_size` processes; `auto` takes 2 stages from 4
-    processes on, and 2-way experts.
+    """Return the degrees of parallelism for a number of processes.
 
-    Raises ConfigError, with the numbers, where the product or a division does not work
-    out.
+    `auto` means 2 pipeline stages from 4 processes on, and 2-way expert parallelism,
+    where the numbers divide.
+
+    Args:
+        parallel: The settings of parallelism.
+        world_size: The number of processes.
+        num_experts: The routed experts of a layer; 0: a dense model.
+
+    Raises:
+        ConfigError: The product is not the world size, or a division has a remainder.
+            The error names the numbers.
     """
     tp = 1 if parallel.tp == AUTO else int(parallel.tp)
     dp = None if parallel.dp == AUTO else int(parallel.dp)
@@ -52,8 +58,10 @@ def _auto_pp(world_size: int, tp: int, dp: int | None) -> int:
 
 
 def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) -> None:
-    """Raise ConfigError, with the numbers, unless model and batch divide over the
-    layout.
+    """Check that model and batch divide over a layout.
+
+    Raises:
+        ConfigError: A division has a remainder. The error names the numbers.
     """
     require(
         model.num_layers % layout.pp == 0,
@@ -102,11 +110,14 @@ def check_fit(layout: ParallelLayout, model: ModelConfig, train: TrainConfig) ->
 def check_supervised(
     layout: ParallelLayout, model: ModelConfig, train: TrainConfig
 ) -> None:
-    """Raise ConfigError for a model that a replaced rank cannot build alone.
+    """Check that a replaced rank can build the model alone.
 
-    Megatron asks all ranks which kinds of parameters there are. A rank that is alone
-    while it builds knows its own only, so on a stage without experts it makes no
-    optimizer for experts, and the norm of gradients would never end.
+    While it builds the model, Megatron asks all ranks for the kinds of parameters. A
+    rank that builds alone knows only its own kinds. On a stage without experts such a
+    rank makes no optimizer for experts, and the norm of gradients would never end.
+
+    Raises:
+        ConfigError: A stage has no experts, and the optimizer is not distributed.
     """
     num_first = model.num_layers // layout.pp
     lacks_experts = (

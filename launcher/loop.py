@@ -1,8 +1,7 @@
-"""The launcher's training loop: an adapter over `moe_ckpt.loop`, with Megatron's own
-schedules.
+"""The launcher's training loop: an adapter over `moe_ckpt.loop`.
 
-Owns: passes over the launcher's batches, evaluation when due, and the display. Must
-not: know how a fault is recovered from.
+The loop runs Megatron's own pipeline schedules. Owns: passes over the launcher's
+batches, evaluation when due, and the display. Must not: know how a recovery works.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from moe_ckpt.types import ParallelLayout
 
 NEVER = "never"
 _NOT_YET = -1
-_LENGTHS = {  # settings, by the lengths of the schedule that they give
+_LENGTHS = {  # settings `train.*`, by the length of the schedule that the setting gives
     "lr_warmup_steps": "lr_warmup_iters",
     "lr_decay_steps": "lr_decay_iters",
     "wd_incr_steps": "lr_decay_iters",
@@ -41,8 +40,9 @@ _LENGTHS = {  # settings, by the lengths of the schedule that they give
 
 
 class StagePasses:
-    """Passes over batches through one rank's stage. All methods are collective over all
-    ranks.
+    """Passes over batches through one rank's stage.
+
+    All methods are collective over all ranks.
     """
 
     def __init__(self, iteration: TrainingIteration, batches: Batches) -> None:
@@ -62,23 +62,44 @@ class StagePasses:
         return self._iteration.state
 
     def train_on(self, iteration: int) -> Losses:
-        """Leave the reduced gradients of an iteration's batch; return the loss reports."""
+        """Run forward and backward over an iteration's batch.
+
+        Leaves the reduced gradients.
+
+        Args:
+            iteration: The iteration, counted from 1.
+
+        Returns:
+            The loss reports.
+        """
         return self._run(lambda number: self.batches.training(iteration, number))
 
     def train_on_one_micro_batch(self) -> Losses:
-        """Leave the reduced gradients of the first micro-batch of all."""
+        """Run forward and backward over the first micro-batch of iteration 1.
+
+        Leaves the reduced gradients.
+
+        Returns:
+            The loss reports.
+        """
         return self._run(
             lambda number: self.batches.training(1, number), num_micro_batches=1
         )
 
-    # with gradients, Megatron's routers would count these tokens for the next update of
-    # their biases
+    # with gradients enabled, Megatron's routers would count these tokens for the next
+    # update of the expert biases
     @torch.no_grad()
     def evaluate(self, num_batches: int) -> float:
-        """Return the mean cross-entropy, in nats per token, over held-out batches.
+        """Evaluate the model on held-out batches.
 
-        Evaluation changes no state but the largest values that FP8 layers note, which
-        the next iteration drops.
+        Evaluation changes no state except the largest values that FP8 layers record,
+        which the next iteration drops.
+
+        Args:
+            num_batches: The number of global batches.
+
+        Returns:
+            The mean cross-entropy, in nats per token.
         """
         losses: list[dict[str, torch.Tensor]] = []
         for chunk in self.state.model:
@@ -101,7 +122,7 @@ class StagePasses:
         forward_only: bool = False,
         num_micro_batches: int | None = None,
     ) -> Losses:
-        # stages in the middle look at no tokens
+        # stages in the middle need no tokens
         on_edge = (
             parallel_state.is_pipeline_first_stage()
             or parallel_state.is_pipeline_last_stage()
@@ -122,8 +143,9 @@ class StagePasses:
 
 
 class LauncherLoop:
-    """One rank's loop; implements `moe_ckpt.loop.LoopAdapter`. All methods are
-    collective over all ranks.
+    """One rank's loop; implements `moe_ckpt.loop.LoopAdapter`.
+
+    All methods are collective over all ranks.
     """
 
     session: Session
@@ -195,14 +217,18 @@ class LauncherLoop:
         )
 
     def start(self) -> int:
-        """Load the state that `train.resume` names; a checkpoint of this run is newer.
+        """Load the state that a run without state in memory begins with.
 
-        `never` is about the states before the job: later starts go on from the states
-        that the job has saved itself.
+        Loads the newest state of this run on disk. Without one, loads the checkpoint
+        that `train.resume` names. `never` concerns only the states before the job:
+        later starts continue from states that the job itself has saved.
+
+        Returns:
+            The iteration of the state; 0: the built model is the state.
 
         Raises:
-            ConfigError: The run folder has a state where there must be none, or none
-                where `train.resume` names one.
+            ConfigError: With `never` the run folder has a state, or `train.resume`
+                names a path without a checkpoint.
         """
         wanted = self._settings.train.resume
         if wanted == NEVER and self._joined.worker.is_first_start:
@@ -233,8 +259,11 @@ class LauncherLoop:
         return done
 
     def run_from(self, done: int, notes: Sequence[str]) -> None:
-        """Train from the state after `done` iterations to the last iteration; evaluate
-        when due.
+        """Train from the state after `done` iterations to the end; evaluate when due.
+
+        Args:
+            done: The iterations before the state.
+            notes: Lines for the log.
         """
         if not self._is_open:
             self._open(done)
@@ -261,7 +290,7 @@ class LauncherLoop:
         return {"eval_loss": self._evaluated.loss if self._evaluated else float("nan")}
 
     def close(self) -> None:
-        """Leave the terminal as it should be, and close open files."""
+        """Restore the terminal, and close open files."""
         if self._display:
             self._display.close()
         if self._scalars:
@@ -294,13 +323,14 @@ class LauncherLoop:
             self._display.note(text)
 
     def _evaluate_where_due(self, done: int) -> None:
-        """Make up for the evaluation of an iteration that a fault, or an earlier
-        incarnation, has left out.
+        """Evaluate after iteration `done` if the evaluation is due and missing.
+
+        A fault or an earlier process may have left out the evaluation.
         """
         latest = self._evaluated.iteration if self._evaluated else _NOT_YET
         everywhere = torch.tensor([latest], device=torch.cuda.current_device())
-        # an evaluation is collective: ranks that have its result take part for one that
-        # died before it was logged
+        # an evaluation is collective: ranks that have the result repeat it for a rank
+        # that died before its result was logged
         TorchRanks().reduce(everywhere, "min")
         if self._is_due(done) and int(everywhere) < done:
             self._evaluate(done)
@@ -322,8 +352,14 @@ class LauncherLoop:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """Return the checkpoint directory that a path means: itself, or the newest in a run
-    folder.
+    """Return the checkpoint directory that a path means.
+
+    Args:
+        path: A checkpoint, a run folder or a folder of checkpoints. Of a folder the
+            newest checkpoint is taken.
+
+    Raises:
+        ConfigError: There is no committed checkpoint.
     """
     if is_committed(path):
         return path
@@ -354,4 +390,5 @@ def _forward(tokens: torch.Tensor | None, model: torch.nn.Module) -> torch.Tenso
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = per_token.float().mean()
-    return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
+    # the pipeline schedule divides `loss` in place
+    return loss, {"loss": loss.detach().clone()}

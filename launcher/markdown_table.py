@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 
 
 def table_lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table; a `|` within a cell does not end it."""
+    """Return the lines of a Markdown table.
+
+    A `|` within a cell is escaped.
+
+    Args:
+        head: The cells of the first row.
+        rows: The cells of the other rows.
+    """
     lines = [
         " | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *rows)
     ]

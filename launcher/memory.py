@@ -1,9 +1,8 @@
-"""The memory that a model and its optimizer surely need, and that a machine has: one
-line before anything is built.
+"""Checks before anything is built that a model fits into the memory of a machine.
 
-Must not: refuse what would fit. Gradients, activations and snapshots are left out,
-embeddings of an unknown vocabulary, too, and weights that tensor parallelism does not
-split are counted as split.
+Must not: refuse a model that would fit. The needed memory is therefore a lower limit:
+gradients, activations, snapshots and embeddings of an unknown vocabulary are left out,
+and weights that tensor parallelism does not split count as split.
 """
 
 from __future__ import annotations
@@ -26,15 +25,19 @@ _GB = 1e9
 def require_host_memory(
     settings: Settings, layout: ParallelLayout, ranks: Iterable[int], *, is_idle: bool
 ) -> None:
-    """Raise ConfigError for a model that does not fit into the memory of this machine.
-    Does nothing on GPUs.
+    """Require that a model fits into the memory of this machine.
+
+    Does nothing on a machine with a GPU.
 
     Args:
         settings: The settings of the job.
         layout: The layout of the job.
         ranks: The ranks on this machine.
-        is_idle: No rank has begun to build: what is free now counts, and else all that
-            the machine has.
+        is_idle: Whether no rank has begun to build. Then the free memory counts,
+            otherwise all memory of the machine.
+
+    Raises:
+        ConfigError: The model does not fit.
     """
     if _GPU_DRIVER.exists():
         return
@@ -50,7 +53,17 @@ def require_host_memory(
 def require_room(
     settings: Settings, needed_bytes: float, there_bytes: float, where: str
 ) -> None:
-    """Raise ConfigError unless weights and optimizer states have room."""
+    """Require that weights and optimizer states fit.
+
+    Args:
+        settings: The settings of the job.
+        needed_bytes: The bytes of weights and optimizer states.
+        there_bytes: The bytes that the memory has.
+        where: The name of the memory, for the error.
+
+    Raises:
+        ConfigError: The weights and optimizer states do not fit.
+    """
     got = (
         f"{settings.model.name}, {needed_bytes / _GB:.3g} GB of weights and optimizer"
         " states"
@@ -65,8 +78,13 @@ def require_room(
 def state_bytes(settings: Settings, layout: ParallelLayout, rank: int) -> float:
     """Return the least bytes of a rank's weights, master weights and moments.
 
-    `tiny` in BF16 on one rank, where Adam has FP32 states: 14 bytes for each of its
-    parameters.
+    Example: `tiny` in BF16 on one rank, with FP32 states of Adam, has 14 bytes per
+    parameter.
+
+    Args:
+        settings: The settings of the job.
+        layout: The layout of the job.
+        rank: The global rank.
     """
     model, formats = settings.model, settings.precision.state_format
     vocab_size = (
@@ -101,8 +119,12 @@ def state_bytes(settings: Settings, layout: ParallelLayout, rank: int) -> float:
 
 
 def host_memory_bytes(*, is_idle: bool) -> float:
-    """Return the memory and swap that this machine has free, if it `is_idle`, or has at
-    all; a container's limit.
+    """Return the memory and swap of this machine, in bytes.
+
+    The limit of a container applies, if that is lower.
+
+    Args:
+        is_idle: Whether only free memory and swap count.
     """
     lines = (line.split() for line in _MEMINFO.read_text().splitlines())
     kilobytes = {name.rstrip(":"): int(value) for name, value, *_ in lines}

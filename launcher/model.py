@@ -1,8 +1,7 @@
-"""A model, its optimizer and its schedule from their settings, with Megatron-Core's own
-builders.
+"""Builds a model, its optimizer and its scheduler with Megatron-Core's own builders.
 
-Transformer Engine's layers are used where it is installed and there is a GPU,
-Megatron's own elsewhere.
+Transformer Engine's layers are used on a GPU where Transformer Engine is installed,
+Megatron's own layers elsewhere.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from moe_ckpt.types import ParallelLayout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STATE_DTYPES = {**_DTYPES, "fp8": torch.uint8}
-"""As Megatron names the types of optimizer states: uint8 stands for FP8."""
+"""Number formats by Megatron's types of optimizer states: uint8 stands for FP8."""
 
 _SAME_IN_MODEL = (
     *(
@@ -61,7 +60,7 @@ _SAME_IN_TRAIN = (
     "adam_eps",
     "clip_grad",
 )
-"""Settings that Megatron gives the same names."""
+"""Settings that have the same names in Megatron, like those of `_SAME_IN_MODEL`."""
 
 
 def build_training(
@@ -70,8 +69,18 @@ def build_training(
     vocab_size: int,
     router: type[TopKRouter] = TopKRouter,
 ) -> TrainingState:
-    """Return this rank's stage of the model, its optimizer and its schedule.
-    Collective; groups must be formed.
+    """Build this rank's stage of the model, its optimizer and its scheduler.
+
+    Collective. The process groups must be formed before.
+
+    Args:
+        settings: The settings of the run.
+        layout: The degrees of parallelism.
+        vocab_size: The padded number of tokens in the vocabulary.
+        router: The class of the MoE layers' routers.
+
+    Raises:
+        ConfigError: Megatron or the installed libraries cannot do these settings.
     """
     config = transformer_config(settings, layout)
     _require_formats(settings)
@@ -84,7 +93,7 @@ def build_training(
         ),
         _build_stage(settings, config, vocab_size, router),
     )
-    # before the optimizer, which makes its master weights of these
+    # before the optimizer, which makes its master weights from these parameters
     broadcast_parameters(model)
     optimizer = get_megatron_optimizer(
         _optimizer_config(settings), [model], use_gloo_process_groups=False
@@ -99,8 +108,9 @@ def build_training(
 def transformer_config(settings: Settings, layout: ParallelLayout) -> TransformerConfig:
     """Return Megatron's own configuration for these settings.
 
-    Raises ConfigError for what only Transformer Engine's layers can do, where they are
-    not used.
+    Raises:
+        ConfigError: Only Transformer Engine's layers can do the settings, and these
+            layers are not used; or Megatron refuses the combination.
     """
     model, precision = settings.model, settings.precision
     if not _use_transformer_engine():
@@ -124,7 +134,7 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
         tensor_model_parallel_size=layout.tp,
-        # Megatron's MoE layers ask for it
+        # Megatron's MoE layers require sequence parallelism with tensor parallelism
         sequence_parallel=layout.tp > 1 and model.num_experts > 0,
         params_dtype=_DTYPES[precision.dtype],
         pipeline_dtype=_DTYPES[precision.dtype],
@@ -151,8 +161,8 @@ def _architecture(model: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.dense_ffn_hidden_size or model.moe_ffn_hidden_size,
         "gated_linear_unit": model.activation == "swiglu",
         "activation_func": F.silu if model.activation == "swiglu" else F.gelu,
-        # at EP=1 the forward pass of experts with biases fails in Megatron 0.16.1,
-        # checkpoints or not
+        # in Megatron 0.16.1 the forward pass of experts with biases fails at EP=1, with
+        # or without checkpoints
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias,
         "init_method_std": model.init_std,
@@ -189,7 +199,10 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
 
 
 def _fp8(precision: PrecisionConfig) -> dict[str, Any]:
-    """Return what Transformer Engine's layers are told; on a CPU `fp8_linear` rounds."""
+    """Return the FP8 options of Transformer Engine's layers.
+
+    On a CPU there are none: `fp8_linear` rounds.
+    """
     if not (precision.fp8 and _use_transformer_engine()):
         return {}
     return {
@@ -244,7 +257,8 @@ def _build_stage(
     use_router(layers, router)
     stage = GPTModel(
         config,
-        # annotated as one layer's spec, taken as a block's as well
+        # the parameter is annotated as the spec of one layer, but also takes the specs
+        # of a block
         cast("Any", layers),
         vocab_size=vocab_size,
         max_sequence_length=settings.train.sequence_length,
@@ -269,7 +283,7 @@ def _build_stage(
         fp8_linear.use_fp8(stage, delayed, blocks=precision.fp8_recipe == "blockwise")
     wrapped = stage if precision.dtype == "fp32" else Float16Module(config, stage)
     if precision.fp8_param_gather and not torch.cuda.is_available():
-        # a wrapper that changes types would undo it
+        # after the wrapper, which would undo the conversion by changing types
         cpu_fp8_tensors.convert(wrapped, fp8_linear.quantizer_of)
     return wrapped
 
@@ -282,8 +296,10 @@ def _use_transformer_engine() -> bool:
 
 
 def _require_formats(settings: Settings) -> None:
-    """Raise ConfigError for a number format that these layers or this optimizer cannot
-    do.
+    """Refuse number formats that the layers or the optimizer cannot do.
+
+    Raises:
+        ConfigError: The first setting that does not fit.
     """
     precision, train = settings.precision, settings.train
     if precision.fp8 and torch.cuda.is_available():
@@ -332,8 +348,10 @@ def _require_formats(settings: Settings) -> None:
 
 
 def _optimizer_config(settings: Settings) -> OptimizerConfig:
-    """Return Megatron's own configuration. On a CPU the reference of FusedAdam is
-    installed for what is not FP32.
+    """Return Megatron's own configuration of the optimizer.
+
+    On a CPU, formats other than FP32 use the reference implementation of FusedAdam,
+    which is installed here.
     """
     arguments = _optimizer_arguments(settings)
     if settings.precision.state_format.is_plain:
@@ -342,7 +360,7 @@ def _optimizer_config(settings: Settings) -> OptimizerConfig:
     if torch.cuda.is_available():
         return OptimizerConfig(**arguments)
     precision_adam.install()
-    # Megatron imports Transformer Engine's FusedAdam as it checks the types of states
+    # Megatron imports Transformer Engine's FusedAdam when it checks the types of states
     with precision_adam.importable():
         return OptimizerConfig(**arguments)
 
@@ -368,7 +386,7 @@ def _optimizer_arguments(settings: Settings) -> dict[str, Any]:
         "fp16": precision.dtype == "fp16",
         "params_dtype": _DTYPES[precision.dtype],
         "use_distributed_optimizer": train.distributed_optimizer,
-        # Megatron takes the masters of FP8 parameters from FusedAdam otherwise
+        # otherwise Megatron takes the masters of FP8 parameters from FusedAdam
         "fp8_recipe": precision.fp8_recipe if precision.fp8_param_gather else None,
         "initial_loss_scale": precision.initial_loss_scale,
         "min_loss_scale": precision.min_loss_scale,

@@ -1,5 +1,6 @@
-"""The folder of a command that runs several jobs: a run folder for each, with the job's
-output beside it.
+"""The output folder of a command that runs several jobs.
+
+The folder contains a run folder for each job, with the job's output beside it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ from moe_ckpt.errors import ConfigError
 
 
 def make_output_folder(wanted: Path | None, command: str) -> Path:
-    """Return the folder, outputs/DATE/TIME-COMMAND where none is wanted. Raises
-    ConfigError if it cannot be made.
+    """Make the output folder of a command.
+
+    Args:
+        wanted: The folder; None: outputs/DATE/TIME-COMMAND.
+        command: The name of the command.
+
+    Raises:
+        ConfigError: The folder cannot be made.
     """
     folder = (
         wanted
@@ -30,5 +37,5 @@ def make_output_folder(wanted: Path | None, command: str) -> Path:
 
 
 def log_of(run: Path) -> Path:
-    """Return the file that has the output of a run."""
+    """Return the path of the file with the output of a run."""
     return run.with_name(f"{run.name}.log")

@@ -1,8 +1,7 @@
-"""Command lines of settings: Hydra's overrides, and no option of Hydra's own. Imports
-no Hydra.
+"""Command lines of settings: Hydra's overrides without Hydra's own options.
 
 `train`, `simulate` and `moe-ckpt train` share this module. An override is `GROUP=FILE`,
-`KEY=VALUE`, `+KEY=VALUE` or `~KEY`.
+`KEY=VALUE`, `+KEY=VALUE` or `~KEY`. Must not: import Hydra.
 """
 
 from __future__ import annotations
@@ -45,11 +44,16 @@ _INSTEAD = {
         "-sc",
     ): "no option of Hydra",
 }
-"""Options of Hydra, which would train nothing, and what to use."""
+"""Hydra's own options, which would train nothing, and the alternative to each."""
 
 
 def make_parser(prog: str, description: str) -> Parser:
-    """Return the parser of a command that takes overrides."""
+    """Return the parser of a command that takes overrides.
+
+    Args:
+        prog: The name of the command.
+        description: The text of `--help`.
+    """
     parser = Parser(prog=prog, description=description, add_help=False)
     parser.add_argument(
         "-h",
@@ -72,17 +76,17 @@ def make_parser(prog: str, description: str) -> Parser:
 
 
 def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Return what a command line of options and overrides, in any order, asks for.
+    """Parse a command line of options and overrides, in any order.
 
     Args:
         parser: A parser of `make_parser`.
         arguments: The words of the command line.
 
     Returns:
-        The options, and `overrides`.
+        The options, with the overrides as `overrides`.
 
     Raises:
-        ConfigError: An unknown option, or a setting with two values.
+        ConfigError: An option is unknown, or a setting has two values.
     """
     options, unknown = parser.parse_known_intermixed_args(arguments)
     for word in unknown:
@@ -96,8 +100,10 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def require_one_value_each(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for a setting, or a choice of a file, that has two different
-    values, or no text.
+    """Require a single value for each setting and each choice of a file.
+
+    Raises:
+        ConfigError: A setting has two different values, or text that is not UTF-8.
     """
     values: dict[str, str] = {}
     for override in overrides:
@@ -109,22 +115,23 @@ def require_one_value_each(overrides: Sequence[str]) -> None:
 
 
 def last_values(overrides: Sequence[str]) -> list[str]:
-    """Return overrides without those whose setting has another value later: defaults of
-    a script, then its user's.
+    """Drop overrides of a setting that a later override sets again.
+
+    Used for the defaults of a script, followed by the overrides of the script's user.
     """
     last = {override.lstrip("+").partition("=")[0]: override for override in overrides}
     return list(last.values())
 
 
 def help_text(name: str, overrides: Sequence[str]) -> str:
-    """Return the files that a command composes: keys, defaults, meanings as comments.
+    """Return the files that a command composes: keys, defaults and comments.
 
     Args:
-        name: The file in conf/ that names the groups.
-        overrides: What the command line chooses.
+        name: The file in conf/ that names the groups, without its suffix.
+        overrides: The overrides of the command line.
 
     Raises:
-        ConfigError: A choice that there is not.
+        ConfigError: A choice does not exist.
     """
     text = (CONF_DIR / f"{name}.yaml").read_text()
     chosen = re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE)

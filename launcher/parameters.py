@@ -1,5 +1,6 @@
-"""How many parameters a model of given settings has, operator by operator. Pure
-arithmetic: no torch, no Megatron.
+"""Counts the parameters of a model, operator by operator.
+
+Pure arithmetic: no torch, no Megatron.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from moe_ckpt.types import OperatorId, OperatorKind, ParallelLayout
 
 
 def padded_vocab_size(num_tokens: int, layout: ParallelLayout) -> int:
-    """Return the vocabulary rounded up to what tensor parallelism divides, and to 64
-    for the kernels' sake.
+    """Round the vocabulary up to a multiple of 64 and of tensor parallelism.
+
+    64 suits the kernels.
+
+    Args:
+        num_tokens: The number of tokens in the vocabulary.
+        layout: The degrees of parallelism.
     """
     multiple = math.lcm(64, layout.tp)
     return -(-num_tokens // multiple) * multiple
@@ -22,11 +28,19 @@ def padded_vocab_size(num_tokens: int, layout: ParallelLayout) -> int:
 def count_parameters(
     model: ModelConfig, vocab_size: int, max_sequence_length: int = 0
 ) -> tuple[int, int]:
-    """Return (total, active) parameters: active are those that a token meets, with the
-    routed experts it goes to.
+    """Count all parameters of a model, and the active parameters.
 
-    Worked example, `tiny` with 256 byte tokens: 4 layers of 8 experts with 3 * 64 * 128
-    weights each are 786,432.
+    Example: in `tiny` with 256 byte tokens, 4 layers of 8 experts with 3 * 64 * 128
+    weights each have 786,432 parameters.
+
+    Args:
+        model: The architecture.
+        vocab_size: The number of tokens in the vocabulary.
+        max_sequence_length: The number of learned positions.
+
+    Returns:
+        The number of parameters, and the number of parameters that process a token: of
+        the routed experts only the experts to which a token is routed.
     """
     total = sum(
         count
@@ -43,8 +57,15 @@ def count_parameters(
 def operator_parameters(
     model: ModelConfig, vocab_size: int, max_sequence_length: int = 0
 ) -> Iterator[tuple[OperatorId, int]]:
-    """Yield the operators of the whole model from front to back, each with its
-    parameters.
+    """Yield the operators of the whole model from front to back.
+
+    Args:
+        model: The architecture.
+        vocab_size: The number of tokens in the vocabulary.
+        max_sequence_length: The number of learned positions.
+
+    Yields:
+        An operator, and the number of its parameters.
     """
     norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
     positions = max_sequence_length if model.position_embedding == "learned" else 0

@@ -1,4 +1,4 @@
-"""Processes of other jobs: whether one has stopped, and how one is ended."""
+"""Processes of other jobs: whether a process has stopped, and how to end it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def end_session(process: subprocess.Popen[bytes], *, within_s: float = 20.0) -> 
 
     Args:
         process: The command, which has begun a session of its own.
-        within_s: The time that processes have to end by themselves; then they are
+        within_s: The seconds in which processes can end by themselves before they are
             killed.
     """
     until_s = time.monotonic() + within_s
-    with contextlib.suppress(ProcessLookupError):  # none is left
+    with contextlib.suppress(ProcessLookupError):  # no process is left
         os.killpg(process.pid, signal.SIGTERM)
-        while time.monotonic() < until_s:  # no event says that a group has ended
+        # polled: there is no event for the end of a group
+        while time.monotonic() < until_s:
             process.poll()
             os.killpg(process.pid, 0)
             time.sleep(_LOOK_EVERY_S)
@@ -38,8 +39,13 @@ def end_session(process: subprocess.Popen[bytes], *, within_s: float = 20.0) -> 
 
 
 def end_job(process: subprocess.Popen[bytes], *, within_s: float = 20.0) -> None:
-    """End a job that still runs; torchrun ends the processes that it has started. After
-    `within_s` it is killed.
+    """End a job that still runs.
+
+    torchrun ends the processes that it has started.
+
+    Args:
+        process: The process of torchrun.
+        within_s: The seconds after which the process is killed.
     """
     if process.poll() is None:
         process.terminate()

@@ -1,6 +1,4 @@
-"""A run's output on global rank 0: a progress bar or lines, TensorBoard scalars, and
-the last line.
-"""
+"""Progress of a run on global rank 0: a bar or lines, and TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -29,10 +27,15 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Display(Protocol):
-    """Shows iterations as they come."""
+    """Shows iterations of a run."""
 
     def iteration(self, committed: IterationCommitted, tokens_per_s: float) -> None:
-        """Show one more iteration."""
+        """Show one more iteration.
+
+        Args:
+            committed: The event of the iteration.
+            tokens_per_s: The throughput of the iteration on all ranks together.
+        """
         ...
 
     def note(self, text: str) -> None:
@@ -40,12 +43,17 @@ class Display(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it should be."""
+        """Restore the terminal."""
         ...
 
 
 class Bar:
-    """A rich progress bar, for terminals."""
+    """A rich progress bar, for terminals.
+
+    Args:
+        total: The last iteration of the run.
+        done: The iterations before this start.
+    """
 
     def __init__(self, total: int, done: int) -> None:
         columns = (
@@ -54,7 +62,7 @@ class Bar:
             TimeRemainingColumn(),
             TextColumn("{task.fields[facts]}"),
         )
-        # standard output has the last line alone, for programs that read it
+        # standard output has only the last line of the run, for programs that read it
         self._progress = Progress(*columns, console=Console(stderr=True))
         self._task = self._progress.add_task("", total=total, completed=done, facts="")
         self._progress.start()
@@ -71,7 +79,11 @@ class Bar:
 
 
 class Lines:
-    """A line every few seconds, for logs."""
+    """A line every few seconds, for logs.
+
+    Args:
+        total: The last iteration of the run.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -96,8 +108,16 @@ class Lines:
 def open_display(
     run: RunConfig, *, global_rank: int, total: int, done: int
 ) -> Display | None:
-    """Return the display of this rank's progress; None on every rank but 0, and for
-    `run.progress=none`.
+    """Return the display of this rank's progress.
+
+    Args:
+        run: The settings of the run.
+        global_rank: This rank.
+        total: The last iteration of the run.
+        done: The iterations before this start.
+
+    Returns:
+        The display; None on every rank but 0, and for `run.progress=none`.
     """
     if global_rank != 0 or run.progress == "none":
         return None
@@ -115,10 +135,15 @@ def _facts(committed: IterationCommitted, tokens_per_s: float) -> str:
 
 
 class Scalars:
-    """TensorBoard scalars; purges an earlier incarnation's values of iterations that
-    are run again.
+    """TensorBoard scalars.
 
-    A disk that fills ends the scalars with a warning, not the run.
+    Values of earlier processes for iterations that run again are purged. A full disk
+    ends the scalars with a warning, and does not end the run.
+
+    Args:
+        folder: The folder of the scalars.
+        first_iteration: The first iteration of this process. Values from that iteration
+            on are purged.
     """
 
     def __init__(self, folder: Path, first_iteration: int) -> None:

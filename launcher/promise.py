@@ -9,8 +9,10 @@ from moe_ckpt.events import Event, ModelBuilt, read_events
 
 
 def exactness_of(events: Iterable[Event]) -> str | None:
-    """Return `bitwise` or `state`, as the newest worker has it; None: no worker has
-    built its model.
+    """Return the promise of the newest worker among events.
+
+    Returns:
+        `bitwise` or `state`; None if no worker has built its model.
     """
     newest = None
     for event in events:
@@ -20,8 +22,14 @@ def exactness_of(events: Iterable[Event]) -> str | None:
 
 
 def read_exactness(run: Path) -> str | None:
-    """Return the promise of a run's rank 0; None: that rank has no events, or has not
-    built its model yet.
+    """Return the promise of a run's rank 0.
+
+    Args:
+        run: The run folder.
+
+    Returns:
+        `bitwise` or `state`; None if rank 0 has no events or has not built its model
+        yet.
     """
     path = run / "events" / "rank0000.jsonl"
     if not path.exists():

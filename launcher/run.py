@@ -1,5 +1,6 @@
-"""One run of one process, from settings to result: what the launcher builds for
-`moe_ckpt.loop`.
+"""One run of one process, from settings to result.
+
+Owns: the parts of the launcher that `moe_ckpt.loop` runs.
 """
 
 from __future__ import annotations
@@ -69,19 +70,19 @@ def run(
     store: dist.Store | None = None,
     around_hooks: AroundHooks = lambda hooks: hooks,
 ) -> dict[str, Any]:
-    """Train without a supervisor, in ranks that need not be torchrun's.
+    """Train without a supervisor, in ranks that torchrun need not have started.
 
     Args:
         settings: The settings of the run.
-        store: Where the ranks meet; None: in torchrun's store.
-        around_hooks: May wrap the hooks that the iteration calls, to inject faults,
-            say.
+        store: The store in which the ranks meet; None: torchrun's store.
+        around_hooks: May wrap the hooks that the iteration calls, for example to inject
+            faults.
 
     Returns:
         The contents of result.json.
 
     Raises:
-        MoeCkptError: An error that a user can mend, on all ranks.
+        MoeCkptError: An error that a user can correct, on all ranks.
     """
     result = run_in(
         PlainWorker(settings.job, read_launch(), store),
@@ -98,7 +99,19 @@ def run_in(
     *,
     around_hooks: AroundHooks = lambda hooks: hooks,
 ) -> dict[str, Any]:
-    """Train in one process of a rank, supervised or not; `run` has the rest."""
+    """Train in one process of a rank, supervised or not.
+
+    Args:
+        worker: This process.
+        settings: The settings of the run.
+        around_hooks: As in `run`.
+
+    Returns:
+        The contents of result.json.
+
+    Raises:
+        MoeCkptError: As in `run`.
+    """
     layout = lay_out(
         settings, worker.launch.world_size, is_supervised=worker.is_supervised
     )
@@ -114,19 +127,29 @@ def run_in(
 
 
 def use_cpu() -> bool:
-    """Let Megatron-Core run on CPUs if there is no GPU; return whether there is none."""
+    """Let Megatron-Core run on CPUs if there is no GPU.
+
+    Returns:
+        Whether there is no GPU.
+    """
     if not cpu_stand_in.enable():
         return False
     if not is_set_by_user("OMP_NUM_THREADS", "1"):
-        # a share that no load changes: sums depend on the number of threads
+        # a share that does not depend on the load: results of sums depend on the number
+        # of threads
         num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
     return True
 
 
 def form_groups(layout: ParallelLayout, seed: int) -> None:
-    """Form Megatron's process groups and seed its generators, differently on each
-    stage, as Megatron does.
+    """Form Megatron's process groups, and seed its generators.
+
+    As in Megatron, the seed differs from stage to stage.
+
+    Args:
+        layout: The degrees of parallelism.
+        seed: The seed of the run.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -142,7 +165,7 @@ def form_groups(layout: ParallelLayout, seed: int) -> None:
 def _build(
     settings: Settings, layout: ParallelLayout, joined: JoinedWorker[Any]
 ) -> Training:
-    """Return this rank's training, for which a supervised rank waits for no other."""
+    """Return this rank's training. A supervised rank waits for no other rank here."""
     train = settings.train
     if torch.cuda.is_available():
         _, there_bytes = torch.cuda.mem_get_info()
@@ -175,8 +198,10 @@ def _build(
 
 
 def _corpus_size(settings: Settings, folder: RunFolder) -> CorpusSize:
-    """Return how many samples a corpus must have, and how many of them the run's first
-    start shuffled together.
+    """Return the number of samples that the run needs from a corpus.
+
+    The result also has the number of samples that the run's first start shuffled
+    together.
     """
     train = settings.train
     of_run = train.iterations * train.global_batch_size
@@ -192,8 +217,8 @@ def _corpus_size(settings: Settings, folder: RunFolder) -> CorpusSize:
         course, done = read_course(checkpoint), read_manifest(checkpoint).iteration
     if course is None:
         return CorpusSize(num_samples=of_run, block=of_run)
-    # of another run: up to its checkpoint in its batches, and from there on in batches
-    # of this run
+    # a state of another run: batches up to its checkpoint have the size of that run,
+    # later batches the size of this run
     began = done or course.began_after
     num_samples = (
         course.consumed(began) + (train.iterations - began) * train.global_batch_size
@@ -207,8 +232,9 @@ def _corpus_size(settings: Settings, folder: RunFolder) -> CorpusSize:
 def _course(
     settings: Settings, source: TokenSource, size: CorpusSize
 ) -> dict[str, Setting]:
-    """Return the settings that decide the states of a run; lengths of the schedule are
-    a part of the state itself.
+    """Return the settings that decide the states of a run.
+
+    Lengths of the schedule are left out, as a part of the state itself.
     """
     train = {f"train.{name}": getattr(settings.train, name) for name in _OF_COURSE}
     data = {
@@ -241,13 +267,14 @@ def _open_source_everywhere(
     if settings.data.source == "text" and folder.path.is_relative_to(
         Path(settings.data.path or "").resolve()
     ):
-        # events of the run would become a part of its data
+        # otherwise events of the run would become a part of its data
         raise ConfigError(
             f"data.path: got {settings.data.path!r}, wanted a folder without the run"
             " folder in it"
         )
 
-    def vocab_size_of_mine() -> int:  # not the source itself: that is the whole text
+    # gathers the size and not the source, which is the whole text
+    def vocab_size_of_mine() -> int:
         source = open_source(
             settings.data,
             settings.train,
@@ -281,11 +308,13 @@ def _vocab_size(settings: Settings, source: TokenSource, layout: ParallelLayout)
 
 
 def _fingerprint(settings: Settings, source: TokenSource) -> str:
-    """Return a short hash over everything that shapes the saved state, at whatever
-    layout, and a format of its own.
+    """Return a hash of all settings that shape the saved state.
+
+    The hash does not depend on the layout. If formats differ from the plain ones, the
+    hash is followed by a text that names the formats.
     """
-    # without tensor parallelism, whose padding differs: a checkpoint may be loaded at
-    # another layout
+    # without the padding for tensor parallelism: a checkpoint may be loaded at another
+    # layout
     vocab_size = _vocab_size(settings, source, _UNSPLIT)
     shaping = {
         "model": {**asdict(settings.model), "vocab_size": vocab_size},

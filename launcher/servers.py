@@ -7,7 +7,11 @@ from moe_ckpt.config import require
 
 
 def require_servable(settings: Settings) -> None:
-    """Raise ConfigError where checkpoint servers could not take the optimizer's steps."""
+    """Require settings under which checkpoint servers can take the optimizer's steps.
+
+    Raises:
+        ConfigError: With `ckpt=flowcheck`, a setting that servers cannot follow.
+    """
     servers = settings.ckpt.served
     if servers is None:
         return

@@ -1,6 +1,7 @@
-"""Simulate training under faults: predict what checkpoint policies cost, and rank them.
+"""Simulates training under faults: predicts the cost of policies, and ranks them.
 
-    python -m launcher.simulate [model=qwen_moe] [cluster=h200] [ckpt=gemini] [mtbf_s=1800] ...
+    python -m launcher.simulate [model=qwen_moe] [cluster=h200] [ckpt=gemini]
+                                [mtbf_s=1800] ...
     python -m launcher.simulate +experiment=table3
 
 `python -m launcher.simulate --help` lists every setting.
@@ -29,15 +30,24 @@ from moe_ckpt.errors import exit_status
 from moe_ckpt.sim.saving import Recovery
 
 _NOTHING = "-"
-_DESCRIPTION = """Simulates training under faults: predicts ETTR, overhead and memory of policies, and ranks them.
-
-    python -m launcher.simulate [OVERRIDES]
-    python -m launcher.simulate plan=true model=deepseek_moe cluster=h200 mtbf_s=1800"""
+_DESCRIPTION = (
+    "Simulates training under faults: predicts ETTR, overhead and memory of policies,"
+    " and ranks them.\n"
+    "\n"
+    "    python -m launcher.simulate [OVERRIDES]\n"
+    "    python -m launcher.simulate plan=true model=deepseek_moe cluster=h200"
+    " mtbf_s=1800"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Simulate what the arguments say, or say in one message why not; return the exit
-    status.
+    """Simulate as the arguments say, or print one message about an error.
+
+    Args:
+        arguments: The words of the command line.
+
+    Returns:
+        The exit status.
     """
     return exit_status(lambda: _answer(arguments))
 
@@ -80,7 +90,7 @@ def _simulate(arguments: Sequence[str]) -> None:
 
 
 def lines_of(result: Result) -> list[str]:
-    """Return a result for people, a line for each fact."""
+    """Return a readable result, one line per fact."""
     setup, saving, prediction = (
         result.simulation.setup,
         result.saving,
@@ -124,7 +134,7 @@ def lines_of(result: Result) -> list[str]:
 
 
 def cadence(result: Result) -> str:
-    """Return how often a policy saves, in words."""
+    """Return in words how often a policy saves."""
     saving = result.saving
     durable = (
         f"whole checkpoints every {saving.durable.every_iters} iterations"
@@ -149,7 +159,7 @@ def cadence(result: Result) -> str:
 
 
 def print_rows(rows: Iterable[Row]) -> None:
-    """Print an experiment's results as they come."""
+    """Print the results of an experiment, each as soon as it is there."""
     head = (
         "case",
         "policy",

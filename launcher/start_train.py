@@ -2,7 +2,7 @@
 
     moe-ckpt train --nproc-per-node=4 +ckpt=moevement [OVERRIDES]
 
-A mistake is one line here; under torchrun 30 lines of its own follow.
+An error in the settings is one line here; under torchrun 30 lines of torchrun follow.
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ _SCRIPT = Path(__file__).with_name("train.py")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Become torchrun; return only after help, or after one message about a mistake."""
+    """Replace this process by torchrun.
+
+    Args:
+        arguments: The words of the command line.
+
+    Returns:
+        The exit status after help, or after one message about an error. Otherwise the
+        function does not return.
+    """
 
     def start() -> None:
         command = train_command(arguments)
         if command:
-            # torchrun takes the place of this process: a signal, and the exit status,
-            # are torchrun's own
+            # torchrun takes the place of this process: signals go to torchrun, and the
+            # exit status is that of torchrun
             os.execv(command[0], command)
 
     return exit_status(start)
@@ -47,11 +55,11 @@ def train_command(arguments: Sequence[str]) -> list[str]:
         arguments: Options of torchrun and overrides, in any order.
 
     Returns:
-        The words of the command; none after `--help` and `--cfg`, which are answered
+        The words of the command; none for `--help` and `--cfg`, which are answered
         here.
 
     Raises:
-        ConfigError: An unknown option, a wrong setting, or a layout that does not
+        ConfigError: An option is unknown, a setting is wrong, or the layout does not
             divide.
     """
     options = parse_train(arguments)
@@ -65,15 +73,23 @@ def train_command(arguments: Sequence[str]) -> list[str]:
     num_processes, num_nodes = count_processes(options), count_nodes(options)
     if num_processes is not None and num_nodes is not None:
         layout = check_job(settings, num_processes * num_nodes)
-        # the first node of several has as many ranks as each, and those of the first
-        # stage
+        # the first of several nodes has as many ranks as each node, and has the ranks
+        # of the first stage
         require_host_memory(settings, layout, range(num_processes), is_idle=True)
     return torchrun_command(options, [str(_SCRIPT), *options.overrides])
 
 
 def parse_train(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a training, those of torchrun among them, and its
-    overrides. Raises ConfigError.
+    """Parse the command line of a training.
+
+    Args:
+        arguments: Options of torchrun and overrides, in any order.
+
+    Returns:
+        The options, with those of torchrun, and the overrides as `overrides`.
+
+    Raises:
+        ConfigError: An option is unknown, or a setting has two values.
     """
     return parse(_parser(), arguments)
 

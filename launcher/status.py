@@ -1,5 +1,8 @@
-"""Shows what the ranks of a run are doing, from their pages: `python -m launcher.status
-[RUN]`. Changes nothing.
+"""Shows the activity of the ranks of a run, from their status pages.
+
+    python -m launcher.status [RUN]
+
+Must not: change anything.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from moe_ckpt.elastic.live_workers import (
 from moe_ckpt.errors import ConfigError, exit_status
 
 _WORDS = ("host", "phase", "state")
-"""Columns that are words, and no numbers."""
+"""Columns that are words and no numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,34 +38,67 @@ class Doing:
     """The contents of a worker's status page."""
 
     generation: int
+    """The generation that the worker belongs to."""
+
     iteration: int
+    """The iteration of the worker."""
+
     phase: str
+    """The phase (`moe_ckpt.types.Phase`), in lower case."""
+
     waiting: bool
+    """Whether the worker waits for ranks, daemons or storage."""
+
     heartbeat_age_s: float
+    """Seconds since the last heartbeat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """A rank of a run; `doing` is None where its worker is dead or on another machine
-    than this one.
-    """
+    """The status of a rank."""
 
     rank: int
+    """Global rank."""
+
     node: int
+    """Number of the node."""
+
     host: str
+    """Name of the host."""
+
     pid: int
+    """Process id of the newest worker."""
+
     incarnation: int
+    """Number of workers of this rank before the newest one."""
+
     state: str
+    """`waiting`, `computing`, `elsewhere` (on another machine), `being replaced` or
+    `dead`.
+    """
+
     doing: Doing | None
+    """The status page; None if the worker is dead or on another machine."""
 
 
 def read_status(run: Path) -> list[RankStatus]:
-    """Return the ranks that have not finished, by rank."""
+    """Return the status of the ranks that have not finished, by rank.
+
+    Args:
+        run: The run folder.
+    """
     return [_status_of(worker) for worker in read_written(run)]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the status of a run; return the exit status."""
+    """Print the status of a run.
+
+    Args:
+        arguments: The words of the command line.
+
+    Returns:
+        The exit status.
+    """
     parser = Parser(
         prog="python -m launcher.status",
         description="Show what a run's ranks are doing.",
@@ -141,7 +177,7 @@ def _doing(worker: LiveWorker) -> Doing | None:
         return None
     try:
         page = worker.open_page()
-    except FileNotFoundError:  # it has ended since
+    except FileNotFoundError:  # the worker has ended in the meantime
         return None
     return Doing(
         generation=page.generation,
@@ -181,8 +217,7 @@ def _print(
 
 
 def _loss(result: dict[str, Any]) -> list[str]:
-    """Return the loss of the last evaluation, else that of the last iteration, else
-    nothing.
+    """Return the loss of the last evaluation, else of the last iteration, else nothing.
 
     Only the launcher evaluates.
     """
@@ -193,8 +228,9 @@ def _loss(result: dict[str, Any]) -> list[str]:
 
 
 def _table(ranks: Sequence[RankStatus]) -> Table:
-    """Return a row for each rank; all of it fits into 80 columns, but for long names of
-    hosts, which are folded.
+    """Return a table with a row for each rank.
+
+    The table fits into 80 columns; long names of hosts are folded.
     """
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     heads = (

@@ -1,6 +1,7 @@
-"""Train a Mixture-of-Experts model with Megatron-Core and a checkpoint policy.
+"""Trains a Mixture-of-Experts model with Megatron-Core and a checkpoint policy.
 
-    torchrun --nproc-per-node=4 launcher/train.py [ckpt=dense] [model=small] [train.iterations=50] ...
+    torchrun --nproc-per-node=4 launcher/train.py [ckpt=dense] [model=small]
+                                                  [train.iterations=50] ...
 
 `python launcher/train.py --help` lists every setting.
 """
@@ -17,9 +18,10 @@ from pathlib import Path
 from moe_ckpt.agent import end_with_agent
 
 if __name__ == "__main__":
-    # where this file was not installed under its name
+    # if this file was not installed, `launcher` is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    # before anything slow: an agent that is killed during the imports leaves no orphan
+    # before anything slow: if the agent is killed during the imports, this process ends
+    # too
     end_with_agent()
 
 from launcher.overrides import help_text, make_parser, parse
@@ -37,7 +39,14 @@ _EXAMPLE = "\n\n    torchrun --nproc-per-node=4 launcher/train.py [OVERRIDES]"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, show help, or say in one message why not; return the exit status."""
+    """Train, show help, or print one message about an error.
+
+    Args:
+        arguments: The words of the command line.
+
+    Returns:
+        The exit status.
+    """
     parser = make_parser("launcher/train.py", DESCRIPTION + _EXAMPLE)
     try:
         options = parse(parser, arguments)
@@ -50,7 +59,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(parser: Parser, options: argparse.Namespace) -> bool:
-    """Print what `--help` or `--cfg` ask for; return whether either was given."""
+    """Print the output of `--help` or `--cfg`.
+
+    Args:
+        parser: The parser of the command.
+        options: The parsed options.
+
+    Returns:
+        Whether either option was given.
+    """
     if options.help:
         print(parser.format_help(), help_text("config", options.overrides), sep="\n")
     elif options.cfg:
@@ -62,9 +79,9 @@ def show(parser: Parser, options: argparse.Namespace) -> bool:
 
 def _train(overrides: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    # what ckpt.window=auto chooses
+    # shows the choice of `ckpt.window=auto`
     logging.getLogger("moe_ckpt.engine.session").setLevel(logging.INFO)
-    # notes to Megatron's own training script
+    # hides notes that are for Megatron's own training script
     logging.getLogger("megatron").setLevel(logging.ERROR)
     choose_warnings()
     from launcher.config import compose_settings  # noqa: PLC0415 - Hydra: not for help
@@ -78,17 +95,17 @@ def _train(overrides: Sequence[str]) -> int:
     first = launch.global_rank - launch.local_rank
     here = range(first, first + launch.local_world_size)
     require_host_memory(settings, layout, here, is_idle=False)
-    from launcher.entry import start  # noqa: PLC0415 - seconds of imports: not for help, not for a mistyped key
+    # imports of seconds: not for help, not for a mistyped key
+    from launcher.entry import start  # noqa: PLC0415
 
     return start(settings)
 
 
 def choose_warnings() -> None:
-    """Hide the warnings of each rank about a device that lacks something, but not those
-    of kernels that do not repeat.
+    """Hide irrelevant warnings of each rank, and keep those of unrepeatable kernels.
 
-    With `run.exactness=bitwise` such a kernel only warns; a replay would then end
-    elsewhere.
+    Hidden warnings say that a device lacks something. With `run.exactness=bitwise` an
+    unrepeatable kernel only warns, but a replay would end in another state.
     """
     warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
     warnings.filterwarnings(

@@ -1,8 +1,8 @@
-"""Fault tolerance for Mixture-of-Experts training on unmodified Megatron-Core: the
-public API, beside `attach` and `TrainingLoop` of `moe_ckpt.attach`.
+"""Fault tolerance for Mixture-of-Experts training on unmodified Megatron-Core.
 
-Names are imported on first use: torch and Megatron take seconds, and the pure modules
-need neither. docs/api.md says which names are stable.
+The names here, and `attach` and `TrainingLoop` of `moe_ckpt.attach`, are the public
+API. docs/api.md states which names are stable. A name is imported on first use: torch
+and Megatron take seconds to import, and the pure modules need neither.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Supervisors fork, and a look for a GPU that started CUDA would leave their workers
-# none: torch asks NVML instead, if the package is imported before torch looks
+# Supervisors fork, and a look for a GPU that started CUDA would leave workers without a
+# GPU: torch asks NVML instead if this variable is set before torch looks
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ __all__ = [
     "read_events",
     "runtime_config",
 ]
-# those that need neither torch nor Megatron come first: for their names the others are
-# not imported
+# modules that need neither torch nor Megatron come first: for the names of these
+# modules the others are not imported
 _HOMES = (
     *("config", "errors", "events", "run_settings"),
     *("engine.session", "megatron.pipeline", "megatron.state", "megatron.step"),
@@ -76,7 +76,11 @@ _HOMES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module. Raises AttributeError for any other."""
+    """Import a public name from its module.
+
+    Raises:
+        AttributeError: The name is not public.
+    """
     for home in _HOMES if name in __all__ else ():
         module = import_module(f"moe_ckpt.{home}")
         if hasattr(module, name):

@@ -1,8 +1,8 @@
-"""The agent that started this process, and ending with it.
+"""The agent that started this process, and the end of this process with it.
 
-Owns: the pid of torchrun's agent at the start of this process; once the agent has ended
-the kernel reports another parent. Must not: import slow modules, as it is called before
-them.
+Owns: the pid of torchrun's agent at the start of this process; once the agent has
+ended, the kernel reports another parent. Must not: import slow modules, because this
+module runs before them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,28 @@ _PR_SET_PDEATHSIG = 1
 
 @functools.cache
 def agent_pid() -> int:
-    """Return the agent's pid: read on the first call, inherited across forks."""
+    """Return the agent's pid, as read on the first call.
+
+    Forked processes inherit the value.
+    """
     return os.getppid()
 
 
 def end_with_agent() -> None:
-    """Let the kernel end this process when its agent is gone; at once if it is gone
-    already.
+    """Let the kernel end this process when the agent is gone.
+
+    If the agent is already gone, this process ends at once.
     """
     die_with_parent(signal.SIGTERM, parent=agent_pid())
 
 
 def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> None:
-    """Let the kernel send this process a signal when its parent dies; at once if it is
-    dead already.
+    """Let the kernel send this process a signal when its parent dies.
+
+    Args:
+        number: The signal.
+        parent: The pid of the parent, if known. If that process is already dead, the
+            signal is sent at once.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     # the kernel sends nothing for a parent that had died before the call

@@ -1,4 +1,5 @@
-"""The parser of every command of this project: an error is a ConfigError, one line.
+"""The parser of every command of this project: an error is a ConfigError of one line.
+
 Pure: standard library only.
 """
 
@@ -12,12 +13,14 @@ from moe_ckpt.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print its usage and end the process.
+    """Raises ConfigError where argparse would print a usage and end the process.
 
     Options have no abbreviations: an abbreviation of today is ambiguous with an option
     of tomorrow. Line breaks of descriptions are kept.
 
-        parser = Parser(prog="moe-ckpt status", description="Show what a run's ranks are doing.")
+        parser = Parser(
+            prog="moe-ckpt status", description="Show what a run's ranks are doing."
+        )
     """
 
     def __init__(
@@ -45,16 +48,15 @@ class Parser(argparse.ArgumentParser):
 def parse_before_program(
     parser: Parser, arguments: Sequence[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of a command that starts a program, and the program with its
-    arguments.
+    """Return the options of a command that starts a program, and the program's words.
 
     Args:
         parser: The options of the command, without positional arguments.
-        arguments: Options, and then the program: all words after `--`, or from the
-            first word that is no option.
+        arguments: Options, and then the program with its arguments: all words after
+            `--`, or from the first word that is no option.
 
     Raises:
-        ConfigError: An unknown option, or one without its value.
+        ConfigError: An unknown option, or an option without its value.
     """
     parser.add_argument(
         "program",

@@ -1,12 +1,16 @@
-"""The composition root: puts a checkpoint session together for a Megatron-Core training
-loop.
+"""Attaches a checkpoint session to a Megatron-Core training loop.
 
-loop = TrainingLoop(communicator=StageCommunicator(...), forward_backward=..., ...)
-session = attach(ckpt=..., identity=..., folder=..., state=TrainingState(...),
-loop=loop, events=..., ...) first = session.resume(None) + 1 ... per iteration:
-session.iteration_started, loss_known, gradients_ready, update_applied, step_committed
+This module is the composition root: it builds all parts of a session.
+
+    loop = TrainingLoop(communicator=StageCommunicator(...), forward_backward=..., ...)
+    session = attach(ckpt=..., identity=..., folder=..., state=TrainingState(...),
+                     loop=loop, events=..., ...)
+    first = session.resume(None) + 1
+    ...
+    per iteration: session.iteration_started, loss_known, gradients_ready,
+                   update_applied, step_committed
                    (when each is due: `moe_ckpt.ports.TrainingHooks`)
-session.finish()
+    session.finish()
 """
 
 from __future__ import annotations
@@ -61,21 +65,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingLoop:
-    """The parts of a training loop that a replay uses.
-
-    `forward_backward(iteration)` clears nothing and updates nothing: it runs Megatron's
-    schedule over the iteration's batch, with `communicator` as its `p2p_communicator`.
-    `batches` sees the micro-batches that it reads. An iteration has at most
-    `num_micro_batches` of `micro_batch_size` sequences, of which every rank sees
-    `sequence_length` tokens.
-    """
+    """The parts of a training loop that a replay uses."""
 
     communicator: StageCommunicator
+    """Carries tensors between pipeline stages."""
+
     forward_backward: Callable[[int], object]
+    """Runs Megatron's schedule over the batch of an iteration, with the communicator.
+
+    The argument is the iteration, and `communicator` is the schedule's
+    `p2p_communicator`. The function clears no gradients and updates no parameters.
+    """
+
     batches: ReadBatches
+    """Sees the micro-batches that `forward_backward` reads."""
+
     num_micro_batches: int
+    """Largest number of micro-batches in an iteration."""
+
     micro_batch_size: int
+    """Sequences in a micro-batch."""
+
     sequence_length: int
+    """Tokens of a sequence that every rank sees."""
 
 
 def attach(
@@ -96,19 +108,37 @@ def attach(
     asked_lengths: Mapping[str, str] | None = None,
     left: frozenset[LeftState] = frozenset(),
 ) -> Session:
-    """Return the session that checkpoints `state` under the policy `ckpt`, in `folder`.
-    Call on every rank.
+    """Return the session that checkpoints `state` under the policy `ckpt`.
 
-    A loaded state is put into quarantine if the loss is not finite in one of the first
-    `suspect_iters` iterations after the load. `losses` are losses of state on purpose;
-    `on_divergence` is one of `config.DIVERGENCES`. With `elastic` the session outlives
-    the loss of ranks; a rank may then attach by itself, and the caller enters the
-    session once all ranks are together. All ranks must have read the same `inputs`. A
-    run that has saved states goes on with the settings of its `course` only; lengths of
-    its schedule stay as it began, but for `asked_lengths`: the names of settings that
-    ask for another, by the name of the length (`megatron.schedule.LENGTHS`). What
-    earlier processes of this rank have `left` must be there when a state is looked for.
-    Raises ConfigError for settings that cannot work.
+    All ranks call this function.
+
+    Args:
+        ckpt: The policy and its settings.
+        identity: The facts that a loaded checkpoint must match.
+        folder: The folder of whole checkpoints. Snapshots on disk go to `snapshots`
+            beside this folder.
+        state: This rank's training state.
+        loop: The parts of the loop that a replay uses.
+        events: The log of this rank's events.
+        last_iteration: The last iteration of the run.
+        losses: Losses of state on purpose, for tests of recovery.
+        elastic: The means to survive the loss of ranks. With these a rank may attach
+            before it meets the other ranks, and the caller enters the session once all
+            ranks are together.
+        suspect_iters: Number of iterations after a load in which a loss that is not
+            finite puts the loaded state into quarantine.
+        on_divergence: One of `config.DIVERGENCES`.
+        inputs: Contents that this process has read; all ranks must have read the same.
+        course: Settings that decide the states of the run. A run that has saved states
+            continues with these settings only.
+        asked_lengths: The settings that ask for another length of the schedule, by the
+            length's name (`megatron.schedule.LENGTHS`). Other lengths stay as the run
+            began.
+        left: States that earlier processes of this rank have left on disks. Each must
+            be found when a state is looked for.
+
+    Raises:
+        ConfigError: The settings cannot work.
     """
     built = lengths_of(state.scheduler)
 
@@ -133,12 +163,13 @@ def attach(
                     "; ".join([*changed, *kept]),
                 )
 
-    # Megatron neither saves nor loads an Adam of torch that has taken no step
+    # Megatron neither saves nor loads the state of a torch Adam that has taken no step
     allocate_optimizer_state(state)
-    # else the first forward pass makes scales, after the first snapshot was taken
+    # otherwise the first forward pass creates scales, after the first snapshot was
+    # taken
     allocate_scaling(state.model)
     ranks = TorchRanks()
-    # groups of the first are formed anew after a fault
+    # groups of CPU_BACKEND are formed anew after a fault
     cpu_backend = CPU_BACKEND if elastic else "gloo"
     durable_state = MegatronDurableState(
         state, asynchronous=ckpt.async_save, cpu_backend=cpu_backend
@@ -164,7 +195,7 @@ def attach(
     )
     if in_memory := ckpt.in_memory:
         if len(state.model) > 1 and in_memory.boundary_log:
-            # the last stage sends to the first one, too
+            # with virtual stages the last stage also sends to the first one
             in_memory = replace(in_memory, boundary_log=False)
         adapter = _rank_adapter(in_memory, identity, state, loop, cpu_backend)
         assembly = InMemoryAssembly(
@@ -208,7 +239,7 @@ def _rank_adapter(
     loop: TrainingLoop,
     cpu_backend: str,
 ) -> RankAdapter:
-    """Return this rank's training behind the engine's seams.
+    """Return this rank's training behind the engine's interfaces.
 
     Raises:
         ConfigError: The training cannot be replayed.
@@ -217,7 +248,7 @@ def _rank_adapter(
     operators = RankOperators(state)
     if ckpt.served:
         # before training: servers cannot repeat the steps of every optimizer, nor
-        # derive weights of every format
+        # derive the weights of every format
         operators.require_steps()
     stage = StageReplay(
         state, operators, loop.communicator, loop.forward_backward, loop.batches
@@ -271,9 +302,7 @@ def _rank_adapter(
 
 
 def _notes(ckpt: InMemoryConfig, state: TrainingState) -> Iterator[str]:
-    """Yield notes on servers that compute on another device than training, and on
-    virtual stages.
-    """
+    """Yield notes about servers on CPUs beside GPUs, and about virtual stages."""
     if ckpt.served and torch.cuda.is_available():
         states = "after a fault all ranks have their states, not the GPUs' bits"
         yield f"servers take the optimizer's steps on CPUs: {states}"
@@ -292,7 +321,7 @@ def _place(
         shard=shard,
         ranks=TorchRanks(),
         stage_ranks=TorchRanks(stage_group()),
-        # a group of its own: logs neither cross a device nor take turns with the job's
+        # a group of its own: logs do not cross a device, and do not wait for the job's
         # other operations
         host_ranks=TorchRanks(
             cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))

@@ -1,9 +1,8 @@
-"""The command `moe-ckpt`: one name for the launcher's programs, in a checkout and in an
-installed wheel alike.
+"""The command `moe-ckpt`: one name for the launcher's programs.
 
-A wheel has the launcher and its settings in `moe_ckpt/_app`, so that it installs no
-top-level package with a name that others may use. Must not: import the launcher before
-a command is chosen.
+The command works in a checkout and in an installed wheel. A wheel has the launcher and
+its settings in `moe_ckpt/_app`, and so installs no top-level package with a name that
+others may use. Must not: import the launcher before a command is chosen.
 """
 
 from __future__ import annotations
@@ -45,6 +44,8 @@ COMMANDS = {
     ),
     "profile": "this machine's constants for the simulator, from runs",
 }
+"""Help text of each command, by the command's name."""
+
 _MODULES = {
     "check": "launcher.prove",
     "door": "moe_ckpt.door_file",
@@ -64,14 +65,14 @@ _OF_LAUNCHER = (
     "tensorboard",
     "tokenizers",
 )
-"""What the extra `launcher` of pyproject.toml brings, by the names that imports have.
-"""
+"""Packages of the extra `launcher` in pyproject.toml, by their import names."""
 _USAGE = 2
 
 
 def app_root() -> Path:
-    """Return the folder that holds launcher/ and conf/: the checkout, or the wheel's
-    own copy.
+    """Return the folder that holds launcher/ and conf/.
+
+    The folder is the checkout, or the copy in an installed wheel.
     """
     installed = _PACKAGE / "_app"
     return installed if installed.is_dir() else _PACKAGE.parent
@@ -91,7 +92,7 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status."""
+    """Run a command and return the exit status."""
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if name in ("-h", "--help"):
         print(usage())

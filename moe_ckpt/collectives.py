@@ -1,9 +1,8 @@
-"""The seam to collective communication: the operations that the engine needs, and
-torch's implementation.
+"""The interface to collective communication, and torch's implementation.
 
 Every method but `send` and `receive` is collective over the group. The engine calls
-`torch.distributed` nowhere else: the ranks of a job can be threads of one process as
-well.
+`torch.distributed` nowhere else, so the ranks of a job can also be threads of one
+process.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from moe_ckpt.errors import MoeCkptError
 
 T = TypeVar("T")
 Reduction = Literal["sum", "min", "max"]
+"""Name of a reduction over ranks."""
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -44,9 +44,7 @@ class Ranks(Protocol):
         ...
 
     def reduce(self, tensor: torch.Tensor, operation: Reduction) -> None:
-        """Replace the tensor on all ranks by the reduction over all ranks, element by
-        element.
-        """
+        """Replace the tensor on all ranks by the element-wise reduction."""
         ...
 
     def gather(self, value: T) -> list[T]:
@@ -58,7 +56,7 @@ class Ranks(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return once all ranks have called it."""
+        """Return once all ranks have called this method."""
         ...
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
@@ -66,31 +64,30 @@ class Ranks(Protocol):
         ...
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Overwrite the tensor with the next one that a rank sends to this one."""
+        """Overwrite the tensor with the next tensor that `rank` sends to this rank."""
         ...
 
     def confirm(self) -> None:
-        """Return once all operations that ranks of the group have awaited have right
-        results on all of them.
+        """Return once all operations awaited so far have right results on all ranks.
 
-        Also those of other groups of these ranks, or of some of them. All other methods
-        but `send` and `receive` confirm their own results.
+        Operations of other groups of these ranks, or of some of these ranks, are
+        included. All other methods but `send` and `receive` confirm their own results.
         """
         ...
 
 
 @runtime_checkable
 class ConfirmingGroup(Protocol):
-    """A process group on which an operation that another rank has cut off may complete,
-    with wrong data.
+    """A process group whose operations may complete with wrong data after a cut.
+
+    Another rank may cut an operation off.
     """
 
     def confirm(self) -> bool:
-        """Return once the results so far are right on all ranks of the group.
-        Collective.
+        """Return once all results so far are right on all ranks. Collective.
 
         Returns:
-            Whether ranks have met for it.
+            Whether ranks have met for the confirmation.
 
         Raises:
             PeersLostError: A rank was lost.
@@ -99,8 +96,10 @@ class ConfirmingGroup(Protocol):
 
 
 class TorchRanks:
-    """Implements `Ranks` for a process group of torch; None: the default group, which
-    may be formed later.
+    """Implements `Ranks` for a process group of torch.
+
+    Args:
+        group: The group; None: the default group, which may be formed later.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -143,18 +142,22 @@ class TorchRanks:
         dist.recv(tensor, group=self._group, group_src=rank)
 
     def confirm(self) -> None:
-        # ranks decide by these values: none may come from an operation that was cut off
+        # ranks decide by these values, so none may come from an operation that was cut
+        # off
         self._have_met()
 
     def _have_met(self) -> bool:
-        """Confirm earlier results where that is needed; return whether all ranks have
-        met for it.
+        """Confirm earlier results if the group needs that.
+
+        Returns:
+            Whether all ranks have met for the confirmation.
         """
         group = self._group or dist.group.WORLD
         return isinstance(group, ConfirmingGroup) and group.confirm()
 
     def _require_host(self, tensor: torch.Tensor) -> None:
-        # two ranks cannot confirm: that takes all ranks of the group
+        # two ranks cannot confirm a transfer: a confirmation takes all ranks of the
+        # group
         assert tensor.device.type == "cpu", (
             f"transfers: got a tensor on {tensor.device}, wanted one in host memory"
         )
@@ -165,7 +168,14 @@ def broadcast_result(
 ) -> T:
     """Compute on rank 0 and return the value on all ranks. Collective.
 
-    An OSError or MoeCkptError on rank 0 is raised as `failure` on all ranks.
+    Args:
+        ranks: The ranks.
+        compute: Returns the value.
+        failure: The class of the error on all ranks.
+
+    Raises:
+        MoeCkptError: Of class `failure`: `compute` raised OSError or MoeCkptError on
+            rank 0.
     """
     outcome = ranks.broadcast(_outcome(compute) if ranks.rank == 0 else None)
     assert outcome is not None
@@ -180,8 +190,14 @@ def gather_results(
 ) -> list[T]:
     """Compute on every rank and return all values, by rank, on all ranks. Collective.
 
-    An OSError or MoeCkptError on any rank is raised as `failure` on all ranks, with the
-    reason of the first such rank.
+    Args:
+        ranks: The ranks.
+        compute: Returns this rank's value.
+        failure: The class of the error on all ranks.
+
+    Raises:
+        MoeCkptError: Of class `failure`: `compute` raised OSError or MoeCkptError on a
+            rank. The message is the one of the first such rank.
     """
     outcomes = ranks.gather(_outcome(compute))
     for _, reason in outcomes:
@@ -197,10 +213,17 @@ def reduce_extremes(
     largest: Mapping[str, float],
     smallest: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the largest and the smallest values of all ranks, by name, on all ranks.
+    """Return the largest and smallest values over all ranks, by name, on all ranks.
+
     Collective: one reduction.
+
+    Args:
+        ranks: The ranks.
+        device: The device on which the ranks communicate.
+        largest: Values of this rank of which the largest is returned.
+        smallest: Values of this rank of which the smallest is returned.
     """
-    # float64: starts of windows and counts are among the values, and come back exactly
+    # float64: starts of windows and counts are among the values, and must be exact
     worst = torch.tensor(
         [*largest.values(), *(-value for value in smallest.values())],
         dtype=torch.float64,
@@ -214,9 +237,7 @@ def reduce_extremes(
 
 
 def send_buffers(ranks: Ranks, buffers: Sequence[torch.Tensor], rank: int) -> None:
-    """Send uint8 tensors, flat and of any sizes, to a rank that calls
-    `receive_buffers`.
-    """
+    """Send flat uint8 tensors of any sizes to a rank that calls `receive_buffers`."""
     ranks.send(torch.tensor([len(buffers)]), rank)
     if buffers:
         ranks.send(torch.tensor([buffer.numel() for buffer in buffers]), rank)
@@ -227,8 +248,13 @@ def send_buffers(ranks: Ranks, buffers: Sequence[torch.Tensor], rank: int) -> No
 def receive_buffers(
     ranks: Ranks, rank: int, *, pinned: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that a rank sends by `send_buffers`, in host memory. Sizes
-    differ where sequences do.
+    """Return the tensors that a rank sends by `send_buffers`, in host memory.
+
+    Args:
+        ranks: The ranks.
+        rank: The rank that sends. The sizes come first, as sequences may differ in
+            length.
+        pinned: Whether the tensors are in pinned memory.
     """
     count = torch.zeros(1, dtype=torch.int64)
     ranks.receive(count, rank)
@@ -249,6 +275,6 @@ def _outcome(compute: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return compute(), None
     # kept, not raised: the other ranks are about to enter the collective, and would
-    # wait for this one
+    # wait for this rank
     except (OSError, MoeCkptError) as error:
         return None, str(error)

@@ -1,5 +1,6 @@
-"""Settings of each checkpoint policy as plain values. Knows no Hydra; every check names
-the setting.
+"""Settings of each checkpoint policy and of the runtime, as plain values.
+
+Every check of a value names the setting in its error. Must not: know Hydra.
 """
 
 from __future__ import annotations
@@ -14,19 +15,31 @@ from typing import ClassVar, cast
 from moe_ckpt.errors import ConfigError
 
 AUTO = "auto"
-"""The value of settings that the project chooses itself."""
+"""Value of a setting that the project chooses itself."""
 
 
 def require(condition: bool, setting: str, got: object, wanted: str) -> None:
-    """Raise ConfigError naming the setting, its value and its allowed values, unless
-    the condition holds.
+    """Raise ConfigError unless a condition holds.
+
+    Args:
+        condition: Whether the value is allowed.
+        setting: Name of the setting, for the message.
+        got: The value of the setting, for the message.
+        wanted: The allowed values in words, for the message.
+
+    Raises:
+        ConfigError: The condition does not hold.
     """
     if not condition:
         raise ConfigError(f"{setting}: got {got!r}, wanted {wanted}")
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether a text can be written in UTF-8: a file name of other bytes cannot."""
+    """Return whether a text can be written in UTF-8.
+
+    A file name whose bytes are not UTF-8 cannot: Python represents such bytes by
+    surrogates.
+    """
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -41,8 +54,16 @@ def require_at_least(setting: str, got: float, least: float) -> None:
 
 
 def require_all_at_least(prefix: str, values: object, **least: float) -> None:
-    """Raise ConfigError unless each of these settings is at least so much, or null;
-    `prefix` comes before names.
+    """Raise ConfigError if one of several settings is below its minimum.
+
+    Args:
+        prefix: Text before each name in the message, such as `ckpt.`.
+        values: The object that has the settings as attributes.
+        **least: The minimum of each setting, by the attribute's name. A value of None
+            has no minimum.
+
+    Raises:
+        ConfigError: A setting is less than its minimum.
     """
     for name, number in least.items():
         got = getattr(values, name)
@@ -53,7 +74,17 @@ def require_all_at_least(prefix: str, values: object, **least: float) -> None:
 def require_auto(
     setting: str, got: int | str, least: int, what: str = "a number of iterations"
 ) -> None:
-    """Raise ConfigError unless `got` is auto or a number of at least `least`."""
+    """Raise ConfigError unless `got` is auto or an integer of at least `least`.
+
+    Args:
+        setting: Name of the setting, for the message.
+        got: The value of the setting.
+        least: The smallest number allowed.
+        what: The kind of number, for the message.
+
+    Raises:
+        ConfigError: The value is neither.
+    """
     valid = got == AUTO or (isinstance(got, int) and got >= least)
     require(valid, setting, got, f"auto or {what} of at least {least}")
 
@@ -64,13 +95,24 @@ def require_switch(setting: str, got: bool | str) -> None:
 
 
 def is_on(switch: bool | str, *, by_default: bool) -> bool:
-    """Return whether a setting of `require_switch` is on; auto: if it is so by default."""
+    """Return whether a setting of `require_switch` is on.
+
+    Args:
+        switch: The value of the setting.
+        by_default: The result for auto.
+    """
     return by_default if switch == AUTO else bool(switch)
 
 
 def require_patterns(setting: str, patterns: Sequence[str]) -> None:
-    """Raise ConfigError, naming the setting, for a pattern that is no regular
-    expression.
+    """Raise ConfigError for a pattern that is not a valid regular expression.
+
+    Args:
+        setting: Name of the setting, for the message.
+        patterns: The patterns.
+
+    Raises:
+        ConfigError: A pattern is invalid; the message names the setting.
     """
     for pattern in patterns:
         try:
@@ -80,8 +122,14 @@ def require_patterns(setting: str, patterns: Sequence[str]) -> None:
 
 
 def parse_endpoints(setting: str, text: str) -> list[tuple[str, int]]:
-    """Return the hosts and ports of a text `HOST:PORT,HOST:PORT`. Raises ConfigError,
-    naming the setting.
+    """Return the hosts and ports of a text `HOST:PORT,HOST:PORT`.
+
+    Args:
+        setting: Name of the setting, for the message.
+        text: The value of the setting.
+
+    Raises:
+        ConfigError: The text has another form; the message names the setting.
     """
     found = [re.fullmatch(r"\s*([^:\s]+):(\d+)\s*", part) for part in text.split(",")]
     endpoints = [(part[1], int(part[2])) for part in found if part]
@@ -99,24 +147,33 @@ def parse_endpoints(setting: str, text: str) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """A policy's name, and the answers of most policies to questions of the engine and
-    the launcher.
+    """Name of a policy, and defaults for questions of the engine and the launcher.
+
+    A policy with another answer overrides the class variable or property.
     """
 
     policy: str
+    """Name of the checkpoint policy, a key of `CKPT_CONFIGS`."""
 
-    # stages that lost no state keep theirs while others replay
     recovers_locally: ClassVar[bool] = False
-    # a snapshot has some experts only: after a rollback the others are older
+    """Whether only stages that lost state roll back and replay; the others keep their
+    state.
+    """
+
     loses_tokens: ClassVar[bool] = False
-    # the policy chooses experts by their tokens, which ranks then count
+    """Whether a snapshot contains only some experts, so that a rollback makes others
+    older.
+    """
+
     asks_popularity: ClassVar[bool] = False
-    # peers are ranks of the same pipeline stage
+    """Whether the policy chooses experts by their tokens, which ranks then count."""
+
     copies_within_stage: ClassVar[bool] = False
+    """Whether the peers of a rank are ranks of the same pipeline stage."""
 
     def __post_init__(self) -> None:
-        # for configurations that programs build: the launcher and `moe_ckpt.run` choose
-        # the class by the policy
+        # for configurations that programs build directly: the launcher and
+        # `moe_ckpt.run` choose the class by the policy
         require_choice(
             "ckpt.policy",
             self.policy,
@@ -125,19 +182,20 @@ class PolicyConfig:
 
     @property
     def in_memory(self) -> InMemoryConfig | None:
-        """These settings if the policy keeps snapshots in host memory, and lives
-        through the loss of ranks.
+        """This configuration if the policy keeps snapshots in host memory, else None.
+
+        Such a policy survives the loss of ranks.
         """
         return None
 
     @property
     def served(self) -> FlowcheckConfig | None:
-        """These settings if checkpoint servers take the optimizer's steps."""
+        """This configuration if checkpoint servers take optimizer steps, else None."""
         return None
 
     @property
     def waits_for_disk(self) -> bool:
-        """Whether every snapshot is on disk before the next one is taken."""
+        """Whether each snapshot is on disk before the next one is taken."""
         return False
 
     @property
@@ -147,15 +205,20 @@ class PolicyConfig:
 
     @property
     def capacity_boost(self) -> float:
-        """The share by which experts with lost tokens get more capacity; 0: routers
-        stay as they are.
+        """Share of extra capacity for experts with lost tokens.
+
+        With 0 the routers stay unchanged.
         """
         return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoneConfig(PolicyConfig):
-    """`ckpt=none`: saves nothing; a fault restarts from the beginning."""
+    """`ckpt=none`: saves nothing; after a fault the run restarts from the beginning.
+
+    `attach` reads `keep`, `async_save` and `strict` of every policy; no checkpoint uses
+    the values here.
+    """
 
     keep: ClassVar[int] = 1
     async_save: ClassVar[bool] = False
@@ -164,13 +227,24 @@ class NoneConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SavingConfig(PolicyConfig):
-    """The settings of all policies that save: whole checkpoints in Megatron's
-    dist_checkpointing format.
+    """Settings of all policies that save whole checkpoints.
+
+    Whole checkpoints have Megatron's dist_checkpointing format.
     """
 
     keep: int
+    """Number of whole checkpoints kept on disk; older ones are deleted."""
+
     async_save: bool
+    """Whether a thread writes checkpoints from a copy in host memory while training
+    continues.
+    """
+
     strict: bool
+    """Whether a checkpoint or snapshot that cannot be saved ends the run.
+
+    False: the failure is reported, and training continues.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,17 +253,21 @@ class SavingConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaxBytesPerS:
-    """`ckpt.max_bytes_per_s`: caps on the copies of each rank, in bytes a second; None:
-    no cap.
+    """`ckpt.max_bytes_per_s`: caps on the copies of each rank, in bytes per second.
 
-    The caps apply to snapshots to host memory, to snapshots to all peers together, and
-    to blobs to the local disk. Recoveries, step logs and whole checkpoints have no cap,
-    nor have boundary logs, whose copies keep buffers of the accelerator in use.
+    None means no cap. Recoveries, step logs and whole checkpoints have no cap. Boundary
+    logs have no cap either, because their copies keep buffers of the accelerator in
+    use.
     """
 
     host: float | None
+    """Cap on snapshots to host memory, in bytes per second."""
+
     peers: float | None
+    """Cap on snapshots to all peers together, in bytes per second."""
+
     disk: float | None
+    """Cap on blobs to the local disk, in bytes per second."""
 
     def __post_init__(self) -> None:
         for name in ("host", "peers", "disk"):
@@ -204,20 +282,25 @@ class MaxBytesPerS:
 
 
 NO_CAPS = MaxBytesPerS(host=None, peers=None, disk=None)
+"""No cap on any copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsConfig:
-    """`ckpt.tls`: the PEM files of a node for TLS between replica daemons; all None:
-    copies cross the network in clear.
+    """`ckpt.tls`: PEM files of a node for TLS between replica daemons.
 
-    `authority` signs the certificates of all nodes. A run checks the files as it
-    starts.
+    Either all paths are set or none. Without paths, copies cross the network in clear.
+    A run checks the files when it starts.
     """
 
     certificate: str | None
+    """Certificate of this node, with the chain to the authority if there is one."""
+
     key: str | None
+    """Private key of this node, without a password."""
+
     authority: str | None
+    """Certificates that sign the certificates of all nodes."""
 
     def __post_init__(self) -> None:
         paths = {
@@ -236,13 +319,15 @@ class TlsConfig:
 
 
 NO_TLS = TlsConfig(certificate=None, key=None, authority=None)
+"""No TLS: copies cross the network in clear."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig(SavingConfig):
-    """`ckpt=dense`: the whole state, durable, in Megatron's dist_checkpointing format."""
+    """`ckpt=dense`: the whole state on disk in Megatron's dist_checkpointing format."""
 
     every_iters: int
+    """Iterations between checkpoints."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -251,16 +336,22 @@ class DenseConfig(SavingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemoryConfig(SavingConfig):
-    """The settings of all policies that keep snapshots in host memory, and live through
-    the loss of ranks.
+    """Settings of all policies that keep snapshots in host memory.
+
+    These policies survive the loss of ranks.
     """
 
     memory_budget_bytes: int | None
+    """Host memory that a rank may use for snapshots, logs and servers; None: no limit.
+    """
+
     durable_every_iters: int
+    """Iterations between whole checkpoints on disk, in Megatron's format; 0: none."""
 
     @property
     def in_memory(self) -> InMemoryConfig:
-        return cast("InMemoryConfig", self)  # all policies below are among them
+        # every subclass that is a policy is a member of the union
+        return cast("InMemoryConfig", self)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -282,30 +373,95 @@ class HostMemoryConfig(SavingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MoevementConfig(HostMemoryConfig):
-    """`ckpt=moevement`: sparse snapshots in host memory every iteration, localized
-    recovery (MoEvement, section 3).
+    """`ckpt=moevement`: sparse snapshots every iteration, and localized recovery.
+
+    Snapshots are in host memory. MoEvement, section 3.
     """
 
     window: int | str
+    """Iterations in which every operator is taken once; auto: the window that loses
+    least time.
+    """
+
     pause_iters: int | str
+    """Iterations without snapshots after each window.
+
+    auto: chosen together with the window if `window` is auto, else 0.
+    """
+
     mtbf_s: float
+    """Mean time between failures of the whole job, in seconds; for `window` auto."""
+
     overhead: float
+    """Largest share of the time that snapshots may add; for `window` auto.
+
+    1: the window that loses the least time.
+    """
+
     profile_iters: int
+    """Iterations measured before the first window is chosen; for `window` auto.
+
+    A dense snapshot serves until then.
+    """
+
     window_drift: float
+    """Share of lost time that another window must save to replace this one; for
+    `window` auto.
+    """
+
     paper_exact: bool
+    """Whether Algorithm 1 is used as printed.
+
+    The algorithm as printed takes the fewest slots without a stall, operators of equal
+    size, and no pause.
+    """
+
     popularity: str
+    """Measure that orders experts: `hard`, `soft` or `decayed`.
+
+    `hard`: tokens. `soft`: the gate's probabilities, over all experts. `decayed`:
+    tokens with a decaying weight of the past.
+    """
+
     popularity_decay: float
+    """Weight of the past against one iteration; for `popularity` decayed."""
+
     reorder_change: float
+    """Change of popularity, as a share, above which an expert counts as changed."""
+
     reorder_share: float
+    """Share of changed experts at which the next window has a new order."""
+
     boundary_log: bool
+    """Whether ranks log the tensors that cross stages, so that a lost stage recovers
+    alone.
+
+    False: all stages roll back.
+    """
+
     keep_windows: int
+    """Complete windows kept beside the one being taken."""
+
     replicas: int | str
+    """Copies of snapshots in other nodes' memory; auto: 1, or 0 on a single node."""
+
     network_interface: str | None
+    """Interface on which copies arrive; None: the one that leads to the rendezvous."""
+
     tls: TlsConfig
+    """TLS files for copies between nodes."""
+
     disk_every_iters: int
+    """Iterations between windows that also go to the local disk; 0: none."""
+
     disk_path: str | None
+    """Folder on a local disk of each node; None: the run folder."""
+
     disk_budget_bytes: int | None
+    """Bytes that a rank may use in `disk_path`; None: no limit."""
+
     max_bytes_per_s: MaxBytesPerS
+    """Caps on the copies of each rank."""
 
     recovers_locally: ClassVar[bool] = True
     asks_popularity: ClassVar[bool] = True
@@ -341,11 +497,9 @@ class MoevementConfig(HostMemoryConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RollbackConfig(HostMemoryConfig):
-    """The settings of policies under which all ranks go back to the newest snapshot
-    after a fault.
-    """
+    """Settings of policies under which all ranks roll back to the newest snapshot."""
 
-    # all stages go back together: no stage replays from its neighbours' logs
+    # all stages roll back together: no stage replays from the logs of its neighbours
     boundary_log: ClassVar[bool] = False
     keep_windows: ClassVar[int] = 1
     # the account of lost tokens is exact: whole tokens, no probabilities, no decay
@@ -355,16 +509,32 @@ class RollbackConfig(HostMemoryConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeSnapshotsConfig(RollbackConfig):
-    """The settings of policies that take the whole state into host memory every few
-    iterations.
-    """
+    """Settings of policies that copy the whole state to host memory at intervals."""
 
     every_iters: int | str
+    """Iterations between snapshots; auto: chosen by measured costs."""
+
     profile_iters: int
+    """Iterations measured before the first interval is chosen; for `every_iters` auto.
+    """
+
     interval_drift: float
+    """Share by which the best interval must differ to replace this one; for
+    `every_iters` auto.
+    """
+
     disk_path: str | None
+    """Folder for snapshots on disk; None: the run folder.
+
+    The folder is on a local disk of each node. CheckFreq may also use one that all
+    nodes share.
+    """
+
     disk_budget_bytes: int | None
+    """Bytes that a rank may use in `disk_path`; None: no limit."""
+
     max_bytes_per_s: MaxBytesPerS
+    """Caps on the copies of each rank."""
 
     @property
     def waits_for_disk(self) -> bool:
@@ -378,15 +548,26 @@ class WholeSnapshotsConfig(RollbackConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GeminiConfig(WholeSnapshotsConfig):
-    """`ckpt=gemini`: snapshots in own and peers' host memory, as often as is best for
-    an MTBF (Gemini).
+    """`ckpt=gemini`: snapshots in a rank's and its peers' host memory (Gemini).
+
+    With `every_iters` auto the interval is the best one for the MTBF.
     """
 
     mtbf_s: float
+    """Mean time between failures of the whole job, in seconds; for `every_iters` auto.
+    """
+
     replicas: int | str
+    """Copies of snapshots in other nodes' memory; auto: 1, or 0 on a single node."""
+
     network_interface: str | None
+    """Interface on which copies arrive; None: the one that leads to the rendezvous."""
+
     tls: TlsConfig
+    """TLS files for copies between nodes."""
+
     disk_every_iters: int
+    """Iterations between snapshots that also go to the local disk; 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -395,16 +576,18 @@ class GeminiConfig(WholeSnapshotsConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckfreqConfig(WholeSnapshotsConfig):
-    """`ckpt=checkfreq`: snapshots in host memory and from there on disk, as often as a
-    cap allows (CheckFreq).
+    """`ckpt=checkfreq`: snapshots to host memory, and from there to disk (CheckFreq).
+
+    With `every_iters` auto snapshots are as frequent as `overhead` allows.
     """
 
     overhead: float
+    """Largest share of the time that snapshots may add; for `every_iters` auto."""
 
     replicas: ClassVar[int] = 0
     network_interface: ClassVar[None] = None
     tls: ClassVar[TlsConfig] = NO_TLS
-    # CheckFreq brings each snapshot to storage before it takes the next one
+    # CheckFreq writes each snapshot to storage before it takes the next one
     disk_every_iters: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -419,15 +602,26 @@ class CheckfreqConfig(WholeSnapshotsConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialConfig(RollbackConfig):
-    """The settings of policies that take some experts into host memory; a rollback
-    loses tokens.
-    """
+    """Settings of policies that copy only some experts; a rollback loses tokens."""
 
     every_iters: int
+    """Iterations between snapshots."""
+
     disk_every_iters: int
+    """Iterations between snapshots that also go to disk; 0: none."""
+
     disk_path: str | None
+    """Folder for snapshots on disk; None: the run folder.
+
+    MoC-System needs a folder that all nodes share, MoEtion one on a local disk of each
+    node.
+    """
+
     disk_budget_bytes: int | None
+    """Bytes that a rank may use in `disk_path`; None: no limit."""
+
     max_bytes_per_s: MaxBytesPerS
+    """Caps on the copies of each rank."""
 
     loses_tokens: ClassVar[bool] = True
     asks_popularity: ClassVar[bool] = True
@@ -440,16 +634,33 @@ class PartialConfig(RollbackConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MocConfig(PartialConfig):
-    """`ckpt=moc`: some experts of each layer to host memory, some of those to storage
-    (MoC-System).
+    """`ckpt=moc`: some experts of each layer to host memory, some of those to storage.
+
+    MoC-System.
     """
 
     k_snapshot: int | str
+    """Experts of each layer in a snapshot; auto: as many as the next iteration hides.
+    """
+
     k_persist: int
+    """Experts of each layer, out of those in memory, that go to storage."""
+
     selection: str
+    """`sequential` (in turns, over layers and ranks) or `load` (most unsaved tokens).
+    """
+
     partial: str
+    """State of the other experts that a snapshot leaves out.
+
+    `both`, `weights` (FP32 masters) or `moments`.
+    """
+
     dynamic_k: bool
+    """Whether the number of experts doubles when lost tokens come near `plt_limit`."""
+
     plt_limit: float
+    """Share of all tokens that faults may cost; for `dynamic_k`."""
 
     replicas: ClassVar[int] = 0
     network_interface: ClassVar[None] = None
@@ -477,21 +688,51 @@ class MocConfig(PartialConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MoetionConfig(PartialConfig):
-    """`ckpt=moetion`: the experts with the most tokens at risk, within budgets of each
-    link (MoEtion).
+    """`ckpt=moetion`: experts with the most tokens at risk, within budgets (MoEtion).
+
+    Each link has a budget: the experts that memory and peers receive between snapshots.
     """
 
     experts: int | str
+    """Experts per layer in a snapshot, on average.
+
+    auto: as many as can be copied to host memory between snapshots.
+    """
+
     remote_experts: int | str
+    """Experts per layer, out of those in memory, that peers keep.
+
+    auto: as many as can be sent to peers between snapshots.
+    """
+
     send_gradients: bool
+    """Whether peers that have an expert of the iteration before receive its gradients
+    only.
+
+    The peers then take the optimizer's step themselves.
+    """
+
     bubble_copies: bool
+    """Whether copies to host memory use the time in which a stage waits for others."""
+
     boost: float
+    """Extra capacity of experts with lost tokens, as a share.
+
+    The capacity is one that other experts leave unused.
+    """
+
     replicas: int | str
+    """Copies of snapshots in other nodes' memory; auto: 1, or 0 on a single node."""
+
     network_interface: str | None
+    """Interface on which copies arrive; None: the one that leads to the rendezvous."""
+
     tls: TlsConfig
+    """TLS files for copies between nodes."""
 
     copies_within_stage: ClassVar[bool] = True
-    partial: ClassVar[str] = "both"  # experts in snapshots are whole
+    # experts in snapshots are whole
+    partial: ClassVar[str] = "both"
 
     @property
     def copies_in_bubbles(self) -> bool:
@@ -523,28 +764,73 @@ class MoetionConfig(PartialConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FlowcheckConfig(RollbackConfig):
-    """`ckpt=flowcheck`: checkpoint servers take the optimizer's steps from gradients,
-    every iteration (FlowCheck).
+    """`ckpt=flowcheck`: checkpoint servers apply the gradients of every iteration.
+
+    The servers take the optimizer's steps themselves. FlowCheck.
     """
 
     capture: str
+    """`tap` (ranks send gradients) or `mirror` (servers read a mirror port of the
+    network).
+    """
+
     mirror_interface: str | None
+    """Interface of the mirror port; None for `capture` tap.
+
+    `lo` if all ranks are on one machine.
+    """
+
     captures: int
+    """Ranks of each ring that are watched; for `capture` mirror.
+
+    Frames that one capture lost are taken from another.
+    """
+
     capture_loss: float
+    """Share of frames that each capture drops, for experiments; for `capture` mirror.
+    """
+
     max_lag_iters: int
+    """Iterations by which servers may lag before they receive a whole snapshot instead.
+
+    0: training waits for the servers.
+    """
+
     servers: str
+    """`peers` (on training nodes) or `hosts` (on machines that train nothing).
+
+    On hosts the command `moe-ckpt server` starts a server.
+    """
+
     server_hosts: int
+    """Number of machines with servers, for which the job waits at its start.
+
+    For `servers` hosts.
+    """
+
     server_wait_s: float
+    """Seconds that training waits for the successor of a lost server; for `servers`
+    hosts.
+    """
+
     replicas: int | str
+    """Servers of each rank beside its first one; auto: 1, or 0 on a single node or
+    host.
+    """
+
     network_interface: str | None
+    """Interface on which gradients arrive; None: the one that leads to the rendezvous.
+    """
+
     tls: TlsConfig
+    """TLS files for copies between nodes."""
 
     profile_iters: ClassVar[int] = 0
     disk_every_iters: ClassVar[int] = 0
     disk_path: ClassVar[None] = None
     disk_budget_bytes: ClassVar[None] = None
     # no caps: a server that receives gradients late gets a whole snapshot instead,
-    # which is more bytes
+    # which has more bytes
     max_bytes_per_s: ClassVar[MaxBytesPerS] = NO_CAPS
 
     @property
@@ -563,7 +849,7 @@ class FlowcheckConfig(RollbackConfig):
 
     @property
     def server_copies(self) -> int:
-        """The servers on such machines that hold each rank's state."""
+        """Number of servers on hosts that hold the state of each rank."""
         return 1 + (
             min(1, self.server_hosts - 1)
             if self.replicas == AUTO
@@ -573,7 +859,7 @@ class FlowcheckConfig(RollbackConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("ckpt.capture", self.capture, ["tap", "mirror"])
-        # one capture lacks a share of every gradient
+        # a single capture misses a share of every gradient
         require_all_at_least(
             "ckpt.",
             self,
@@ -628,55 +914,160 @@ InMemoryConfig = (
     | MoetionConfig
     | FlowcheckConfig
 )
-"""Policies that keep snapshots in host memory, and live through the loss of ranks."""
+"""Policies that keep snapshots in host memory, and survive the loss of ranks."""
 
 DIVERGENCES = ("window", "end")
-"""If a replay does not reproduce a healthy rank's state, all ranks go on from the
-window, or end.
+"""Actions if a replay does not reproduce a healthy rank's state.
+
+`window`: all ranks continue from the window. `end`: the job ends.
 """
 
 SICK_PLACES = ("end", "leave")
-"""A node that is sick ends the job, or leaves it to a spare node
-(`runtime.sick_place`).
+"""Actions on a sick node (`runtime.sick_place`).
+
+`end`: the job ends. `leave`: the node leaves the job to a spare node.
 """
 
 BACKENDS = (AUTO, "nccl", "gloo", "staged")
-"""Libraries that move bytes between ranks: `staged` is gloo for a GPU's tensors, by way
-of host memory.
+"""Libraries that move bytes between ranks.
+
+`staged` is gloo for tensors of a GPU, by way of host memory.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeConfig:
-    """How a job lives through the death of its processes: conf/runtime/default.yaml has
-    the rule for each time.
+    """How a job survives the death of its processes.
+
+    conf/runtime/default.yaml has the rule for each time.
     """
 
     guard: bool | str
+    """Whether a supervisor of each rank replaces its worker.
+
+    auto: if the policy recovers lost ranks from memory.
+    """
+
     backend: str
+    """Backend of collectives, one of `BACKENDS`; auto: nccl on GPUs, gloo on CPUs."""
+
     share_gpus: bool
+    """Whether ranks share GPUs under nccl, for tests on one node.
+
+    NCCL then takes a shared GPU for GPUs of different hosts.
+    """
+
     heartbeat_s: float
+    """Seconds without a sign of life after which a worker counts as dead.
+
+    Must be longer than any stop of a whole process.
+    """
+
     progress_s: float
+    """Seconds of computation without communication after which a worker counts as hung.
+
+    Must be longer than the longest computation.
+    """
+
     form_s: float
+    """Seconds to form all process groups of a generation."""
+
     operation_s: float
+    """Seconds for one communication operation.
+
+    More than `progress_s`, because ranks wait while others compute.
+    """
+
     abort_s: float
+    """Seconds to abort NCCL's communicators.
+
+    A worker that needs longer ends and is replaced.
+    """
+
     join_s: float
+    """Seconds that survivors wait for a replacement.
+
+    More than `progress_s` + `form_s`, and longer than the time to build the model.
+    """
+
     grace_s: float
+    """Seconds in which operations that were cut may fail by themselves.
+
+    After that time the worker abandons the operations.
+    """
+
     copy_s: float
+    """Seconds that copies of a window may take before the window counts as not kept."""
+
     max_deaths: int
+    """Deaths of one rank in a row without progress after which the job gives up."""
+
     sick_deaths: int
+    """Deaths of one rank at one place within `sick_within_s` after which the place is
+    sick.
+
+    0: any number of deaths is allowed.
+    """
+
     sick_within_s: float
+    """Seconds in which `sick_deaths` count."""
+
     health: str
+    """Command that runs before a worker is replaced; empty: none.
+
+    RANK and LOCAL_RANK are set. A status other than 0 means that the place is sick.
+    """
+
     health_s: float
+    """Seconds that the command may take; less than `join_s`."""
+
     sick_place: str
+    """Action at a sick place, one of `SICK_PLACES`."""
+
     etcd: str
+    """HOST:PORT,... of an etcd cluster that keeps the job's store; empty: none.
+
+    With etcd any node may be lost. Needs torchrun's --rdzv-id.
+    """
+
     stop_save_s: float
+    """Seconds that windows may take from memory to disk when the job is asked to stop.
+
+    SIGTERM, SIGUSR1 or a notice asks the job to stop. 0: the job ends at once. torchrun
+    kills its processes after 30 s.
+    """
+
     notice_file: str
+    """File whose appearance asks the job to save and stop; empty: none.
+
+    The supervisor looks for the file once a second.
+    """
+
     suspect_iters: int
+    """Iterations after a load in which a loss that is not finite marks the load as bad.
+
+    0: no load is marked.
+    """
+
     on_divergence: str
+    """Action if a replay does not reproduce a healthy rank's state, one of
+    `DIVERGENCES`.
+    """
+
     replace_on: list[str]
+    """Patterns of `type: message` of exceptions that a replacement repairs.
+
+    CUDA, NCCL, ECC and I/O errors need no pattern.
+    """
+
     end_on: list[str]
+    """Patterns of exceptions that end the job; these come before `replace_on`."""
+
     shared_memory: str
+    """Folder in memory in which snapshots outlive their worker.
+
+    A start with less room than the forecast is an error.
+    """
 
     def __post_init__(self) -> None:
         require_switch("runtime.guard", self.guard)
@@ -731,35 +1122,39 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolderConfig:
-    """The run folder's settings. `dir` None: a new one, outputs/DATE/TIME-`name`.
-
-    `configuration`: the text of config.yaml.
-    """
+    """Settings of the run folder."""
 
     dir: str | None
+    """Path of the run folder; None: a new folder, outputs/DATE/TIME-`name`."""
+
     name: str
+    """Last part of the name of a new folder."""
+
     configuration: str
+    """Text of config.yaml."""
 
     def __post_init__(self) -> None:
-        # the path goes into JSON, and to the other ranks; the working directory is a
-        # part of a relative one
+        # the path goes into JSON and to the other ranks; a relative path contains the
+        # working directory
         path = os.path.realpath(self.dir or ".")
         require(is_utf8(path), "run.dir", path, "a path in UTF-8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckConfig:
-    """The part of a run that another run is compared with: the settings `run.*` that
-    `moe-ckpt prove` sets.
+    """Settings `run.*` for a run that another run is compared with.
 
-    `digest_every_iters`: iterations between digests of the state in the event files, 0:
-    none; `digest_tensors`: with a digest of each tensor; `leave_out`: the ingredient
-    that recoveries of a control run lack.
+    `moe-ckpt prove` sets these.
     """
 
     digest_every_iters: int
+    """Iterations between digests of the state in the event files; 0: none."""
+
     digest_tensors: bool
+    """Whether a digest of each tensor is logged with each digest of the state."""
+
     leave_out: str
+    """Ingredient that recoveries of a control run lack: `nothing` or `moments`."""
 
     def __post_init__(self) -> None:
         require_at_least("run.digest_every_iters", self.digest_every_iters, 0)
@@ -767,6 +1162,7 @@ class CheckConfig:
 
 
 NO_CHECKS = CheckConfig(digest_every_iters=0, digest_tensors=False, leave_out="nothing")
+"""No digests, and complete recoveries."""
 
 
 CkptConfig = NoneConfig | DenseConfig | InMemoryConfig
@@ -780,10 +1176,13 @@ CKPT_CONFIGS: dict[str, type[CkptConfig]] = {
     "moetion": MoetionConfig,
     "flowcheck": FlowcheckConfig,
 }
+"""The configuration class of each policy, by the policy's name."""
 
 
 def wants_supervisor(ckpt: CkptConfig, runtime: RuntimeConfig) -> bool:
-    """Return whether ranks are supervised: by default if the policy recovers a lost
-    rank from memory.
+    """Return whether ranks are supervised.
+
+    With `runtime.guard` auto, ranks are supervised if the policy recovers a lost rank
+    from memory.
     """
     return is_on(runtime.guard, by_default=ckpt.in_memory is not None)

@@ -1,8 +1,7 @@
-"""The content identity of an input: what a process that reads the input again must
-find.
+"""Content identity of an input, for a process that reads the input again.
 
-Modification times and paths are no part of an identity: both differ between nodes that
-have equal copies.
+Modification times and paths are not part of an identity: both differ between nodes with
+equal copies.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from pathlib import Path
 import xxhash
 
 WHOLE_BYTES = 16 << 20
-"""A file up to this size counts with all of its bytes."""
+"""Size in bytes up to which all bytes of a file are hashed."""
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 64 << 10
-"""Of a larger file, so many blocks of this size count: the first, the last, and others
-at even distances.
+"""Number and size in bytes of the sampled blocks of a larger file.
+
+The blocks are the first, the last, and others at even distances.
 """
 
 
 def file_identity(path: Path) -> str:
-    """Return a file's size and a hash of its content, of a large file of sampled
-    blocks.
+    """Return the size and a content hash of a file; sampled blocks for a large file.
 
     Raises:
         OSError: The file cannot be read.
@@ -51,7 +50,7 @@ def files_identity(files: Iterable[Path]) -> str:
 
 
 def bytes_identity(*parts: memoryview) -> str:
-    """Return the size and a hash of bytes in memory, all of them."""
+    """Return the size and a hash of bytes in memory; all bytes are hashed."""
     content = xxhash.xxh3_128()
     for part in parts:
         content.update(part)
@@ -59,13 +58,15 @@ def bytes_identity(*parts: memoryview) -> str:
 
 
 def mapped_identity(*parts: memoryview) -> str:
-    """Return the size and a hash of bytes that may be mapped files; of large ones
-    sampled blocks count.
+    """Return the size and a hash of bytes that may be mapped files.
+
+    Of a large file only sampled blocks are hashed.
     """
     content = xxhash.xxh3_128()
     for part in parts:
         if not part.nbytes:
-            continue  # Python casts no empty view
+            # Python cannot cast an empty view
+            continue
         flat = part.cast("B")
         for start, end in _counted(flat.nbytes):
             content.update(flat[start:end])
@@ -73,7 +74,7 @@ def mapped_identity(*parts: memoryview) -> str:
 
 
 def _counted(size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the starts and ends of the blocks that count."""
+    """Yield the starts and ends of the blocks that are hashed."""
     if size_bytes <= WHOLE_BYTES:
         yield 0, size_bytes
         return

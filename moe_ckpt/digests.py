@@ -1,4 +1,4 @@
-"""Digests of named tensors, by which the states of two runs are compared bit for bit."""
+"""Digests of named tensors, for a bit-for-bit comparison of the states of two runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from typing import Any
 import torch
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+"""Tensors with names."""
+
 _HEX_DIGITS = 16
-"""Of a tensor's digest: 64 bits suffice where each is compared with one other."""
+"""Length of a tensor's digest in hex digits.
+
+64 bits suffice where each digest is compared with one other.
+"""
 
 
 def whole_digest(named: NamedTensors) -> str:
@@ -22,7 +27,7 @@ def whole_digest(named: NamedTensors) -> str:
 
 
 def digests_by_name(named: NamedTensors) -> dict[str, str]:
-    """Return the start of a SHA-256, in hex, of each tensor, by its name."""
+    """Return the start of a SHA-256, in hex, of each tensor, by the tensor's name."""
     found: dict[str, str] = {}
     for name, tensor in named:
         alone = hashlib.sha256()
@@ -33,7 +38,7 @@ def digests_by_name(named: NamedTensors) -> dict[str, str]:
 
 def _add_to(hashed: Any, name: str, tensor: torch.Tensor) -> None:
     hashed.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-    # bytes, as NumPy has no bfloat16 and no FP8; flat, as torch views no tensor without
-    # dimensions in another type
+    # bytes, as NumPy has no bfloat16 and no FP8; flat, as torch cannot view a
+    # zero-dimensional tensor in another type
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     hashed.update(flat.view(torch.uint8).numpy().tobytes())

@@ -1,17 +1,18 @@
-"""The attachment by environment variable alone, for jobs whose command line belongs to
-another system.
+"""Attachment by an environment variable alone.
+
+For jobs whose command line belongs to another system.
 
     MOE_CKPT=moevement                              as `--ckpt moevement`
     MOE_CKPT="--ckpt gemini --set every_iters=5"    options of `python -m moe_ckpt.run`
 
-`moe-ckpt door install` puts moe_ckpt_door.pth into the environment (door_file.py),
-which Python reads at its start; without the variable the file does nothing. A process
-that torchrun has started becomes `moe_ckpt.run` on the same program, with the same pid.
-Any other process stays as it is, but Megatron-LM's training loop cannot be imported
-there: a run must not look protected without being so.
+`moe-ckpt door install` puts moe_ckpt_door.pth into the environment (door_file.py).
+Python reads that file at each start; without the variable the file does nothing. A
+process that torchrun started becomes `moe_ckpt.run` on the same program, with the same
+pid. Any other process stays as it is, but cannot import Megatron-LM's training loop: a
+run must not look protected without being so.
 
 Must not: import anything slow, or raise: Python only reports an exception of a .pth
-file, and goes on.
+file, and continues.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from moe_ckpt.refused_imports import RefusedImports
 VARIABLE = "MOE_CKPT"
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOOP = "megatron.training.training"
-_WITH_VALUE = "WX"  # options of Python that take one
+# options of Python that take a value
+_WITH_VALUE = "WX"
 _FAILED = 1
 
 
 def enter() -> None:
-    """Become `moe_ckpt.run` if this process was started to train. Ends the process
-    after one error message.
+    """Become `moe_ckpt.run` if this process was started to train.
+
+    An error ends the process after one message.
     """
     if any(name not in os.environ for name in _LAUNCHED):
         sys.meta_path.insert(0, unprotected_loop())
@@ -43,23 +46,27 @@ def enter() -> None:
     except ConfigError as error:
         if os.environ["RANK"] == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
-        # no exception: Python would print it and start the program, which would look
-        # protected
+        # no exception: Python would print the exception and start the program, which
+        # would look protected
         os._exit(_FAILED)
     if os.environ["RANK"] == "0":
         print(f"moe_ckpt: {VARIABLE} attaches to {sys.orig_argv[-1]}", flush=True)
-    # the program's own processes, compilers say, are not to be attached
+    # the program's own processes, such as compilers, must not be attached
     rest = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    # exec and no child: torchrun watches this pid, and sends its signals to it
+    # exec and no child: torchrun watches this pid and sends signals to it
     os.execve(sys.executable, [sys.executable, *command], rest)
 
 
 def attached_command(value: str, started_as: Sequence[str]) -> list[str]:
-    """Return the arguments of Python that attach, for a process that was `started_as`
-    these words.
+    """Return the arguments of Python that attach to a program.
 
-    Raises ConfigError for a value that is no command line, and for a process without a
-    program to attach to.
+    Args:
+        value: The value of the variable.
+        started_as: The words that started this process.
+
+    Raises:
+        ConfigError: The value is not a command line, the process has no program to
+            attach to, or the program is already attached.
     """
     try:
         options = shlex.split(value)
@@ -79,8 +86,12 @@ def attached_command(value: str, started_as: Sequence[str]) -> list[str]:
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return Python's own options, and the program: a script or `-m MODULE`, with its
-    arguments.
+    """Return Python's own options, and the program with its arguments.
+
+    The program is a script or `-m MODULE`.
+
+    Raises:
+        ConfigError: There is no script and no module.
     """
     for at, word in enumerate(words):
         before = words[at - 1] if at else ""
@@ -103,8 +114,10 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _split_flags(word: str) -> tuple[str, str, str]:
-    """Return the letters before the first of c, m, W and X in a word, that letter, and
-    the text after it.
+    """Split a word of short options at its first letter out of c, m, W and X.
+
+    Returns:
+        The letters before, that letter, and the text after it.
     """
     for at, letter in enumerate(word[1:], start=1):
         if letter in f"cm{_WITH_VALUE}":
@@ -113,8 +126,9 @@ def _split_flags(word: str) -> tuple[str, str, str]:
 
 
 def unprotected_loop() -> RefusedImports:
-    """Return the finder that refuses Megatron-LM's loop in a process that torchrun has
-    not started.
+    """Return the finder that refuses Megatron-LM's loop in an unprotected process.
+
+    A process is unprotected if torchrun has not started it.
     """
     wanted = (
         f"one with {', '.join(_LAUNCHED)}; unset the variable for a program that does"

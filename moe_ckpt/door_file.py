@@ -1,9 +1,9 @@
-"""`moe-ckpt door install|remove`: the file by which the variable MOE_CKPT attaches to
-programs of this environment.
+"""The commands `moe-ckpt door install` and `moe-ckpt door remove`.
 
-Python reads the file, of one line, at each start in the environment. Without the
-variable the line does nothing. Nothing but this command puts the file there: code that
-runs at each start of Python is for the user to ask for.
+With the file that these commands install and remove, the variable MOE_CKPT attaches to
+programs of this environment. Python reads the file, of one line, at each start in the
+environment. Without the variable the line does nothing. Nothing but this command
+installs the file: code that runs at each start of Python must be requested by the user.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from moe_ckpt.config import require_choice
 from moe_ckpt.errors import ConfigError, exit_status
 
 NAME = "moe_ckpt_door.pth"
+"""Name of the file."""
+
 LINE = (
     'import os; os.environ.get("MOE_CKPT") and'
     ' __import__("moe_ckpt.door").door.enter()\n'
 )
-"""Without the variable the line imports nothing of this package, and outlives its
-removal.
+"""The line of the file.
+
+Without the variable the line imports nothing of this package, and so survives a removal
+of the package.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Install or remove the file; return the exit status."""
+    """Install or remove the file, and return the exit status."""
     description = (
         "Lets the variable MOE_CKPT attach to programs that this environment's Python"
         " starts."
@@ -47,8 +51,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def change_file(folder: Path, *, is_wanted: bool) -> None:
-    """Put the file into a folder, or remove it, and print where. Raises ConfigError if
-    the folder cannot be written.
+    """Put the file into a folder or remove it there, and print the path.
+
+    Args:
+        folder: The folder.
+        is_wanted: Whether to install the file.
+
+    Raises:
+        ConfigError: The folder cannot be written.
     """
     path = folder / NAME
     try:

@@ -1,5 +1,6 @@
-"""The errors that moe_ckpt raises on purpose, each derived from a suitable standard
-error; the causes of any error.
+"""The errors that moe_ckpt raises on purpose, and helpers for any error.
+
+Each error class also derives from a suitable standard exception.
 """
 
 from __future__ import annotations
@@ -10,8 +11,15 @@ from collections.abc import Callable, Iterator
 
 
 class MoeCkptError(Exception):
-    """Root of all errors that a caller may want to catch; the message says what, got
-    and wanted.
+    """Base class of all errors that a caller may want to catch.
+
+    The message names the subject, the value found and the value wanted.
+
+    Example:
+        try:
+            config = ckpt_config("moevement", window=4)
+        except MoeCkptError as error:
+            sys.exit(f"error: {error}")
     """
 
 
@@ -24,20 +32,21 @@ class DataError(MoeCkptError, ValueError):
 
 
 class CheckpointSaveError(MoeCkptError, OSError):
-    """A checkpoint could not be written; earlier ones are untouched."""
+    """A checkpoint could not be written; earlier checkpoints are untouched."""
 
 
 class CheckpointLoadError(MoeCkptError, RuntimeError):
-    """A checkpoint is incomplete, damaged, or belongs to another run, model or layout."""
+    """A checkpoint is incomplete, damaged, or of another run, model or layout."""
 
 
 class NothingLeftError(CheckpointLoadError):
-    """The remaining host memory leads to no state of the whole job."""
+    """The remaining host memory does not lead to any state of the whole job."""
 
 
 class RolledBackError(MoeCkptError, RuntimeError):
-    """All ranks are at an earlier state: the training loop continues after `iteration`
-    steps.
+    """All ranks are at an earlier state.
+
+    The training loop continues after `iteration` steps.
     """
 
     def __init__(self, iteration: int) -> None:
@@ -46,26 +55,28 @@ class RolledBackError(MoeCkptError, RuntimeError):
 
 
 class PeersLostError(MoeCkptError, RuntimeError):
-    """Other ranks died, or are about to be replaced: results of communication since
-    then must not be used.
+    """Other ranks died, or are about to be replaced.
+
+    Results of communication since then must not be used.
     """
 
 
 class StoreLostError(MoeCkptError, RuntimeError):
-    """The store in which the ranks of a job meet does not answer any more: this process
-    cannot go on with them.
+    """The store in which the ranks of a job meet no longer answers.
+
+    This process cannot continue with the other ranks.
     """
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that, and so on."""
+    """Yield an error, its cause, the cause of that cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Return whether an error, or one of its causes, says that a file system is full."""
+    """Return whether an error, or one of its causes, reports a full file system."""
     return any(
         isinstance(cause, OSError) and cause.errno == errno.ENOSPC
         for cause in causes_of(error)
@@ -73,8 +84,11 @@ def lacks_room(error: BaseException) -> bool:
 
 
 def exit_status(command: Callable[[], int | None], *, failed: int = 1) -> int:
-    """Run a command; return its exit status, or `failed` after one message about an
-    error of the user's.
+    """Run a command and return its exit status.
+
+    Args:
+        command: The command. None counts as status 0.
+        failed: The status after a MoeCkptError, whose message is printed as one line.
     """
     try:
         return command() or 0

@@ -1,9 +1,9 @@
-"""The events of a run: typed, one JSON line each, one file per rank.
+"""The events of a run: typed, one JSON line each, in one file per rank.
 
-Owns: the event types and their file format. All incarnations of a rank append to one
-file, so the log survives restarts; a line that a dying process left half-written is cut
-off when the file is opened again. All ranks and all restarts of a run share one clock
-origin.
+Owns: the event types and their file format. All processes of a rank append to one file,
+so the log survives restarts. When a file is opened again, a last line that a dying
+process left half-written is cut off. All ranks and all restarts of a run share one
+clock origin.
 """
 
 from __future__ import annotations
@@ -23,466 +23,636 @@ from moe_ckpt.types import IntervalChoice, WindowChoice
 
 _log = logging.getLogger(__name__)
 KINDS: dict[str, type[Any]] = {}
-"""The kinds of events, by the names that lines of a file have for them."""
+"""The event classes, by the names that lines of a file use."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Event:
-    """A kind of event: a subclass is a frozen dataclass, and its name is that of its
-    lines in a file.
+    """Base class of all events.
+
+    Each subclass becomes a frozen dataclass. The lines of a file name the subclass.
     """
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls) -> None:
-        # no slots: they would make another class
+        # no slots: with slots, `dataclass` would create another class
         kind = dataclass(frozen=True, kw_only=True)(cls)
         if not cls.__name__.startswith("_"):
             KINDS[cls.__name__] = kind
 
 
 class _IterationEvent(Event):
-    """An event of an iteration, which comes first in its line."""
+    """Base class of events about an iteration, which is the first field of the line."""
 
     iteration: int
+    """Number of optimizer steps, counted from the start of the run."""
 
 
 class WorkerStarted(Event):
-    """A worker process came up. `incarnation` counts this rank's processes, from 0."""
+    """A worker process has started."""
 
     pid: int
+    """Process id of the worker."""
+
     host: str
+    """Name of the machine."""
+
     incarnation: int
+    """Number of earlier processes of this rank in the run; 0 for the first."""
+
     device: str
+    """Name of the GPU, or `cpu`."""
+
     launch_s: float | None = None
-    """Time from the start of the rank's first process to this event, which is mostly
-    imports.
+    """Seconds from the start of the rank's first process to this event, mostly imports.
 
     None for a later process of the rank.
     """
 
 
 class StateResumed(_IterationEvent):
-    """Training continues after `iteration`, from a source on disk; `passed_over`:
-    better ones, and why not those.
-    """
+    """Training continues after `iteration`, from a state on disk."""
 
     source: str
+    """The checkpoint's folder, or the local disk."""
+
     seconds: float
+    """Time to load the state."""
+
     passed_over: list[str]
+    """Better sources that were not used, each with the reason."""
 
 
 class CourseChanged(_IterationEvent):
-    """This start's settings are not those with which the loaded state was trained.
-
-    `changed` take effect from this iteration on; `kept` are lengths of the schedule
-    that stay as the run began.
-    """
+    """The settings of this start differ from those that trained the loaded state."""
 
     changed: list[str]
+    """Settings that take effect after `iteration`, in words."""
+
     kept: list[str]
+    """Lengths of the learning-rate schedule that stay as the run began."""
 
 
 class StateResharded(_IterationEvent):
-    """The checkpoint that training continues from was saved at another parallel layout.
+    """Training continues from a checkpoint that was saved at another parallel layout.
 
-    All of it was carried over but the states of generators: from here on the run is not
-    bit for bit the one that saved.
+    The whole state is restored except the states of random generators. From here on the
+    run differs from the one that saved the checkpoint, and is not bit for bit the same.
     """
 
     saved_at: str
+    """Parallel layout of the run that saved the checkpoint."""
+
     loaded_at: str
+    """Parallel layout of this run."""
 
 
 class CheckpointSkipped(Event):
-    """A checkpoint that could not be used, and why."""
+    """A checkpoint or window could not be used."""
 
     source: str
+    """The checkpoint or window."""
+
     reason: str
+    """The error."""
 
 
 class LossNotFinite(_IterationEvent):
-    """Soon after a load of `source` the loss is NaN or infinite; `action`: what is done
-    about it.
-    """
+    """The loss is NaN or infinite soon after a load."""
 
     loss: str
+    """The loss, as text: JSON has neither NaN nor infinity."""
+
     source: str
+    """The state that was loaded."""
+
     action: str
+    """The reaction: all ranks go back to an older source, or training continues
+    unchanged.
+    """
 
 
 class IterationCommitted(_IterationEvent):
-    """One optimizer step. `skipped` is fp16 overflow; `stall_s` is what checkpointing
-    took from training.
-    """
+    """All ranks have finished one optimizer step."""
 
     loss: float
+    """Mean loss of the iteration's batch."""
+
     grad_norm: float | None
+    """Norm of all gradients before clipping; None after an FP16 overflow."""
+
     loss_scale: float
+    """Scale of the loss under FP16; 1 without scaling."""
+
     learning_rate: float
+    """Learning rate of this step."""
+
     skipped: bool
+    """Whether an FP16 overflow made the optimizer skip the update."""
+
     seconds: float
+    """Time from the start of the iteration to its commit, stalls included."""
+
     stall_s: float
+    """Part of `seconds` that checkpointing took from training."""
+
     sent_activation_bytes: int
+    """Bytes of activations that this rank sent to other stages."""
+
     sent_gradient_bytes: int
+    """Bytes of gradients that this rank sent to other stages."""
 
 
 class StateDigest(_IterationEvent):
-    """SHA-256 of this rank's whole training state after `iteration`; a rank logs it
-    again after a recovery.
+    """A digest of this rank's training state after `iteration`.
+
+    A rank logs the digest again after a recovery to the iteration.
     """
 
     digest: str
+    """SHA-256 of the whole state, in hex."""
 
 
 class TensorDigests(_IterationEvent):
-    """The first 64 bits of a SHA-256, in hex, of each tensor of this rank's state after
-    `iteration`, by its name.
-    """
+    """Digests of the single tensors of this rank's state after `iteration`."""
 
     digests: dict[str, str]
+    """The first 64 bits of a SHA-256, in hex, by the tensor's name."""
 
 
 class Evaluated(_IterationEvent):
-    """Mean cross-entropy, nats per token, over the held-out batches."""
+    """An evaluation over the held-out batches."""
 
     loss: float
+    """Mean cross-entropy, in nats per token."""
 
 
 class CheckpointSaved(_IterationEvent):
-    """A checkpoint was committed. `seconds` from start to commit, `stall_s` of it on
-    the training thread.
-    """
+    """A checkpoint was committed."""
 
     directory: str
+    """Path of the checkpoint."""
+
     size_bytes: int
+    """Size of the checkpoint of all ranks."""
+
     seconds: float
+    """Time from the start of the save to its commit."""
+
     stall_s: float
+    """Part of `seconds` in which training was stopped."""
 
 
 class CheckpointFailed(_IterationEvent):
-    """A checkpoint could not be saved; training went on unless `ckpt.strict` forbids
-    it.
+    """A checkpoint or snapshot could not be saved.
+
+    Training continues unless `ckpt.strict` forbids that.
     """
 
     reason: str
+    """The error."""
 
 
 class WindowChosen(WindowChoice, _IterationEvent):
-    """A sparse window begins with the snapshot of `iteration`: the choice with its
-    terms.
+    """A sparse window begins with the snapshot of `iteration`.
+
+    The fields are the choice and its terms.
     """
 
 
 class IntervalChosen(IntervalChoice, _IterationEvent):
-    """From `iteration` on whole snapshots are `every_iters` iterations apart: the
-    choice with its measurements.
+    """From `iteration` on, whole snapshots are `every_iters` iterations apart.
+
+    The other fields are the measurements behind the choice.
     """
 
 
 class ExpertsChosen(_IterationEvent):
-    """The contents of an iteration's partial snapshot: experts of each MoE layer of the
-    stage, by destination.
+    """Experts in the partial snapshot of an iteration, by destination.
 
-    `on_peers` and `on_disk` are some of those in `memory`, or none where the snapshot
-    does not go there. Peers are sent the gradients of those in `by_gradient`, all
-    others whole.
+    Each field has one list of experts for each MoE layer of the stage.
     """
 
     memory: list[list[int]]
+    """Experts copied to host memory."""
+
     on_peers: list[list[int]]
+    """Experts of `memory` that peers receive; none if the snapshot does not go to
+    peers.
+    """
+
     on_disk: list[list[int]]
+    """Experts of `memory` written to disk; none if the snapshot does not go to disk."""
+
     by_gradient: list[list[int]]
+    """Experts of `on_peers` of which peers receive only the gradients, not the whole
+    state.
+    """
 
 
 class TokensLost(_IterationEvent):
-    """Going back to a partial checkpoint, experts have lost what they were trained with
-    since they were saved.
+    """A rollback to a partial checkpoint has cost experts part of their training.
 
-    Of this rank's stage, by its MoE `layers`; `lost_by_expert` [layers][experts]. `plt`
-    and `mlt` are of the whole job and all faults so far, as shares of the tokens up to
-    `iteration`. MoC, equation (7); MoEtion, equation (6).
+    The experts are those of this rank's stage. Each expert loses the tokens since it
+    was last saved. MoC, equation (7); MoEtion, equation (6).
     """
 
     layers: list[int]
+    """Numbers of the stage's MoE layers."""
+
     lost_by_layer: list[int]
+    """Tokens lost in each layer."""
+
     lost_by_expert: list[list[int]]
+    """Tokens lost, [layers][experts]."""
+
     plt: float
+    """PLT: share of the tokens up to `iteration` that all faults so far have cost.
+
+    The mean over all MoE layers of the job.
+    """
+
     mlt: float
+    """MLT: as `plt`, but the sum over all MoE layers of the job; may exceed 1."""
 
 
 class SnapshotTaken(_IterationEvent):
-    """A sparse snapshot is in host memory: `size_bytes` on this rank, where a dense one
-    has `dense_bytes`.
-
-    Of these, `bubble_bytes` were copied while the rank waited for other stages: some
-    policies let copies wait for that.
-    """
+    """A snapshot of one slot has reached host memory."""
 
     window_start: int
+    """Iteration of the window's first snapshot."""
+
     slot: int
+    """Position of the snapshot in the window, from 0."""
+
     num_slots: int
+    """Number of snapshots in the window."""
+
     size_bytes: int
+    """Size of the snapshot on this rank."""
+
     dense_bytes: int
+    """Size of a snapshot of this rank's whole state."""
+
     copy_s: float
+    """Time of the copy to host memory, in seconds."""
+
     bubble_bytes: int = 0
+    """Bytes copied while the rank waited for other stages.
+
+    Some policies let copies wait for such times.
+    """
 
 
 class GradientsSent(_IterationEvent):
-    """This rank's gradients of `iteration` are on their way to its checkpoint servers:
-    `size_bytes`, buffers included.
-
-    Copying them has stopped training for `tap_s`; the slowest server had `lag_iters`
-    iterations to complete then.
-    """
+    """This rank's gradients of `iteration` are on the way to its checkpoint servers."""
 
     size_bytes: int
+    """Size of the gradients and module buffers."""
+
     tap_s: float
+    """Time for which the copy of the gradients stopped training, in seconds."""
+
     lag_iters: int
+    """Iterations that the slowest server still had to complete."""
 
 
 class ServersWorked(_IterationEvent):
-    """All of this rank's checkpoint servers have made the state of `iteration`.
-
-    The slowest worked for `busy_s`, and for `after_s` once the last byte had arrived.
-    An iteration, from gradients to gradients, took `iteration_s` when this was found:
-    the servers' deadline (FlowCheck, section 3.1).
-    """
+    """All of this rank's checkpoint servers have computed the state of `iteration`."""
 
     busy_s: float
+    """Working time of the slowest server, in seconds."""
+
     after_s: float
+    """Working time of the slowest server after the last byte arrived, in seconds."""
+
     iteration_s: float
+    """Time of an iteration, from gradients to gradients, when this rank received the
+    report.
+
+    This is the servers' deadline (FlowCheck, section 3.1).
+    """
 
 
 class ServersChanged(Event):
-    """The checkpoint servers on hosts that the job uses from now on, by address; none:
-    training nodes took over.
-    """
+    """The job uses other checkpoint servers on hosts from now on."""
 
     addresses: str
+    """Addresses of the servers; empty: the training nodes have taken over."""
 
 
 class GradientsLost(_IterationEvent):
-    """Some rank's checkpoint servers lack gradients up to `iteration`: all ranks take a
-    whole snapshot after it.
+    """Checkpoint servers of some rank lack gradients up to `iteration`.
+
+    All ranks take a whole snapshot after the iteration.
     """
 
     reason: str
+    """The gap in this rank's own stream, or that another rank has one."""
 
 
 class WindowReplicated(Event):
-    """All peers hold this rank's window that starts at `window_start`: each of the
-    `num_peers` has `size_bytes` of it.
-
-    `ago_s` before this was written they had it all, `span_s` after it was begun to be
-    sent; `seconds` of those it was being sent, and waited behind other copies.
-    """
+    """All peers hold this rank's window that starts at `window_start`."""
 
     window_start: int
+    """Iteration of the window's first snapshot."""
+
     size_bytes: int
+    """Size of the window that each peer holds."""
+
     num_peers: int
+    """Number of peers."""
+
     seconds: float
+    """Part of `span_s` in which the window was being sent or waited behind other
+    copies.
+    """
+
     span_s: float
+    """Time from the first send request to the arrival of the last byte, in seconds."""
+
     ago_s: float
+    """Time from the arrival of the last byte to this event, in seconds."""
 
 
 class ExpertPopularity(_IterationEvent):
-    """How popular experts were when the policy asked, for the window that begins with
-    the snapshot of `iteration`.
+    """Popularity of experts when the policy chose a window.
 
-    Of the rank's whole stage, by its MoE `layers`, as `ckpt.popularity` counts:
-    `tokens` [layers][experts] since the window before. Told by one rank of a stage, and
-    of a long run for some windows only.
+    The window begins with the snapshot of `iteration`. The experts are those of the
+    rank's whole stage. One rank of each stage logs the event, and in a long run only
+    for some windows.
     """
 
     layers: list[str]
+    """The stage's MoE layers, by name."""
+
     tokens: list[list[float]]
+    """Popularity since the last window, [layers][experts], as `ckpt.popularity` counts.
+    """
 
 
 class ExpertsOrdered(_IterationEvent):
-    """In which order the window that begins with the snapshot of `iteration` takes the
-    experts of the rank's stage.
+    """Order in which a window takes experts.
 
-    `slots` [layers][experts]: whose whole state is taken in which of `num_slots`. Told
-    where that is new, by one rank of a stage, and of a long run for some windows only.
+    The window begins with the snapshot of `iteration`. The experts are those of the
+    rank's stage. One rank of each stage logs the event if the order is new, and in a
+    long run only for some windows.
     """
 
     num_slots: int
+    """Number of slots of the window."""
+
     layers: list[str]
+    """The stage's MoE layers, by name."""
+
     slots: list[list[int]]
+    """Slot that takes the whole state of each expert, [layers][experts]."""
 
 
 class WindowPersisted(Event):
-    """This rank's window that starts at `window_start` is on its local disk, `seconds`
-    after that was asked for.
-    """
+    """This rank's window that starts at `window_start` is on its local disk."""
 
     window_start: int
+    """Iteration of the window's first snapshot."""
+
     seconds: float
+    """Time since the write was requested."""
 
 
 class LastSaveDone(_IterationEvent):
-    """As the job was told to stop, a window went to this rank's local disk: it leads to
-    the iteration.
+    """A window that leads to `iteration` is on this rank's local disk.
+
+    The supervisor saved the window because the job was asked to stop.
     """
 
 
 class HostMemoryUsed(Event):
-    """A rank's host memory once a window is complete, by part; `allocated_bytes`
-    includes buffers to reuse.
-    """
+    """Host memory of a rank when a window is complete, by part."""
 
     full_bytes: int
+    """Master weights and moments of operators taken in full."""
+
     compute_bytes: int
+    """Compute weights of operators not yet taken in full."""
+
     buffer_bytes: int
+    """Module buffers."""
+
     boundary_log_bytes: int
+    """Logged tensors that crossed stage boundaries."""
+
     step_log_bytes: int
+    """Logged starts of iterations, and numbers that crossed stages."""
+
     allocated_bytes: int
+    """All allocated memory, including buffers for reuse."""
+
     double_buffered_dense_bytes: int
+    """Two dense snapshots of this rank's state, for comparison."""
 
 
 class StateLost(_IterationEvent):
-    """This rank's training state was lost in a phase of `iteration`."""
+    """This rank's training state was lost on purpose during `iteration`."""
 
     phase: str
+    """Phase of the iteration."""
 
 
 class StageRecovered(_IterationEvent):
-    """The state after `iteration` was rebuilt from the window that starts at
-    `window_start`, by replay of stages.
-
-    `replayed_iters` were run again by stages `first_stage` to `last_stage` in
-    `seconds`; `fetched_bytes` came from neighbours' logs to this rank.
-    """
+    """Stages have rebuilt the state after `iteration` by a replay from a window."""
 
     window_start: int
+    """Iteration of the window's first snapshot."""
+
     first_stage: int
+    """First pipeline stage that replayed."""
+
     last_stage: int
+    """Last pipeline stage that replayed."""
+
     replayed_iters: int
+    """Number of iterations run again."""
+
     fetched_bytes: int
+    """Bytes that this rank fetched from the logs of neighbouring stages."""
+
     seconds: float
+    """Time of the replay."""
 
 
 class ReplayDiffered(_IterationEvent):
-    """A healthy rank's replayed state is not the one it had: its memory was corrupt, or
-    a kernel is not deterministic.
+    """A replay on a healthy rank led to another state than the rank had.
 
-    `operators` are those that differ, by name. `verdict`: what a second replay has
-    shown; empty if the job ended.
+    Either the rank's memory was corrupt or a kernel is not deterministic.
     """
 
     operators: list[str]
+    """Names of the operators that differ."""
+
     verdict: str = ""
+    """Result of a second replay; empty if the job ended."""
 
 
 class CapacityBoosted(_IterationEvent):
-    """Some experts of this rank's stage make up for lost tokens, out of capacity that
-    others leave.
-
-    By layer, for each of its experts: `capacity` are the tokens that it could take of
-    this rank's batch of `iteration`, `deficit` the lost ones that are left after it,
-    over all ranks.
-    """
+    """Experts of this rank's stage make up lost tokens from capacity others leave."""
 
     layers: list[str]
+    """The MoE layers with such experts, by name."""
+
     capacity: list[list[int]]
+    """Tokens of this rank's batch that each expert could take, [layers][experts]."""
+
     deficit: list[list[int]]
+    """Lost tokens left after `iteration`, over all ranks, [layers][experts]."""
 
 
 class GenerationEnded(Event):
-    """Ranks were lost, and this one has left the generation with all others that live."""
+    """Ranks were lost, and all survivors have left the generation."""
 
     generation: int
+    """Number of the generation."""
+
     reason: str
+    """The cause, in words."""
+
     left_unix_s: float
+    """Time on this rank's clock, in seconds since the epoch."""
 
 
 class Rejoined(Event):
-    """A generation goes on from the state after `iteration`. `deaths` tell why the one
-    before ended.
+    """A new generation continues from the state after `iteration`.
 
-    All ranks were together again, on this rank's clock, at `joined_unix_s`. Seconds on
-    this rank: `detect_s` from the last sign of life to the supervisor's finding (the
-    longest of the deaths), `rebuild_s` from there until all ranks are together again,
-    `fetch_s` for windows out of other ranks' memories, `replay_s` for the rest.
-    `executed_iters` were run again on this rank. `classes` has the class of each death,
-    or that of the fault without a death. Of this rank's process groups, `formed_groups`
-    were formed anew, and `kept_groups` were idle and go on.
+    All times are measured on this rank.
     """
 
     generation: int
+    """Number of the new generation."""
+
     iteration: int
     joined_unix_s: float
+    """Time at which all ranks were together again, in seconds since the epoch."""
+
     deaths: list[str]
+    """Deaths that ended the generation before, in words."""
+
     detect_s: float
+    """Seconds from the last sign of life to the supervisor's detection.
+
+    The longest of all deaths.
+    """
+
     rebuild_s: float
+    """Seconds from the detection until all ranks were together again."""
+
     fetch_s: float
+    """Seconds to fetch windows from the memory of other ranks."""
+
     replay_s: float
+    """Seconds of the rest of the recovery."""
+
     fetched_bytes: int
+    """Bytes fetched from peers: by all ranks, where windows are fetched; by this rank,
+    where units are fetched.
+    """
+
     executed_iters: int
+    """Iterations that this rank ran again."""
+
     classes: list[str] = field(default_factory=list[str])
+    """Class of each death, or of the fault if no worker died."""
+
     formed_groups: int = 0
+    """Process groups of this rank that were formed anew."""
+
     kept_groups: int = 0
+    """Process groups of this rank that were idle and continue."""
 
 
 class TrainingFailed(_IterationEvent):
-    """An exception has ended this rank's worker: the job ends unless the worker is
-    replaced.
+    """An exception has ended this rank's worker.
+
+    The job ends unless the worker is replaced.
     """
 
     error: str
+    """Type and message of the exception."""
 
 
 class ModelBuilt(Event):
-    """A worker has built its model, `seconds` after its process began; `exactness`:
-    what recoveries promise.
-    """
+    """A worker has built its model."""
 
     seconds: float
+    """Time since the worker began."""
+
     exactness: str = "bitwise"
-    """The only promise of earlier versions, whose events do not name it."""
+    """Promise of recoveries, `bitwise` or `state`.
+
+    Events of earlier versions lack the field: `bitwise` was the only promise then.
+    """
 
 
 class EventsLost(Event):
-    """The file could not be written for a while (a full disk, say): `count` events
-    before this one are missing.
+    """Events before this one are missing: for a while the file could not be written.
+
+    A full disk is one cause.
     """
 
     count: int
+    """Number of missing events."""
 
 
 class RunFinished(_IterationEvent):
-    """All iterations are done. Never written on a fault."""
+    """All iterations are done. A fault never writes this event."""
 
     digest: str
+    """SHA-256 over the state digests of all ranks, in hex."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedEvent:
-    """An event with when (seconds since the run's origin) and on which global rank it
-    happened.
-    """
+    """An event with its time and rank."""
 
     t_s: float
+    """Seconds since the run's clock origin."""
+
     global_rank: int
+    """The rank that logged the event."""
+
     event: Event
+    """The event."""
 
 
 class EventLog:
-    """Appends one rank's events to its file; each line reaches the kernel before
-    `append` returns.
+    """Appends the events of one rank to its file.
 
-    A file that cannot be written never stops training: the loss is logged once and
-    counted in the file later.
+    Each line reaches the kernel before `append` returns. A file that cannot be written
+    never stops training: the loss is logged once, and the file later counts the lost
+    events.
+
+    Example:
+        log = EventLog(path, global_rank=0, clock_origin_unix_s=time.time())
+        log.append(Evaluated(iteration=100, loss=2.5))
+        log.close()
     """
 
     def __init__(
         self, path: Path, *, global_rank: int, clock_origin_unix_s: float
     ) -> None:
+        """Open the file, and create the file and its folder if missing.
+
+        Args:
+            path: The file.
+            global_rank: The rank that logs.
+            clock_origin_unix_s: Clock origin of the run, in seconds since the epoch.
+
+        Raises:
+            OSError: The file cannot be opened.
+        """
         make_private(path.parent)
         self._fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        # an earlier incarnation of this rank may have died in the middle of a line
+        # an earlier process of this rank may have died in the middle of a line
         os.ftruncate(self._fd, _complete_length(path.read_bytes()))
         self._path = path
         self._global_rank = global_rank
@@ -490,6 +660,7 @@ class EventLog:
         self._num_lost = 0
 
     def append(self, event: Event) -> None:
+        """Append one event, preceded by a count of events lost before."""
         lost = [EventsLost(count=self._num_lost)] if self._num_lost else []
         t_s = time.time() - self._origin
         logged = (
@@ -503,15 +674,16 @@ class EventLog:
         )
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)
 
     def _write_whole(self, lines: bytes) -> bool:
         try:
-            # one unbuffered write: a worker that is killed right after loses no event,
-            # and no reader sees half a line
+            # one unbuffered write: a worker killed right after the write loses no
+            # event, and no reader sees half a line
             written = os.write(self._fd, lines)
             if written < len(lines):
-                # half a line would make the next one unreadable, too
+                # half a line would make the next line unreadable, too
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
                 raise OSError(
                     errno.ENOSPC, f"only {written} of {len(lines)} bytes written"
@@ -528,8 +700,9 @@ class EventLog:
 
 
 def write_events(path: Path, events: Iterable[LoggedEvent]) -> None:
-    """Write one rank's events, in order, as a run would have: for what has been
-    simulated.
+    """Write the events of one rank, in order, as a run would.
+
+    For simulated runs.
     """
     make_private(path.parent)
     write_private(path, b"".join(map(_encode, events)))
@@ -541,20 +714,29 @@ def _encode(logged: LoggedEvent) -> bytes:
         "t_s": round(logged.t_s, 6),
         "global_rank": logged.global_rank,
         "event": type(event).__name__,
-        # no `asdict`, which copies each list in depth: training waits for this line
+        # not `asdict`, which copies each list in depth: training waits for this line
         **{each.name: getattr(event, each.name) for each in fields(event)},
     }
     return (json.dumps(record) + "\n").encode()
 
 
 def read_events(path: Path, *, only: Collection[str] = ()) -> Iterator[LoggedEvent]:
-    """Yield the complete events of one rank's file, in order, without a half-written
-    last line.
+    """Yield the complete events of one rank's file, in order.
 
-    `only`: the names of the kinds that are read; lines of others are not parsed.
+    A half-written last line is left out. A line that is not an event of this version
+    (damaged, or from another version) is skipped with a warning.
 
-    A line that is not an event of this version (damaged, or from another one) is
-    skipped with a warning.
+    Args:
+        path: The file.
+        only: Names of the event kinds to read; lines of other kinds are not parsed.
+            Empty: all kinds.
+
+    Raises:
+        OSError: The file cannot be read.
+
+    Example:
+        for logged in read_events(Path("RUN/events/rank0000.jsonl")):
+            print(logged.t_s, logged.event)
     """
     content = path.read_bytes()
     named = [f'"event": "{kind}"'.encode() for kind in only]

@@ -1,4 +1,4 @@
-"""Dataclasses from JSON, exactly: each field of its type, every field, and no other."""
+"""Exact dataclasses from JSON: every field of its type, and no other field."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class ExactDecoder(Generic[T]):
-    """Reads one type. Made while its module is imported, as every decoder is: before
-    there are threads.
+    """Decodes one type. Create each decoder while its module is imported.
 
-    msgspec describes a class when a decoder first needs it, and a second thread that
-    decodes it meanwhile crashes the process: it reads the unfinished description (seen
-    with msgspec 0.22).
+    Modules are imported before there are threads. msgspec builds the description of a
+    class when a decoder first needs it. A second thread that decodes the class
+    meanwhile reads the unfinished description and crashes the process (seen with
+    msgspec 0.22).
     """
 
     def __init__(
@@ -29,21 +29,28 @@ class ExactDecoder(Generic[T]):
         from_plain: Callable[[type, Any], Any] | None = None,
         to_plain: Callable[[Any], Any] | None = None,
     ) -> None:
-        """The hooks are msgspec's `dec_hook` and `enc_hook`, for types that it does not
-        know.
+        """Create a decoder.
+
+        Args:
+            kind: The type.
+            from_plain: msgspec's `dec_hook`, for types that msgspec does not support.
+            to_plain: msgspec's `enc_hook`, for such types.
         """
         self._name = kind.__name__
         self._typed = msgspec.json.Decoder(kind, dec_hook=from_plain)
         self._encoder = msgspec.json.Encoder(enc_hook=to_plain)
 
     def decode(self, data: bytes) -> T:
-        """Return the value that `msgspec.json.encode` wrote. Raises ValueError or
-        RecursionError for anything else.
+        """Return the value that `msgspec.json.encode` wrote.
+
+        Raises:
+            ValueError: The data is something else.
+            RecursionError: The data is nested too deeply.
         """
         value = self._typed.decode(data)
         content = msgspec.json.decode(data)
-        # msgspec ignores unknown fields of dataclasses, and fills in defaults: a newer
-        # format could be misread as this
+        # msgspec ignores unknown fields of dataclasses and fills in defaults: a newer
+        # format could be misread as this one
         if content != msgspec.json.decode(self._encoder.encode(value)):
             raise ValueError(
                 f"got {reprlib.repr(content)}, wanted all fields of {self._name} and no"

@@ -1,12 +1,12 @@
-"""What a recovery promises, and what the promise asks of kernels and policies. Pure.
+"""The promise of recoveries, and its conditions for kernels and policies. Pure.
 
-`bitwise`: a run under faults ends bit for bit where the run without them ends. Kernels
-have to repeat an iteration bit for bit, which on a GPU only deterministic ones do. Any
-policy can keep it.
+`bitwise`: a run with faults ends bit for bit where the run without faults ends. Kernels
+must repeat an iteration bit for bit, which on a GPU only deterministic kernels do. Any
+policy can keep this promise.
 
 `state`: after a recovery the state of every rank is, bit for bit, one that the rank had
-before the fault. Kernels may do as they like; a recovery must not run an iteration
-again, whose outcome would be another one.
+before the fault. Kernels need not repeat results, but a recovery must not run an
+iteration again: the outcome would differ.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from moe_ckpt.faults.schedule import StateLoss
 
 BITWISE, STATE = "bitwise", "state"
 SETTING = "run.exactness"
+"""Name of the setting, for messages."""
 
 
 def require_valid(exactness: str, *, may_be_auto: bool) -> None:
@@ -29,7 +30,7 @@ def require_valid(exactness: str, *, may_be_auto: bool) -> None:
             promises.
 
     Raises:
-        ConfigError: The value is another one.
+        ConfigError: The value is not allowed.
     """
     require_choice(
         SETTING, exactness, [*([AUTO] if may_be_auto else []), BITWISE, STATE]
@@ -45,7 +46,7 @@ def require_kept(
     """Refuse settings under which recoveries cannot keep a promise.
 
     Args:
-        exactness: What is promised.
+        exactness: The promise.
         ckpt: The policy.
         losses: Losses of state in living processes, on purpose.
         check_determinism: Whether a pass is run twice to compare gradients.
@@ -75,21 +76,21 @@ def require_kept(
 def settle(
     asked: str, ckpt: CkptConfig, *, on_gpu: bool, mode: bool, option: str | None
 ) -> str:
-    """Return what a run of a loop that is not ours promises.
+    """Return the promise of a run of a loop that is not ours.
 
     Args:
         asked: The setting: `auto`, `bitwise` or `state`.
         ckpt: The policy.
         on_gpu: Whether the loop trains on a GPU.
         mode: Whether the loop's own deterministic mode is on.
-        option: The name of that mode's option; None if the loop has no such mode.
+        option: Name of that mode's option; None if the loop has no such mode.
 
     Returns:
         `bitwise` or `state`: with `auto` the strongest promise that the kernels allow.
 
     Raises:
-        ConfigError: The loop's kernels do not repeat themselves, and `bitwise` was
-            asked for, or the policy's recoveries run iterations again.
+        ConfigError: The loop's kernels do not repeat results, and `bitwise` was
+            requested or the policy's recoveries run iterations again.
     """
     if asked == STATE:
         return STATE
@@ -110,7 +111,7 @@ def settle(
 
 
 def describe(exactness: str, ckpt: CkptConfig) -> str:
-    """Return a line about the promise of a run, for the log."""
+    """Return one line about the promise of a run, for the log."""
     if exactness == BITWISE:
         promise = "a run under faults ends bit for bit where the run without them ends"
     else:

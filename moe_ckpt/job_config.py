@@ -1,4 +1,4 @@
-"""The settings of one job that every training loop has, whichever loop it is."""
+"""The settings of one job that every training loop has."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from moe_ckpt.faults.schedule import StateLoss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig:
-    """The settings of a job: policy, runtime, run folder and checks.
+    """Settings of a job: policy, runtime, run folder and checks.
 
-    The launcher, `moe_ckpt.own_loop` and `moe_ckpt.run` each turn their own settings
-    into these; `moe_ckpt.loop` and `run_elastic` see no others.
+    The launcher, `moe_ckpt.own_loop` and `moe_ckpt.run` each convert their own settings
+    into these; `moe_ckpt.loop` and `run_elastic` read no other settings.
 
     Raises:
         ConfigError: A setting is out of its range.
@@ -44,8 +44,10 @@ class JobConfig:
     """The run folder."""
 
     ranks_per_node: int | str = AUTO
-    """The ranks that fail together; auto: the ranks that torchrun starts on a node, and
-    on a single machine each rank by itself.
+    """Number of ranks that fail together.
+
+    auto: the ranks that torchrun starts on a node; on a single machine each rank counts
+    alone.
     """
 
     checks: CheckConfig = NO_CHECKS
@@ -55,13 +57,15 @@ class JobConfig:
     """Losses of state in living processes, on purpose."""
 
     exactness: str = BITWISE
-    """What recoveries promise, `bitwise` or `state`; auto: what the settings of a loop
-    that is not ours allow.
+    """Promise of recoveries, `bitwise` or `state`.
+
+    auto: the promise that the settings of a loop that is not ours allow.
     """
 
     check_determinism: bool | str = AUTO
-    """Whether a pass is run twice at the start to compare gradients; auto: on a GPU
-    whose kernels have to repeat themselves.
+    """Whether a pass is run twice at the start to compare gradients.
+
+    auto: on a GPU whose kernels have to repeat results.
     """
 
     def __post_init__(self) -> None:
@@ -72,7 +76,7 @@ class JobConfig:
 
     @property
     def in_memory(self) -> InMemoryConfig:
-        """The policy, of a supervised job.
+        """The policy of a supervised job.
 
         Raises:
             ConfigError: The policy keeps no snapshots in host memory.

@@ -1,5 +1,6 @@
-"""Processes of this machine as /proc shows them, by pid, sockets by descriptor,
-signals. Changes no other process.
+"""Processes of this machine by pid, sockets by descriptor, and signals.
+
+The facts about processes come from /proc. Must not: change another process.
 """
 
 from __future__ import annotations
@@ -11,29 +12,41 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-# not psutil: it turns start times into seconds of the wall clock, and has no states of
-# threads
-_STATE = 0  # fields of /proc/PID/stat that follow the name
+# not psutil: psutil converts start times into seconds of the wall clock, and has no
+# states of threads
+# fields of /proc/PID/stat that follow the name
+_STATE = 0
 _PARENT = 1
 _START_TICKS = 19
 
 
 def start_ticks(pid: int) -> int:
-    """Return the start time of a process: with the pid, a name that is never used
-    again. Raises ProcessLookupError.
+    """Return the start time of a process, in clock ticks since boot.
+
+    With the pid the start time is a name that is never used again.
+
+    Raises:
+        ProcessLookupError: No process has this pid.
     """
     return _number(pid, _START_TICKS)
 
 
 def age_s(pid: int) -> float:
-    """Return the time since the start of a process. Raises ProcessLookupError."""
+    """Return the seconds since the start of a process.
+
+    Raises:
+        ProcessLookupError: No process has this pid.
+    """
     uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     return uptime_s - start_ticks(pid) / os.sysconf("SC_CLK_TCK")
 
 
 def is_alive(pid: int, *, started: int | None = None) -> bool:
-    """Return whether a process, if given the one that was `started` then, is alive: a
-    zombie is not.
+    """Return whether a process is alive. A zombie is not.
+
+    Args:
+        pid: The process.
+        started: The start time that the process must have, in ticks; None: any.
     """
     fields = _stat(Path(f"/proc/{pid}/stat"))
     if not fields or fields[_STATE] in "ZX":
@@ -42,33 +55,43 @@ def is_alive(pid: int, *, started: int | None = None) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process; one that a debugger holds is not."""
+    """Return whether a signal has stopped a process.
+
+    A stop by a debugger does not count.
+    """
     fields = _stat(Path(f"/proc/{pid}/stat"))
     return bool(fields) and fields[_STATE] == "T"
 
 
 def boot_id() -> str:
-    """Return a name of this start of this machine, which all its containers share and
-    no other machine has.
+    """Return a name of this start of this machine.
+
+    All containers of the machine share the name, and no other machine has the same one.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def pid_namespace() -> int:
-    """Return the number of this process's PID namespace: a pid names a process within
-    one only.
+    """Return the number of this process's PID namespace.
+
+    A pid names a process within one namespace only.
     """
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def parent_of(pid: int) -> int:
-    """Return the pid of a process's parent. Raises ProcessLookupError."""
+    """Return the pid of a process's parent.
+
+    Raises:
+        ProcessLookupError: No process has this pid.
+    """
     return _number(pid, _PARENT)
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the pids of a process's children, those that have ended and were not
-    waited for among them.
+    """Return the pids of a process's children.
+
+    Children that have ended and were not waited for are included.
     """
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
     return [
@@ -86,8 +109,9 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty for one that has
-    ended or is another user's.
+    """Return the environment that a process was started with.
+
+    Empty for a process that has ended or belongs to another user.
     """
     try:
         content = Path(f"/proc/{pid}/environ").read_bytes()
@@ -98,8 +122,9 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def thread_states(pid: int) -> str:
-    """Return a letter, as in /proc/PID/stat, for each thread of a process; empty for
-    one that has ended.
+    """Return one letter, as in /proc/PID/stat, for each thread of a process.
+
+    Empty for a process that has ended.
     """
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
@@ -111,8 +136,9 @@ def thread_states(pid: int) -> str:
 
 
 def own_files() -> Iterator[tuple[int, str]]:
-    """Yield the descriptors of this process with the names of their files:
-    `socket:[1234]`, a path, and so on.
+    """Yield the descriptors of this process with the names of their files.
+
+    A name is `socket:[1234]`, a path, and so on.
     """
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -120,8 +146,9 @@ def own_files() -> Iterator[tuple[int, str]]:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; real-time ones between the first and the last have
-    only numbers.
+    """Return the name of a signal.
+
+    Real-time signals between the first and the last have only numbers.
     """
     try:
         return signal.Signals(number).name
@@ -131,8 +158,9 @@ def signal_name(number: int) -> str:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Handle signals after this block that come in it. Threads and processes that are
-    started in it hold them, too.
+    """Delay signals that arrive in this block until the block ends.
+
+    Threads and processes started in the block delay signals, too.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -142,10 +170,12 @@ def signals_held() -> Iterator[None]:
 
 
 def duplicate_socket(fd: int) -> socket.socket:
-    """Return another object for the socket of a descriptor, which stays open when that
-    is closed.
+    """Return another object for the socket of a descriptor.
 
-    Raises OSError for a descriptor that is closed, or no socket's.
+    The object stays open when the descriptor is closed.
+
+    Raises:
+        OSError: The descriptor is closed, or is not a socket.
     """
     copy = os.dup(fd)
     try:
@@ -157,8 +187,8 @@ def duplicate_socket(fd: int) -> socket.socket:
 
 def _stat(path: Path) -> list[str]:
     try:
-        # the name before the fields is in parentheses, and may have spaces and
-        # parentheses of its own
+        # the name before the fields is in parentheses, and may contain spaces and
+        # parentheses
         return path.read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []

@@ -1,14 +1,15 @@
-"""One training iteration, and one worker's life, for every training loop.
+"""One training iteration, and the life of one worker, for every training loop.
 
-The launcher, loops of one's own (`moe_ckpt.own_loop`) and the loops of Megatron-LM,
-Megatron-Bridge and ms-swift (`moe_ckpt.integrations`) are adapters over this module.
+The launcher, programs with their own loop (`moe_ckpt.own_loop`) and the loops of
+Megatron-LM, Megatron-Bridge and ms-swift (`moe_ckpt.integrations`) are adapters over
+this module.
 
 An iteration (`TrainingIteration`), on every rank:
 
     begin         hook iteration_started
     the loop      clears gradients; runs forward and backward; reduces gradients
-    finish_pass   norm and loss; hooks loss_known and gradients_ready: the last moment to
-                  back out, as no rank has changed a parameter
+    finish_pass   norm and loss; hooks loss_known and gradients_ready: the last moment
+                  to back out, as no rank has changed a parameter
     step          clip, Adam, schedule; hook update_applied; gather weights
     commit        hook step_committed; event IterationCommitted
 
@@ -27,8 +28,8 @@ A worker, the first of its rank or a replacement (`run_worker`; attached loops c
                       the host memory that the worker before has left
         recover       the session plans, fetches windows, and replays lost stages, until
                       all ranks have one state
-        start         if no rank has a state: `LoopAdapter.start` loads one, or the built
-                      model is the state
+        start         if no rank has a state: `LoopAdapter.start` loads one, or the
+                      built model is the state
         run_from      iterations from that state on, until the last one; once ranks are
                       lost: leave the generation, and join the next one
         finish        digests of all ranks; rank 0 writes result.json
@@ -113,27 +114,30 @@ _OF_EARLIER = (
 )
 
 Losses = Sequence[dict[str, torch.Tensor]]
-"""Loss reports of an iteration's micro-batches, as Megatron's schedules return them:
-on the last stage one report for each micro-batch, on all others none."""
+"""Loss reports of an iteration's micro-batches, as Megatron's schedules return them.
+
+On the last stage one report for each micro-batch, on all other stages none.
+"""
 
 
 class TrainingIteration:
     """One rank's training iteration. All methods are collective over all ranks.
 
-    A loop that owns its iteration calls `run`. A loop that does not calls `begin`,
-    `finish_pass`, `step` and `commit` at these points of its own iteration.
+    A loop without an iteration of its own calls `run`. A loop with its own iteration
+    calls `begin`, `finish_pass`, `step` and `commit` at the points named in the module.
 
     Attributes:
         hooks: The session. `train` sets the hooks before the first iteration.
-        on_commit: Receives the event of each iteration that all ranks have finished.
-        communicator: Carries the tensors between stages; logs and replays them.
+        on_commit: Called with the event of each iteration that all ranks have finished.
+        communicator: Carries tensors between stages; logs and replays them.
         batches: Sees the micro-batches that an iteration reads.
-        schedule_options: The arguments with which Megatron's schedules use the
+        schedule_options: Arguments with which Megatron's schedules use the
             communicator.
-        gradients: The gradients that `finish_pass` has accepted and `step` has not
-            taken; None in between.
-        prepared: The event of the newest iteration with complete gradients. If ranks
-            are lost then, a recovery may be what commits this iteration.
+        gradients: The gradients that `finish_pass` has accepted and `step` has not yet
+            taken; otherwise None.
+        prepared: Log record of the newest iteration with complete gradients. Kept
+            because a recovery may commit that iteration after a rank is lost.
+        number: The iteration, counted from 1.
     """
 
     hooks: TrainingHooks
@@ -152,7 +156,8 @@ class TrainingIteration:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         config: Any = state.model[0].config
         # Megatron's schedules scale losses and reduce gradients through these
-        # functions, and a recovery runs schedules before an attached loop sets them
+        # functions; a recovery runs schedules before an attached loop sets the
+        # functions
         config.grad_scale_func = config.grad_scale_func or state.optimizer.scale_loss
         config.finalize_model_grads_func = (
             config.finalize_model_grads_func or finalize_model_grads
@@ -160,7 +165,7 @@ class TrainingIteration:
         self.state = state
         self.communicator = StageCommunicator(groups.pp, config)
         self.batches = ReadBatches()
-        # both: schedules refuse a communicator without groups
+        # both arguments: schedules refuse a communicator without groups
         self.schedule_options: dict[str, Any] = {
             "p2p_communicator": self.communicator,
             "pg_collection": groups,
@@ -192,7 +197,8 @@ class TrainingIteration:
         is_repeated = False
         while True:
             self.begin(number, is_repeated=is_repeated)
-            # in each attempt: gradients of an undone attempt would be added to
+            # in each attempt: otherwise the new gradients would be added to those of an
+            # undone attempt
             clear_gradients(self.state)
             losses = forward_backward(number)
             if self.finish_pass(losses):
@@ -202,18 +208,19 @@ class TrainingIteration:
         return self.commit()
 
     def begin(self, number: int, *, is_repeated: bool = False) -> None:
-        """Begin an iteration, before its gradients are cleared.
+        """Begin an iteration, before gradients are cleared.
 
         Args:
             number: The iteration, counted from 1.
-            is_repeated: Whether the iteration starts over, because lost state was
-                rebuilt; the first attempt then counts as part of the iteration's time.
+            is_repeated: Whether the iteration starts over because lost state was
+                rebuilt. The first attempt then counts as part of the iteration's time.
         """
         if not is_repeated:
             self._started_s, self._stall_s = time.monotonic(), 0.0
             self._observed_before = self.communicator.observed
         self.number = number
-        self.gradients = None  # of an iteration that was cut off
+        # an iteration that was cut off may have left gradients
+        self.gradients = None
         self.batches.begin()
         self._timed(lambda: self.hooks.iteration_started(number))
 
@@ -224,8 +231,8 @@ class TrainingIteration:
             losses: The loss reports of this rank's micro-batches.
 
         Returns:
-            Whether the loop may step. If not, lost state was rebuilt: the state is
-            that at the beginning of the iteration, which starts over.
+            Whether the loop may step. If not, lost state was rebuilt: the state is the
+            one at the beginning of the iteration, and the iteration starts over.
 
         Raises:
             RolledBackError: All ranks are at an earlier state.
@@ -233,11 +240,11 @@ class TrainingIteration:
         self._enter_phase(Phase.REDUCE)
         gradients = finish_gradients(self.state)
         loss = mean_over_job(losses)
-        # before the vote: after a load that led to this loss, all ranks go back, and no
-        # rank may take the step
+        # before the vote: if a load led to this loss, all ranks roll back, and no rank
+        # may take the step
         self._timed(lambda: self.hooks.loss_known(self.number, loss))
         # before the vote: a rank that is cut off after the vote takes the step in the
-        # next generation, and logs the iteration then
+        # next generation, and logs the iteration there
         self.prepared = describe_step(self.state, self.number, loss, gradients)
         if not self._timed(lambda: self.hooks.gradients_ready(self.number, gradients)):
             return False
@@ -245,20 +252,23 @@ class TrainingIteration:
         return True
 
     def step(self) -> ReadyGradients:
-        """Take the optimizer's step with the gradients of `finish_pass`; return them."""
+        """Take the optimizer's step, and return the gradients.
+
+        The gradients are those that `finish_pass` has accepted.
+        """
         gradients, self.gradients = self.gradients, None
         assert gradients is not None, "finish_pass comes first"
         apply_update(self.state, gradients)
-        # before `update_applied`, after which a recovery repeats the gather alone
+        # before `update_applied`: after that hook a recovery repeats only the gather
         advance_schedule(self.state, gradients)
         self._timed(lambda: self.hooks.update_applied(self.number))
-        # a rank that is cut off in the gather repeats it after the recovery: the rank's
-        # own update is whole by then
+        # a rank that is cut off in the gather repeats the gather after the recovery:
+        # the rank's own update is complete by then
         gather_parameters(self.state)
         return gradients
 
     def commit(self) -> IterationCommitted:
-        """Finish the iteration: parameters and schedule are those after the step.
+        """Finish the iteration; parameters and schedule are those after the step.
 
         Returns:
             The event of the iteration, with its time and the bytes sent.
@@ -280,13 +290,14 @@ class TrainingIteration:
         """Run Megatron's schedule over micro-batches, with this rank's communicator.
 
         Args:
-            options: The arguments of the schedule.
+            **options: The other arguments of the schedule.
         """
         return get_forward_backward_func()(**options, **self.schedule_options)
 
     def marking_phases(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward step that marks where forward and backward begin, and lets
-        `batches` see what it reads.
+        """Return a forward step that marks the phases forward and backward.
+
+        The returned function also shows `batches` the data that the forward step reads.
         """
 
         @functools.wraps(forward_step)
@@ -296,7 +307,7 @@ class TrainingIteration:
                 *map(self.batches.observed, arguments), **options
             )
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                # schedules call no function of a loop as backward begins
+                # schedules call no function of the loop when backward begins
                 output.register_hook(lambda _: self._enter_phase(Phase.BACKWARD))
             return output, loss
 
@@ -316,12 +327,12 @@ class LoopAdapter(Protocol):
     """
 
     session: Session
-    """The session of this worker, which `train` sets first."""
+    """The session of this worker; `train` sets the session first."""
 
     def start(self) -> int:
-        """Load the state that a run without state in memory begins with.
+        """Load the state from which a run without state in memory begins.
 
-        A start may be called again, after a fault before the first iteration.
+        `train` may call this method again, after a fault before the first iteration.
 
         Returns:
             The iteration of the state; 0: the built model is the state.
@@ -331,8 +342,11 @@ class LoopAdapter(Protocol):
     def run_from(self, done: int, notes: Sequence[str]) -> None:
         """Train from the state after `done` iterations to the last iteration.
 
-        Called again after each rollback and in each generation; `notes` are lines for
-        the log.
+        Called again after each rollback and in each generation.
+
+        Args:
+            done: The iterations already done.
+            notes: Lines for the log.
 
         Raises:
             RolledBackError: All ranks are at an earlier state.
@@ -340,10 +354,11 @@ class LoopAdapter(Protocol):
         ...
 
     def committed(self, event: IterationCommitted) -> None:
-        """All ranks have finished an iteration. Must not communicate.
+        """Called when all ranks have finished an iteration. Must not communicate.
 
-        After a fault some ranks see an iteration here once others are beyond it, and a
-        replacement sees none of the iterations before its own.
+        After a fault some ranks get this call only when others are beyond the
+        iteration. A replacement gets no call for iterations before the first one that
+        it finishes.
         """
         ...
 
@@ -352,13 +367,13 @@ class LoopAdapter(Protocol):
         ...
 
     def close(self) -> None:
-        """Training is done: close everything that belongs to the iterations."""
+        """Close everything that belongs to the iterations; training is done."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Training:
-    """One rank's built training, which `train` attaches to and runs."""
+    """One rank's built training, for `train`."""
 
     loop: LoopAdapter
     """The loop's part of the worker's life."""
@@ -370,8 +385,10 @@ class Training:
     """The passes that a replay runs."""
 
     model: str
-    """The model, and everything else that shapes the saved state: other states are
-    refused."""
+    """Fingerprint of the model and everything else that shapes the saved state.
+
+    A state with another fingerprint is refused.
+    """
 
     layout: ParallelLayout
     """The degrees of parallelism."""
@@ -380,37 +397,42 @@ class Training:
     """The iteration after which the run is finished."""
 
     length_setting: str
-    """The name of the setting that gives `last_iteration`, for an error."""
+    """Name of the setting that gives `last_iteration`, for an error."""
 
     exactness: str
-    """What recoveries promise: `bitwise` or `state`."""
+    """Promise of recoveries: `bitwise` or `state`."""
 
     inputs: Inputs = field(default_factory=dict)
-    """The contents that this process has read, which all ranks must have read alike."""
+    """Contents that this process has read; all ranks must have read the same."""
 
     course: RunCourse | None = None
-    """The settings that decide the states of the run; None: the loop keeps no account.
+    """Settings that decide the states of the run; None: the loop keeps no account of
+    them.
     """
 
     asked_lengths: Mapping[str, str] = field(default_factory=dict)
-    """The settings that ask for a length of the schedule by a number, by the length's
-    name (`megatron.schedule.LENGTHS`). Other lengths stay as the run began.
+    """Settings that ask for a number as a length of the schedule, by the length's name.
+
+    Names are those of `megatron.schedule.LENGTHS`. Other lengths stay as the run began.
     """
 
     check_pass: Callable[[], object] | None = None
-    """The pass that the check of determinism repeats; None: a replay's pass of the
-    first iteration.
+    """Pass that the determinism check repeats; None: a replay's pass of the first
+    iteration.
     """
 
     check_setting: str = "check_determinism"
-    """The name of the setting that turns the check on, for an error."""
+    """Name of the setting that turns the check on, for an error."""
 
 
 class WorkerProcess(Protocol):
     """A process that trains one rank: supervised (`Worker`) or not (`PlainWorker`)."""
 
     job: JobConfig
+    """The settings."""
+
     is_supervised: bool
+    """Whether a supervisor replaces this process after its death."""
 
     @property
     def launch(self) -> Launch:
@@ -431,11 +453,11 @@ class WorkerProcess(Protocol):
         ...
 
     def context(self, layout: ParallelLayout) -> ElasticContext | None:
-        """Return the means to survive the loss of ranks, if there are any."""
+        """Return the means to survive the loss of ranks; None: there are none."""
         ...
 
     def enter_phase(self, phase: Phase) -> None:
-        """Show where in an iteration this rank is."""
+        """Show this rank's phase of the iteration."""
         ...
 
     def run(
@@ -447,11 +469,20 @@ class WorkerProcess(Protocol):
         start: Callable[[], int],
         finish: Callable[[int], dict[str, Any]],
     ) -> dict[str, Any]:
-        """Train to the end; return the result of `finish(deaths)`."""
+        """Train to the end, and return the result of `finish(deaths)`.
+
+        Args:
+            session: The session of this worker.
+            training: The rank's iterations.
+            events: The log of this rank's events.
+            start: Returns the iteration from which a run without state in memory
+                begins.
+            finish: Receives the number of deaths in the job.
+        """
         ...
 
     def retire(self, folder: RunFolder) -> None:
-        """Training is done, and this process is about to end."""
+        """Called when training is done and this process is about to end."""
         ...
 
 
@@ -472,28 +503,28 @@ class JoinedWorker(Generic[W]):
     """The event file of this rank, open."""
 
     incarnation: int
-    """The processes that this rank had in this run before this one."""
+    """Number of earlier processes of this rank in this run."""
 
     num_faults: int
-    """The processes among these that did not finish the run."""
+    """Number of earlier processes of this rank that did not finish the run."""
 
     earlier: tuple[Event, ...]
-    """The events of these processes that say what a run has done: starts, evaluations,
-    states on disks, ends."""
+    """Events of the earlier processes that record progress of the run.
+
+    Starts, evaluations, states on disks, and ends.
+    """
 
     began_s: float
-    """When the worker began, on the monotonic clock."""
+    """Time at which the worker began, on the monotonic clock."""
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this is global rank 0, which prints and writes for all."""
+        """Whether this is global rank 0, which prints and writes for all ranks."""
         return self.worker.launch.global_rank == 0
 
     @property
     def left_by_earlier(self) -> frozenset[LeftState]:
-        """The states that earlier processes of this rank have left on disks, and the
-        ends of the run.
-        """
+        """States that earlier processes of this rank left on disks, and run ends."""
         left: set[LeftState] = set()
         for event in self.earlier:
             if isinstance(event, CheckpointSaved):
@@ -512,7 +543,7 @@ class JoinedWorker(Generic[W]):
         return frozenset(left)
 
     def retire(self) -> None:
-        """Training is done, and this process is about to end."""
+        """Retire the worker: training is done, and this process is about to end."""
         self.worker.retire(self.folder)
 
 
@@ -523,20 +554,20 @@ def start_rank(
     *,
     beside: Callable[[RankPlace], None] = lambda _: None,
 ) -> int:
-    """Be one rank of a job: supervise the rank's workers, or train in this process.
+    """Run one rank of a job: supervise the rank's workers, or train in this process.
 
     Args:
         job: The settings. `runtime.guard` and the policy choose between the two.
         launch: This rank's place in the job.
         work: Trains, in each worker.
-        beside: May start processes that live as long as the supervisor at most.
+        beside: May start processes that live at most as long as the supervisor.
 
     Returns:
         The exit status.
 
     Raises:
-        MoeCkptError: Settings that cannot work; without a supervisor also data and
-            checkpoints, on all ranks.
+        MoeCkptError: Settings that cannot work. Without a supervisor also errors of
+            data and checkpoints, on all ranks.
     """
 
     def work_to_the_end(worker: WorkerProcess) -> int:
@@ -545,7 +576,8 @@ def start_rank(
 
     if job.is_supervised:
         return run_elastic(job, launch, work_to_the_end, beside=beside)
-    if job_name():  # torchrun may start all ranks again
+    # torchrun may start all ranks again
+    if job_name():
         require_lasting(job.folder)
     return work_to_the_end(PlainWorker(job, launch))
 
@@ -557,12 +589,12 @@ def run_worker(
     use_cpu: Callable[[], bool] = cpu_stand_in.enable,
     around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks,
 ) -> dict[str, Any]:
-    """Be one worker, from its start to the end of the run.
+    """Run one worker, from its start to the end of the run.
 
     Args:
         worker: This process.
-        build: Returns the loop's part; a supervised worker must not wait for other
-            ranks there.
+        build: Returns the loop's part. A supervised worker must not wait for other
+            ranks in this function.
         use_cpu: Makes Megatron-Core run without a GPU if there is none; returns whether
             there is none.
         around_hooks: May wrap the hooks that the iteration calls.
@@ -585,7 +617,7 @@ def join_run(
     """Choose the device, join the world and the run folder, and open the event file.
 
     At the first start of a job, a supervised worker waits here for the run folder of
-    global rank 0, and else for no other rank.
+    global rank 0. A supervised worker waits for no other rank.
 
     Args:
         worker: This process.
@@ -604,7 +636,7 @@ def join_run(
     num_finished = sum(isinstance(event, RunFinished) for event in earlier)
     events = _open_events(folder, worker.launch)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    # a supervised worker is a fork of the process that torchrun has started
+    # a supervised worker is a fork of the process that torchrun started
     started = os.getppid() if worker.is_supervised else os.getpid()
     events.append(
         WorkerStarted(
@@ -620,7 +652,7 @@ def join_run(
         folder=folder,
         events=events,
         incarnation=incarnation,
-        # a start after a finished run, with more iterations, has survived no fault
+        # a start after a finished run, with more iterations, did not follow a fault
         num_faults=incarnation - num_finished,
         earlier=earlier,
         began_s=began_s,
@@ -630,8 +662,14 @@ def join_run(
 def choose_device(
     job: JobConfig, launch: Launch, use_cpu: Callable[[], bool] = cpu_stand_in.enable
 ) -> bool:
-    """Choose this process's device, a GPU where there is CUDA; return whether it is
-    one.
+    """Choose this process's device, and return whether the device is a GPU.
+
+    The device is a GPU if CUDA is available.
+
+    Args:
+        job: The settings.
+        launch: This rank's place in the job.
+        use_cpu: As in `run_worker`.
 
     Raises:
         ConfigError: There is a GPU, and `runtime.backend` or `runtime.share_gpus` does
@@ -699,7 +737,8 @@ def train(
     training.iteration.hooks = around_hooks(session)
     training.iteration.on_commit = run.commit
     result = worker.run(session, run, events, start=run.start, finish=run.finish)
-    # first: the script of an attached loop goes on, and a death is a fault again
+    # first: the script of an attached loop continues, and a death then counts as a
+    # fault again
     training.loop.close()
     session.finish()
     last, digest = training.last_iteration, result["digest"]
@@ -718,14 +757,16 @@ class _Run:
         checks = joined.worker.job.checks
         self._checks = StateChecks(checks, self._iteration.state, joined.events)
         self._committed: IterationCommitted | None = None
-        self._noted = 0  # the newest iteration that this process has no need to log
-        self._beginning: list[str] = []  # lines of a start, for the log
+        # newest iteration that this process need not log
+        self._noted = 0
+        # lines about the start, for the log
+        self._beginning: list[str] = []
 
     def start(self) -> int:
-        """Return the iteration that a run without state in memory begins with."""
+        """Return the iteration from which a run without state in memory begins."""
         state, job = self._iteration.state, self._joined.worker.job
-        # ranks may have built their models alone, each with its own draws and its own
-        # copy of the tied embedding
+        # ranks may have built their models alone, each with its own random draws and
+        # its own copy of the tied embedding
         synchronize_fresh(state)
         course = self._training.course
         if course:
@@ -750,7 +791,8 @@ class _Run:
         notes, self._beginning = [*notes, *self._beginning], []
         prepared = self._iteration.prepared
         if prepared and prepared.iteration == done > self._noted:
-            self._note(prepared)  # ranks were lost before this rank could log the event
+            # ranks were lost before this rank could log the event
+            self._note(prepared)
         while True:
             # iterations after this one belong to a history that all ranks have left
             self._iteration.prepared, self._noted = None, done
@@ -763,8 +805,10 @@ class _Run:
                 notes = [f"iteration {self._iteration.number:>6}: {back}"]
 
     def _describe_beginning(self, done: int) -> list[str]:
-        """Return where a start begins and why, what recoveries promise, and whether
-        nothing outlives torchrun.
+        """Return lines about a start, for the log.
+
+        The lines state the first iteration and the reason, the promise of recoveries,
+        and whether no state outlives torchrun.
         """
         ckpt = self._joined.worker.job.ckpt
         promises = (
@@ -795,18 +839,18 @@ class _Run:
         return lines
 
     def commit(self, committed: IterationCommitted) -> None:
-        """All ranks have finished an iteration."""
+        """Log an iteration that all ranks have finished."""
         self._note(committed)
         self._checks.log_where_due(committed.iteration)
 
     def finish(self, deaths: int) -> dict[str, Any]:
-        """Write result.json; return its contents. Collective over all ranks."""
+        """Write result.json, and return its contents. Collective over all ranks."""
         digest, digests = job_digest(self._iteration.state)
         folder = self._joined.folder
         is_supervised = self._joined.worker.is_supervised
         result = {
             "iteration": self._training.last_iteration,
-            # None where an earlier incarnation had done all iterations
+            # None if an earlier process of this rank had done all iterations
             "loss": self._committed.loss if self._committed else None,
             **self._loop.result(),
             "wall_s": round(time.time() - folder.clock_origin_unix_s, 3),
@@ -835,8 +879,8 @@ def _open_events(folder: RunFolder, launch: Launch) -> EventLog:
     """Open this rank's event file.
 
     Raises:
-        ConfigError: On all ranks of the world, if a file cannot be opened: the other
-            ranks would wait for one that raised alone.
+        ConfigError: On all ranks of the world, if a file cannot be opened on any rank:
+            the other ranks would wait for one that raised alone.
     """
     opened: list[EventLog] = []
     gather_results(

@@ -1,7 +1,7 @@
-"""The order that `moe-ckpt prove` passes to each process of a command in an environment
-variable.
+"""The order that `moe-ckpt prove` passes to each process of a command.
 
-Pure: a process of the command reads the order at the start of its interpreter.
+The order is in an environment variable. Pure: a process of the command reads the order
+at the start of its interpreter.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Order:
     """The rank that kills its own process, once in the run; None: no rank does."""
 
     kill_iteration: int = 0
-    """The iteration after which that rank does so, as soon as its digests are logged.
-    """
+    """The iteration after which that rank does so, once its digests are logged."""
 
     spoil_after_resume: bool = False
-    """Whether ranks that were started again damage their state after their first
-    iteration: the control, which has to differ.
+    """Whether restarted ranks damage their state after their first iteration.
+
+    For the control, which must differ.
     """
 
     @property
     def killed(self) -> Path:
-        """The file that is there once the rank has killed itself."""
+        """The file that exists once the rank has killed itself."""
         return Path(self.run) / "killed"
 
     def environment(self) -> dict[str, str]:
@@ -46,6 +46,6 @@ class Order:
 
 
 def read_order(environment: Mapping[str, str] = os.environ) -> Order | None:
-    """Return the order of this process, or None in one that is not observed."""
+    """Return the order of this process; None if the process is not observed."""
     text = environment.get(VARIABLE)
     return Order(**json.loads(text)) if text else None

@@ -1,4 +1,4 @@
-"""Lets `moe-ckpt prove` compare the state of a training script after each iteration.
+"""Compares the state of a training script after each iteration for `moe-ckpt prove`.
 
     from moe_ckpt.observe import observe
 
@@ -37,13 +37,14 @@ from moe_ckpt.private_files import make_private, replace_private
 def observe(iteration: int, **state: Any) -> None:
     """Log digests of this rank's state after an iteration, under `moe-ckpt prove`.
 
-    Call it on each rank after each iteration, before or after the script's own save.
+    Call this function on each rank after each iteration, before or after the script's
+    own save.
 
     Args:
         iteration: The number of the iteration, one more than that of the one before.
-        **state: All that the next iteration depends on, by names: modules, optimizers
-            (of torch or Megatron-Core) and other objects with `state_dict`, and
-            tensors, numbers and texts in nests of dictionaries and lists, such as
+        **state: Everything on which the next iteration depends, by names: modules,
+            optimizers (of torch or Megatron-Core) and other objects with `state_dict`,
+            and tensors, numbers and texts in nested dictionaries and lists, such as
             `rng=torch.get_rng_state()`.
 
     Raises:
@@ -60,7 +61,7 @@ def observe(iteration: int, **state: Any) -> None:
 
 
 def named_tensors(state: Mapping[str, Any]) -> NamedTensors:
-    """Yield the tensors of a state, under names that are the paths to them.
+    """Yield the tensors of a state, under names that are the paths to the tensors.
 
     Args:
         state: As in `observe`. Of a distributed tensor the local shard is taken.
@@ -76,10 +77,11 @@ def _flat(name: str, value: Any) -> NamedTensors:
     if isinstance(value, torch.Tensor):
         to_local: Callable[[], torch.Tensor] | None = getattr(value, "to_local", None)
         yield name, to_local() if to_local else value
-    elif hasattr(value, "chained_optimizers"):  # Megatron-Core's, of several optimizers
+    elif hasattr(value, "chained_optimizers"):  # Megatron-Core's, several optimizers
         yield from _flat(name, value.chained_optimizers)
     elif hasattr(value, "get_loss_scale"):  # Megatron-Core's, around one of torch
-        # its own state_dict leaves out what is this rank's alone: masters and moments
+        # this optimizer's own state_dict leaves out the masters and moments that only
+        # this rank has
         yield from _flat(f"{name}.loss_scale", value.get_loss_scale())
         yield from _flat(name, value.optimizer.state_dict())
         yield from _flat(
@@ -114,12 +116,12 @@ def _set_first_to_zero(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 class Observer:
-    """One rank's digests in a run of a proof, and the death and the control it orders.
+    """One rank's digests in a run of a proof, and the ordered death and control.
 
     Args:
-        order: What this run's ranks do.
+        order: The order to this run's ranks.
         global_rank: This rank.
-        world_size: The ranks of the command.
+        world_size: The number of ranks of the command.
     """
 
     def __init__(self, order: Order, global_rank: int, world_size: int) -> None:
@@ -137,7 +139,10 @@ class Observer:
         self._events.append(WorkerStarted(**about, incarnation=int(was_killed)))
 
     def log_loaded(self, done: int, named: NamedTensors) -> None:
-        """Log digests of the state with which training begins, after `done` iterations."""
+        """Log digests of the loaded state, after `done` iterations.
+
+        Training begins with this state.
+        """
         self._events.append(
             TensorDigests(iteration=done, digests=digests_by_name(named))
         )
@@ -145,7 +150,9 @@ class Observer:
     def log(
         self, iteration: int, named: NamedTensors, spoil: Callable[[], None]
     ) -> None:
-        """Log digests of the state after an iteration; die, or spoil it, if ordered.
+        """Log digests of the state after an iteration.
+
+        Then die, or spoil the state, if the order demands that.
 
         Args:
             iteration: The iteration.
@@ -166,9 +173,7 @@ class Observer:
             self._die()
 
     def _die(self) -> None:
-        """Kill this process, unless a process of this rank has already killed itself in
-        this run.
-        """
+        """Kill this process, unless one of this rank has already done so in the run."""
         try:
             self._order.killed.touch(exist_ok=False)
         except FileExistsError:
@@ -177,7 +182,7 @@ class Observer:
 
 
 def make_observer(order: Order) -> Observer:
-    """Return the observer of this process, whose rank is torch's or the launcher's."""
+    """Return the observer of this process, with the rank of torch or the launcher."""
     if dist.is_available() and dist.is_initialized():
         return Observer(order, dist.get_rank(), dist.get_world_size())
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")

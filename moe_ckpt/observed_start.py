@@ -1,9 +1,9 @@
 """The start of a Python process of a command that `moe-ckpt prove` runs.
 
 `moe-ckpt prove` puts a folder with a `sitecustomize.py` of one line, LINE, in front of
-PYTHONPATH. The line lets the training loops of Megatron-LM, Megatron-Bridge and
-ms-swift log digests, once a program imports one. Must not: import anything slow, as
-every Python process of the command runs it.
+PYTHONPATH. The line makes the training loops of Megatron-LM, Megatron-Bridge and
+ms-swift log digests, once a program imports one. Must not: import anything slow,
+because every Python process of the command runs the line.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.observation import Order, read_order
 
 LINE = "from moe_ckpt.observed_start import enter; enter(__file__)\n"
+"""The content of `sitecustomize.py`."""
+
 NAME = "sitecustomize"
 _LOOPS = {
     "megatron.training.training": "megatron-lm",
@@ -29,7 +31,7 @@ _LOOPS = {
 
 
 def enter(own_path: str) -> None:
-    """Observe this process, and run the `sitecustomize` that it would have had.
+    """Observe this process, and run the `sitecustomize` that was in its place.
 
     Args:
         own_path: The path of the `sitecustomize.py` that runs this function.
@@ -47,7 +49,7 @@ def _observe_loop(loop: str, order: Order, _module: object) -> None:
     try:
         observed = LOOPS[loop]()
     except ConfigError as error:
-        # a program may import the loop for its arguments alone
+        # a program may import the loop only for its arguments
         print(
             f"moe-ckpt prove: the loop is not observed: {error}",
             file=sys.stderr,

@@ -1,10 +1,11 @@
-"""A training loop over Megatron-Core that survives the death of its processes, of which
-a program names the parts.
+"""A training loop over Megatron-Core that survives the death of its processes.
 
-    sys.exit(train_elastic(config, build, forward_step, batches))     in the process that torchrun starts
+    # in the process that torchrun starts
+    sys.exit(train_elastic(config, build, forward_step, batches))
 
-`moe_ckpt.loop` has the iteration and the worker's life; this module is the adapter.
-Must not: know models, data or a launcher.
+The program provides the model, the forward step and the data. `moe_ckpt.loop` has the
+iteration and the worker's life; this module is the adapter. Must not: know models, data
+or a launcher.
 """
 
 from __future__ import annotations
@@ -53,17 +54,35 @@ from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import ParallelLayout
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], Any]
+"""Megatron's forward step: data iterator and model to output and loss function."""
+
 Batches = Callable[[int], Iterator[Any]]
+"""Returns this rank's micro-batches of an iteration, counted from 1."""
+
 AfterIteration = Callable[[int, float], None]
+"""Called with the number and the loss of an iteration."""
+
 _OF_COURSE = ("model", "num_micro_batches", "micro_batch_size", "sequence_length")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopConfig:
-    """The settings of a loop of one's own.
+    """Settings of `train_elastic`.
 
     Raises:
         ConfigError: A setting is out of its range.
+
+    Example:
+        config = LoopConfig(
+            ckpt=ckpt_config("moevement", window=4),
+            runtime=runtime_config(),
+            layout=ParallelLayout(pp=1, dp=2, ep=2, tp=1),
+            num_iterations=100,
+            num_micro_batches=2,
+            micro_batch_size=2,
+            sequence_length=128,
+            model="my_model",
+        )
     """
 
     ckpt: CkptConfig
@@ -73,56 +92,64 @@ class LoopConfig:
     """How the job survives deaths; `run_settings.runtime_config` has the defaults."""
 
     layout: ParallelLayout
-    """The degrees of parallelism."""
+    """Degrees of parallelism."""
 
     num_iterations: int
-    """The iterations of the run."""
+    """Number of iterations of the run."""
 
     num_micro_batches: int
-    """The micro-batches of an iteration, on each rank."""
+    """Micro-batches of an iteration, on each rank."""
 
     micro_batch_size: int
-    """The sequences of a micro-batch."""
+    """Sequences of a micro-batch."""
 
     sequence_length: int
-    """The tokens of a sequence."""
+    """Tokens of a sequence."""
 
     model: str
-    """The model's name: checkpoints of another model are refused."""
+    """Name of the model; checkpoints of another model are refused."""
 
     run_dir: str | None = None
-    """The run folder; None: a new one, outputs/DATE/TIME-`model`."""
+    """Path of the run folder; None: a new one, outputs/DATE/TIME-`model`."""
 
     ranks_per_node: int | str = AUTO
-    """The ranks that fail together; auto: the ranks that torchrun starts on a node, and
-    on a single machine each rank by itself.
+    """Number of ranks that fail together.
+
+    auto: the ranks that torchrun starts on a node; on a single machine each rank counts
+    alone.
     """
 
     checks: CheckConfig = NO_CHECKS
-    """Digests of the state, to compare runs by."""
+    """Digests of the state, for comparison of runs."""
 
     losses: Sequence[StateLoss] = ()
     """Losses of state in living processes, on purpose."""
 
     inputs: Sequence[str] = ()
-    """The files that `batches` reads, data and tokenizer: another content in a
-    replacement, on another node or at a later start is refused.
+    """Files that `batches` reads, data and tokenizer.
+
+    A file with another content in a replacement, on another node or at a later start is
+    refused.
     """
 
     check_determinism: bool | str = AUTO
-    """Whether the first iteration's batch is run twice at the start to compare
-    gradients; auto: on a GPU, with `exactness` bitwise."""
+    """Whether the start runs the first iteration's batch twice and compares gradients.
+
+    auto: on a GPU, with `exactness` bitwise.
+    """
 
     exactness: str = BITWISE
-    """What recoveries promise. bitwise: a run under faults ends bit for bit where it
-    ends without; CUDA is told to repeat itself. state: after a recovery each rank has,
-    bit for bit, a state that it had before the fault; for policies that run no
-    iteration again.
+    """Promise of recoveries, `bitwise` or `state`.
+
+    bitwise: a run with faults ends bit for bit as the run without faults; CUDA is set
+    to deterministic kernels. state: after a recovery each rank has, bit for bit, a
+    state that the rank had before the fault; for policies that run no iteration again.
     """
 
     def __post_init__(self) -> None:
         require_valid(self.exactness, may_be_auto=False)
-        _ = self.job  # checks the settings
+        # the property checks the settings
+        _ = self.job
         for path in self.inputs:
             require(Path(path).is_file(), "inputs", path, "a file")
 
@@ -151,21 +178,29 @@ def train_elastic(
     batches: Batches,
     after_iteration: AfterIteration = lambda _iteration, _loss: None,
 ) -> int:
-    """Be one rank of a job until all ranks have finished.
+    """Run one rank of a job until all ranks have finished.
 
     Args:
         config: The settings.
-        build: Makes groups, model and optimizer in each worker, without other ranks.
+        build: Builds groups, model and optimizer in each worker, without other ranks.
         forward_step: The forward step of Megatron's schedules.
-        batches: Yields this rank's micro-batches of an iteration, as a function of the
-            iteration alone: a replay reads the iteration again.
+        batches: Yields this rank's micro-batches of an iteration. The micro-batches
+            must depend on the iteration alone, because a replay reads the iteration
+            again.
         after_iteration: Receives the number and the loss of each iteration that all
-            ranks have finished. The call is this rank's alone, and must not
-            communicate: after a fault, some ranks receive an iteration later than
-            others.
+            ranks have finished. Each rank makes the call alone, so the function must
+            not communicate: after a fault, some ranks make the call for an iteration
+            later than others.
 
     Returns:
-        The exit status: 1 after an error that a user can mend, which one rank prints.
+        The exit status: 1 after an error that a user can correct, which one rank
+        prints.
+
+    Example:
+        def build():
+            return TrainingState(model=[model], optimizer=optimizer, scheduler=schedule)
+
+        sys.exit(train_elastic(config, build, forward_step, micro_batches))
     """
 
     def build_training(joined: JoinedWorker[Any]) -> Training:
@@ -184,7 +219,7 @@ def train_elastic(
 
 
 def _identities(paths: Sequence[str]) -> dict[str, str]:
-    # by number and name: a folder may be mounted elsewhere on another node
+    # by number and name: a folder may be mounted at another path on another node
     names = {
         f"inputs[{number}]: {Path(path).name}": path
         for number, path in enumerate(paths)
@@ -223,7 +258,7 @@ class OwnLoop:
         self._after_iteration = after_iteration
 
     def training(self) -> Training:
-        """Return this loop as `loop.train` takes it."""
+        """Return this loop in the form that `loop.train` takes."""
         config, state = self._config, self._iteration.state
         inputs = _identities(config.inputs)
         settings = (
@@ -264,7 +299,7 @@ class OwnLoop:
             self._iteration.run(number, self.forward_backward)
 
     def forward_backward(self, iteration: int) -> Losses:
-        """Leave the gradients of an iteration's batch; return the loss reports."""
+        """Compute the gradients of an iteration's batch; return the loss reports."""
         return self._iteration.run_schedule(
             forward_step_func=self._forward_step,
             data_iterator=self._batches(iteration),
@@ -276,7 +311,7 @@ class OwnLoop:
         )
 
     def committed(self, event: IterationCommitted) -> None:
-        """All ranks have finished an iteration."""
+        """Pass a finished iteration to `after_iteration`."""
         self._after_iteration(event.iteration, event.loss)
 
     def result(self) -> dict[str, object]:

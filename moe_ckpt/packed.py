@@ -1,13 +1,17 @@
-"""Stage tables in few bytes: the exchange at the start of a generation grows with kinds
-of stages, not with ranks.
+"""Compact stage tables, for the exchange at the start of a generation.
 
-Owns: the format of operators and columns of numbers, compressed, without pickle. Must
-not: communicate.
+The size grows with the kinds of stages, not with ranks. Owns: the format of operators
+and columns of numbers, compressed, without pickle. Must not: communicate.
 
 Neighbouring operators are alike, and so are the ranks that own them. The format stores
-where a number differs from that of the operator before, and the difference.
+the places where a number differs from that of the operator before, and the difference.
 
-    LZMA( number of operators, columns, changes | kind, layer, expert, MTP depth of each | places | changes ), all int64
+    LZMA(
+        number of operators, columns, changes
+        | kind, layer, expert, MTP depth of each
+        | places
+        | changes
+    ), all int64
 """
 
 from __future__ import annotations
@@ -21,15 +25,14 @@ import numpy.typing as npt
 from moe_ckpt.types import OperatorId, OperatorKind
 
 IntArray = npt.NDArray[np.int64]
+"""Array of int64."""
 
 _KINDS = tuple(OperatorKind)
 _NONE = -1
 
 
 def pack_rows(operators: Sequence[OperatorId], columns: IntArray) -> bytes:
-    """Return operators and their columns of numbers, int64 [columns, operators], as
-    bytes.
-    """
+    """Pack operators and their columns of numbers, int64 [columns, operators]."""
     changes = np.diff(columns.T, axis=0, prepend=0).ravel()
     places = np.flatnonzero(changes)
     ids = np.diff(_ids(operators), axis=0, prepend=0)
@@ -38,13 +41,13 @@ def pack_rows(operators: Sequence[OperatorId], columns: IntArray) -> bytes:
     content = np.concatenate([head, ids.ravel(), steps, changes[places]]).astype(
         np.int64
     )
-    # FORMAT_ALONE: these tables take a few hundred bytes, to which .xz would add
-    # headers, an index and a checksum
+    # FORMAT_ALONE: these tables take a few hundred bytes, and .xz would add headers, an
+    # index and a checksum
     return lzma.compress(content.tobytes(), lzma.FORMAT_ALONE, preset=1)
 
 
 def unpack_rows(packed: bytes) -> tuple[tuple[OperatorId, ...], IntArray]:
-    """Return the packed operators and their columns."""
+    """Return the operators and columns that `pack_rows` packed."""
     content = np.frombuffer(lzma.decompress(packed), np.int64)
     num_operators, num_columns, num_changes = content[:3].tolist()
     ids, steps, values = np.split(
@@ -59,8 +62,9 @@ def unpack_rows(packed: bytes) -> tuple[tuple[OperatorId, ...], IntArray]:
 
 
 def shifted(operators: Sequence[OperatorId], layers: int) -> tuple[OperatorId, ...]:
-    """Return operators with `layers` added to the number of each layer, but not to
-    those of MTP modules.
+    """Return operators with `layers` added to the number of each layer.
+
+    Layers of MTP modules keep their numbers.
     """
     ids = _ids(operators)
     ids[(ids[:, 1] != _NONE) & (ids[:, 3] == _NONE), 1] += layers
@@ -68,7 +72,7 @@ def shifted(operators: Sequence[OperatorId], layers: int) -> tuple[OperatorId, .
 
 
 def first_layer(operators: Sequence[OperatorId]) -> int:
-    """Return the lowest layer among operators, 0 for none."""
+    """Return the lowest layer among operators; 0 if there is none."""
     layers = [
         each.layer
         for each in operators

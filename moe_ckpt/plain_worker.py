@@ -1,7 +1,7 @@
-"""A process that trains one rank without a supervisor: after a death torchrun restarts
-all ranks.
+"""A process that trains one rank without a supervisor.
 
-Owns: how such a process meets the others. Must not: survive the loss of a rank.
+After a death torchrun restarts all ranks. Owns: the meeting of such a process with the
+other ranks. Must not: survive the loss of a rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PlainWorker:
         Args:
             job: The settings.
             launch: This rank's place in the job.
-            store: Where the ranks meet; None: in torchrun's store.
+            store: The store in which the ranks meet; None: torchrun's store.
         """
         self.job = job
         self.launch = launch
@@ -51,11 +51,14 @@ class PlainWorker:
     def join_world(self, *, on_gpu: bool) -> None:
         """Form the world of all ranks.
 
+        Args:
+            on_gpu: Whether ranks train on GPUs.
+
         Raises:
             ConfigError: `runtime.backend` does not fit the devices.
         """
-        # torchrun's store outlives a restart of its workers, with the addresses that
-        # the dead ones left there: every attempt has a part of its own
+        # torchrun's store survives a restart of its workers and keeps the addresses of
+        # the dead ones: each attempt uses a part of its own
         store = self._store or agent_store(f"attempt-{self.launch.attempt}")
         world: dict[str, Any] = {}
         if store:
@@ -95,7 +98,7 @@ class PlainWorker:
         start: Callable[[], int],
         finish: Callable[[int], dict[str, Any]],
     ) -> dict[str, Any]:
-        """Train to the end; return the result of `finish`, with no deaths."""
+        """Train to the end, and return the result of `finish`, with 0 deaths."""
         training.run(start(), session.notes)
         session.wait_for_saves()
         return finish(0)

@@ -1,9 +1,9 @@
-"""Files and folders that their user alone may read, whatever the umask: training state,
-and the names of its places.
+"""Files and folders that only their user may read, whatever the umask.
 
-Owns: the modes, 0600 and 0700, and that a file is this process's own: a link, or a file
-that another user has put at a path before, is neither followed nor filled. Must not:
-change the mode of a folder that is there already, which its owner has chosen.
+These files hold training state and the names of its places. Owns: the modes, 0600 and
+0700, and that a file is this process's own: a link, or a file that another user has put
+at a path before, is neither followed nor filled. Must not: change the mode of an
+existing folder, which its owner has chosen.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ _OF_OTHERS = 0o077
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder and the missing folders above it."""
+    """Create a folder and the missing folders above."""
     try:
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
-    # `mkdir(parents=True)` would create the folders above with the umask's mode, not
-    # this one
+    # `mkdir(parents=True)` would create the folders above with the mode of the umask
     except FileNotFoundError:
         make_private(folder.parent)
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
 
 def write_private(path: str | Path, content: str | bytes) -> None:
-    """Write a file, in place of one that is there.
+    """Write a file, in place of an existing one.
+
+    Args:
+        path: The file.
+        content: The content; a text is written in UTF-8.
 
     Raises:
         OSError: The file cannot be written.
@@ -46,20 +49,19 @@ def write_private(path: str | Path, content: str | bytes) -> None:
 
 
 def _new_file(path: str | Path) -> int:
-    """Create a file in place of one that is there, and return its descriptor."""
+    """Create a file in place of an existing one, and return its descriptor."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         return open_private(path, flags)
     except FileExistsError:
-        # it may be another user's, who could read what is written into it
+        # the existing file may be another user's, who could read the new content
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         return open_private(path, flags)
 
 
 def replace_private(path: Path, content: str) -> None:
-    """Write a file that other processes may read at any time, in place of one that is
-    there.
+    """Write a file in place of an existing one, while other processes may read.
 
     After a loss of power the path has the old content or the new one.
 
@@ -77,8 +79,7 @@ def replace_private(path: Path, content: str) -> None:
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """Open a file as `os.open` does, but follow no link; this is the `opener` of
-    `open`, too.
+    """Open a file as `os.open` does, but follow no link; also an `opener` for `open`.
 
     Raises:
         OSError: The file cannot be opened, or is a link (ELOOP).
@@ -100,7 +101,7 @@ def is_private(about: os.stat_result, user: int) -> bool:
 def user_in(folder: Path) -> int:
     """Return the number under which a folder's file system knows this process's user.
 
-    A network file system may know root, or all users, under another one.
+    A network file system may map root, or all users, to another number.
 
     Raises:
         OSError: No file can be created in the folder.
@@ -111,14 +112,14 @@ def user_in(folder: Path) -> int:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[Path]:
-    """Lock a file exclusively inside the block; the file is created if it is missing.
+    """Lock a file exclusively inside the block; a missing file is created.
 
     Args:
         path: The file.
-        wait: Whether to wait for another process that has it locked.
+        wait: Whether to wait for another process that has locked the file.
 
     Raises:
-        BlockingIOError: Another process has it locked, and this one is not to wait.
+        BlockingIOError: Another process has locked the file, and `wait` is false.
     """
     fd = open_private(path, os.O_RDWR | os.O_CREAT)
     try:

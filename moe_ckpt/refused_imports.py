@@ -1,4 +1,4 @@
-"""Imports that are errors: of training loops that would run without protection."""
+"""Imports that raise errors: of training loops that would run without protection."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from moe_ckpt.errors import ConfigError
 
 
 class RefusedImports(importlib.abc.MetaPathFinder):
-    """Raises a ConfigError in place of an import of these modules, each with its own
-    message.
+    """Raises ConfigError instead of importing these modules.
+
+    Args:
+        messages: The message of the error, by the name of the module.
     """
 
     def __init__(self, messages: Mapping[str, str]) -> None:
@@ -21,7 +23,8 @@ class RefusedImports(importlib.abc.MetaPathFinder):
     def find_spec(
         self,
         fullname: str,
-        path: Sequence[str] | None,  # noqa: ARG002 - the importer's protocol
+        # the importer's protocol has these arguments
+        path: Sequence[str] | None,  # noqa: ARG002
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         if fullname in self._messages:

@@ -1,7 +1,7 @@
 """Small files in shared memory whose room is reserved before snapshots can take it.
 
-Owns: the two halves of such a file, and the checksum by which a torn write is found.
-Must not: know what a file holds.
+Owns: the two halves of such a file, and the checksum that detects a torn write. Must
+not: know the content of a file.
 
     half 0   number | length | checksum | content      the newer intact half counts,
     half 1   number | length | checksum | content      the next write goes to the other
@@ -23,7 +23,7 @@ _HEAD = struct.Struct("<QQQ")  # number, length, checksum of both and the conten
 _HALF_BYTES = 8192
 
 CONTENT_BYTES = _HALF_BYTES - _HEAD.size
-"""The most bytes of a file's content."""
+"""Largest size of a file's content, in bytes."""
 
 
 def reserve(fd: int, path: Path, nbytes: int) -> None:
@@ -31,6 +31,11 @@ def reserve(fd: int, path: Path, nbytes: int) -> None:
 
     Later writes need no more room, and a mapping of the file cannot end its process by
     SIGBUS.
+
+    Args:
+        fd: The descriptor of the file.
+        path: The path of the file, for the message.
+        nbytes: Size of the file, in bytes.
 
     Raises:
         ConfigError: The memory has no room.
@@ -45,11 +50,11 @@ def reserve(fd: int, path: Path, nbytes: int) -> None:
 class ReservedFile:
     """A file that is overwritten in place, by one process at a time.
 
-    A process that dies while it writes leaves the content from before.
+    If a process dies during a write, the content from before remains.
     """
 
     def __init__(self, path: Path) -> None:
-        """Name the file; it may be missing.
+        """Name the file; the file may be missing.
 
         Args:
             path: The file.
@@ -57,7 +62,7 @@ class ReservedFile:
         self._path = path
 
     def reserve(self) -> None:
-        """Create the file with all of its room, unless it is there.
+        """Create the file with all of its room, unless the file exists.
 
         Raises:
             ConfigError: The memory has no room.
@@ -69,7 +74,7 @@ class ReservedFile:
             os.close(fd)
 
     def read(self) -> bytes:
-        """Return the content; empty if there is none, or no file."""
+        """Return the content; empty without content or file."""
         return max(self._halves(), default=(0, 0, b""))[2]
 
     def write(self, content: bytes) -> None:

@@ -1,11 +1,13 @@
-"""Runs a script of Megatron-LM, Megatron-Bridge or ms-swift unchanged, with checkpoints
-in memory and replaced workers.
+r"""Runs an unchanged script of Megatron-LM, Megatron-Bridge or ms-swift.
 
-    torchrun --nproc-per-node=4 -m moe_ckpt.run [--ckpt moevement] [--set window=4] [--config F] -- pretrain_gpt.py ...
+Checkpoints are in memory, and dead workers are replaced.
+
+    torchrun --nproc-per-node=4 -m moe_ckpt.run [--ckpt moevement] [--set window=4] \
+        [--config F] -- pretrain_gpt.py ...
 
 The process that torchrun starts imports all slow modules and supervises; the script
-runs in the workers that it forks. `--plain`, or `--ckpt none`, runs the script without
-supervisors and without an attachment, for comparison.
+runs in the workers that this process forks. `--plain`, or `--ckpt none`, runs the
+script without supervisors and without an attachment, for comparison.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ _LOOPS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program that the arguments name; return its exit status, or 1 after one
-    error message.
+    """Run the program that the arguments name, and return its exit status.
+
+    After an error the result is 1, with one message.
     """
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("moe_ckpt").setLevel(logging.WARNING)
@@ -65,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
-    """Be one rank: run the program as it is, or supervise workers that run it.
+    """Run one rank: run the program unchanged, or supervise workers that run it.
 
     Args:
         settings: The settings of the run.
@@ -87,7 +90,8 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
         if not loop.use_cpu() and settings.job.exactness == BITWISE:
             from moe_ckpt.megatron.determinism import make_deterministic  # noqa: PLC0415
 
-            make_deterministic()  # it is compared with attached runs, bit for bit
+            # a plain run is compared with attached runs, bit for bit
+            make_deterministic()
         if settings.job.checks.digest_every_iters:
             from moe_ckpt.integrations.loop_plain import PlainRun  # noqa: PLC0415
 
@@ -106,7 +110,8 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
     # before the first fork: all workers share these imports
     loop.import_attachment()
     refuse_other_loops(settings.loop)
-    for name in imports:  # a worker that finds them imported is there a second earlier
+    # with these modules imported, a worker starts a second earlier
+    for name in imports:
         importlib.import_module(name)
     return run_elastic(
         settings.job, launch, lambda worker: _work(settings, loop, worker)
@@ -114,8 +119,10 @@ def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int
 
 
 def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
-    """Attach to the loop of this worker's process, and run the program; return its exit
-    status.
+    """Attach to the loop of this worker's process, and run the program.
+
+    Returns:
+        The program's exit status.
 
     Raises:
         MoeCkptError: Settings that cannot work, or a program that never trains.
@@ -134,8 +141,10 @@ def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
 
 
 def run_program(command: Command) -> int:
-    """Run a script or module as `python` would, and end its processes; return its exit
-    status.
+    """Run a script or module as `python` would, and end its processes.
+
+    Returns:
+        The exit status.
     """
     sys.argv = [command.name, *command.arguments]
     status = 0
@@ -143,8 +152,8 @@ def run_program(command: Command) -> int:
         if command.is_module:
             runpy.run_module(command.name, run_name="__main__", alter_sys=True)
         else:
-            # `run_path` leaves the script's folder out of the path, where `python
-            # SCRIPT` has it first
+            # `run_path` leaves the script's folder out of the path, but `python SCRIPT`
+            # puts the folder first
             sys.path.insert(0, str(Path(command.name).resolve().parent))
             runpy.run_path(command.name, run_name="__main__")
     except SystemExit as ended:
@@ -154,13 +163,13 @@ def run_program(command: Command) -> int:
             ended.code if isinstance(ended.code, int) else _FAILED if ended.code else 0
         )
     # ends this process's managers and daemonic processes, and waits for all its other
-    # ones: the end of an interpreter does that, and this process ends by `os._exit`
+    # ones: the end of an interpreter does that, but this process ends by `os._exit`
     cast("Any", multiprocessing.util)._exit_function()
     return status
 
 
 def _require_outermost() -> None:
-    """Raise ConfigError in a program that runs under moe_ckpt.run already."""
+    """Raise ConfigError in a program that already runs under moe_ckpt.run."""
     from moe_ckpt.integrations.loop_seams import is_attached  # noqa: PLC0415
 
     loops = [sys.modules.get(name) for name in _LOOPS]
@@ -169,11 +178,13 @@ def _require_outermost() -> None:
 
 
 def require_guarded(command: Command) -> list[str]:
-    """Return the modules of Megatron that a script imports; raise ConfigError if it is
-    missing or trains on import.
+    """Return the modules of Megatron that a script imports.
 
-    Processes that Megatron-LM spawns, to write checkpoints say, import the script
-    again.
+    Processes that Megatron-LM spawns, for example to write checkpoints, import the
+    script again.
+
+    Raises:
+        ConfigError: The script is missing, or trains on import.
     """
     if command.is_module:
         return []
@@ -200,7 +211,7 @@ def require_guarded(command: Command) -> list[str]:
 
 
 def report_error(message: str) -> None:
-    """Print an error: in a job of several ranks once, by the first rank that gets here."""
+    """Print an error; in a job only the first rank that gets here prints."""
     if not is_launched():
         print(f"error: {message}", file=sys.stderr)
         return
@@ -214,6 +225,6 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # extension modules, triton's among them, complain about the end of an interpreter
-    # that forked
+    # extension modules such as triton's complain about the end of an interpreter that
+    # forked
     os._exit(status)

@@ -1,13 +1,14 @@
-"""A rank that outlives deaths, for any training loop: its supervisor, its replica
-daemon and its workers.
+"""A rank that survives deaths, for any training loop: supervisor, daemon and workers.
 
-    sys.exit(run_elastic(job, read_launch(), work))   in the process that torchrun starts, after all slow imports
+    # in the process that torchrun starts, after all slow imports
+    sys.exit(run_elastic(job, read_launch(), work))
 
-    def work(worker: Worker) -> int:                  in each worker; the supervisor forks one after another
-        ...                                           `moe_ckpt.loop` has the worker's life
+    # in each worker; the supervisor forks one after another
+    def work(worker: Worker) -> int:
+        ...    # `moe_ckpt.loop` has the worker's life
 
-Owns: where each process of a rank finds the others. Must not: know Hydra, a launcher or
-a training framework.
+The daemon keeps replicas of snapshots. Owns: the addresses by which the processes of a
+rank find each other. Must not: know Hydra, a launcher or a training framework.
 """
 
 from __future__ import annotations
@@ -106,44 +107,59 @@ from moe_ckpt.run_lock import release_lock
 from moe_ckpt.run_secret import SECRET_FILE, read_secret, ticket_of
 from moe_ckpt.types import ParallelLayout, Phase
 
-_REPORT_S = 10.0  # a new connection to a busy store may take seconds
+# a new connection to a busy store may take seconds
+_REPORT_S = 10.0
 _PRINT_S = 1.0
-_CUDA_IS_LOST = 9  # an exit status
+# an exit status
+_CUDA_IS_LOST = 9
 _FAILED = 1
-# the rank of this process, which its forked workers find as well
+# the rank of this process, which forked workers inherit
 _supervised: list[int] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlace:
-    """The place of a supervised rank: its launch, its folder in shared memory, and
-    facts of its node and job.
-    """
+    """The place of a supervised rank: launch, folder in shared memory, node and job."""
 
     launch: Launch
+    """The rank's place in the job."""
+
     memory: Path
+    """The rank's folder in shared memory."""
+
     ticket: Ticket
+    """Proof towards other nodes that a process belongs to this job."""
+
     folder: RunFolder
+    """The run folder."""
+
     ranks_per_node: int
+    """Number of ranks that fail together."""
+
     replicas: int
+    """Copies of snapshots in other nodes' memory."""
+
     has_daemon: bool
+    """Whether a replica daemon runs beside this rank."""
+
     host: str
+    """Address of this node at which other nodes reach the daemon."""
 
     @property
     def node(self) -> int:
+        """Number of this rank's node."""
         return self.launch.global_rank // self.ranks_per_node
 
     @property
     def failure(self) -> Path:
-        """The file in which a worker leaves its last error to the supervisor."""
+        """The file in which a worker leaves its last error for the supervisor."""
         return self.memory / "failure"
 
 
 class Worker:
-    """One of the successive processes that train a rank; implements
-    `loop.WorkerProcess`.
+    """One of the successive processes of a rank; implements `loop.WorkerProcess`.
 
-    All methods: the training thread.
+    The training thread calls all methods.
     """
 
     is_supervised = True
@@ -154,7 +170,7 @@ class Worker:
         Args:
             job: The settings.
             place: The place of the rank.
-            incarnation: The workers of this rank before this one, in this job.
+            incarnation: Number of workers of this rank before this one, in this job.
         """
         self.job = job
         self.place = place
@@ -166,6 +182,7 @@ class Worker:
 
     @property
     def launch(self) -> Launch:
+        """This rank's place in the job."""
         return self.place.launch
 
     @property
@@ -176,16 +193,14 @@ class Worker:
 
     @property
     def is_first_start(self) -> bool:
-        """Whether no generation of this job, and no attempt of torchrun, came before
-        this one.
-        """
+        """Whether no generation and no attempt of torchrun came before this one."""
         return self.launch.attempt == 0 and self.page.generation == 1
 
     def join_world(self, *, on_gpu: bool) -> None:
-        """Make the world a group that outlives the loss of ranks; no other rank is in
-        it until a generation forms.
+        """Make the world a group that survives the loss of ranks.
 
-        Later groups of the backends `elastic` and `elastic_cpu` are such groups, too.
+        No other rank is in the group until a generation forms. Later groups of the
+        backends `elastic` and `elastic_cpu` also survive the loss of ranks.
 
         Args:
             on_gpu: Whether ranks train on GPUs.
@@ -203,7 +218,8 @@ class Worker:
             abort_s=runtime.abort_s,
         )
         servers = self._ckpt.served
-        # a mirror finds sums among a group's own operations
+        # a mirror port finds sums among a group's own operations, so groups cannot be
+        # shared
         shares = not (servers and servers.mirrors)
         groups = ElasticGroups(
             backend, timeouts, self.page.wait, self.page.wait_on_device, shares=shares
@@ -216,7 +232,7 @@ class Worker:
                 incarnation=self.incarnation,
             ),
             _open_store("generations", runtime),
-            # the watching thread always waits in it
+            # the watching thread always waits in this connection
             _open_store("generations", runtime, own_connection=True),
             groups,
             self.page,
@@ -268,7 +284,7 @@ class Worker:
             wait_s=served.server_wait_s,
         )
         # a connection of its own: another thread may need the shared one while this
-        # waits for a server
+        # object waits for a server
         return ServerHosts(
             open_store(PART, own_connection=True),
             self.place.ticket,
@@ -277,12 +293,13 @@ class Worker:
         )
 
     def enter_phase(self, phase: Phase) -> None:
-        """Show where in an iteration this rank is; a recovery stays a recovery."""
+        """Show this rank's phase on the status page; a recovery stays a recovery."""
         self.page.enter_in_iteration(phase)
 
     def open_folder(self) -> RunFolder:
-        """Return the run folder, in which this worker has a file, for the status
-        command and fault injection.
+        """Return the run folder, after an announcement of this worker there.
+
+        The status command and fault injection read the worker's file.
         """
         self._announce(self.place.folder.path)
         return self.place.folder
@@ -307,11 +324,14 @@ class Worker:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold this rank until the first rank of the job, then the first of its node,
-        have been here.
+        """Hold this rank until the ranks that build data sets first have done so.
 
-        An earlier incarnation of these ranks counts. Raises ConfigError, naming
-        runtime.join_s, if that takes longer.
+        These are the first rank of the job, then the first rank of this node. An
+        earlier process of either rank counts.
+
+        Raises:
+            ConfigError: The wait takes longer than `runtime.join_s`, which the message
+                names.
         """
         launch, runtime = self.launch, self.job.runtime
         store = CheckedStore(_open_store("turns", runtime), self.page.waits)
@@ -338,11 +358,18 @@ class Worker:
         start: Callable[[], int],
         finish: Callable[[int], dict[str, Any]],
     ) -> dict[str, Any]:
-        """Return the result of `finish(deaths)` once all ranks have finished; `start`
-        begins a run from no saved state.
+        """Return the result of `finish(deaths)` once all ranks have finished.
 
-        Both are collective and may be called again. An error of training is raised
-        unless the loss of ranks caused it.
+        Args:
+            session: The session of this worker.
+            training: The rank's iterations.
+            events: The log of this rank's events.
+            start: Returns the iteration from which a run without saved state begins.
+                Collective; may be called again.
+            finish: Returns the result. Collective; may be called again.
+
+        Raises:
+            Exception: An error of training, unless the loss of ranks caused the error.
         """
         return GenerationLoop(self.membership, session, training, events).run(
             start, finish
@@ -367,8 +394,8 @@ def run_elastic(
         launch: This rank's place in the job.
         work: Trains in a forked process, and returns its exit status. After an
             exception that is a fault of the hardware, the supervisor replaces the
-            process; a MoeCkptError is one message.
-        beside: May start processes that live as long as the supervisor at most.
+            process. A MoeCkptError is printed as one message.
+        beside: May start processes that live at most as long as the supervisor.
 
     Returns:
         The exit status.
@@ -395,22 +422,22 @@ def run_elastic(
     if runtime.etcd:
         use_etcd(runtime.etcd)
     elif not has_agent_store():
-        # torchrun shares none if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set, as spare
-        # agents of torch 2.13 need it
+        # torchrun shares no store if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set, which
+        # spare agents of torch 2.13 need
         use_hosted_store(launch, start_beside)
-    # a scheduler's signal may come while the network to the store is cut
+    # a scheduler's signal may arrive while the network to the store is cut
     store = CheckedStore(_open_store("generations", runtime), heeds_signals=True)
     place = _place(job, launch, store)
     served = ckpt.served
     if served and served.on_hosts:
         _announce_servers(job, served, place)
     elif mirror := _mirror(ckpt):
-        # an error of the user's, before training begins
+        # a port that cannot be read is a user error, found before training begins
         MirrorPort(mirror.interface).close()
     beside(place)
     root, page = place.memory.parent, StatusPage(place.memory / "page")
     reserve_failure(place.failure)
-    # all workers share the imports: no garbage collection is to touch their pages
+    # all workers share the imports: garbage collection must not touch these pages
     gc.freeze()
     limits = SupervisorLimits(
         heartbeat_s=runtime.heartbeat_s,
@@ -451,7 +478,7 @@ def run_elastic(
 
 
 def _work(work: Callable[[Worker], int], worker: Worker) -> int:
-    """Be a worker; return the exit status."""
+    """Run one worker, and return the exit status."""
     runtime = worker.job.runtime
     try:
         return work(worker)
@@ -461,8 +488,8 @@ def _work(work: Callable[[Worker], int], worker: Worker) -> int:
                 say_once(str(error))
                 return _FAILED
             raise
-        # by this file the supervisor sees whether a replacement repeats the exception
-        # at the same place
+        # by this file the supervisor detects whether a replacement repeats the
+        # exception at the same place
         try:
             write_failure(
                 worker.place.failure, failure_of(error, worker.page.iteration)
@@ -473,10 +500,10 @@ def _work(work: Callable[[Worker], int], worker: Worker) -> int:
 
 
 def _save_last(place: RankPlace, limit_s: float) -> int:
-    """Bring the rank's complete windows to disk; print how far, and once all ranks
-    have, that the job may be killed.
+    """Bring the rank's complete windows to disk, and print the result.
 
-    This process is killed after `limit_s`.
+    Once all ranks have done so, the message says that the job may be killed. This
+    process is killed after `limit_s`.
     """
     began_s = time.monotonic()
     rank, world_size, status = place.launch.global_rank, place.launch.world_size, 0
@@ -488,15 +515,16 @@ def _save_last(place: RankPlace, limit_s: float) -> int:
             f" {error}",
             file=sys.stderr,
         )
-        status = 1  # an older window may be on all disks
+        # an older window may be on all disks
+        status = 1
     saved = saved_iterations(place.memory)
     if not saved:
-        # no window was complete, or the policy has none: an older state serves
+        # no window was complete, or the policy has no windows: an older state serves
         return status
     print(f"rank {rank}: iteration {saved[-1]} is on disk", flush=True)
     events = place.folder.open_events(rank)
-    # a later start sees by them that the run has a state, also if the disk is gone by
-    # then
+    # by these events a later start detects that the run has a state, even if the disk
+    # is gone by then
     for iteration in saved:
         events.append(LastSaveDone(iteration=iteration))
     answers: list[int | None] = []
@@ -507,7 +535,7 @@ def _save_last(place: RankPlace, limit_s: float) -> int:
         daemon=True,
     )
     asking.start()
-    # the network may be cut: that is why the job is stopped
+    # the network may be cut: a cut is one reason to stop a job
     asking.join(
         max(0.0, min(_REPORT_S, began_s + limit_s - time.monotonic() - _PRINT_S))
     )
@@ -528,21 +556,22 @@ def _save_last(place: RankPlace, limit_s: float) -> int:
 def _ask_if_safe(
     rank: int, world_size: int, saved: Sequence[int], answers: list[int | None]
 ) -> None:
-    # what torch raises for a store that is gone, and `open_store`
+    # torch's error for a store that is gone, and the error of `open_store`
     with contextlib.suppress(RuntimeError, ConfigError):
         board = StopBoard(open_store("stop"), world_size)
         answers.append(board.report(rank, saved))
-        if hosts_store(rank):  # slower ranks have yet to report
+        # slower ranks have yet to report
+        if hosts_store(rank):
             board.wait_for_all(_REPORT_S)
 
 
 def _open_store(
     part: str, runtime: RuntimeConfig, *, own_connection: bool = False
 ) -> dist.Store:
-    """Return a part of the job's store, over a connection that ends once it was cut for
-    `runtime.join_s`.
+    """Return a part of the job's store, over a connection that may end.
 
-    By then other ranks have given this one up.
+    The connection ends after it was cut for `runtime.join_s`. By then other ranks have
+    given this rank up.
     """
     store = open_store(part, own_connection=own_connection)
     end_silent_connections(int(os.environ["MASTER_PORT"]), runtime.join_s)
@@ -555,8 +584,9 @@ def require_forkable() -> None:
     Raises:
         ConfigError: There is a GPU, and an import has started CUDA in this process.
     """
-    # Without a GPU, a CUDA build of torch marks forks as soon as it looks for one, and
-    # workers lose nothing. Asked second: where NVML is missing, asking starts CUDA.
+    # Without a GPU, a CUDA build of torch marks forks as soon as torch looks for one,
+    # and workers lose nothing. `is_available` comes second: without NVML that call
+    # starts CUDA.
     usable = _forks_can_use_cuda() or not torch.cuda.is_available()
     wanted = (
         "false: an import has started CUDA, which a forked worker cannot use (set"
@@ -569,8 +599,8 @@ def require_forkable() -> None:
 def _forks_can_use_cuda() -> bool:
     child = os.fork()
     if child == 0:
-        # only a fork can tell: torch's look for a device starts the driver, and CUDA
-        # does not count as initialized
+        # only a fork can find out: torch's look for a device starts the driver, but
+        # CUDA does not count as initialized
         os._exit(_CUDA_IS_LOST if torch.cuda._is_in_bad_fork() else 0)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) != _CUDA_IS_LOST
@@ -591,7 +621,7 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
         wanted,
     )
     nodes = num_nodes(launch.world_size, ranks_per_node)
-    # then nodes hold copies once all servers are lost
+    # nodes then hold copies once all servers are lost
     on_hosts = ckpt.served is not None and ckpt.served.on_hosts
     replicas = (
         min(1, nodes - 1) if ckpt.replicas == AUTO or on_hosts else int(ckpt.replicas)
@@ -601,8 +631,8 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
         f" (parallel.ranks_per_node={ranks_per_node})"
     )
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
-    # all errors of the settings come before the folder: a rank that is killed as it
-    # makes one leaves it behind
+    # all errors of the settings come before the folder: a rank that is killed while it
+    # creates a folder leaves that folder behind
     tls, host = open_tls(ckpt.tls), own_host(launch, ckpt.network_interface)
     folder = find_run_folder(job.folder, launch, job.runtime.join_s)
     ticket = ticket_of(read_secret(folder.path / SECRET_FILE), job_id(), tls)
@@ -624,12 +654,10 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
 
 
 def _leave(place: RankPlace, status: int) -> None:
-    """Leave the node's memory and, if the job ends with this supervisor, the run
-    folder.
-    """
+    """Leave the node's memory and, if the job ends here, the run folder."""
     launch, how = place.launch, how_ended(place.launch, status)
     if launch.global_rank == 0 and (status == REQUEUE or how is not Ended.TO_GO_ON):
-        # the folder's file system is gone: its lock is, too
+        # if the folder's file system is gone, its lock is gone, too
         with contextlib.suppress(OSError):
             release_lock(place.folder.path)
     end_rank(place.memory.parent, launch.global_rank, launch.local_ranks, how)
@@ -643,21 +671,22 @@ def how_ended(launch: Launch, status: int) -> Ended:
         status: The exit status.
 
     Returns:
-        Whether a later start on this node uses what the rank has in memory.
+        Whether a later start on this node uses the rank's memory.
     """
     if status == 0:
         return Ended.WELL
     if status == 128 + signal.SIGINT:
         return Ended.FOR_GOOD
-    # torchrun sends SIGTERM also where it starts all ranks again, with more or fewer
+    # torchrun also sends SIGTERM when it starts all ranks again, with more or fewer
     # nodes
     is_told = status == REQUEUE or status > 128
     return Ended.FOR_GOOD if launch.is_last_attempt and not is_told else Ended.TO_GO_ON
 
 
 def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
-    """Return how many ranks fail together; on a single machine each rank counts as a
-    node of its own.
+    """Return the number of ranks that fail together.
+
+    With auto on a single machine, each rank counts as a node of its own.
     """
     if wanted == AUTO:
         return (
@@ -678,7 +707,7 @@ def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
 def _announce_servers(
     job: JobConfig, served: FlowcheckConfig, place: RankPlace
 ) -> None:
-    """Write the settings that servers on other machines wait for."""
+    """Write the settings for which servers on other machines wait."""
     runtime, wait_s = job.runtime, served.server_wait_s
     wanted = (
         "empty where ckpt.servers=hosts: servers find the job by the store that"
@@ -702,10 +731,11 @@ def _announce_servers(
 
 
 def _start_daemon(job: JobConfig, place: RankPlace) -> int:
-    """Return the pid of a replica daemon, which will announce its address; until then
-    the store has none.
+    """Start a replica daemon and return its pid.
+
+    The daemon announces its address itself; until then the store has no address.
     """
-    # peers wait for the new address: nothing answers at that of a dead daemon
+    # peers wait for the new address: nothing answers at the address of a dead daemon
     open_store("daemons").delete_key(str(place.launch.global_rank))
     supervisor_pid = os.getpid()
     return start_beside(lambda: _run_daemon(job, place, supervisor_pid))
@@ -729,7 +759,8 @@ def _run_daemon(job: JobConfig, place: RankPlace, supervisor_pid: int) -> int:
             most_bytes_per_owner=ckpt.memory_budget_bytes,
         ),
         supervisor_pid=supervisor_pid,
-        may_send=lambda: not page.communicates,  # the traffic of training goes first
+        # the traffic of training goes first
+        may_send=lambda: not page.communicates,
         announce=lambda address: store.set(str(place.launch.global_rank), str(address)),
     )
 

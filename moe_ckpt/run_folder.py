@@ -1,13 +1,13 @@
 """The folder of a run: one for all ranks and all restarts of a job.
 
-run.json            identity of the run, clock origin, command line, versions
-config.yaml         the configuration as composed
-events/rankNNNN.jsonl   what happened, per rank, over all restarts
-checkpoints/        what `ckpt` saves
-tensorboard/        scalars
-result.json         at the end: losses, wall time, digest
-lock                the job that uses the folder: `run_lock`
-secret              what its processes know and no stranger: `run_secret`
+run.json                identity of the run, clock origin, command line, versions
+config.yaml             the configuration as composed
+events/rankNNNN.jsonl   events of each rank, over all restarts
+checkpoints/            files that `ckpt` saves
+tensorboard/            scalars
+result.json             at the end: losses, wall time, digest
+lock                    the job that uses the folder: `run_lock`
+secret                  a secret of the run's processes: `run_secret`
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ _PACKAGES = (
 _log = logging.getLogger(__name__)
 
 JOB = "job"
-"""The part of the job's store that outlives its restarts."""
+"""The part of the job's store that survives restarts of the job."""
 
 JOB_ID = "id"
 """The key of the job's number in that part."""
 
-_ROOT = 0  # a user
+# a user
+_ROOT = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,18 +66,25 @@ class RunFolder:
     """The paths of this run's files, and its identity."""
 
     path: Path
+    """The run folder."""
+
     run_id: str
+    """Id that distinguishes runs."""
+
     clock_origin_unix_s: float
+    """Clock origin of the run, in seconds since the epoch."""
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of whole checkpoints."""
         return self.path / "checkpoints"
 
     def events(self, global_rank: int) -> Path:
+        """Return the path of a rank's event file."""
         return self.path / "events" / f"rank{global_rank:04d}.jsonl"
 
     def open_events(self, global_rank: int) -> EventLog:
-        """Open a rank's event file, to append to it.
+        """Open a rank's event file, to append events.
 
         Raises:
             OSError: The file cannot be opened.
@@ -90,7 +98,8 @@ class RunFolder:
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json; after that, other jobs may use the folder.
 
-        Raises ConfigError, naming run.dir, if it cannot be written.
+        Raises:
+            ConfigError: The file cannot be written; the message names run.dir.
         """
         try:
             replace_private(
@@ -105,10 +114,13 @@ class RunFolder:
 
 
 def require_lasting(run: RunFolderConfig) -> None:
-    """Raise ConfigError if a restart by torchrun could not find the folder: a new name
-    is stored nowhere.
+    """Raise ConfigError if a restart by torchrun could not find the folder.
 
-    A store that the job hosts itself ends with the supervisor of global rank 0.
+    A new name is stored nowhere: a store that the job hosts itself ends with the
+    supervisor of global rank 0.
+
+    Raises:
+        ConfigError: The folder has no fixed name, and the job hosts its own store.
     """
     if run.dir is None and not has_agent_store():
         wanted = (
@@ -119,11 +131,13 @@ def require_lasting(run: RunFolderConfig) -> None:
 
 
 def open_run_folder(run: RunFolderConfig, launch: Launch) -> RunFolder:
-    """Create the run folder, or find that of an earlier attempt of this job; the same
-    on all ranks. Collective.
+    """Create the run folder, or find that of an earlier attempt. Collective.
 
-    Raises ConfigError, naming run.dir, if it cannot be written, or belongs to another
-    running job.
+    All ranks get the same folder.
+
+    Raises:
+        ConfigError: The folder cannot be written, or belongs to another running job;
+            the message names run.dir.
     """
     return broadcast_result(
         TorchRanks(), lambda: _create_or_find(run, launch), ConfigError
@@ -133,20 +147,21 @@ def open_run_folder(run: RunFolderConfig, launch: Launch) -> RunFolder:
 def find_run_folder(
     run: RunFolderConfig, launch: Launch, timeout_s: float
 ) -> RunFolder:
-    """Return the run folder without a collective: global rank 0 makes it, others wait
-    for it.
+    """Return the run folder without a collective.
+
+    Global rank 0 creates the folder, and the other ranks wait for that.
 
     Args:
         run: The settings of the folder.
         launch: This rank's place in the job.
-        timeout_s: The time to wait.
+        timeout_s: Longest wait, in seconds.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: The folder cannot be written, belongs to another running job or to
-            another user, or was not made in time; the message names run.dir.
+        ConfigError: The folder cannot be written, belongs to another running job or
+            another user, or was not created in time; the message names run.dir.
     """
     if launch.global_rank == 0:
         return _create_or_find(run, launch)
@@ -158,8 +173,8 @@ def find_run_folder(
         raise ConfigError(
             f"run.dir: got no folder from rank 0 in {timeout_s:g} s"
         ) from error
-    # not that in the store, which has no authentication, where a setting names the
-    # folder
+    # a path in the settings takes precedence over the one in the store, which has no
+    # authentication
     path = (
         Path(run.dir).resolve() if run.dir else Path(store.get("run_folder").decode())
     )
@@ -173,8 +188,9 @@ def find_run_folder(
 
 
 def job_id() -> str:
-    """Return the number of this start of the job, the same for all its processes; empty
-    where it has no store.
+    """Return the number of this start of the job, the same for all its processes.
+
+    Empty if the job has no store.
     """
     store = agent_store(JOB)
     return (
@@ -194,7 +210,7 @@ def _create_or_find(run: RunFolderConfig, launch: Launch) -> RunFolder:
         make_secret(path)
         if not (path / "run.json").exists():
             replace_private(path / "config.yaml", run.configuration)
-            # last: an attempt that dies before it leaves no run, and the next one
+            # last: an attempt that dies earlier leaves no run, and the next attempt
             # writes both files
             replace_private(
                 path / "run.json", json.dumps(_describe_run(launch), indent=1) + "\n"
@@ -210,14 +226,15 @@ def _create_or_find(run: RunFolderConfig, launch: Launch) -> RunFolder:
 
 
 def _require_own(path: Path, *, is_of_settings: bool) -> None:
-    """Check that no other user has made a folder, in which that user could read and
-    change all files.
+    """Check that no other user has created a folder.
+
+    Another user could read and change all files there.
 
     Args:
         path: The folder.
-        is_of_settings: Whether a setting names the folder, which root may have made.
-            Another one was made by this job, or is named by a stranger who has written
-            to the job's store.
+        is_of_settings: Whether a setting names the folder, which root may have created.
+            Otherwise this job created the folder, or a stranger named it in the job's
+            store.
 
     Raises:
         ConfigError: The folder is another user's.
@@ -233,8 +250,10 @@ def _require_own(path: Path, *, is_of_settings: bool) -> None:
 
 
 def read_run_folder(path: Path) -> RunFolder:
-    """Return an existing run folder; raises ConfigError if run.json is missing or
-    damaged.
+    """Return an existing run folder.
+
+    Raises:
+        ConfigError: run.json is missing or damaged.
     """
     try:
         described = json.loads((path / "run.json").read_text())
@@ -280,28 +299,28 @@ def _version(package: str) -> str | None:
 
 
 def _point_latest(path: Path) -> None:
-    """Let outputs/latest name this run; also for a run elsewhere, if there is an
-    outputs folder.
+    """Make outputs/latest a link to this run.
+
+    The link is made even for a run elsewhere, if there is an outputs folder.
     """
     outputs = Path("outputs")
     if not outputs.is_dir():
         return
     temporary = outputs / f".latest-{uuid.uuid4().hex}"
     try:
-        # a new link that takes the old one's place: at every moment `latest` names a
+        # the new link replaces the old one atomically, so that `latest` always names a
         # whole run
         temporary.symlink_to(os.path.relpath(path, outputs.resolve()))
         temporary.replace(outputs / "latest")
-    except OSError as error:  # a convenience, in a folder that may be another user's
+    # a convenience, in a folder that may be another user's
+    except OSError as error:
         _log.warning("outputs/latest does not name this run: %s", error)
         with contextlib.suppress(OSError):
             temporary.unlink()
 
 
 def _remembered_folder(store: dist.Store | None, run: RunFolderConfig) -> Path | None:
-    """Return the folder that an earlier attempt of this job has chosen, where no
-    setting names it.
-    """
+    """Return the folder that an earlier attempt chose, if no setting names one."""
     if run.dir is not None or store is None or not store.check(["run_folder"]):
         return None
     return Path(store.get("run_folder").decode())

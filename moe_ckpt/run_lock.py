@@ -1,14 +1,15 @@
 """RUN/lock: one job at a time uses a run's folder.
 
-    RUN/lock             the job that has the folder; locked while a process reads and changes it
-    RUN/lock-NUMBER      locked by that job's first process as long as this lives
+    RUN/lock             the job that has the folder; locked while a process reads and
+                         changes the file
+    RUN/lock-NUMBER      locked by that job's first process while that process lives
 
-Owns: both files. Another job may take the folder of a job of which no process has the
-second file locked, as the kernel says across containers, and whose agent (torchrun's
-process) has ended. That is known where the agent was in this PID namespace, or in
-another container of this machine, or on this machine before it was started again. A job
-that torchrun has moved takes its own folder: its number in torchrun's store, or its
---rdzv-id, is the same.
+Owns: both files. Another job may take the folder if no process of the owner has the
+second file locked, which the kernel reports across containers, and if the owner's agent
+(torchrun's process) has ended. The end is known if the agent was in this PID namespace,
+or in another container of this machine, or on this machine before a reboot. A job that
+torchrun has moved takes its own folder: its number in torchrun's store, or its
+--rdzv-id, is unchanged.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import open_private
 
-_ANY_JOB = ("", "none")  # torchrun's names of jobs without --rdzv-id
-# PROC_PID_INIT_INO, the PID namespace of processes outside of containers
+# torchrun's names of jobs without --rdzv-id
+_ANY_JOB = ("", "none")
+# PROC_PID_INIT_INO: the PID namespace of processes outside of containers
 _OF_MACHINE = 0xEFFFFFFC
-# what the files of older versions lack
+# fields that the files of older versions lack
 _OLDER = {"boot": "", "pid_namespace": 0, "job_id": "", "held": ""}
 # the files that this process has locked, and their descriptors
 _held: dict[str, int] = {}
@@ -47,19 +49,19 @@ class Holder:
     """The job that has a run's folder, by the process of its global rank 0."""
 
     host: str
-    """The name of the machine, for messages."""
+    """Name of the machine, for messages."""
 
     boot: str
     """The machine's present start: `linux.boot_id`."""
 
     pid_namespace: int
-    """The PID namespace of `agent_pid`."""
+    """PID namespace of `agent_pid`."""
 
     agent_pid: int
-    """The process that started the job's global rank 0: torchrun's agent."""
+    """Process that started the job's global rank 0: torchrun's agent."""
 
     start_ticks: int
-    """When the agent was started."""
+    """Start time of the agent, in clock ticks since boot."""
 
     job: str
     """torchrun's name of the job."""
@@ -70,22 +72,24 @@ class Holder:
     """
 
     held: str = field(default="", compare=False)
-    """The name of the locked file; empty where the file system has no locks."""
+    """Name of the locked file; empty if the file system has no locks."""
 
     @property
     def is_here(self) -> bool:
-        """Whether the machine of the job is this one, in its present start."""
+        """Whether the job's machine is this one, in its present start."""
         return self.boot == boot_id()
 
     def is_gone(self, run: Path) -> bool:
-        """Return whether all processes of the job's first rank have ended, as far as
-        this machine can tell.
+        """Return whether all processes of the job's first rank have ended.
+
+        The result is as far as this machine can find out.
         """
         if self.has_lock(run):
             return False
         if not self.is_here:
-            # a machine that was started again; containers on several machines may have
-            # one name
+            # true if this machine was started again since. Containers on several
+            # machines may share a name, so both processes must be outside of
+            # containers.
             is_of_machine = self.pid_namespace == pid_namespace() == _OF_MACHINE
             return is_of_machine and self.host == socket.gethostname()
         if self.pid_namespace == pid_namespace():
@@ -100,11 +104,10 @@ class Holder:
 
 
 def take_lock(run: Path, job_id: str = "") -> None:
-    """Lock a run's folder for this job, until it releases the folder or its processes
-    end.
+    """Lock a run's folder for this job, until a release or the end of its processes.
 
-    The calling process has the lock as long as it lives; processes that it forks do
-    not.
+    The calling process has the lock as long as the process lives; processes forked from
+    it do not have the lock.
 
     Args:
         run: The folder.
@@ -125,8 +128,10 @@ def take_lock(run: Path, job_id: str = "") -> None:
 
 
 def release_lock(run: Path) -> None:
-    """Release a run's folder if this job has it. Raises OSError if it cannot be
-    written.
+    """Release a run's folder if this job has it.
+
+    Raises:
+        OSError: The folder cannot be written.
     """
     with _opened(run) as file:
         holder, mine = _read(file), _this_job("")
@@ -137,7 +142,13 @@ def release_lock(run: Path) -> None:
 
 
 def used_by(run: Path, whose: str, hint: str = "") -> ConfigError:
-    """Return the error that a folder is in use by the run of `whose`."""
+    """Return the error that the run of `whose` uses a folder.
+
+    Args:
+        run: The folder.
+        whose: The owner, in words.
+        hint: Text after the message.
+    """
     wanted = "a folder of its own for every run"
     return ConfigError(
         f"run.dir: got {str(run)!r}, which the run of {whose} uses, wanted"
@@ -146,13 +157,14 @@ def used_by(run: Path, whose: str, hint: str = "") -> ConfigError:
 
 
 def _this_job(job_id: str) -> Holder:
-    agent = agent_pid() or os.getpid()  # the first process of a container has no parent
+    # the first process of a container has no parent
+    agent = agent_pid() or os.getpid()
     return Holder(
         host=socket.gethostname(),
         boot=boot_id(),
         pid_namespace=pid_namespace(),
         agent_pid=agent,
-        # with the pid, which may be used again
+        # start time and pid together: a pid alone may be used again
         start_ticks=start_ticks(agent),
         job=job_name(),
         job_id=job_id,
@@ -164,8 +176,9 @@ def _agent_of(holder: Holder) -> tuple[str, int, int, int]:
 
 
 def _may_take(holder: Holder, mine: Holder, run: Path) -> bool:
-    """Return whether a holder has ended, or is this job before torchrun moved its rank
-    0 to another agent.
+    """Return whether a holder has ended, or is this job before a move.
+
+    torchrun may have moved the job's rank 0 to another agent.
     """
     if holder.job_id == mine.job_id != "":
         return True
@@ -174,11 +187,11 @@ def _may_take(holder: Holder, mine: Holder, run: Path) -> bool:
         return not holder.has_lock(run)
     is_named = holder.job == mine.job and mine.job not in _ANY_JOB
     if has_agent_store():
-        # on this machine the numbers would be the same
+        # on this machine the numbers would be equal
         return (is_named and not holder.is_here) or holder.is_gone(run)
     if is_named:
         return True
-    # torchrun's `none`: this job, which has no other sign, or any other one
+    # torchrun's `none`: this job, which has no other sign, or any other job
     is_left = holder.job == mine.job != "" and not holder.has_lock(run)
     return is_left or holder.is_gone(run)
 
@@ -192,8 +205,10 @@ def _described(holder: Holder, run: Path) -> tuple[str, str]:
 
 
 def _hold(run: Path) -> str:
-    """Lock a new file as long as this process lives; return its name, or nothing if the
-    file system has no locks.
+    """Lock a new file as long as this process lives.
+
+    Returns:
+        The name of the file; empty if the file system has no locks.
     """
     path = run / f"lock-{secrets.token_hex(4)}"
     fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -214,9 +229,7 @@ def _hold(run: Path) -> str:
 
 
 def _let_go() -> None:
-    """Close what this process has inherited: the lock is its parent's, and ends with
-    it.
-    """
+    """Close inherited descriptors: the lock belongs to the parent process."""
     for fd in _held.values():
         os.close(fd)
     _held.clear()
@@ -226,7 +239,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a process has a file locked; a file that is gone is nobody's."""
+    """Return whether a process has a file locked; a missing file is not locked."""
     try:
         fd = open_private(path, os.O_RDWR)
     except FileNotFoundError:
@@ -242,22 +255,23 @@ def _is_locked(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(run: Path) -> Iterator[TextIO]:
-    """Open the file, empty if it was missing, for one process at a time."""
+    """Open the file for one process at a time; create a missing file."""
     with open(run / "lock", "a+", opener=open_private) as file:
-        # a file system without locks: what is left is a race of microseconds
+        # on a file system without locks a race of microseconds remains
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file
 
 
 def _read(file: TextIO) -> Holder | None:
-    """Return the owner of the folder; None without one, also if an owner was killed
-    before it wrote its name.
+    """Return the owner of the folder; None without one.
+
+    None also if an owner was killed before it wrote its name.
     """
     file.seek(0)
     try:
         there = _OLDER | json.loads(file.read())
-        # another version's job may have facts that this one does not know
+        # a job of another version may have fields that this one lacks
         return Holder(**{each.name: there[each.name] for each in fields(Holder)})
     except (ValueError, TypeError, KeyError):
         return None

@@ -1,8 +1,8 @@
-"""RUN/secret: what the processes of a job know and no stranger does, who may read all
-that crosses torchrun's store.
+"""RUN/secret: a secret of the job's processes that no stranger has.
 
-Owns: the file, with mode 0600, and the ticket that follows from it for one start of a
-job. Must not: send the secret, or put it into a store.
+A stranger may read everything that crosses torchrun's store. Owns: the file, with mode
+0600, and the ticket derived from the secret for one start of a job. Must not: send the
+secret, or put the secret into a store.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from moe_ckpt.replication.tls import TlsEnds
 SECRET_FILE = "secret"
 _SECRET_BYTES = 32
 _RUN_ID_CHARS = 8
-_ROOT = 0  # a user
+# a user
+_ROOT = 0
 
 
 def make_secret(run: Path) -> None:
-    """Create a run's secret unless there is one. For the process that has the run's
-    folder.
+    """Create a run's secret unless there is one.
+
+    For the process that has the run's folder.
 
     Raises:
         OSError: The folder cannot be written.
@@ -48,7 +50,8 @@ def read_secret(path: Path, setting: str = "run.dir") -> str:
         The secret.
 
     Raises:
-        ConfigError: The file cannot be read, other users could read it, or it is empty.
+        ConfigError: The file cannot be read, other users could read the file, or the
+            file is empty.
     """
     is_copy = setting != "run.dir"
     try:
@@ -75,12 +78,13 @@ def read_secret(path: Path, setting: str = "run.dir") -> str:
 
 
 def ticket_of(secret: str, job_id: str, tls: TlsEnds | None) -> Ticket:
-    """Return the ticket of one start of a job. Its token is the HMAC-SHA-256 of the
-    job's number under the secret.
+    """Return the ticket of one start of a job.
+
+    The ticket's token is the HMAC-SHA-256 of the job's number under the secret.
 
     Args:
         secret: The run's secret.
-        job_id: The job's number in its store, which is no secret.
+        job_id: The job's number in its store, which is not secret.
         tls: The ends of connections to other nodes, if these use TLS.
 
     Returns:

@@ -1,9 +1,8 @@
-"""The command line of `python -m moe_ckpt.run`, as plain values. Pure but for reading
-YAML files.
+"""The command line of `python -m moe_ckpt.run`, as plain values.
 
 Defaults of each policy and of the runtime are those of conf/ckpt and conf/runtime; a
-file of --config, then each --set, replace single keys. Must not: know Hydra, or import
-torch.
+file of --config, then each --set, replaces single keys. Pure but for reading YAML
+files. Must not: know Hydra, or import torch.
 """
 
 from __future__ import annotations
@@ -39,10 +38,14 @@ from moe_ckpt.job_config import JobConfig
 
 T = TypeVar("T")
 
-_DESCRIPTION = """Runs a script of Megatron-LM, Megatron-Bridge or ms-swift, unchanged, with fault tolerance.
-
-    torchrun --nproc-per-node=N -m moe_ckpt.run [OPTIONS] -- SCRIPT ARGUMENTS"""
+_DESCRIPTION = (
+    "Runs a script of Megatron-LM, Megatron-Bridge or ms-swift, unchanged, with"
+    " fault tolerance.\n\n"
+    "    torchrun --nproc-per-node=N -m moe_ckpt.run [OPTIONS] -- SCRIPT ARGUMENTS"
+)
 LOOPS = ("megatron-lm", "megatron-bridge", "ms-swift")
+"""The training loops to which the command can attach."""
+
 _DEFAULT_POLICY, _DEFAULT_LOOP = "moevement", LOOPS[0]
 _SECTIONS = ("ckpt", "runtime", "parallel", "run")
 _CHECKS = get_type_hints(CheckConfig)
@@ -62,28 +65,39 @@ _KEEP_BATCHES_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """The program that trains: a script's path, or a module's name where `is_module`,
-    and its arguments.
-    """
+    """The program that trains."""
 
     name: str
+    """Path of a script, or name of a module."""
+
     is_module: bool
+    """Whether the program is a module."""
+
     arguments: tuple[str, ...]
+    """Arguments of the program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """One attached run of a training loop; `is_plain`: without an attachment.
-
-    `keep_batches_bytes` bounds the batches of an iterator without random access that a
-    rank keeps in host memory.
-    """
+    """One attached run of a training loop."""
 
     command: Command
+    """The program that trains."""
+
     job: JobConfig
+    """The settings of the job."""
+
     is_plain: bool = False
+    """Whether the run has no attachment."""
+
     loop: str = _DEFAULT_LOOP
+    """The training loop, one of `LOOPS`."""
+
     keep_batches_bytes: int = _KEEP_BATCHES_BYTES
+    """Limit on kept batches of an iterator without random access, in bytes.
+
+    A rank keeps these batches in host memory.
+    """
 
     def __post_init__(self) -> None:
         require(
@@ -102,8 +116,10 @@ class RunSettings:
 
 
 def parse_run(arguments: Sequence[str]) -> RunSettings:
-    """Return the run that a command line describes. Raises ConfigError naming the
-    argument or the setting.
+    """Return the run that a command line describes.
+
+    Raises:
+        ConfigError: An argument or a setting cannot work; the message names it.
     """
     parsed, command = parse_options(arguments)
     changes = _merged(
@@ -155,8 +171,17 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
 
 
 def ckpt_config(policy: str, **changes: Any) -> CkptConfig:
-    """Return a policy's configuration with the defaults of its file and these changes.
-    Raises ConfigError.
+    """Return a policy's configuration: the defaults of its file, with these changes.
+
+    Args:
+        policy: Name of the policy.
+        **changes: Values of keys.
+
+    Raises:
+        ConfigError: The policy, a key or a value is unknown.
+
+    Example:
+        config = ckpt_config("moevement", window=4)
     """
     require_choice("ckpt.policy", policy, list(CKPT_CONFIGS))
     return section_of(
@@ -167,8 +192,16 @@ def ckpt_config(policy: str, **changes: Any) -> CkptConfig:
 
 
 def runtime_config(**changes: Any) -> RuntimeConfig:
-    """Return the runtime's configuration with the defaults of its file and these
-    changes. Raises ConfigError.
+    """Return the runtime's configuration: the defaults of its file, with these changes.
+
+    Args:
+        **changes: Values of keys.
+
+    Raises:
+        ConfigError: A key is unknown, or a value cannot work.
+
+    Example:
+        config = runtime_config(heartbeat_s=20.0)
     """
     return section_of(
         RuntimeConfig,
@@ -178,8 +211,15 @@ def runtime_config(**changes: Any) -> RuntimeConfig:
 
 
 def section_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
-    """Return values as a dataclass. Raises ConfigError for an unknown or missing key
-    and a value of another type.
+    """Return values as a dataclass.
+
+    Args:
+        kind: The dataclass.
+        name: Name of the section, for messages.
+        values: The value of each field.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or a value has another type.
     """
     hints = get_type_hints(kind)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
@@ -193,8 +233,10 @@ def section_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of `moe_ckpt.run`, and the program after them. Raises
-    ConfigError.
+    """Return the options of `moe_ckpt.run`, and the words of the program.
+
+    Raises:
+        ConfigError: An unknown option, or an option without its value.
     """
     parser = Parser(prog="python -m moe_ckpt.run", description=_DESCRIPTION)
     add_run_options(parser)
@@ -283,7 +325,7 @@ def _read_defaults(group: str, name: str) -> dict[str, Any]:
 
 
 def _assignment(text: str) -> dict[str, Any]:
-    """Return KEY=VALUE as nested sections; a KEY without a section is the policy's."""
+    """Return KEY=VALUE as nested sections; a KEY without a section is one of `ckpt`."""
     require(is_utf8(text), "--set", text, "a text in UTF-8")
     key, equals, value = text.partition("=")
     require(
@@ -297,7 +339,7 @@ def _assignment(text: str) -> dict[str, Any]:
     require(
         len(path) > 1, "--set", text, "a key in the section, such as runtime.join_s=60"
     )
-    # an empty value is an empty text, for which YAML would take null
+    # an empty value is an empty text; YAML would read null
     nested: Any = yaml.safe_load(value) if value else value
     for word in reversed(path):
         nested = {word: nested}
@@ -331,7 +373,11 @@ def _require_known(setting: str, key: str, known: Sequence[str]) -> None:
 
 
 def _converted(value: Any, hint: Any, setting: str) -> Any:
-    """Return a YAML value as the type of a field. Raises ConfigError."""
+    """Return a YAML value as the type of a field.
+
+    Raises:
+        ConfigError: The value has another type.
+    """
     if is_dataclass(hint):
         require(isinstance(value, dict), setting, value, "a section of keys")
         return section_of(hint, setting, value)  # type: ignore[arg-type]
@@ -340,12 +386,13 @@ def _converted(value: Any, hint: Any, setting: str) -> Any:
         [kind] = get_args(hint)
         return [_converted(each, kind, setting) for each in value]
     kinds = get_args(hint) or (hint,)
-    # not isinstance, for which true would be a number
+    # not isinstance, for which true is a number
     if type(value) in kinds:
         return value
     if float in kinds and isinstance(value, int | str) and not isinstance(value, bool):
         try:
-            return float(value)  # YAML takes 1e9 for a string
+            # YAML reads 1e9 as a string
+            return float(value)
         except ValueError:
             pass
     wanted = " or ".join(

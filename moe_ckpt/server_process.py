@@ -1,7 +1,7 @@
-"""The process of a checkpoint server: one number among a job's servers after the other,
-each with a memory of its own.
+"""The process of a checkpoint server, which holds one number after the other.
 
-Owns: the memory of the states that it holds. Must not: train. FlowCheck, section 4.
+Each number of a job's servers gets a memory of its own. Owns: the memory of the states
+that the server holds. Must not: train. FlowCheck, section 4.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from moe_ckpt.run_secret import SECRET_FILE, read_secret, ticket_of
 from moe_ckpt.snapshot.arriving_update import no_capture
 
 NO_RANK = -1
+"""Rank of a server that trains nothing."""
+
 _COPY = "--secret"
 _LOOK_EVERY_S = 0.5
 
@@ -36,25 +38,26 @@ _LOOK_EVERY_S = 0.5
 def serve(
     job: str, interface: str | None, memory: Path, secret: Path | None = None
 ) -> None:
-    """Serve a job until it ends.
+    """Serve a job until the job ends.
 
     Args:
         job: The job's run folder, or HOST:PORT of its store.
-        interface: The interface that gradients arrive on; None: the one that leads to
-            the store.
-        memory: The folder in memory for states.
-        secret: A copy of the run's secret; None: that in the run folder.
+        interface: Interface on which gradients arrive; None: the one that leads to the
+            store.
+        memory: Folder in memory for states.
+        secret: A copy of the run's secret; None: the file in the run folder.
 
     Raises:
-        ConfigError: A job, an interface, a folder or a secret that there is not.
+        ConfigError: The job, the interface, the folder or the secret does not exist.
     """
     where, known = find_job(job, secret)
-    # before the store is connected: its client may have threads, and the janitor is
-    # forked
+    # before the store is connected: the store's client may have threads, and the
+    # janitor is forked
     root = open_memory_root(memory, os.getpid(), "--memory")
     try:
         _serve(connect(where.host, where.port), where, known, interface, root)
-    except dist.DistError:  # the store ends with the job
+    # the store ends with the job
+    except dist.DistError:
         print(f"the job at {where} has ended", flush=True)
 
 
@@ -74,8 +77,8 @@ def _serve(
     numbers = ServerNumbers(of_servers, settings.num_servers)
     capture = open_mirror(settings.mirror, os.getpid()) if settings.mirror else None
     while True:
-        # a new one each time: states in the old one may be some that the ranks have
-        # left since
+        # a new memory each time: states in the old one may belong to a history that the
+        # ranks have abandoned
         with tempfile.TemporaryDirectory(dir=memory) as folder:
             server = CopyServer(
                 Path(folder),
@@ -100,15 +103,13 @@ def _serve(
 
 
 def _hold_a_number(numbers: ServerNumbers, address: Address) -> None:
-    """Take a number as soon as one is free, and return once the job has left this
-    server.
-    """
+    """Take a number once one is free, and return once the job has left this server."""
     is_spare = False
     while (claimed := numbers.claim(address)) is None:
         if not is_spare:
             print(f"a spare checkpoint server is at {address}", flush=True)
         is_spare = True
-        # the store wakes nothing for a change of several keys
+        # the store does not report a change of several keys
         time.sleep(_LOOK_EVERY_S)
     number, losses = claimed
     print(f"checkpoint server {number} is at {address}", flush=True)
@@ -119,14 +120,15 @@ def _hold_a_number(numbers: ServerNumbers, address: Address) -> None:
 def find_job(job: str, secret: Path | None) -> tuple[Address, str]:
     """Return the address of a job's store, and the run's secret.
 
-    A job whose folder does not name its store yet is waited for.
+    If the run folder does not name a store yet, this function waits for that.
 
     Args:
         job: The run folder, or HOST:PORT of the store.
-        secret: A copy of the run's secret; None: that in the run folder.
+        secret: A copy of the run's secret; None: the file in the run folder.
 
     Raises:
-        ConfigError: `job` is neither, or the secret is missing, or open to other users.
+        ConfigError: `job` is neither, or the secret is missing, or other users can read
+            it.
     """
     if ":" in job and not Path(job).exists():
         try:
@@ -144,7 +146,7 @@ def find_job(job: str, secret: Path | None) -> tuple[Address, str]:
         return where, read_secret(secret, _COPY)
     path = Path(job) / STORE_FILE
     while not path.exists():
-        # another machine writes it: no event reaches this one
+        # another machine writes the file, so no event of the file system arrives here
         time.sleep(_LOOK_EVERY_S)
     known = (
         read_secret(secret, _COPY) if secret else read_secret(Path(job) / SECRET_FILE)

@@ -25,12 +25,12 @@ _DESCRIPTION = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Become torchrun; return only after one message about a mistake."""
+    """Become torchrun. The function returns only after one message about a mistake."""
 
     def start() -> None:
         command = run_command(arguments)
-        # torchrun takes the place of this process: a signal, and the exit status, are
-        # torchrun's own
+        # torchrun takes the place of this process, so that signals and the exit status
+        # are torchrun's own
         os.execv(command[0], command)
 
     return exit_status(start)
@@ -57,8 +57,10 @@ def run_command(arguments: Sequence[str]) -> list[str]:
 
 
 def parse_start(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of a command line, and the program after them. Raises
-    ConfigError.
+    """Return the options of a command line, and the words of the program.
+
+    Raises:
+        ConfigError: An unknown option, or an option without its value.
     """
     parser = Parser(prog="moe-ckpt run", description=_DESCRIPTION)
     add_run_options(parser)

@@ -1,8 +1,7 @@
-"""The options of torchrun, for the commands that start torchrun: `moe-ckpt train` and
-`moe-ckpt run`. Pure.
+"""The options of torchrun, for the commands that start torchrun. Pure.
 
-torchrun's own parser imports torch, which takes seconds; a mistake and `--help` are
-answered without torch.
+The commands are `moe-ckpt train` and `moe-ckpt run`. torchrun's own parser imports
+torch, which takes seconds; this module answers mistakes and `--help` without torch.
 """
 
 from __future__ import annotations
@@ -39,16 +38,20 @@ WITH_VALUE = (
     "shutdown-timeout",
     "log-line-prefix-template",
 )
+"""Options with a value."""
+
 FLAGS = ("standalone", "virtual-local-rank")
+"""Options without a value."""
+
 OF_PROGRAMS = ("help", "module", "no-python", "run-path")
-"""Options that choose what torchrun starts, which the command itself does."""
+"""Options that choose the program for torchrun; the command itself chooses."""
 OF_SHELLS = ("print-completion",)
-"""Options with a value with which torchrun starts nothing."""
+"""Options with a value, with which torchrun starts nothing."""
 _SHORT = {"redirects": "-r", "tee": "-t"}
 
 
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
-    """Add torchrun's options, in both of its spellings, to a parser."""
+    """Add torchrun's options, in both of their spellings, to a parser."""
     group = parser.add_argument_group(
         "options of torchrun, as `torchrun --help` explains them"
     )
@@ -89,8 +92,9 @@ def torchrun_words(options: argparse.Namespace) -> list[str]:
 
 
 def count_processes(options: argparse.Namespace) -> int | None:
-    """Return the processes on one node that the options ask for; None where torchrun
-    counts CPUs or GPUs itself.
+    """Return the number of processes that the options start on a node.
+
+    None if torchrun counts CPUs or GPUs itself.
     """
     wanted = options.nproc_per_node or "1"
     return int(wanted) if wanted.isdecimal() else None

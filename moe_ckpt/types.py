@@ -1,4 +1,7 @@
-"""Values that all layers use. No behaviour beyond what follows from the fields."""
+"""Value types that all layers use.
+
+A type has no behaviour beyond the consequences of its fields.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,26 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """The number of ways in which each axis of parallelism splits the job.
+    """Degree of each axis of parallelism.
 
-    `ep` (expert parallel) divides `dp` (data parallel): experts spread over ranks that
-    see different tokens. Context parallelism counts as data parallelism: its ranks hold
-    one state, too, and see other tokens of the same sequences.
+    Context parallelism counts as data parallelism: its ranks also hold one state, and
+    also see different tokens, of the same sequences.
     """
 
     pp: int
+    """Pipeline stages."""
+
     dp: int
+    """Data-parallel ranks of a stage, context parallelism included."""
+
     ep: int
+    """Expert-parallel ranks; divides `dp`.
+
+    Experts are spread over ranks that see different tokens.
+    """
+
     tp: int
+    """Tensor-parallel ranks."""
 
     @property
     def world_size(self) -> int:
@@ -34,7 +46,7 @@ class ParallelLayout:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks that train one pipeline stage: consecutive ones."""
+        """Number of ranks that train one pipeline stage; the ranks are consecutive."""
         return self.dp * self.tp
 
     def __str__(self) -> str:
@@ -45,35 +57,52 @@ class ParallelLayout:
 class RunIdentity:
     """The facts on which a checkpoint and the run that loads it must agree.
 
-    `run_id` tells runs apart; `model` fingerprints everything that shapes the saved
-    tensors (architecture, precision, optimizer), so that equal fingerprints and layouts
-    mean interchangeable state.
+    Equal `model` and `layout` mean interchangeable state.
     """
 
     run_id: str
+    """Id that distinguishes runs."""
+
     model: str
+    """Fingerprint of everything that shapes the saved tensors.
+
+    The architecture, the precision and the optimizer shape tensors.
+    """
+
     layout: ParallelLayout
+    """Parallel layout of the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint: its path inside the directory, size and CRC-32."""
+    """One file of a checkpoint."""
 
     name: str
+    """Path inside the checkpoint's directory."""
+
     size_bytes: int
+    """Size of the file."""
+
     crc32: int
+    """CRC-32 of the content."""
 
 
 class OperatorKind(Enum):
-    """The kinds of operators; the members' order is that of a layer's operators, and of
-    layers around them.
+    """Kinds of operators.
+
+    The order of the members is the order of a layer's operators, and of the operators
+    before and after the layers.
     """
 
     EMBEDDING = "embedding"
-    # a layer's attention, norms and shared expert, or its dense MLP; in a dense model
-    # the whole layer
     BLOCK = "block"
-    GATE = "gate"  # a layer's router: weights and buffers
+    """Attention, norms and shared expert of a layer, or its dense MLP.
+
+    In a dense model: the whole layer.
+    """
+
+    GATE = "gate"
+    """Router of a layer: weights and buffers."""
     EXPERT = "expert"
     FINAL_NORM = "final norm"
     OUTPUT = "output"
@@ -81,17 +110,23 @@ class OperatorKind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorId:
-    """The unit of snapshotting, by its place in the whole model: global layer (from 0)
-    and global expert (from 0).
-
-    `mtp_depth` is set for the operators of a multi-token prediction module, whose
-    layers count from 0 again.
-    """
+    """The unit of snapshots, named by its place in the whole model."""
 
     kind: OperatorKind
+    """Kind of the operator."""
+
     layer: int | None = None
+    """Global number of the layer, from 0; None outside of layers.
+
+    In a multi-token prediction module layers count from 0 again.
+    """
+
     expert: int | None = None
+    """Global number of the expert, from 0; None for other operators."""
+
     mtp_depth: int | None = None
+    """Depth of the multi-token prediction module; None for operators of the main model.
+    """
 
     def __str__(self) -> str:
         names = [] if self.mtp_depth is None else [f"mtp {self.mtp_depth}"]
@@ -103,24 +138,23 @@ class OperatorId:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OwnedBytes:
-    """The bytes of a stage's operators, by pairs of a rank and an operator.
+    """Bytes of a stage's operators, for each pair of a rank and an operator.
 
-    A rank of a sharded optimizer owns bytes of a few of a thousand operators: pairs
-    without bytes are left out. Pairs are ordered by rank, and by operator within a
-    rank.
+    A rank of a sharded optimizer owns bytes of a few out of a thousand operators, so
+    pairs without bytes are left out. The order of pairs is by rank, then by operator.
     """
 
     num_ranks: int
-    """The ranks of the stage group."""
+    """Number of ranks in the stage group."""
 
     num_operators: int
-    """The operators of the stage."""
+    """Number of operators in the stage."""
 
     ranks: npt.NDArray[np.int32]
-    """The rank of each pair in the stage group, int32 [pairs]."""
+    """Rank of each pair in the stage group, int32 [pairs]."""
 
     operators: npt.NDArray[np.int32]
-    """The position of each pair's operator in the table, int32 [pairs]."""
+    """Position of each pair's operator in the table, int32 [pairs]."""
 
     full: IntArray
     """Bytes of master weights, moments and buffers, int64 [pairs]."""
@@ -132,11 +166,10 @@ class OwnedBytes:
     """Bytes of moments, a part of `full`, int64 [pairs]; None: two thirds of `full`."""
 
     def dense(self, nbytes: IntArray) -> IntArray:
-        """Return the bytes of all pairs, int64 [ranks, operators].
+        """Return the bytes of all possible pairs, int64 [ranks, operators].
 
         Args:
-            nbytes: The bytes of the pairs that are here: `full`, `compute` or
-                `moments`.
+            nbytes: The bytes of the stored pairs: `full`, `compute` or `moments`.
         """
         found = np.zeros((self.num_ranks, self.num_operators), np.int64)
         found[self.ranks, self.operators] = nbytes
@@ -146,8 +179,7 @@ class OwnedBytes:
         """Return the sum of each rank, int64 [ranks].
 
         Args:
-            nbytes: The bytes of the pairs that are here: `full`, `compute` or
-                `moments`.
+            nbytes: The bytes of the stored pairs: `full`, `compute` or `moments`.
         """
         found = np.zeros(self.num_ranks, np.int64)
         np.add.at(found, self.ranks, nbytes)
@@ -155,20 +187,20 @@ class OwnedBytes:
 
 
 class OperatorTable:
-    """The operators of one stage group, from front to back, and each rank's share of
-    them.
+    """The operators of one stage group, and the share of each rank.
 
-    Every byte is counted on the one rank that snapshots it. Arrays of all pairs of a
-    rank and an operator are built when they are asked for, and not kept: for 16,384
-    ranks of a model with 15,000 operators they would take 70 MB on every rank.
+    Operators are ordered from front to back. Every byte is counted on the one rank that
+    snapshots the byte. Arrays over all pairs of a rank and an operator are built on
+    each request and not kept: for 16,384 ranks of a model with 15,000 operators such
+    arrays would take 70 MB on every rank.
 
     Args:
         operators: The operators.
         full_bytes: Bytes of master weights, moments and buffers, int64 [ranks,
             operators].
-        compute_bytes: Bytes of weights as forward uses them, and of buffers, of the
-            same shape.
-        moment_bytes: The moments' part of `full_bytes`; None: two thirds, as of FP32
+        compute_bytes: Bytes of weights as forward uses them, and of buffers, int64
+            [ranks, operators].
+        moment_bytes: The moments' part of `full_bytes`; None: two thirds, as in FP32
             state.
     """
 
@@ -192,37 +224,41 @@ class OperatorTable:
             compute=compute_bytes[has_bytes],
             moments=None if moment_bytes is None else moment_bytes[has_bytes],
         )
-        """The bytes of the pairs that have any."""
+        """Bytes of the pairs that have any."""
 
     @property
     def full_bytes(self) -> IntArray:
-        """Bytes of master weights, moments and buffers, int64 [ranks, operators]; a new
-        array.
+        """Bytes of master weights, moments and buffers, int64 [ranks, operators].
+
+        A new array.
         """
         return self.owned.dense(self.owned.full)
 
     @property
     def compute_bytes(self) -> IntArray:
-        """Bytes of compute weights and buffers, int64 [ranks, operators]; a new array."""
+        """Bytes of compute weights and buffers, int64 [ranks, operators].
+
+        A new array.
+        """
         return self.owned.dense(self.owned.compute)
 
     @property
     def moment_bytes(self) -> IntArray | None:
-        """The moments' part of `full_bytes`; a new array, or None for two thirds."""
+        """The moments' part of `full_bytes`, a new array; None means two thirds."""
         moments = self.owned.moments
         return None if moments is None else self.owned.dense(moments)
 
     def named(self, operators: Sequence[OperatorId]) -> OperatorTable:
-        """Return a table of other operators with the same bytes, which both tables
-        share.
-        """
+        """Return a table of other operators that shares the bytes of this table."""
         found = copy.copy(self)
         found.operators = operators
         return found
 
     def bytes_of(self, partial_state: str) -> IntArray:
-        """Return the bytes of each operator in full: `both`, or its `weights` or
-        `moments` only.
+        """Return the bytes of each operator in full, int64 [ranks, operators].
+
+        Args:
+            partial_state: `both`, or only the `weights` or `moments`.
         """
         full, moments = self.full_bytes, self.moment_bytes
         if moments is None:
@@ -234,14 +270,16 @@ class OperatorTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Version:
-    """A state of a run whose recoveries may lose tokens: after `iteration` steps in
-    `epoch`.
+    """A state after `iteration` steps, in a run whose recoveries may lose tokens.
 
-    Every recovery begins a new epoch: states of one iteration in two epochs differ.
+    Every recovery begins a new epoch: the states of one iteration in two epochs differ.
     """
 
     epoch: int
+    """Number of the epoch, from 0."""
+
     iteration: int
+    """Number of optimizer steps."""
 
     def __str__(self) -> str:
         return (
@@ -252,68 +290,94 @@ class Version:
 
 
 CORE, SLOT = "core", "slot"
-"""The unit that every partial snapshot takes, while all others may be older; and the
-one unit of a window's slot.
+"""Names of units: `CORE` is in every partial snapshot, while all others may be older.
+
+`SLOT` is the single unit of a window's slot.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlan:
-    """A part of a snapshot that is stored and replaced by itself: some state of some
-    operators.
+    """The planned part of a snapshot that is stored and replaced as a whole.
 
-    Numbers are positions in the stage's OperatorTable: of operators in `weights` master
-    weights are taken, in `moments` moments, in `full` both and buffers, in `compute`
-    compute weights. Beside own memory a unit is stored on peers, on disk, or both;
-    `by_gradient`: peers that have the unit of the iteration before receive its
-    gradients.
+    Each tuple has positions in the stage's OperatorTable. A unit is in the rank's own
+    memory, and on peers and disk as asked.
     """
 
     name: str = SLOT
+    """Name of the unit."""
+
     full: tuple[int, ...] = ()
+    """Operators of which master weights, moments and buffers are taken."""
+
     compute: tuple[int, ...] = ()
+    """Operators of which compute weights are taken."""
+
     weights: tuple[int, ...] = ()
+    """Operators of which only master weights are taken."""
+
     moments: tuple[int, ...] = ()
+    """Operators of which only moments are taken."""
+
     on_peers: bool = True
+    """Whether peers store the unit."""
+
     on_disk: bool = True
+    """Whether the disk stores the unit."""
+
     by_gradient: bool = False
+    """Whether peers that have the unit of the iteration before receive only its
+    gradients.
+    """
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """The operators of which masters, moments, or both are taken."""
+        """Operators of which masters, moments, or both are taken."""
         return (*self.full, *self.weights, *self.moments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotPlan:
-    """One snapshot: slot `slot` of a window of `num_slots` iterations that began after
-    iteration `window_start`.
+    """One planned snapshot: a slot of a window of snapshots.
 
     A slot of a sparse window has one unit. A partial snapshot is a window of one slot
-    with several: the core and some others; `checkpoint` are all units that make a
-    checkpoint together, and `facts` are restored to the policy by a recovery. The next
-    window begins `pause_iters` iterations after the last slot's iteration.
+    with several units: the core and some others.
     """
 
     window_start: int
+    """Iteration after which the window began."""
+
     slot: int = 0
+    """Position of the snapshot in the window, from 0."""
+
     num_slots: int = 1
+    """Length of the window, in iterations."""
+
     units: tuple[UnitPlan, ...]
+    """Units to take now."""
+
     pause_iters: int = 0
+    """Iterations without snapshots between this window and the next one."""
+
     checkpoint: tuple[UnitPlan, ...] = ()
+    """All units that together make a checkpoint, for a partial snapshot."""
+
     facts: tuple[float, ...] = ()
+    """Numbers that a recovery returns to the policy."""
 
     @property
     def iteration(self) -> int:
-        """The snapshot has the state after this iteration."""
+        """Iteration after which the snapshot takes the state."""
         return self.window_start + self.slot
 
     @property
     def full(self) -> tuple[int, ...]:
+        """Operators taken in full, over all units."""
         return tuple(position for unit in self.units for position in unit.full)
 
     @property
     def compute(self) -> tuple[int, ...]:
+        """Operators of which compute weights are taken, over all units."""
         return tuple(position for unit in self.units for position in unit.compute)
 
     @property
@@ -323,42 +387,55 @@ class SlotPlan:
 
     @property
     def has_start(self) -> bool:
-        """Whether the snapshot has the start of the next iteration, as a core has; if
-        not, a step log has.
+        """Whether the snapshot contains the start of the next iteration.
+
+        A core contains the start. Otherwise a step log contains the start.
         """
         return any(unit.name == CORE for unit in self.units)
 
     @property
     def period_iters(self) -> int:
-        """Iterations from the start of this window to that of the next one."""
-        # with the pause: logs are kept this long, and a fault in the pause goes back to
-        # this window
+        """Iterations from the start of this window to the start of the next one."""
+        # with the pause: logs are kept this long, and a fault in the pause rolls back
+        # to this window
         return self.num_slots + self.pause_iters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowChoice:
-    """The choice of a sparse window: its slots and pause, and whether the order is new.
-
-    Shares of time that snapshots and replays are expected to take; None if the window
-    is not chosen by them.
-    """
+    """The choice of a sparse window, with its terms."""
 
     num_slots: int
+    """Slots of the window."""
+
     iteration_s: float
+    """Iteration time on which the choice is based, in seconds."""
+
     copy_bytes_per_s: float
+    """Rate of copies on which the choice is based, in bytes per second."""
+
     reordered: bool
+    """Whether the order of experts is new."""
+
     pause_iters: int = 0
+    """Iterations without snapshots after the window."""
+
     snapshot_share: float | None = None
+    """Expected share of time for snapshots; None if the choice does not depend on
+    shares.
+    """
+
     replay_share: float | None = None
+    """Expected share of time for replays; None if the choice does not depend on shares.
+    """
 
     @property
     def period_iters(self) -> int:
-        """Iterations from the start of this window to that of the next one."""
+        """Iterations from the start of this window to the start of the next one."""
         return self.num_slots + self.pause_iters
 
     def describe(self) -> str:
-        """Return the window with its terms, in a line."""
+        """Return the window with its terms, in one line."""
         window = f"{self.num_slots} slots and a pause of {self.pause_iters} iterations"
         if self.snapshot_share is None or self.replay_share is None:
             return window
@@ -370,166 +447,254 @@ class WindowChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalChoice:
-    """The choice of the iterations between two whole snapshots: the chosen, the best,
-    and the measurements.
-
-    `snapshot_cost_s`: what a snapshot adds to training, by stopping it and by slowing
-    it down.
-    """
+    """The choice of the iterations between whole snapshots, with measurements."""
 
     every_iters: int
+    """Chosen number of iterations."""
+
     best: int
+    """Best number of iterations for these measurements."""
+
     iteration_s: float
+    """Iteration time, in seconds."""
+
     copy_bytes_per_s: float
+    """Rate of copies, in bytes per second."""
+
     snapshot_cost_s: float
+    """Seconds that a snapshot adds to training, by stops and by slower iterations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertChoice:
-    """The experts of each of a stage's MoE layers that a snapshot takes to memory, and
-    those of them that go further.
+    """The experts that a partial snapshot takes, by destination.
 
-    `by_gradient`: those of `on_peers` that peers have of the iteration before.
+    Each field has one tuple of experts for each MoE layer of the stage.
     """
 
     memory: tuple[tuple[int, ...], ...]
+    """Experts copied to host memory."""
+
     on_peers: tuple[tuple[int, ...], ...]
+    """Experts of `memory` that peers receive."""
+
     on_disk: tuple[tuple[int, ...], ...]
+    """Experts of `memory` written to disk."""
+
     by_gradient: tuple[tuple[int, ...], ...]
+    """Experts of `on_peers` that peers have of the iteration before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPlan:
-    """The saves that a policy asks for after an iteration; the session executes them.
+    """The saves that a policy requests after an iteration.
 
-    `window` is set at the start of a window, `interval` when it was reconsidered,
-    `experts` if only some are taken. `to_disk`: the window that begins here goes to the
-    local disk, too.
+    The session carries out the saves.
     """
 
     durable: bool = False
+    """Whether to save a whole checkpoint on disk."""
+
     sparse: SlotPlan | None = None
+    """The snapshot to host memory; None: none."""
+
     window: WindowChoice | None = None
+    """The choice of a window, set at its start."""
+
     interval: IntervalChoice | None = None
+    """The choice of an interval, set when the policy has reconsidered the interval."""
+
     experts: ExpertChoice | None = None
+    """The experts taken; None if the snapshot takes all."""
+
     to_disk: bool = False
+    """Whether the window that begins here also goes to the local disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRef:
-    """A committed checkpoint on disk: the state after `iteration` optimizer steps."""
+    """A committed checkpoint on disk."""
 
     iteration: int
+    """Number of optimizer steps before the state."""
+
     directory: str
+    """Path of the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyGradients:
-    """The facts that a step needs beside the gradients, equal on all ranks; an overflow
-    on any rank means no update.
+    """The facts that an optimizer step needs beside the gradients, equal on all ranks.
 
-    `overflows`: whether fp16 found inf or NaN, for each of Megatron's chained
-    optimizers, which scale losses separately. An update advances the schedule of
-    learning rates by `schedule_increment`. `num_tokens` are those of all ranks'
-    batches, if they divide the gradients (a loss per token), else None.
+    After an overflow on any rank, no rank updates parameters.
     """
 
     overflows: tuple[bool, ...]
+    """Whether FP16 found inf or NaN, for each of Megatron's chained optimizers.
+
+    Chained optimizers scale losses separately.
+    """
+
     total_norm: float | None
+    """Norm of all gradients; None after an overflow."""
+
     loss_scale: float
+    """Scale of the loss under FP16; 1 without scaling."""
+
     schedule_increment: int = 1
+    """Amount by which an update advances the learning-rate schedule."""
+
     num_tokens: int | None = None
+    """Tokens of all ranks' batches, if the loss is per token and gradients are divided
+    by them.
+
+    Otherwise None.
+    """
 
     @property
     def overflow(self) -> bool:
+        """Whether any optimizer found an overflow."""
         return any(self.overflows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpertCounts:
-    """Tokens routed to each expert (`hard`) and sums of its gating probabilities
-    (`soft`), float64 [experts].
-    """
+    """Popularity of experts by two measures, each float64 [experts]."""
 
     hard: npt.NDArray[np.float64]
+    """Tokens routed to each expert."""
+
     soft: npt.NDArray[np.float64]
+    """Sums of each expert's gating probabilities."""
 
 
 WARM_UP_ITERS = 2
-"""The first iterations of a process, which are slower than others: they are not
-measured.
-"""
+"""First iterations of a process, which are slower than others and not measured."""
 
 RECENT_ITERS = 16
-"""The time of an iteration is the median of as many recent ones."""
+"""Number of recent iterations whose median is the iteration time."""
 
 ENOUGH_SNAPSHOTS = 3
-"""The mean cost of whole snapshots counts as measured after as many."""
+"""Number of whole snapshots after which the mean cost counts as measured."""
 
 ENOUGH_WINDOWS = 5
-"""So many windows separate the price of a snapshot from that of its bytes: two kinds,
-each twice, and one more.
+"""Number of windows that separate the fixed cost of a snapshot from the cost per byte.
+
+Two kinds of windows, each twice, and one more.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """The measurements that a policy may use at the start of a window, agreed by all
-    ranks.
-
-    Seconds of an iteration without stalls, on the slowest rank; bytes a second that the
-    slowest rank copies to host memory and peers; popularity of the own stage's experts
-    since the last window, float64 [experts in the table's order]; seconds that a
-    snapshot has added to training on average, by stopping it and by slowing it down, on
-    the rank where that was most (None: not known yet); iterations since nothing was
-    being copied; bytes a second that the slowest rank copies to host memory alone, and
-    to peers alone; whether any rank is still writing to its disk. Seconds that a
-    snapshot of no bytes, and one of a rank's whole state, add to training beside
-    waiting for copies (None: not known yet), and whether these costs are settled:
-    enough windows have been measured to choose by them. Seconds in which a lost stage
-    replays an iteration by itself (None: no stage has). Seconds from the start of an
-    iteration to its complete gradients, on the fastest rank: a copy to host memory that
-    takes longer makes the update wait (0: not known yet). The start of the newest
-    window that all ranks keep (None: a rank keeps none). Whether units are missing in
-    the newest partial checkpoint of any rank.
-    """
+    """Measurements for a policy at the start of a window, agreed by all ranks."""
 
     iteration_s: float
+    """Iteration time on the slowest rank, without checkpoint stalls, in seconds."""
+
     copy_bytes_per_s: float
+    """Rate of the slowest rank's copies to host memory and peers, in bytes per second.
+
+    With `waits_for_disk`, the cap on the disk also bounds this rate.
+    """
+
     popularity: npt.NDArray[np.float64]
+    """Popularity of the own stage's experts since the last window.
+
+    float64 [experts in the order of the table].
+    """
+
     snapshot_cost_s: float | None = None
+    """Mean seconds that a snapshot adds to training, by stops and by slower iterations.
+
+    On the rank with the largest mean; None: not yet known.
+    """
+
     iters_since_quiet: int = 0
+    """Iterations since the last one in which nothing was copied."""
+
     host_bytes_per_s: float = math.inf
+    """Rate of the slowest rank's copies to host memory alone, in bytes per second."""
+
     peer_bytes_per_s: float = math.inf
+    """Rate of the slowest rank's copies to peers alone, in bytes per second."""
+
     is_persisting: bool = False
+    """Whether any rank is still writing to its disk."""
+
     empty_snapshot_s: float | None = None
+    """Seconds that a snapshot of no bytes adds to training, beside waits for copies.
+
+    None: not yet known.
+    """
+
     dense_snapshot_s: float | None = None
+    """Seconds that a snapshot of a rank's whole state adds to training, beside waits
+    for copies.
+
+    None: not yet known.
+    """
+
     costs_are_settled: bool = True
+    """Whether enough windows were measured to choose by the two costs."""
+
     replayed_iteration_s: float | None = None
+    """Seconds in which a lost stage replays an iteration by itself; None: no stage has.
+    """
+
     overlap_s: float = 0.0
+    """Seconds from the start of an iteration to complete gradients, on the fastest
+    rank.
+
+    A copy to host memory that takes longer makes the update wait. 0: not yet known.
+    """
+
     kept_since: int | None = None
+    """Start of the newest window that all ranks keep; None: a rank keeps none."""
+
     lacks_units: bool = False
+    """Whether units are missing in the newest partial checkpoint of any rank."""
 
     @property
     def hidden_copy_s(self) -> float:
-        """The seconds of a copy to host memory for which no update waits: the whole
-        iteration until more is known.
+        """Longest time of a copy to host memory for which no update waits, in seconds.
+
+        The whole iteration until `overlap_s` is known.
         """
         return self.overlap_s or self.iteration_s
 
 
 class Phase(IntEnum):
-    """The activity of a worker. BUILD comes first; JOIN to RECOVERY come again with
-    every generation.
+    """The activity of a worker.
+
+    BUILD comes first. JOIN to RECOVERY are repeated in every generation.
     """
 
     BUILD = 0
+    """Build groups, model and optimizer."""
+
     JOIN = 1
+    """Meet the other ranks and form the process groups."""
+
     RECOVERY = 2
+    """Recover the state from which the generation continues."""
+
     FORWARD = 3
+    """Forward passes."""
+
     BACKWARD = 4
-    REDUCE = 5  # gradients and their norm
-    STEP = 6  # from the vote to the whole new state
+    """Backward passes."""
+
+    REDUCE = 5
+    """Reduction of gradients and of the norm."""
+
+    STEP = 6
+    """From the vote on the update to the whole new state."""
+
     SNAPSHOT = 7
-    BETWEEN = 8  # evaluation, and whatever the loop does between iterations
+    """Snapshot of the new state."""
+
+    BETWEEN = 8
+    """Evaluation, and other work of the loop between iterations."""
+
     DONE = 9
+    """All iterations are done."""

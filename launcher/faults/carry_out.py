@@ -1,12 +1,11 @@
-"""Carries a plan of kills out on the workers of a running job, from another process
-beside it.
+"""Carries a plan of kills out on the workers of a running job, from another process.
 
-At times: as soon as the time has come and the workers live. A worker that is being
-replaced is waited for; no incarnation is killed twice. At a point: an order in the
-worker's page, which the worker carries out on itself at exactly that point. A lost node
-takes several processes and their memory, which no worker can do to itself: the page of
-the kill's rank is watched, every millisecond, and the node is lost as soon as the point
-is seen or has been passed.
+Kills at a time are inflicted as soon as the time has come and the workers live. A
+worker that is being replaced is waited for; no process is killed twice. Kills at a
+point are orders in the worker's status page, which the worker carries out on itself at
+exactly that point. A lost node takes several processes and their memory, which no
+worker can do to itself: this process watches the page of the kill's rank, every
+millisecond, and the node is lost as soon as the page shows the point or a later one.
 """
 
 from __future__ import annotations
@@ -34,12 +33,24 @@ def carry_out(
     patience_s: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Inflict the kills, each with a rank, on a run's workers on this machine; return
-    whether all could be.
+    """Inflict kills on a run's workers on this machine.
 
-    Times count by `clock` from when the first worker is seen. Ends once all is done or
-    the run has ended: all its live files are gone, or no worker and no supervisor lived
-    for `patience_s`; as long are its start and a victim waited for.
+    The function ends once all kills are done or the run has ended. A run has ended if
+    all its live files are gone, or if no worker and no supervisor has lived for
+    `patience_s`.
+
+    Args:
+        kills: The kills, each with a rank.
+        run: The run folder.
+        ranks_per_node: The number of ranks that fail together.
+        say: Receives lines for the log.
+        patience_s: The seconds to wait for the start of the run, for a victim, and for
+            the end of the run.
+        clock: The clock of the kills' times, which count from the first sight of a
+            worker.
+
+    Returns:
+        Whether all kills were inflicted.
     """
     assert all(kill.rank is not None for kill in kills), kills
     job = TargetJob(run, say, patience_s, clock)
@@ -52,7 +63,7 @@ def carry_out(
     pending = tasks
     while pending and job.look():
         for task in pending:
-            # a memory that goes as the job ends
+            # the memory of a rank may disappear as the job ends
             with contextlib.suppress(FileNotFoundError):
                 task.advance()
         pending = [task for task in pending if task.outcome is None]

@@ -1,8 +1,7 @@
-"""Scheduled faults as plain values: one class for each `fault=KIND`. Key by key
-explained in conf/fault/.
+"""Scheduled faults as plain values: a class for each `fault=KIND`.
 
-Each says which states are lost inside living processes (`losses`) and which processes
-are killed (`kills`).
+The files of conf/fault/ explain the keys. Each class gives the states that are lost
+inside living processes (`losses`), and the processes that are killed (`kills`).
 """
 
 from __future__ import annotations
@@ -26,17 +25,27 @@ from moe_ckpt.faults.schedule import (
 
 @dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """A kind of faults. Most kinds lose no state of living processes, or kill none."""
+    """A kind of faults.
+
+    Most kinds either lose no state of living processes or kill no process.
+    """
 
     kind: str
+    """The name of the kind."""
 
     @property
     def losses(self) -> list[StateLoss]:
+        """Losses of state in living processes."""
         return []
 
     def kills(self, world_size: int) -> tuple[Kill, ...]:  # noqa: ARG002
-        """Return the kills, each with a rank. Raises ConfigError for a rank that the
-        job lacks.
+        """Return the kills, each with a rank.
+
+        Args:
+            world_size: The number of ranks of the job.
+
+        Raises:
+            ConfigError: The job lacks a rank, or a trace is missing or malformed.
         """
         return ()
 
@@ -48,9 +57,10 @@ class NoFaultConfig(FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StateLossConfig(FaultConfig):
-    """`fault=state_loss`: a stage's state is overwritten, its processes live on."""
+    """`fault=state_loss`: a stage's state is overwritten, and its processes live on."""
 
     at: list[StateLoss]
+    """The losses."""
 
     @property
     def losses(self) -> list[StateLoss]:
@@ -59,15 +69,18 @@ class StateLossConfig(FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AtConfig(FaultConfig):
-    """`fault=at`: kills at given points, or given times."""
+    """`fault=at`: kills at given points or at given times."""
 
     at: list[Kill]
+    """The kills, in the order of their iterations."""
+
     seed: int
+    """Seed of the choice of ranks."""
 
     def __post_init__(self) -> None:
         require_at_least("fault.seed", self.seed, 0)
-        # kills of one rank are ordered one after the other: a later point in front
-        # would hold up an earlier one
+        # a rank gets its orders one after the other: a later point in front would hold
+        # up an earlier one
         iterations = [kill.iteration for kill in self.at if kill.iteration is not None]
         in_order = all(before <= after for before, after in pairwise(iterations))
         require(
@@ -91,10 +104,19 @@ class PoissonConfig(FaultConfig):
     """`fault=poisson`: kills of random ranks at random times."""
 
     mtbf_s: float
+    """Mean time between failures of the job, in seconds."""
+
     count: int
+    """Number of kills."""
+
     seed: int
+    """Seed of times and ranks."""
+
     signal: str
+    """Signal of the kills, as `KILL`."""
+
     scope: str
+    """`process`, or `node`: all ranks of the node, with their host memory."""
 
     def __post_init__(self) -> None:
         require(
@@ -116,13 +138,22 @@ class PoissonConfig(FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(FaultConfig):
-    """`fault=trace`: kills when nodes went in a real cluster."""
+    """`fault=trace`: kills at the times at which nodes of a real cluster went."""
 
     path: str
+    """Path of the trace."""
+
     speedup: float
+    """How many times as fast as in the trace the faults come."""
+
     seed: int
+    """Seed of the choice of ranks."""
+
     signal: str
+    """Signal of the kills, as `KILL`."""
+
     scope: str
+    """`process`, or `node`: all ranks of the node, with their host memory."""
 
     def __post_init__(self) -> None:
         require(
@@ -135,7 +166,11 @@ class TraceConfig(FaultConfig):
         check_signal("fault.", self.signal, self.scope)
 
     def kills(self, world_size: int) -> tuple[Kill, ...]:
-        """Read the trace; raises ConfigError where it is missing or malformed."""
+        """Read the trace, and return the kills.
+
+        Raises:
+            ConfigError: The trace is missing or malformed.
+        """
         text, seed = read_trace("fault.path", self.path), self.seed
         return trace_kills(
             text,
@@ -148,7 +183,15 @@ class TraceConfig(FaultConfig):
 
 
 def read_trace(setting: str, path: str) -> str:
-    """Return a trace's text; raises ConfigError naming the setting."""
+    """Return the text of a trace.
+
+    Args:
+        setting: The name of the setting, for an error.
+        path: The path of the trace.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,11 +1,13 @@
-"""The act itself: a signal to workers, at once, and for a lost node the loss of its
-host memory. Linux.
+"""Inflicts a fault at once: a signal to workers, or the loss of a node. Linux only.
 
-A node is lost in this order, so that nothing can be written between the loss and the
-deaths, and that nothing of a replacement is touched:
+A node is lost in this order. Nothing can be written between the loss and the deaths,
+and no replacement is affected:
 
-    SIGSTOP to all its supervisors, then to its workers -> every thread of them stands still -> `own` and `held` of all
-    its ranks are deleted -> SIGKILL to the workers, which a stopped process obeys, too -> SIGCONT to the supervisors
+    SIGSTOP to all supervisors of the node, then to the workers
+    -> every thread of these processes stands still
+    -> `own` and `held` of all ranks of the node are deleted
+    -> SIGKILL to the workers, which a stopped process obeys, too
+    -> SIGCONT to the supervisors
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ _VERBS = {
 
 
 def signal_number(name: str) -> signal.Signals:
-    """Return the number of a signal, or of an order to raise an exception."""
+    """Return the number of a signal, or of an order to raise an exception.
+
+    Args:
+        name: The name without `SIG`, or `RAISE`.
+    """
     return RAISE_NUMBER if name == RAISE else signal.Signals[f"SIG{name}"]
 
 
@@ -46,11 +52,18 @@ def signal_number(name: str) -> signal.Signals:
 def nobody_replaced(
     run: Path, ranks: Collection[int], *, wait_s: float
 ) -> Iterator[list[LiveWorker]]:
-    """Within, these ranks get no new workers; yield the last that they got on this
-    machine, dead or alive.
+    """Keep ranks from getting new workers within the block.
 
-    A worker that is being born has seen nothing of its rank's memory yet. Supervisors
-    that do not stand still within `wait_s` are not waited for.
+    A worker that is just being forked has not read its rank's memory yet.
+
+    Args:
+        run: The run folder.
+        ranks: The ranks.
+        wait_s: The seconds to wait until the supervisors stand still. The block begins
+            in any case.
+
+    Yields:
+        The newest workers of the ranks on this machine, dead or alive.
     """
     supervisors = {
         worker.supervisor_pid
@@ -59,10 +72,10 @@ def nobody_replaced(
     }
     try:
         _stop(supervisors, wait_s)
-        # read again: a worker may have been born before its supervisor stood still
+        # read again: a worker may have been forked before its supervisor stood still
         yield _workers_here(run, ranks)
     finally:
-        # also where the fault could not be injected: a supervisor that stands still
+        # also if the fault could not be injected: a supervisor that stands still
         # replaces no worker
         _signal_all(supervisors, signal.SIGCONT)
 
@@ -70,11 +83,18 @@ def nobody_replaced(
 def kill_node(
     run: Path, workers: Sequence[LiveWorker], *, wait_s: float
 ) -> list[InjectedFault]:
-    """Kill these workers and delete their host memory, of those that are dead already
-    as well.
+    """Kill workers and delete their host memory.
 
-    Workers that do not stand still within `wait_s` (a driver call, say) are killed all
-    the same.
+    The host memory of workers that are dead already is deleted as well.
+
+    Args:
+        run: The run folder.
+        workers: The workers, dead or alive.
+        wait_s: The seconds to wait until the workers stand still. Workers that do not,
+            for example in a driver call, are killed nevertheless.
+
+    Returns:
+        The faults, as written to the log of the run.
     """
     alive = [worker for worker in workers if worker.is_alive]
     _stop({worker.pid for worker in alive}, wait_s)
@@ -84,7 +104,7 @@ def kill_node(
 
 
 def describe(fault: InjectedFault, run: Path) -> str:
-    """Return for people what happened to whom, where, when."""
+    """Return a readable line about a fault: signal, worker, place and time."""
     where = (
         f"in generation {fault.generation}, iteration {fault.iteration}, {fault.phase}"
     )
@@ -96,13 +116,23 @@ def describe(fault: InjectedFault, run: Path) -> str:
 def signal_processes(
     run: Path, workers: Sequence[LiveWorker], name: str, scope: str = "process"
 ) -> list[InjectedFault]:
-    """Send a signal to each of these workers; return what was written about it."""
+    """Send a signal to each of some workers.
+
+    Args:
+        run: The run folder.
+        workers: The workers.
+        name: The name of the signal, as `KILL`.
+        scope: `process` or `node`, for the log.
+
+    Returns:
+        The faults, as written to the log of the run.
+    """
     now_s = time.time()
     faults = [
         fault_of(worker, worker.open_page(), name, scope, now_s) for worker in workers
     ]
-    # before the signals: a report that finds the effects of a fault finds the fault as
-    # well
+    # before the signals, so that a report that finds the effects of a fault also finds
+    # the fault
     append_faults(run, faults)
     _signal_all([worker.pid for worker in workers], signal_number(name))
     return faults
@@ -111,8 +141,14 @@ def signal_processes(
 def fault_of(
     worker: LiveWorker, page: StatusPage, name: str, scope: str, unix_s: float
 ) -> InjectedFault:
-    """Return the fault that a signal of this name, sent at a time, is to a worker, with
-    what its page shows.
+    """Return the fault that a signal is to a worker.
+
+    Args:
+        worker: The worker.
+        page: The status page of the worker, for the worker's activity.
+        name: The name of the signal, as `KILL`.
+        scope: `process` or `node`.
+        unix_s: The time of the signal.
     """
     return InjectedFault(
         unix_s=unix_s,
@@ -128,11 +164,12 @@ def fault_of(
 
 
 def _lose_memory(memory: Path) -> None:
-    """Delete what is in a rank's memory; its daemon, which lives on, may be writing
-    there.
+    """Delete a rank's memory.
+
+    The rank's daemon lives on and may write there at the same time.
     """
-    # renamed before it is deleted: `rmtree` would race with a daemon that creates files
-    # meanwhile
+    # renamed before the deletion, because `rmtree` would race with a daemon that
+    # creates files
     lost = tempfile.mkdtemp(prefix="lost-", dir=memory)
     for part in _HOST_MEMORY:
         with contextlib.suppress(FileNotFoundError):
@@ -141,8 +178,8 @@ def _lose_memory(memory: Path) -> None:
         try:
             shutil.rmtree(lost)
         except OSError as error:
-            # a daemon that had found its folder under the old name creates or deletes a
-            # file there now: its last one
+            # a daemon that opened its folder under the old name may now create or
+            # delete its last file there
             if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
                 raise
 
@@ -164,6 +201,6 @@ def _stop(pids: Collection[int], wait_s: float) -> None:
 
 def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
-        # it died by itself since it was looked at
+        # the process may have died by itself in the meantime
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

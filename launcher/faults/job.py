@@ -1,5 +1,6 @@
-"""The running job as a fault injector sees it: live ranks, killed ranks, and whether it
-still runs.
+"""The running job as a fault injector sees it.
+
+Owns: the live ranks, the killed ranks, and whether the job still runs.
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ _STAND_STILL_S = 1.0
 class TargetJob:
     """A run on this machine.
 
-    `patience_s`: time without a live rank after which the run counts as ended, also at
-    its start.
+    Args:
+        run: The run folder.
+        say: Receives lines for the log.
+        patience_s: The seconds without a live worker or supervisor after which the run
+            counts as ended, also at its start.
+        clock: The clock of the kills' times.
+
+    Attributes:
+        has_begun: Whether a worker has been seen.
+        workers: The newest worker of each rank that has not finished, by rank.
     """
 
     def __init__(
@@ -47,12 +56,14 @@ class TargetJob:
 
     @property
     def elapsed_s(self) -> float:
-        """How long ago the first worker was seen."""
+        """Seconds since the first worker was seen."""
         return self._clock() - self._begin_s
 
     def look(self) -> bool:
-        """See who lives, unless that was done just now; return whether the run goes on,
-        or may yet begin.
+        """Read the live files again, unless the last read was just now.
+
+        Returns:
+            Whether the run continues, or may still begin.
         """
         if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = time.monotonic()
@@ -62,23 +73,21 @@ class TargetJob:
                 self._seen_s = self._clock()
                 self._begin_s = self._begin_s if self.has_begun else self._seen_s
                 self.has_begun = True
-        # workers that finish remove their files, and those that die leave them
+        # workers that finish remove their files, and workers that die leave their files
         has_ended_well = self.has_begun and not self.workers
         return not has_ended_well and self._clock() - self._seen_s <= self.patience_s
 
     def targets(self, ranks: Sequence[int]) -> list[LiveWorker]:
-        """Return those of the ranks' workers that live and were not struck yet."""
+        """Return the live workers of ranks that were not struck yet."""
         known = [self.workers[rank] for rank in ranks if rank in self.workers]
         # a worker may outlive its signal for a moment, and the next kill is meant for
-        # its successor
+        # the replacement
         return [
             worker for worker in known if worker.is_alive and worker not in self._hit
         ]
 
     def elsewhere(self, ranks: Sequence[int]) -> list[LiveWorker]:
-        """Return those of the ranks' workers that run on other machines, or in other
-        containers.
-        """
+        """Return the workers of ranks on other machines or in other containers."""
         return [
             self.workers[rank]
             for rank in ranks
@@ -86,7 +95,7 @@ class TargetJob:
         ]
 
     def leave(self, workers: Sequence[LiveWorker]) -> None:
-        """Say that these are not struck from here."""
+        """Report that these workers are not struck from here."""
         for worker in workers:
             self.say(
                 f"rank {worker.global_rank} runs {worker.where}: left to processes"
@@ -94,8 +103,13 @@ class TargetJob:
             )
 
     def inject(self, workers: Sequence[LiveWorker], fault: TimedFault) -> None:
-        """Send the signal to these workers; with a node goes the host memory of all the
-        fault's ranks.
+        """Send the signal of a fault to workers.
+
+        The loss of a node also deletes the host memory of all ranks of the fault.
+
+        Args:
+            workers: The workers, for a fault of scope `process`.
+            fault: The fault.
         """
         if fault.scope == "node":
             with nobody_replaced(
@@ -111,4 +125,5 @@ class TargetJob:
             self.say(describe(injected, self.run))
 
     def mark_hit(self, workers: Sequence[LiveWorker]) -> None:
+        """Note that workers were struck."""
         self._hit.update(workers)

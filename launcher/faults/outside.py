@@ -1,9 +1,8 @@
-"""Carries a plan of kills out on a job without supervisors (ckpt=none, dense), by what
-its event files tell. Linux.
+"""Carries a plan of kills out on a job without supervisors, by its event files. Linux.
 
-Such workers have no page that shows what they do. A kill at a point comes as soon as
-its rank has committed the iteration before, whatever the phase; one of them ends them
-all, and torchrun starts them again.
+Workers of such a job (ckpt=none, dense) have no status page. A kill at a point comes as
+soon as its rank has committed the iteration before, whatever the phase. One kill ends
+all workers, and torchrun starts the workers again.
 """
 
 from __future__ import annotations
@@ -33,11 +32,21 @@ def inject_from_outside(
     goes_on: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[TimedFault]:
-    """Inflict the kills, each with a rank, on children of `parent_pid`; return what
-    could not be done when it ended.
+    """Inflict kills on the workers that a process has started.
 
-    Each rank is a node of its own. Times count by `clock` from when the first worker is
-    seen; `goes_on` says how long.
+    Each rank is a node of its own.
+
+    Args:
+        kills: The kills, each with a rank.
+        run: The run folder.
+        world_size: The number of ranks.
+        parent_pid: The parent of the workers.
+        goes_on: Returns False once the job has ended or is to be stopped.
+        clock: The clock of the kills' times, which count from the first sight of a
+            worker.
+
+    Returns:
+        The faults that could not be inflicted.
     """
     pending = [
         _Due(fault=fault, after_iteration=None)
@@ -50,7 +59,8 @@ def inject_from_outside(
             signal=kill.signal,
             scope=kill.scope,
         )
-        # at least 1: before its first commit no event shows that a rank trains
+        # at least 1: before the first commit of a rank no event shows that the rank
+        # trains
         pending.append(
             _Due(fault=fault, after_iteration=max((kill.iteration or 1) - 1, 1))
         )
@@ -89,22 +99,28 @@ class _Due:
 
 @dataclass(kw_only=True)
 class _Rank:
-    """The newest worker of a rank, and the iteration that it has committed last;
-    `struck`: the pids that are done.
-    """
+    """The newest worker of a rank."""
 
     path: Path
+    """The event file."""
+
     pid: int = 0
+    """Process id of the newest worker; 0: none yet."""
+
     iteration: int = 0
+    """The last iteration that the worker has committed; 0: none."""
+
     struck: set[int] = field(default_factory=set)
+    """Process ids of workers that were struck."""
+
     _offset: int = 0
 
     def look(self) -> None:
-        """Read what was added to the rank's file."""
+        """Read the events that were appended to the file since the last look."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
-                # half-written: the next look begins with this line
+                # a half-written line: the next look begins with this line
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
@@ -114,7 +130,8 @@ class _Rank:
                     self.iteration = json.loads(line)["iteration"]
 
     def can_be_struck(self, parent_pid: int) -> bool:
-        # the agent's child: a pid in an old event may belong to any process by now
+        # only a child of the agent: the pid of an old event may belong to any process
+        # by now
         return (
             self.pid not in {0, *self.struck}
             and is_alive(self.pid)
@@ -125,8 +142,10 @@ class _Rank:
 def _inject_if_due(
     due: _Due, ranks: Sequence[_Rank], run: Path, parent_pid: int, elapsed_s: float
 ) -> bool:
-    """Send the signals if they are due and all victims live; return whether that was
-    done.
+    """Send the signals of a fault that is due, if all victims live.
+
+    Returns:
+        Whether the signals were sent.
     """
     hit = [(number, ranks[number]) for number in due.fault.ranks]
     if not due.has_come(ranks, elapsed_s) or not all(

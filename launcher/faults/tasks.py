@@ -1,5 +1,6 @@
-"""The parts of a plan of kills, each of which goes on by small steps: at a time, by
-order, by watching a page.
+"""The parts of a plan of kills, each of which advances in small steps.
+
+A part is a fault at a time, orders to a rank, or the loss of a node at a point.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ _SLEEP_AT_MOST_S = 0.2
 
 
 class Task(ABC):
-    """One part. `outcome` says whether all of it was carried out; None while it goes
-    on.
+    """One part of a plan.
+
+    Attributes:
+        outcome: Whether the whole part was carried out; None while the part is in
+            progress.
     """
 
     def __init__(self, job: TargetJob) -> None:
@@ -32,19 +36,20 @@ class Task(ABC):
 
     @abstractmethod
     def advance(self) -> None:
-        """Do what can be done now."""
+        """Do all that can be done now."""
 
     @abstractmethod
     def look_again_s(self) -> float:
-        """Return for how long `advance` has nothing to do."""
+        """Return the seconds for which `advance` has nothing to do."""
 
     @abstractmethod
     def __str__(self) -> str: ...
 
 
 class FaultAtTime(Task):
-    """A fault once its time has come, on all its workers together; after a while
-    without those that do not come.
+    """A fault at a time, on all its workers together.
+
+    Workers that do not come within `patience_s` are left out.
     """
 
     def __init__(self, job: TargetJob, fault: TimedFault) -> None:
@@ -83,7 +88,7 @@ class FaultAtTime(Task):
 
 
 class NodeAtPoint(Task):
-    """The loss of a node when the page of one of its ranks shows the point."""
+    """The loss of a node as soon as the page of one of its ranks shows the point."""
 
     def __init__(self, job: TargetJob, kill: Kill, ranks: Sequence[int]) -> None:
         super().__init__(job)
@@ -117,13 +122,15 @@ class NodeAtPoint(Task):
             return False
         if self._page is None or self._memory != worker.memory:
             self._page, self._memory = worker.open_page(), worker.memory
-        phase = self._page.phase.name.lower()  # first: a worker writes it last
+        # read before the iteration, because a worker writes the phase last
+        phase = self._page.phase.name.lower()
         return has_come(self._kill, self._page.iteration, phase)
 
 
 class Orders(Task):
-    """Kills of one rank's process at points, one after the other, each an order to an
-    incarnation of its own.
+    """Kills of one rank's process at points, one after the other.
+
+    Each kill is an order to another process of the rank.
     """
 
     def __init__(self, job: TargetJob, rank: int, kills: Sequence[Kill]) -> None:
@@ -133,14 +140,17 @@ class Orders(Task):
         self._order: _Order | None = None
 
     def advance(self) -> None:
-        # first: a worker obeys before another takes its place
+        # read before `was_obeyed`: a worker obeys an order before a replacement takes
+        # its place
         workers = self.job.targets([self._rank])
         if self._order is None:
             self._place(workers)
         elif self._order.was_obeyed():
             self._finish(self._order)
-        elif workers and workers[0] != self._order.worker:  # it died of something else
-            # given when the dead one's page was its successor's already
+        # the worker died of another cause
+        elif workers and workers[0] != self._order.worker:
+            # if the page still has the order, the page already belonged to the
+            # replacement when the order was given
             is_for_the_next = self._order.page.has_order
             self._order = (
                 replace(self._order, worker=workers[0]) if is_for_the_next else None
@@ -159,7 +169,7 @@ class Orders(Task):
             self.outcome = False
         for worker in workers:
             page = worker.open_page()
-            # an order of another injector may stand there: it is carried out first
+            # an order of another injector may stand there, and is carried out first
             if not page.has_order:
                 self._order = _Order(
                     worker=worker, page=page, obeyed_before=page.orders_obeyed
@@ -177,13 +187,12 @@ class Orders(Task):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
-    """An order that stands in a worker's page, and how many had been carried out there
-    before.
-    """
+    """An order in a worker's status page."""
 
     worker: LiveWorker
     page: StatusPage
     obeyed_before: int
+    """Number of orders that had been carried out in the page before this order."""
 
     def was_obeyed(self) -> bool:
         return self.page.orders_obeyed > self.obeyed_before

@@ -1,9 +1,9 @@
-"""`moe-ckpt prove -- COMMAND`: whether a training command repeats itself, bit for bit,
-and goes on so after a fault.
+"""`moe-ckpt prove -- COMMAND`: whether a training command repeats itself, bit for bit.
 
-A command without an attachment is run twice, and killed and resumed by its own means
-(`resumed.py`); one with an attachment is run plain, and under faults (`attached.py`).
-`moe-ckpt check` is another name of the command.
+Also proves that the command continues bit for bit after a fault. A command without an
+attachment is run twice, and killed and resumed by its own means (`resumed.py`). A
+command with an attachment is run plain, and under faults (`attached.py`). `moe-ckpt
+check` is another name of the command.
 """
 
 from __future__ import annotations
@@ -24,16 +24,27 @@ from moe_ckpt.config import require
 from moe_ckpt.door import VARIABLE
 from moe_ckpt.errors import exit_status
 
-_EPILOG = f"""exit status: 0 exact; 1 different; 2 not proven: a run failed, or the control was not noticed
-examples:
-  moe-ckpt prove -- torchrun --nproc-per-node=4 pretrain_gpt.py --save {PLACE} --load {PLACE} ARGUMENTS
-  moe-ckpt prove -- torchrun --nproc-per-node=4 -m moe_ckpt.run --ckpt moevement -- pretrain_gpt.py ARGUMENTS
-  moe-ckpt prove -- moe-ckpt train --nproc-per-node=4 +ckpt=moevement train.iterations=20"""
+_EPILOG = (
+    "exit status: 0 exact; 1 different; 2 not proven: a run failed, or the control was"
+    " not noticed\n"
+    "examples:\n"
+    "  moe-ckpt prove -- torchrun --nproc-per-node=4 pretrain_gpt.py"
+    f" --save {PLACE} --load {PLACE} ARGUMENTS\n"
+    "  moe-ckpt prove -- torchrun --nproc-per-node=4 -m moe_ckpt.run --ckpt moevement"
+    " -- pretrain_gpt.py ARGUMENTS\n"
+    "  moe-ckpt prove -- moe-ckpt train --nproc-per-node=4 +ckpt=moevement"
+    " train.iterations=20"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prove the command that follows the options; print a few lines and return the exit
-    status.
+    """Prove the command that follows the options, and print a few lines.
+
+    Args:
+        arguments: The words of the command line.
+
+    Returns:
+        The exit status.
     """
 
     def prove() -> int:

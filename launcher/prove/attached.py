@@ -1,13 +1,16 @@
-"""The proof of a command with an attachment: a run under faults keeps what its
-`run.exactness` promises.
+"""The proof of a command with an attachment.
+
+A run under faults must keep the promise of `run.exactness`.
 
     plain       without supervisors
-    faults      as given, with kills and, where the policy recovers that, a loss of state in living processes
-    control     one kill, and a recovery without Adam's first moments, which must be found to differ
+    faults      as given, with kills and, where the policy recovers from such a loss, a
+                loss of state in living processes
+    control     one kill, and a recovery without Adam's first moments, which the
+                comparison must notice
 
 With `bitwise`, the run under faults must have the digests of the plain run after each
 iteration, on each rank. With `state`, each rank must have after each recovery the
-digests that it had logged after that iteration.
+digests that the rank had logged after that iteration.
 """
 
 from __future__ import annotations
@@ -46,7 +49,10 @@ class Faults:
     """The faults of one run."""
 
     kills: tuple[Kill, ...] = ()
+    """Kills of ranks, at points of iterations."""
+
     losses: tuple[StateLoss, ...] = ()
+    """Losses of state in living processes."""
 
     def __str__(self) -> str:
         return ", ".join(
@@ -67,17 +73,26 @@ class Faults:
 
 @dataclass(frozen=True)
 class AttachedProof:
-    """The runs of one command, each in a folder of its own below `folder`; `execute`
-    runs one to its end.
-    """
+    """The proof of one command."""
 
     command: CheckedCommand
+    """The command."""
+
     folder: Path
+    """The folder of all runs; each run has a folder of its own below."""
+
     execute: Execute
+    """Runs a command to its end, given the run folder and the kills."""
 
     def run(self) -> int:
-        """Run and compare; print a line for each run and one for the outcome. Raises
-        MoeCkptError.
+        """Run and compare; print a line for each run and one for the outcome.
+
+        Returns:
+            The exit status.
+
+        Raises:
+            ConfigError: The command has too few iterations.
+            RunFailedError: A run failed, or has no digests.
         """
         plain = self._digests("plain", Faults(), is_plain=True)
         faults = plan_faults(plain, loses_state=self.command.loses_state)
@@ -110,7 +125,7 @@ class AttachedProof:
         return EXACT
 
     def _difference(self, plain: Digests, got: Digests) -> Difference | None:
-        """Return where a run has not kept its promise."""
+        """Return the first state at which a run has broken its promise."""
         if got.exactness == STATE:
             return first_changed(got, may_be_older=self.command.loses_tokens)
         return first_difference(plain, got)
@@ -118,18 +133,19 @@ class AttachedProof:
     def _print_difference(
         self, plain: Digests, different: Difference, exactness: str
     ) -> int:
-        """Print a difference; with `bitwise`, run the plain command again, which may
-        differ without any fault.
+        """Print a difference; with `bitwise`, also run the plain command again.
+
+        A plain command that is not deterministic differs without any fault.
         """
         print(f"different: {different}")
-        if exactness == STATE:  # plain runs may differ
+        if exactness == STATE:  # with `state`, plain runs may differ
             print(
                 "the rank had logged another digest of this tensor; logs and events:"
                 f" {self.folder}"
             )
             return DIFFERENT
-        # only now: a third full run is the price of a verdict that an exact recovery
-        # does not need
+        # only now, because a third full run is the price of a verdict that an exact
+        # recovery does not need
         own = first_difference(
             plain, self._digests("plain-again", Faults(), is_plain=True)
         )
@@ -143,8 +159,11 @@ class AttachedProof:
         return DIFFERENT
 
     def _digests(self, name: str, faults: Faults, **options: bool | str) -> Digests:
-        """Run the command once, print a line, and return its digests. Raises
-        RunFailedError.
+        """Run the command once, print a line, and return the digests.
+
+        Raises:
+            ConfigError: The command has too few iterations.
+            RunFailedError: The run failed, or has no digests.
         """
         variation = Variation(run=self.folder / name, losses=faults.losses, **options)  # type: ignore[arg-type]
         print(f"{name}: {faults}" if str(faults) else f"{name}:", end=" ", flush=True)
@@ -161,8 +180,14 @@ class AttachedProof:
 
 
 def plan_faults(plain: Digests, *, loses_state: bool) -> Faults:
-    """Return a kill in forward and one in backward, on two ranks, and later a loss of
-    state where that is recovered.
+    """Return a kill in forward, a kill in backward, and a later loss of state.
+
+    The kills are on two ranks, if there are two.
+
+    Args:
+        plain: The digests of the plain run.
+        loses_state: Whether the policy recovers from a loss of state in living
+            processes.
     """
     iterations = plain.iterations
     third, half, late = (iterations[len(iterations) * part // 12] for part in (4, 6, 9))
@@ -171,7 +196,7 @@ def plan_faults(plain: Digests, *, loses_state: bool) -> Faults:
         Kill(rank=0, iteration=half, phase="backward"),
     )
     # after all kills: a worker that comes later would lose its state again, and the
-    # others would not
+    # other workers would not
     return Faults(
         kills=kills,
         losses=(StateLoss(iteration=late, stage=0, phase="step"),)
@@ -183,8 +208,17 @@ def plan_faults(plain: Digests, *, loses_state: bool) -> Faults:
 def run_job(
     command: Sequence[str], run: Path, kills: Sequence[Kill], *, limit_s: float
 ) -> None:
-    """Run a job with its kills to its end. Raises RunFailedError with the last line of
-    its log.
+    """Run a job with its kills to its end.
+
+    Args:
+        command: The words of the command.
+        run: The run folder.
+        kills: The kills to inflict.
+        limit_s: The seconds after which the job is ended.
+
+    Raises:
+        RunFailedError: The job failed, or not all kills were inflicted. The error has
+            the last line of the log.
     """
     carried: list[str] = []
     done: list[bool] = []

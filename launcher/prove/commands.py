@@ -1,9 +1,8 @@
-"""A user's own training command, and the same command with the settings of one run of a
-check. Pure.
+"""A user's training command, and the same command with the settings of one run.
 
-Three kinds: `moe_ckpt.run` with its options (`moe-ckpt run`), launcher/train.py with
-its overrides (`moe-ckpt train`), and any other command with MOE_CKPT in the
-environment.
+Pure. There are three kinds: `moe_ckpt.run` with its options (`moe-ckpt run`),
+launcher/train.py with its overrides (`moe-ckpt train`), and any other command with
+MOE_CKPT in the environment.
 """
 
 from __future__ import annotations
@@ -32,22 +31,28 @@ _DIGESTS = {"run.digest_every_iters": "1", "run.digest_tensors": "true"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variation:
-    """One run of the command, in the folder `run`. `leave_out`: the ingredient that its
-    recoveries lack.
-    """
+    """One run of the command."""
 
     run: Path
+    """The run folder."""
+
     is_plain: bool = False
+    """Whether the run has no supervisors and no policy."""
+
     losses: tuple[StateLoss, ...] = ()
+    """Losses of state in living processes."""
+
     leave_out: str = NOTHING
+    """The ingredient that recoveries of the run lack: `nothing` or `moments`."""
 
     @property
     def settings(self) -> dict[str, str]:
+        """The settings of the run, by name."""
         return {"run.dir": str(self.run), **_DIGESTS, "run.leave_out": self.leave_out}
 
 
 class CheckedCommand(Protocol):
-    """A command that a check can run."""
+    """A command that a proof can run."""
 
     @property
     def loses_state(self) -> bool:
@@ -56,13 +61,11 @@ class CheckedCommand(Protocol):
 
     @property
     def loses_tokens(self) -> bool:
-        """Whether a recovery may bring some tensors back to older iterations than
-        others.
-        """
+        """Whether a recovery may bring tensors back to different iterations."""
         ...
 
     def varied(self, variation: Variation) -> list[str]:
-        """Return the command of one run."""
+        """Return the words of the command for one run."""
         ...
 
 
@@ -71,10 +74,19 @@ class AttachedCommand:
     """A script under `moe_ckpt.run`."""
 
     start: tuple[str, ...]
+    """The words up to the options of `moe_ckpt.run`."""
+
     options: tuple[str, ...]
+    """The options of `moe_ckpt.run`."""
+
     program: tuple[str, ...]
+    """The script with its arguments."""
+
     loses_state: bool
+    """Whether the policy recovers states that are lost in living processes."""
+
     loses_tokens: bool
+    """Whether a recovery may bring tensors back to different iterations."""
 
     def varied(self, variation: Variation) -> list[str]:
         ours = [f"--set={key}={value}" for key, value in variation.settings.items()]
@@ -86,10 +98,13 @@ class AttachedCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentCommand:
-    """A command that MOE_CKPT attaches to: the variable has the options of each run."""
+    """A command to which MOE_CKPT attaches."""
 
     attached: AttachedCommand
+    """The options, which the variable has in each run."""
+
     words: tuple[str, ...]
+    """The words of the command."""
 
     @property
     def loses_state(self) -> bool:
@@ -106,12 +121,19 @@ class EnvironmentCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherCommand:
-    """The launcher with its overrides; its own faults are left out."""
+    """The launcher with its overrides. Faults of the command itself are left out."""
 
     start: tuple[str, ...]
+    """The words up to the overrides."""
+
     overrides: tuple[str, ...]
+    """The overrides."""
+
     loses_state: bool
+    """Whether the policy recovers states that are lost in living processes."""
+
     loses_tokens: bool
+    """Whether a recovery may bring tensors back to different iterations."""
 
     def varied(self, variation: Variation) -> list[str]:
         replaced = ("fault", *variation.settings)
@@ -121,8 +143,8 @@ class LauncherCommand:
             if not any(_sets(word, name) for name in replaced)
         ]
         if variation.is_plain:
-            # settings of the policy are unknown keys to `none`, which has no
-            # supervisors either
+            # settings of the policy are unknown keys for `ckpt=none`, which also has no
+            # supervisors
             kept = [
                 word
                 for word in kept
@@ -139,14 +161,17 @@ class LauncherCommand:
 
 
 def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand | None:
-    """Return the command with an attachment that these words are, or None.
+    """Return the attached command that these words are.
 
     Args:
         words: The words of the command.
         variable: The value of MOE_CKPT.
 
+    Returns:
+        The command; None if it has no attachment.
+
     Raises:
-        ConfigError: The attachment has no policy that recovers, or wrong settings.
+        ConfigError: The attachment has no policy that recovers, or has wrong settings.
     """
     if variable and words:
         attached = _attached((), attached_command(variable, ["python", "SCRIPT"])[2:])
@@ -215,7 +240,5 @@ def _sets(word: str, group: str) -> bool:
 
 
 def _as_yaml(losses: Sequence[StateLoss]) -> str:
-    """Return losses in the flow style of YAML, which Hydra's overrides and `--set` both
-    read.
-    """
+    """Return losses in YAML's flow style, for Hydra's overrides and `--set`."""
     return json.dumps([asdict(loss) for loss in losses]).replace('"', "")

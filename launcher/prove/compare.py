@@ -1,5 +1,6 @@
-"""Digests of two runs, or of one run before and after its recoveries, and the first
-place at which they differ.
+"""Compares digests of two runs, or of one run before and after its recoveries.
+
+Owns: reading the digests of a run, and the differences between digests.
 """
 
 from __future__ import annotations
@@ -25,21 +26,31 @@ from moe_ckpt.exactness import BITWISE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Return:
-    """A rank has come back to an iteration after which the rank had logged its state
-    before.
-
-    `before` has the digests of tensors after the iterations up to this one, the newest
-    last.
-    """
+    """The return of a rank to an iteration whose state the rank had logged before."""
 
     iteration: int
+    """The iteration to which the rank has returned."""
+
     rank: int
+    """Global rank."""
+
     tensors: Mapping[str, str]
+    """Digests after the recovery, by the names of tensors."""
+
     before: Sequence[Mapping[str, str]]
+    """Earlier digests, by the names of tensors, after the iterations up to this one,
+    the newest last.
+    """
 
     def changed(self, *, may_be_older: bool) -> str | None:
-        """Return the first tensor that is not as it was; `may_be_older`: as it was
-        after any of the iterations.
+        """Return the first tensor that differs from its earlier digest.
+
+        Args:
+            may_be_older: Whether a tensor may be as after any of the earlier
+                iterations.
+
+        Returns:
+            The name of the tensor; None if no tensor differs.
         """
         known = self.before if may_be_older else self.before[-1:]
         for name, digest in self.tensors.items():
@@ -50,49 +61,66 @@ class Return:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digests:
-    """The digests of a run by (iteration, rank), over all incarnations: of whole
-    states, and of their tensors.
-    """
+    """The digests of a run, over all processes of each rank."""
 
     num_ranks: int
+    """Number of ranks."""
+
     exactness: str = BITWISE
+    """Promise of the run: `bitwise` or `state`."""
+
     states: dict[tuple[int, int], set[str]] = field(default_factory=dict)
+    """Digests of whole states, by iteration and rank."""
+
     tensors: dict[tuple[int, int], list[dict[str, str]]] = field(default_factory=dict)
+    """Digests by the names of tensors, one mapping for each time they were logged, by
+    iteration and rank.
+    """
+
     returns: list[Return] = field(default_factory=list)
+    """Returns of ranks to iterations that they had logged."""
+
     loaded: dict[int, TensorDigests] = field(default_factory=dict)
-    """By rank: the state with which a rank that was started again went on; without
-    tensors where a script logs its state after iterations only.
+    """State with which a restarted rank continued, by rank. Without tensors if a script
+    logs its state only after iterations.
     """
 
     @property
     def iterations(self) -> list[int]:
+        """The iterations with a digest, in order."""
         return sorted({iteration for iteration, _ in self.states})
 
     @property
     def resumed_after(self) -> int:
-        """The iteration after which ranks that were started again went on; -1 if none
-        did.
-        """
+        """The iteration after which restarted ranks continued; -1 if no rank did."""
         return min((each.iteration for each in self.loaded.values()), default=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The first state of a run that is not the other's; `tensor` is the first in it
-    that differs.
-    """
+    """The first state of a run that differs from the other run."""
 
     iteration: int
+    """The iteration after which the state differs."""
+
     rank: int
+    """Global rank."""
+
     tensor: str
+    """Name of the first tensor that differs, or a text if no tensor can be named."""
 
     def __str__(self) -> str:
         return f"after iteration {self.iteration}, rank {self.rank}: {self.tensor}"
 
 
 def read_digests(run: Path) -> Digests:
-    """Return the digests in a run's event files. Raises FileNotFoundError where there
-    is no run.
+    """Read the digests from a run's event files.
+
+    Args:
+        run: The run folder.
+
+    Raises:
+        FileNotFoundError: There is no run in the folder.
     """
     logs = [
         [
@@ -109,13 +137,13 @@ def read_digests(run: Path) -> Digests:
         after: StateDigest | None = None
         for event in events:
             if isinstance(event, StateDigest):
-                # all, not the last: a wrong state that a later recovery has left would
-                # go unnoticed
+                # all digests, not only the last: otherwise a wrong state that a later
+                # recovery has left would go unnoticed
                 found.states.setdefault((event.iteration, rank), set()).add(
                     event.digest
                 )
                 after = event
-            # else of a state that was loaded
+            # other digests of tensors are of a loaded state
             elif (
                 isinstance(event, TensorDigests)
                 and after
@@ -129,7 +157,12 @@ def read_digests(run: Path) -> Digests:
 
 
 def without(digests: Digests, names: Collection[str]) -> Digests:
-    """Return digests as if states had no tensors of these names."""
+    """Return digests as if states had no tensors of certain names.
+
+    Args:
+        digests: The digests of a run.
+        names: The names of the tensors to leave out.
+    """
 
     def kept(tensors: Mapping[str, str]) -> dict[str, str]:
         return {name: digest for name, digest in tensors.items() if name not in names}
@@ -152,7 +185,7 @@ def without(digests: Digests, names: Collection[str]) -> Digests:
 
 
 def _loaded(events: Iterable[Event]) -> TensorDigests | None:
-    """Return the digests with which a rank went on after it was started again."""
+    """Return the digests with which a restarted rank continued."""
     is_new = False
     for event in events:
         if isinstance(event, WorkerStarted):
@@ -165,8 +198,9 @@ def _loaded(events: Iterable[Event]) -> TensorDigests | None:
 
 
 def _returns(rank: int, events: Iterable[Event]) -> Iterable[Return]:
-    """Yield the returns of a rank, whose digests were logged after each iteration and
-    after each recovery.
+    """Yield the returns of a rank.
+
+    A rank logs digests after each iteration and after each recovery.
     """
     history: list[TensorDigests] = []
     back: int | None = None
@@ -175,7 +209,7 @@ def _returns(rank: int, events: Iterable[Event]) -> Iterable[Return]:
         if isinstance(event, WorkerStarted):
             is_new = True
         elif isinstance(event, Rejoined | StateResumed):
-            # later iterations happen again, and may end in other states
+            # later iterations run again, and may end in other states
             back, is_new = event.iteration, False
             history = [each for each in history if each.iteration <= back]
         elif isinstance(event, TensorDigests):
@@ -195,8 +229,13 @@ def _returns(rank: int, events: Iterable[Event]) -> Iterable[Return]:
 
 
 def first_changed(got: Digests, *, may_be_older: bool) -> Difference | None:
-    """Return the first state after a recovery, by iteration and then by rank, that its
-    rank did not have before.
+    """Return the first state after a recovery that its rank did not have before.
+
+    States are ordered by iteration, then by rank.
+
+    Args:
+        got: The digests of a run.
+        may_be_older: Whether a tensor may be as after any earlier iteration.
     """
     for each in sorted(got.returns, key=lambda each: (each.iteration, each.rank)):
         name = each.changed(may_be_older=may_be_older)
@@ -206,8 +245,14 @@ def first_changed(got: Digests, *, may_be_older: bool) -> Difference | None:
 
 
 def loaded_otherwise(first: Digests, resumed: Digests) -> list[Difference]:
-    """Return the tensors that ranks loaded in another state than the first run had, by
-    rank.
+    """Return the tensors that ranks loaded in another state than the first run had.
+
+    Args:
+        first: The digests of the first run.
+        resumed: The digests of the resumed run.
+
+    Returns:
+        The differences, by rank.
     """
     found = []
     for rank, loaded in sorted(resumed.loaded.items()):
@@ -221,8 +266,9 @@ def loaded_otherwise(first: Digests, resumed: Digests) -> list[Difference]:
 
 
 def names_that_differ(wanted: Digests, got: Digests) -> set[str]:
-    """Return the names of all tensors that differ after any iteration that both runs
-    logged.
+    """Return the names of all tensors that differ after any iteration.
+
+    Only iterations that both runs logged are compared.
     """
     names: set[str] = set()
     for key in wanted.tensors.keys() & got.tensors.keys():
@@ -237,8 +283,9 @@ def names_that_differ(wanted: Digests, got: Digests) -> set[str]:
 
 
 def first_difference(wanted: Digests, got: Digests) -> Difference | None:
-    """Return the first place, by iteration and then by rank, at which a run lacks a
-    digest or has another one.
+    """Return the first state at which a run lacks a digest or has another one.
+
+    States are ordered by iteration, then by rank.
     """
     for iteration, rank in sorted({*wanted.states, *got.states}):
         if wanted.states.get((iteration, rank)) != got.states.get((iteration, rank)):

@@ -1,11 +1,12 @@
-"""The proof of a command without an attachment: the command repeats itself, and its own
-resume is exact.
+"""The proof of a command without an attachment.
 
-first, second    from the same beginning: equal after each iteration, on each rank
-killed           a rank kills its process; the command is started again, unless its
-                 launcher does that, and goes on from its own checkpoint: equal, too
-control          the same, and the resumed ranks spoil their state after an
-                 iteration, which must be found
+The command must repeat itself, and its own resume must be exact.
+
+    first, second    from the same beginning: equal after each iteration, on each rank
+    killed           a rank kills its process; the command is started again, unless its
+                     launcher does that, and goes on from its own checkpoint: equal, too
+    control          the same, but the resumed ranks damage their state after an
+                     iteration, which the comparison must notice
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from moe_ckpt.observation import Order
 from moe_ckpt.observed_start import LINE, NAME
 
 PLACE = "{run}"
-"""The word, in a command, for a folder that each run has of its own."""
+"""Placeholder in a command for a folder that each run has of its own."""
 
 Execute = Callable[[Sequence[str], Path, Mapping[str, str]], Ended]
 """Runs a command to its end, given the file for its output and its environment."""
@@ -50,24 +51,27 @@ _MOST_NAMES = 5
 
 @dataclass(frozen=True)
 class ResumeProof:
-    """The runs of one command.
+    """The proof of one command.
 
     Raises:
-        ConfigError: The command names no folder of each run's own.
+        ConfigError: The command is empty, or has no placeholder for a folder of each
+            run.
     """
 
     command: Sequence[str]
-    """The words of the command, with `PLACE` where a word names such a folder."""
+    """The words of the command, with `PLACE` for the folder of each run."""
 
     folder: Path
-    """The folder for all runs."""
+    """The folder of all runs."""
 
     execute: Execute
+    """Runs a command to its end."""
+
     resumes: bool = True
     """Whether the command's own resume is proven, too."""
 
     ignored: Collection[str] = ()
-    """The names of tensors that are not compared."""
+    """Names of tensors that are not compared."""
 
     def __post_init__(self) -> None:
         require(bool(self.command), "COMMAND", "nothing", "the command that trains")
@@ -142,11 +146,11 @@ class ResumeProof:
         return EXACT
 
     def _digests(self, name: str, **faults: Any) -> Digests:
-        """Run the command to its end, print a line, and return its digests.
+        """Run the command to its end, print a line, and return the digests.
 
         Args:
             name: The name of the run.
-            **faults: What its ranks do beside training, as in `Order`.
+            **faults: Orders to the ranks beside training, as in `Order`.
         """
         run = self.folder / name
         order = Order(run=str(run), **faults)
@@ -179,8 +183,10 @@ class ResumeProof:
         return f"exact, except for {names}" if names else "exact"
 
     def _compared(self, digests: Digests) -> Digests:
-        """Return digests without those of ignored tensors. Raises ConfigError for
-        unknown ones.
+        """Return digests without ignored tensors.
+
+        Raises:
+            ConfigError: An ignored tensor is unknown.
         """
         if not self.ignored:
             return digests
@@ -197,7 +203,7 @@ class ResumeProof:
         return without(digests, self.ignored)
 
     def _start(self, name: str, order: Order) -> None:
-        """Run the command; if the kill has ended the command, start it once more."""
+        """Run the command, and once more if the kill has ended the command."""
         own = Path(order.run) / "own"
         own.mkdir(parents=True)
         words = [word.replace(PLACE, str(own)) for word in self.command]
@@ -205,8 +211,8 @@ class ResumeProof:
         ended = self.execute(words, log_of(Path(order.run)), environment)
         if order.kill_rank is not None:
             was_killed = order.killed.exists()
-            # whatever the status, which a shell may hide; a launcher may have restarted
-            # its ranks
+            # whatever the exit status is: a shell may hide the status, and a launcher
+            # may have restarted its ranks
             if was_killed and not read_digests(Path(order.run)).loaded:
                 again = self.folder / f"{name}-resumed.log"
                 ended = self.execute(words, again, environment)
@@ -225,7 +231,7 @@ class ResumeProof:
             raise RunFailedError(f"{name}: {why}")
 
     def _python_path(self) -> dict[str, str]:
-        """Return the variable by which each Python process of the command is observed."""
+        """Return the variable through which Python processes are observed."""
         start = self.folder / "start"
         start.mkdir(exist_ok=True)
         (start / f"{NAME}.py").write_text(LINE)
@@ -238,8 +244,8 @@ class ResumeProof:
 def _difference(first: Digests, killed: Digests) -> Difference | None:
     """Return the first difference of a run with a kill from the first run.
 
-    As a rank dies, others may not have logged the iteration that the checkpoint has
-    already.
+    When a rank dies, other ranks may not have logged the iteration that the checkpoint
+    already has.
     """
     states = {
         (iteration, rank): digests
@@ -250,9 +256,7 @@ def _difference(first: Digests, killed: Digests) -> Difference | None:
 
 
 def _as_loaded(first: Digests, killed: Digests) -> list[str]:
-    """Return a line about tensors that differ as soon as ranks have loaded a
-    checkpoint.
-    """
+    """Return a line about tensors that differ as soon as a checkpoint is loaded."""
     ranks: dict[str, int] = {}
     found = loaded_otherwise(first, killed)
     for each in found:

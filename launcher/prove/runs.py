@@ -1,4 +1,4 @@
-"""One start of a command, to its end, with its output in a file."""
+"""Runs a command to its end, with the output in a file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _FEWEST_ITERS = 6
 
 
 class RunFailedError(MoeCkptError):
-    """A run of the command did not come to its end, or not all of its faults could be
-    carried out.
-    """
+    """A run of the command failed, or not all of its faults were inflicted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +27,10 @@ class Ended:
     """A command that has ended by itself."""
 
     status: int
-    """The exit status, negative for a signal."""
+    """The exit status; negative for a signal."""
 
     log: Path
-    """Its output."""
+    """The file with the output of the command."""
 
     @property
     def last_line(self) -> str:
@@ -48,18 +46,18 @@ def run_to_end(
     limit_s: float,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Ended:
-    """Run a command to its end, good or bad.
+    """Run a command until it ends or fails.
 
     Args:
         command: The words of the command.
-        log: The file for its output.
-        environment: The variables of the command's processes; None: those of this
+        log: The file for the output.
+        environment: The variables of the processes of the command; None: those of this
             process.
-        limit_s: The time after which the command is ended.
+        limit_s: The seconds after which the command is ended.
         meanwhile: Called once the command has started.
 
     Raises:
-        RunFailedError: The command was not there, or had not ended after `limit_s`.
+        RunFailedError: The command does not exist, or has not ended after `limit_s`.
     """
     until_s = time.monotonic() + limit_s
     with log.open("w") as output:
@@ -96,7 +94,7 @@ def print_end(digests: Digests, started_s: float, log: Path) -> None:
     Args:
         digests: The digests of the run.
         started_s: The start of the run, by the monotonic clock.
-        log: The output of the run.
+        log: The file with the output of the run.
 
     Raises:
         ConfigError: The run is too short for faults.

@@ -2,12 +2,14 @@
 
 Owns: names, the commit marker, the list of checkpoints, and removing old ones. A
 directory counts only once it has its marker, which is written last and lists every file
-with its size and checksum. Must not: know the contents of the files, or communicate.
+with the file's size and checksum. Must not: interpret the contents of the files,
+or communicate.
 
-    iter_0000050/            a checkpoint, committed
-        COMMITTED.json       identity, iteration, and per file: bytes and CRC-32
-    iter_0000050.before/     the checkpoint that an iteration had when it came again, until that is committed again
-    iter_0000100/            without the marker: torn, or still being written; never read
+    iter_0000050/          a checkpoint, committed
+        COMMITTED.json     identity, iteration, and per file: bytes and CRC-32
+    iter_0000050.before/   earlier checkpoint of an iteration that came again, until
+                           the iteration is committed again
+    iter_0000100/          no marker: torn, or still being written; never read
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from moe_ckpt.types import CheckpointRef, FileRecord, RunIdentity
 
 MARKER = "COMMITTED.json"
 _NAME = re.compile(r"iter_(\d{7,})(\.before)?")
-# ends of the names in Megatron's format
+# ends of the names of files in Megatron's format
 _OF_SAVES = (".distcp", ".json", ".metadata", ".pt")
 _CHUNK_BYTES = 1 << 20
 
@@ -38,11 +40,17 @@ class Manifest:
     """The content of a commit marker."""
 
     iteration: int
+    """Iteration of the checkpoint."""
+
     identity: RunIdentity
+    """Identity of the run that saved the checkpoint."""
+
     files: tuple[FileRecord, ...]
+    """Records of all files but the marker."""
 
     @property
     def size_bytes(self) -> int:
+        """Size of all files, in bytes."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -50,22 +58,29 @@ _MANIFESTS = ExactDecoder(Manifest)
 
 
 class CheckpointFolder:
-    """The checkpoints of one run. Only the rank that writes markers calls the methods
-    that change files.
+    """The checkpoints of one run.
+
+    Only the rank that writes markers calls the methods that change files.
     """
 
     def __init__(self, root: Path) -> None:
+        """Name the folder, which may be missing.
+
+        Args:
+            root: The folder.
+        """
         self.root = root
 
     def directory(self, iteration: int) -> Path:
+        """Return the directory of an iteration's checkpoint."""
         return self.root / f"iter_{iteration:07d}"
 
     def prepare(self, iteration: int) -> Path:
-        """Return an empty directory for a checkpoint; files of a torn save there are
-        removed.
+        """Return an empty directory for a checkpoint.
 
-        A committed checkpoint of the same iteration stays usable beside it, until the
-        new one is committed.
+        Files of a torn save in the directory are removed. A committed checkpoint of the
+        same iteration stays usable beside the directory, until the new checkpoint is
+        committed.
         """
         directory = self.directory(iteration)
         if is_committed(directory):
@@ -84,11 +99,15 @@ class CheckpointFolder:
         return [ref for ref in self._all() if not is_committed(Path(ref.directory))]
 
     def keep_newest(self, count: int, *, up_to: int) -> None:
-        """Remove all committed checkpoints up to iteration `up_to` but the newest
-        `count`, and files of failed saves.
+        """Remove old checkpoints, and files of failed saves.
 
-        Of an iteration that came again the last one stays. Later checkpoints stay: they
-        could not be used, and their owner may want to look into them.
+        Of an iteration that came again the last checkpoint stays. Checkpoints after
+        `up_to` stay: this run could not use them, and their owner may want to look into
+        them.
+
+        Args:
+            count: Number of committed checkpoints that stay, the newest up to `up_to`.
+            up_to: Newest iteration whose checkpoint may be removed.
         """
         for ref in self.committed():
             if ref.iteration <= up_to:
@@ -100,7 +119,7 @@ class CheckpointFolder:
     def _all(self) -> list[CheckpointRef]:
         if not self.root.is_dir():
             return []
-        # foreign files and folders are left alone: the folder is its user's, too
+        # foreign files and folders stay: the user may keep other things in this folder
         named = (
             (_NAME.fullmatch(entry.name), entry)
             for entry in self.root.iterdir()
@@ -124,8 +143,9 @@ def is_committed(directory: Path) -> bool:
 
 
 def remove_checkpoint(directory: Path) -> None:
-    """Remove a checkpoint: the marker first, so that a half-removed one is torn and not
-    damaged.
+    """Remove a checkpoint, the marker first.
+
+    A half-removed checkpoint is therefore torn, not damaged.
     """
     (directory / MARKER).unlink(missing_ok=True)
     shutil.rmtree(directory)
@@ -145,11 +165,18 @@ def file_names(directory: Path) -> list[str]:
 
 
 def seal_files(directory: Path, names: Iterable[str]) -> list[FileRecord]:
-    """Sync the named files, which must not change any more, read them back and return
-    their sizes and checksums.
+    """Sync files to the disk, and describe their contents.
 
-    Any thread of the process that wrote them may call this, and should: on a network
-    only that machine can sync them.
+    The files must not change any more, and are read back. Any thread of the process
+    that wrote the files may call this function, and should: on a network file system
+    only the machine of that process can sync the files.
+
+    Args:
+        directory: Directory of the checkpoint.
+        names: Paths of the files inside the directory.
+
+    Returns:
+        Sizes and checksums of the files.
     """
     records = []
     for name in names:
@@ -159,8 +186,13 @@ def seal_files(directory: Path, names: Iterable[str]) -> list[FileRecord]:
 
 
 def commit(directory: Path, manifest: Manifest) -> None:
-    """Make a checkpoint whose files are sealed visible: their names, too, are on the
-    disk before the marker appears.
+    """Make a checkpoint visible.
+
+    The names of the files, too, are on the disk before the marker appears.
+
+    Args:
+        directory: Directory of the checkpoint, whose files are sealed.
+        manifest: Content of the marker.
     """
     marker = directory / MARKER
     temporary = marker.with_suffix(".tmp")
@@ -168,7 +200,7 @@ def commit(directory: Path, manifest: Manifest) -> None:
     _sync(temporary)
     _sync(directory)
     temporary.rename(marker)
-    # without these two a loss of power may take the marker's name, or the directory's
+    # without these two syncs a loss of power may remove the name of marker or directory
     _sync(directory)
     _sync(directory.parent)
 
@@ -176,7 +208,8 @@ def commit(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Return the contents of the marker.
 
-    Raises CheckpointLoadError if there is no marker or it cannot be parsed.
+    Raises:
+        CheckpointLoadError: There is no marker, or the marker cannot be parsed.
     """
     try:
         return _MANIFESTS.decode((directory / MARKER).read_bytes())
@@ -193,7 +226,9 @@ def read_manifest(directory: Path) -> Manifest:
 def verify_files(directory: Path, expected: Iterable[FileRecord]) -> None:
     """Compare files with their records.
 
-    Raises CheckpointLoadError naming the first file that is missing or differs.
+    Raises:
+        CheckpointLoadError: A file is missing or differs. The message names the first
+            one.
     """
     for record in expected:
         try:
@@ -213,14 +248,16 @@ def verify_files(directory: Path, expected: Iterable[FileRecord]) -> None:
 def require_listed(directory: Path, manifest: Manifest) -> None:
     """Check that a marker lists all files of a checkpoint: only those are verified.
 
-    Other files, which a user or a file system may have added, are left alone.
+    Other files, which a user or a file system may have added, may be missing in the
+    marker.
 
     Args:
         directory: The checkpoint.
-        manifest: The content of its marker.
+        manifest: The content of the checkpoint's marker.
 
     Raises:
-        CheckpointLoadError: The marker is that of another save, or a part of one.
+        CheckpointLoadError: The marker belongs to another save, or lists only a part of
+            the save.
     """
     listed = {record.name for record in manifest.files}
     missing = [

@@ -1,11 +1,11 @@
-"""The course of a run: the settings that decide its states, and where in the data the
-run began.
+"""The course of a run: settings that decide its states, and its place in the data.
 
 Owns: course.json in the run folder and in each whole checkpoint, and the comparison
 with the settings of a later start. A window on a local disk is replayed under the
-settings of the run that saved it; so a run keeps its course, and another course is
-another run, which may begin from a checkpoint of the first. Every method is collective.
-Must not: know what a setting means.
+settings of the run that saved the window. So a run keeps its course, and another course
+is another run, which may begin from a checkpoint of the first run. Every method of
+`RunCourse` is collective, unless its docstring says otherwise. Must not: know the
+meaning of a setting.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ class Change(NamedTuple):
     """A setting that differs between two courses."""
 
     name: str
+    """Name of the setting."""
+
     first: str
+    """Value in the earlier course, as text."""
+
     mine: str
+    """Value in the later course, as text."""
 
     def as_error(self) -> str:
-        """Return the change as something that must not be."""
+        """Return the text of the change for an error that forbids the change."""
         return f"{self.name}: got {self.mine}, wanted {self.first}"
 
     def __str__(self) -> str:
@@ -50,47 +55,51 @@ class Course:
     """The settings that decide the states of a run, and the run's place in its data."""
 
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """The values of settings by name, with `auto` resolved, and the content identities
-    of inputs.
+    """Values of settings, by name.
+
+    The value of a setting `auto` is resolved. Content identities of inputs are
+    settings, too.
     """
 
     settings_of_replays: Mapping[str, Setting] = field(default_factory=dict)
-    """Settings that decide the states of replays only: a whole checkpoint goes on with
-    others.
+    """Values of settings that decide the states of replays only, by name.
+
+    A run may continue from a whole checkpoint with other values.
     """
 
     samples_an_iteration: int = 0
-    """The samples that an iteration consumes; 0: the loop finds its samples by itself.
-    """
+    """Samples that an iteration consumes. 0: the loop finds its samples by itself."""
 
     began_after: int = 0
-    """The iteration of another run's checkpoint that this run began from; 0: the run
-    began with a new model.
+    """Iteration of the checkpoint from which this run began. 0: a new model.
+
+    The checkpoint is another run's.
     """
 
     began_samples: int = 0
-    """The samples that had been consumed by then."""
+    """Samples that were consumed before this run began."""
 
     def consumed(self, done: int) -> int:
-        """Return the samples that have been consumed after `done` iterations."""
+        """Return the samples that are consumed after `done` iterations."""
         return (
             self.began_samples + (done - self.began_after) * self.samples_an_iteration
         )
 
     def changes_since(self, first: Course) -> list[Change]:
-        """Return the settings that differ from those of an earlier course, but for
-        those of replays.
+        """Return the settings that differ from an earlier course.
+
+        Settings of replays are left out.
         """
         return _changes(first.settings, self.settings)
 
     def changes_of_replays_since(self, first: Course) -> list[Change]:
-        """Return the settings of replays that differ from those of an earlier course."""
+        """Return the settings of replays that differ from an earlier course."""
         return _changes(first.settings_of_replays, self.settings_of_replays)
 
 
 def _changes(first: Mapping[str, Setting], mine: Mapping[str, Setting]) -> list[Change]:
     names = dict.fromkeys([*first, *mine])
-    # values, not their text: 1 and 1.0 are one learning rate
+    # values, not texts: 1 and 1.0 are one learning rate
     differ = [name for name in names if _of(first, name) != _of(mine, name)]
     return [Change(name, _shown(first, name), _shown(mine, name)) for name in differ]
 
@@ -107,8 +116,11 @@ _COURSES = ExactDecoder(Course)
 
 
 def read_course(folder: Path) -> Course | None:
-    """Return the course in a run folder or a checkpoint; None: the folder has none, as
-    of an older version.
+    """Return the course in a run folder or a checkpoint.
+
+    Returns:
+        The course. None if the folder has no course, as after a run of an older
+        version.
 
     Raises:
         CheckpointLoadError: The file is damaged, or cannot be read.
@@ -127,7 +139,7 @@ def read_course(folder: Path) -> Course | None:
 
 
 def write_course(folder: Path, course: Course) -> None:
-    """Write a course whole, in place of an earlier one.
+    """Write a whole course, in place of an earlier course.
 
     Raises:
         OSError: The file cannot be written.
@@ -136,17 +148,17 @@ def write_course(folder: Path, course: Course) -> None:
     with open(temporary, "wb", opener=open_private) as file:
         file.write(msgspec.json.format(msgspec.json.encode(course)))
         file.flush()
-        # a machine that dies must not leave an empty file under the name
+        # a machine that dies must not leave an empty file under the final name
         os.fsync(file.fileno())
     temporary.replace(folder / FILE)
 
 
 class RunCourse:
-    """The course of this run, against what the run folder and checkpoints say.
+    """The course of this run, compared with run folder and checkpoints.
 
     Attributes:
-        course: The course as this process knows it: that of the run folder, once
-            training has begun.
+        course: The course in this process. Once training has begun, the course of the
+            run folder.
     """
 
     def __init__(
@@ -158,16 +170,17 @@ class RunCourse:
         settings_of_replays: Mapping[str, object] | None = None,
         samples_an_iteration: int = 0,
     ) -> None:
-        """Begin with the place in the data that the run folder names, as a replacement
-        needs it. Not collective.
+        """Begin with the place in the data that the run folder names.
+
+        A replacement worker needs the place in the data. Not collective.
 
         Args:
             folder: The run folder.
-            settings: The settings of this start; values that are no plain ones count as
-                text.
+            settings: The settings of this start. A value that JSON cannot hold counts
+                as text.
             ranks: All ranks of the job.
-            settings_of_replays: The settings of this start that a whole checkpoint does
-                not depend on.
+            settings_of_replays: The settings of this start on which a whole checkpoint
+                does not depend.
             samples_an_iteration: The samples that an iteration consumes.
 
         Raises:
@@ -184,15 +197,18 @@ class RunCourse:
         self.course = _continued(mine, first) if first else mine
 
     def begin_anew(self) -> None:
-        """A start begins, which has loaded no state yet. Not collective."""
+        """Reset the place in the data at a start that has loaded no state yet.
+
+        Not collective.
+        """
         self.course = replace(self.course, began_after=0, began_samples=0)
 
     def require_kept(self, *, for_replays: bool) -> Sequence[str]:
         """Require the course with which this run has saved its states.
 
         Args:
-            for_replays: Whether iterations will be replayed, and not only a whole state
-                loaded.
+            for_replays: Whether iterations will be replayed. If not, only a whole state
+                is loaded.
 
         Returns:
             The settings of replays that have changed since, each as a text.
@@ -200,8 +216,8 @@ class RunCourse:
         Raises:
             ConfigError: Settings have changed since; on all ranks.
         """
-        # rank 0's settings, of which the file is made: optimizers of other stages may
-        # have others
+        # rank 0's settings, as in the file: optimizers of other stages may have other
+        # settings
         kept = broadcast_result(
             self._ranks, lambda: self._compare(for_replays=for_replays), ConfigError
         )
@@ -212,7 +228,13 @@ class RunCourse:
         return changed
 
     def changes_since(self, checkpoint: Path) -> Sequence[Change]:
-        """Return the settings that differ from those with which a checkpoint was saved."""
+        """Return the settings that differ from the settings of a checkpoint.
+
+        Settings of replays are included.
+
+        Raises:
+            CheckpointLoadError: The checkpoint's course is damaged; on all ranks.
+        """
 
         def compare() -> Sequence[Change]:
             first = read_course(checkpoint)
@@ -252,7 +274,15 @@ class RunCourse:
         return first, [str(change) for change in of_replays]
 
     def begin_from(self, checkpoint: Path, iteration: int) -> None:
-        """This run begins from a checkpoint of another run."""
+        """Begin this run from a checkpoint of another run.
+
+        Args:
+            checkpoint: Directory of the checkpoint.
+            iteration: Iteration of the checkpoint.
+
+        Raises:
+            CheckpointLoadError: The checkpoint's course is damaged; on all ranks.
+        """
         first = (
             broadcast_result(
                 self._ranks, lambda: read_course(checkpoint), CheckpointLoadError
@@ -264,7 +294,7 @@ class RunCourse:
         )
 
     def write(self) -> None:
-        """Write the course into the run folder: training begins.
+        """Write the course into the run folder as training begins.
 
         Raises:
             ConfigError: The file cannot be written; on all ranks.
@@ -282,8 +312,9 @@ class RunCourse:
 
 
 def _plain(settings: Mapping[str, object]) -> dict[str, Setting]:
-    """Return settings as JSON holds them: NumPy's numbers as Python's, anything else as
-    text.
+    """Return settings as JSON holds them.
+
+    NumPy's numbers become Python's numbers; any other value becomes text.
     """
     return {name: _plain_value(value) for name, value in settings.items()}
 

@@ -1,11 +1,12 @@
 """The durable tier: whole checkpoints on the file system that all ranks share.
 
-Owns: one save from empty directory to commit marker, removing old ones, and loading a
-checkpoint that is verified. Every method is collective. Must not: decide when to save
-or which one to load (`engine.fallback` does), or know the format inside a directory
-(`ports.DurableState` does).
+Owns: one save from empty directory to commit marker, removing old checkpoints, and
+loading a verified checkpoint. Every method is collective. Must not: decide when to save
+or which checkpoint to load (`engine.fallback` does), or know the format inside a
+directory (`ports.DurableState` does).
 
-    save      prepare directory -> start writing, with checksums ->(async: training continues)-> marker -> remove old
+    save      prepare directory -> start writing, with checksums
+              -> (async: training continues) -> marker -> remove old checkpoints
     resume    marker fits this run? -> checksums -> load
 """
 
@@ -48,18 +49,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SaveInFlight:
+    """A save without a marker yet."""
+
     iteration: int
+    """Iteration of the saved state."""
+
     directory: Path
+    """Directory of the checkpoint."""
+
     started_s: float
+    """Start of the save, on `time.monotonic`."""
+
     stall_s: float
+    """Time that starting the save took, in seconds."""
 
 
 class DurableTier:
-    """Saves and loads through `state`, in `folder`, on behalf of the run `identity`.
-
-    A checkpoint also holds the `course`, which names the settings that differ where it
-    is loaded.
-    """
+    """Saves and loads whole checkpoints of one run."""
 
     def __init__(
         self,
@@ -72,6 +78,19 @@ class DurableTier:
         keep: int,
         course: RunCourse | None = None,
     ) -> None:
+        """Begin without a save in flight.
+
+        Args:
+            state: Writes and reads the training state.
+            folder: The run's checkpoints.
+            identity: The run.
+            ranks: All ranks of the job.
+            events: This rank's event log.
+            keep: Number of newest checkpoints that stay after a commit.
+            course: The run's course. Each checkpoint contains the course, which names
+                the settings that differ where the checkpoint is loaded. None: no
+                course.
+        """
         self._state = state
         self._folder = folder
         self._identity = identity
@@ -82,19 +101,21 @@ class DurableTier:
         self._in_flight: _SaveInFlight | None = None
 
     def save(self, iteration: int) -> None:
-        """Start saving the state after `iteration` steps; a synchronous state is
-        committed on return.
+        """Start saving the state after `iteration` steps.
 
-        No older save may be in flight. While any rank still writes an abandoned save,
-        this one fails. Raises CheckpointSaveError on all ranks; the event log then has
-        it.
+        A synchronous state is committed on return. No older save may be in flight. The
+        save fails while any rank still writes an abandoned save.
+
+        Raises:
+            CheckpointSaveError: The save failed; on all ranks. The event log then has
+                the failure.
         """
         assert self._in_flight is None, self._in_flight
         started_s = time.monotonic()
         directory = self._folder.directory(iteration)
         with _reporting(self._events, iteration):
-            # training may come by the same iteration again, and an abandoned save may
-            # still write into its directory
+            # training may reach the same iteration again, and an abandoned save may
+            # still write into the iteration's directory
             gather_results(self._ranks, self._require_idle, CheckpointSaveError)
             broadcast_result(
                 self._ranks,
@@ -112,15 +133,22 @@ class DurableTier:
         self.poll(wait=False)
 
     def abandon(self) -> None:
-        """Give up a save that was cut off: it never gets a marker. Not collective; does
-        not wait.
+        """Give up a save that was cut off, so that it never gets a marker.
+
+        Not collective; does not wait.
         """
         self._in_flight = None
         self._state.abandon_save()
 
     def poll(self, *, wait: bool) -> None:
-        """Commit the save in flight if all ranks have written it; with `wait`, block
-        until they have.
+        """Commit the save in flight if all ranks have written their files.
+
+        Args:
+            wait: Whether to block until all ranks have written their files.
+
+        Raises:
+            CheckpointSaveError: The save failed; on all ranks. The event log then has
+                the failure.
         """
         flight = self._in_flight
         if flight is None:
@@ -133,8 +161,7 @@ class DurableTier:
                     return
                 self._in_flight = None
                 manifest = self._commit(flight, files)
-            # over in any case: a save that stayed in flight would be asked for again at
-            # every step
+            # a failed save is over: otherwise every step would poll the save again
             except CheckpointSaveError:
                 self._in_flight = None
                 raise
@@ -150,11 +177,16 @@ class DurableTier:
         )
 
     def committed(self) -> Sequence[CheckpointRef]:
-        """Return the committed checkpoints in the folder, usable or not, the newest
-        first; report torn ones.
+        """Return the committed checkpoints in the folder, and report torn ones.
+
+        The newest checkpoint comes first. The list includes checkpoints that this run
+        cannot use.
+
+        Raises:
+            CheckpointLoadError: Rank 0 cannot read the folder; on all ranks.
         """
-        # rank 0 looks for all: ranks of a network file system may see different lists,
-        # and choose different sources
+        # rank 0 lists for all ranks: on a network file system ranks may see different
+        # lists, and would choose different sources
         for ref in broadcast_result(
             self._ranks, self._folder.torn, CheckpointLoadError
         ):
@@ -167,16 +199,24 @@ class DurableTier:
         )
 
     def resume(self, ref: CheckpointRef) -> None:
-        """Load a committed checkpoint of this run. Raises CheckpointLoadError on all
-        ranks if it cannot be used.
+        """Load a committed checkpoint of this run.
+
+        Raises:
+            CheckpointLoadError: The checkpoint cannot be used; on all ranks.
         """
         self._resume(ref, run_id=self._identity.run_id)
 
     def resume_from(self, path: Path) -> int:
-        """Load one checkpoint directory, of any run with the same model, and return its
-        iteration.
+        """Load one checkpoint, of any run with the same model.
 
-        Raises CheckpointLoadError on all ranks if it cannot be used.
+        Args:
+            path: Directory of the checkpoint.
+
+        Returns:
+            The iteration of the checkpoint.
+
+        Raises:
+            CheckpointLoadError: The checkpoint cannot be used; on all ranks.
         """
         started_s = time.monotonic()
         iteration = broadcast_result(
@@ -196,8 +236,10 @@ class DurableTier:
         return iteration
 
     def _require_idle(self) -> None:
-        """Raise CheckpointSaveError while an abandoned save could still write into the
-        directory of another one.
+        """Check that no abandoned save can write into another save's directory.
+
+        Raises:
+            CheckpointSaveError: This rank still writes an abandoned save.
         """
         if self._state.is_writing():
             raise CheckpointSaveError(
@@ -214,8 +256,9 @@ class DurableTier:
     def _commit_alone(
         self, flight: _SaveInFlight, sealed: Sequence[FileRecord]
     ) -> Manifest:
-        """Commit a checkpoint whose large files are sealed: the small ones are read on
-        the rank that wrote them.
+        """Commit a checkpoint whose large files are sealed.
+
+        Rank 0 seals the other files, which are small and which rank 0 wrote.
         """
         if self._course:
             try:
@@ -226,8 +269,8 @@ class DurableTier:
             set(file_names(flight.directory)),
             {file.name for file in sealed},
         )
-        # a rank whose folder is on a file system of its own wrote where rank 0 cannot
-        # see it
+        # a rank whose folder is on another file system wrote files that rank 0 cannot
+        # see
         if gone := sorted(named - present):
             raise CheckpointSaveError(
                 f"{flight.directory}: {', '.join(gone)}: written, and not there"
@@ -241,9 +284,9 @@ class DurableTier:
         )
         commit(flight.directory, manifest)
         try:
-            # not before the commit: until then an old checkpoint may be the only one
+            # after the commit: before, an old checkpoint may be the only one
             self._folder.keep_newest(self._keep, up_to=flight.iteration)
-        except OSError as error:  # the new checkpoint is committed all the same
+        except OSError as error:  # the new checkpoint is committed in any case
             _log.warning("an old checkpoint could not be dropped: %s", error)
         return manifest
 
@@ -252,7 +295,7 @@ class DurableTier:
         manifest = broadcast_result(
             self._ranks, lambda: read_manifest(directory), CheckpointLoadError
         )
-        # without a collective: all ranks compare the same manifest
+        # no collective needed: all ranks compare the same manifest
         self._require_fit(directory, manifest, run_id)
         if manifest.iteration != ref.iteration:
             got = (
@@ -265,7 +308,7 @@ class DurableTier:
             lambda: require_listed(directory, manifest),
             CheckpointLoadError,
         )
-        # each file is hashed by one rank: together they read the checkpoint once
+        # one rank hashes each file, so that all ranks together read the checkpoint once
         mine = manifest.files[self._ranks.rank :: self._ranks.size]
         gather_results(
             self._ranks, lambda: verify_files(directory, mine), CheckpointLoadError
@@ -273,7 +316,7 @@ class DurableTier:
         saved_at = manifest.identity.layout
         is_resharded = saved_at != self._identity.layout
         iteration = self._state.load(directory, saved_at if is_resharded else None)
-        # the state's own count: a marker may lie beside the files of another save
+        # the state's own count: a marker may be beside the files of another save
         if iteration != ref.iteration:
             raise CheckpointLoadError(
                 f"{directory}: got the state after iteration {iteration}, wanted"
@@ -297,8 +340,15 @@ class DurableTier:
     def _require_fit(
         self, directory: Path, manifest: Manifest, run_id: str | None
     ) -> None:
-        """Raise CheckpointLoadError for a checkpoint of another run or model; not for
-        one of another layout.
+        """Check that a checkpoint fits this run and model; the layout may differ.
+
+        Args:
+            directory: Directory of the checkpoint.
+            manifest: Content of the checkpoint's marker.
+            run_id: The run that must have saved the checkpoint. None: any run.
+
+        Raises:
+            CheckpointLoadError: The checkpoint belongs to another run or model.
         """
         theirs, mine = manifest.identity, self._identity
         if run_id is not None and theirs.run_id != run_id:

@@ -1,5 +1,6 @@
-"""The backend that moves bytes between ranks, and the GPU of a rank: `runtime.backend`,
-`runtime.share_gpus`.
+"""Choose the backend that moves bytes between ranks, and the GPU of a rank.
+
+The settings are `runtime.backend` and `runtime.share_gpus`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _, NCCL, GLOO, STAGED = BACKENDS
 
 
 def backend_kind(wanted: str, *, on_gpu: bool, share_gpus: bool = False) -> str:
-    """Return what `runtime.backend` means with these devices.
+    """Resolve `runtime.backend` for the devices of a job.
 
     Args:
         wanted: `runtime.backend`.
@@ -31,11 +32,12 @@ def backend_kind(wanted: str, *, on_gpu: bool, share_gpus: bool = False) -> str:
         `nccl`, `gloo` or `staged`.
 
     Raises:
-        ConfigError: The backend cannot carry all of a training's tensors there, or
-            needs no permission to share GPUs.
+        ConfigError: The backend cannot carry all tensors of a training on these
+            devices, or `share_gpus` is set for another backend than NCCL, which needs
+            no permission to share GPUs.
     """
     kind = (NCCL if on_gpu else GLOO) if wanted == AUTO else wanted
-    # gloo neither sends nor scatters tensors of a GPU
+    # gloo cannot send or scatter tensors of a GPU
     others = (NCCL, STAGED) if on_gpu else (GLOO, STAGED)
     place = "on a GPU" if on_gpu else "without a GPU"
     require(
@@ -56,10 +58,16 @@ def backend_kind(wanted: str, *, on_gpu: bool, share_gpus: bool = False) -> str:
 def gpu_index(
     local_rank: int, num_gpus: int, kind: str, *, share_gpus: bool = False
 ) -> int:
-    """Return the GPU of a rank; ranks that may share GPUs take them in turn.
+    """Return the index of a rank's GPU. Ranks that may share GPUs take GPUs in turn.
+
+    Args:
+        local_rank: The rank among the ranks of its node.
+        num_gpus: The number of GPUs that this process sees.
+        kind: The backend, as `backend_kind` returns it.
+        share_gpus: `runtime.share_gpus`.
 
     Raises:
-        ConfigError: There is no GPU for the rank, and it may share none.
+        ConfigError: The node has no GPU for the rank, and ranks may not share GPUs.
     """
     wanted = (
         f"staged for {local_rank + 1} or more ranks on {num_gpus} GPUs, or"
@@ -76,16 +84,19 @@ def gpu_index(
 
 
 def use_gpu(launch: Launch, wanted: str, *, share_gpus: bool = False) -> None:
-    """Make a rank's GPU the current device, before its first process group.
+    """Make a rank's GPU the current device. Call before the rank's first process group.
+
+    With `share_gpus`, also sets NCCL's environment variables in this process, and local
+    rank 0 prints a warning.
 
     Args:
         launch: The rank's place in the job.
         wanted: `runtime.backend`.
-        share_gpus: `runtime.share_gpus`: set NCCL's environment so that ranks share a
-            GPU.
+        share_gpus: `runtime.share_gpus`: several ranks share a GPU, on one node.
 
     Raises:
-        ConfigError: `runtime.backend` or `runtime.share_gpus` does not fit the devices.
+        ConfigError: `runtime.backend` or `runtime.share_gpus` does not fit the devices,
+            or `share_gpus` is set in a job of several nodes.
     """
     kind, num_gpus = (
         backend_kind(wanted, on_gpu=True, share_gpus=share_gpus),
@@ -117,28 +128,29 @@ def use_gpu(launch: Launch, wanted: str, *, share_gpus: bool = False) -> None:
 
 
 def environment_of_shared_gpus(host_id: str) -> dict[str, str]:
-    """Return NCCL's settings for ranks that share a GPU.
+    """Return NCCL's environment variables for ranks that share a GPU.
 
-    NCCL refuses two ranks of one host on one GPU, so that each rank is a host of its
-    own here, and ranks meet on the loopback (NCCL 2.27 to 2.29, `init.cc` and
-    `utils.cc`).
+    NCCL refuses two ranks of one host on one GPU. So each rank presents itself as a
+    host of its own, and ranks communicate over the loopback (NCCL 2.27 to 2.29,
+    `init.cc` and `utils.cc`).
 
     Args:
-        host_id: A name for each rank, different from all others of the job.
+        host_id: A name for the rank that no other rank of the job has.
     """
     return {
         "NCCL_HOSTID": host_id,
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_NET": "Socket",
         "NCCL_IB_DISABLE": "1",
-        # else several hosts are asked for a common NVLink fabric
+        # otherwise NCCL asks several hosts for a common NVLink fabric
         "NCCL_MNNVL_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
-        # needs NUMA nodes, which virtual machines may not show
+        # this feature needs NUMA nodes, which virtual machines may not expose
         "NCCL_CUMEM_HOST_ENABLE": "0",
-        # each step of LL waits for a turn of the other ranks' kernels
+        # each step of the LL protocol waits until the other ranks' kernels have had a
+        # turn on the GPU
         "NCCL_PROTO": "Simple",
-        # ranks take turns anyway; each channel costs buffers and sockets
+        # ranks take turns anyway, and each channel costs buffers and sockets
         "NCCL_MAX_CTAS": "2",
     }
 
@@ -146,11 +158,15 @@ def environment_of_shared_gpus(host_id: str) -> dict[str, str]:
 def open_backend(
     *, on_gpu: bool, kind: str = AUTO, share_gpus: bool = False
 ) -> Backend:
-    """Return the backend that moves bytes between ranks; call once the device is
-    chosen.
+    """Open the backend that moves bytes between ranks.
+
+    Args:
+        on_gpu: Whether ranks train on GPUs. The current device must then be set.
+        kind: `runtime.backend`.
+        share_gpus: `runtime.share_gpus`.
 
     Raises:
-        ConfigError: The backend does not fit the devices.
+        ConfigError: The backend is unknown, or does not fit the devices.
     """
     require_choice("runtime.backend", kind, BACKENDS)
     match backend_kind(kind, on_gpu=on_gpu, share_gpus=share_gpus):

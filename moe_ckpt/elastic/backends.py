@@ -1,5 +1,7 @@
-"""The backend inside a process group, and how it ends all operations at once; gloo's,
-which shuts its sockets down.
+"""The interface of backends for inner process groups, and the backend gloo.
+
+A backend forms the inner groups of a generation, and ends all operations of the
+generation at once. gloo's operations end when the backend shuts their sockets down.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from moe_ckpt.elastic.rendezvous_store import PollingStore, meet
 
 _log = logging.getLogger(__name__)
 MOST_CONNECTED = 16
-"""The most ranks of a group of gloo that all connect as the group forms. Pipelines have
-fewer, so their transfers never wait for a connection.
+"""The largest gloo group whose ranks all connect while the group forms. Pipelines have
+fewer ranks, so their transfers never wait for a connection.
 """
 
 _HOST = torch.device("cpu")
@@ -35,7 +37,7 @@ class Mark(Protocol):
     """A point in the work of a device."""
 
     def query(self) -> bool:
-        """Return, without waiting, whether the device has reached it."""
+        """Return, without waiting, whether the device has reached this point."""
         ...
 
 
@@ -43,36 +45,46 @@ class Backend(Protocol):
     """Forms the inner groups of one generation after another."""
 
     device: torch.device
-    completes_when_cut: bool
-    """Whether `cut` completes operations, with wrong data, here and on ranks that have
-    not cut theirs yet.
+    """Device of the tensors that the inner groups take."""
 
-    Else an operation may continue to wait after `cut`, so that it must be abandoned.
+    completes_when_cut: bool
+    """Whether `cut` completes operations with wrong data, on this rank and on ranks
+    that have not cut theirs yet.
+
+    If False, an operation may continue to wait after `cut`, and must be abandoned.
     """
     closing_s: float | None
-    """Seconds to wait for quiet after `cut`, then continue without it; None: never
-    continue without it.
+    """Seconds to wait for quiet after `cut`. The process then continues without quiet.
+    None: the process must never continue without quiet.
     """
 
     def begin(self, kept: Collection[Any] = ()) -> None:
-        """A generation is about to be formed: connections opened from now on belong to
-        it, and those of `kept`.
+        """Start to form a generation.
+
+        Connections that are opened from now on belong to the new generation.
+
+        Args:
+            kept: Inner groups of the last generation that may continue in the new one,
+                with their connections.
         """
         ...
 
     def keeps_idle(self, size: int) -> bool:
-        """Return whether an idle group of this size may outlive its generation."""
+        """Return whether an idle group of `size` ranks may outlive its generation."""
         ...
 
     def connects_late(self, size: int) -> bool:
-        """Return whether a transfer in a group of this size may wait, as it begins,
-        until its peer connects.
+        """Return whether transfers in a group of `size` ranks connect on first use.
+
+        Such a transfer may block, as it begins, until its peer connects.
         """
         ...
 
     def mark(self) -> Mark | None:
-        """Return the point behind the operations that this thread has begun; None if
-        they are complete.
+        """Mark the point behind the operations that the calling thread has begun.
+
+        Returns:
+            The point; None if the operations are complete.
         """
         ...
 
@@ -85,95 +97,125 @@ class Backend(Protocol):
         form_s: float,
         operation_s: float,
     ) -> Any:
-        """Return the inner group. Collective over its members, for which it waits up to
-        `form_s` seconds.
+        """Form an inner group. Collective over the members of the group.
 
-        A member that is lost then may block it until `cut`.
+        If a member is lost meanwhile, the call may block until `cut`.
+
+        Args:
+            store: The part of the job's store in which the members meet.
+            rank: This process's place in the group.
+            size: The number of members.
+            form_s: The time limit for forming the group, in seconds.
+            operation_s: The time limit of each operation of the group, in seconds.
+
+        Returns:
+            The inner group.
+
+        Raises:
+            RuntimeError: The members did not meet in time, or `cut` ended the call.
         """
         ...
 
     def formed(self) -> None:
-        """All groups of this generation exist: no further connection is opened for it."""
+        """End the forming of this generation's groups, successful or not.
+
+        No further connection is opened for the generation, except in groups that
+        connect late.
+        """
         ...
 
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:
         """Return a context in which no cut frees an inner group.
 
-        Threads enter it, one in another, whenever they begin an operation of the group.
+        Threads enter the context whenever they begin an operation of the group. A
+        thread that is inside the context may enter again.
+
+        Args:
+            inside: The inner group.
         """
         ...
 
     def discard(self, num_open: int = 0) -> None:
-        """Drop the operations that the calling thread has given to a group and that
-        have not begun.
+        """Drop operations of the calling thread that have not begun.
 
-        `num_open` batches stay open, for the group to end.
+        Args:
+            num_open: The number of batches that stay open, for the group to end.
         """
         ...
 
     def wait(self, work: Any) -> None:
-        """Wait for an operation; on a device, let the calling thread's stream wait for
-        it.
+        """Wait for an operation.
+
+        On a device, only the calling thread's current stream waits.
         """
         ...
 
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until awaited operations are complete on the device, too, or `is_over`
-        returns True.
+        """Wait until awaited operations are complete on the device as well.
 
-        Raises PeersLostError after `timeout_s` seconds, or where an operation has
-        failed.
+        Args:
+            is_over: Ends the wait early by returning True.
+            timeout_s: The time limit, in seconds.
+
+        Raises:
+            PeersLostError: The operations took longer than `timeout_s`, or one has
+                failed.
         """
         ...
 
     def failure(self) -> str | None:
-        """Return the failure of an operation of the generation, from any thread; None
-        if none has failed.
+        """Return why an operation of the generation has failed; None if none has.
+
+        Any thread may call this method.
         """
         ...
 
     def cut(self, limit_s: float, spared: Collection[Any] = ()) -> None:
-        """End all operations of the generation, from any thread; may be repeated.
+        """End all operations of the generation.
 
-        `spared` groups stay as they are: they have no operation. A thread that still
-        begins an operation of another one after `limit_s` seconds ends the process.
+        Any thread may call this method, also repeatedly.
+
+        Args:
+            limit_s: Seconds that a thread may take to begin an operation of a group
+                that is cut. A slower thread ends the process.
+            spared: Groups that have no operation, and stay as they are.
         """
         ...
 
     def is_quiet(self) -> bool:
-        """Return, after `cut`, whether no further byte can arrive in a tensor of an
-        operation.
+        """Return whether no further byte can arrive in a tensor of an operation.
+
+        Call after `cut`.
         """
         ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Made:
-    """A group of gloo's, from before its first socket."""
+    """A gloo group, recorded before its first socket is opened."""
 
     sockets: LoopSockets = field(default_factory=LoopSockets)
-    """The sockets of its loops."""
+    """Sockets that the group's event loops watch."""
 
     group: Callable[[], Any] = lambda: None
-    """Returns the group while somebody uses it; None before it is made."""
+    """Returns the group while the group is in use; None before the group is made."""
 
     def is_one_of(self, groups: Collection[Any]) -> bool:
-        """Return whether it is one of these groups."""
+        """Return whether this group is one of `groups`."""
         own = self.group()
         return any(own is group for group in groups)
 
 
 class GlooBackend:
-    """gloo over TCP. It has no abort; shutting its sockets down makes operations fail
-    within milliseconds.
+    """gloo over TCP.
 
-    All ranks of a group connect as the group forms, as gloo does by itself. In groups
-    of more than `most_connected` ranks, two ranks connect as an operation first needs
-    both: else a rank reads the addresses of all others from the one store, which for
-    1,024 ranks takes longer than `runtime.form_s`.
+    gloo has no abort. `cut` shuts gloo's sockets down, and operations fail within
+    milliseconds.
 
-    Tensors are on `device`; for one that is not the host, `wrap` makes a group of
-    gloo's that copies them.
+    In groups of up to `most_connected` ranks, all ranks connect while the group forms,
+    as gloo does by default. In larger groups, two ranks connect when an operation first
+    needs both. Otherwise each rank would read the addresses of all others from the one
+    store. For 1,024 ranks that takes longer than `runtime.form_s`.
     """
 
     def __init__(
@@ -183,6 +225,14 @@ class GlooBackend:
         *,
         most_connected: int = MOST_CONNECTED,
     ) -> None:
+        """Open the backend.
+
+        Args:
+            device: Device of the tensors.
+            wrap: Returns the inner group for a gloo group. For a `device` other than
+                the host, the inner group must copy tensors through host memory.
+            most_connected: The largest group whose ranks all connect while it forms.
+        """
         self.device = device
         self._most_connected = most_connected
         self.wrap = wrap
@@ -191,20 +241,20 @@ class GlooBackend:
         self._made: list[_Made] = []
 
     def begin(self, kept: Collection[Any] = ()) -> None:
-        # the loops of others end with their groups
+        # the event loops of other groups end with these groups
         self._made = [made for made in self._made if made.is_one_of(kept)]
 
     def keeps_idle(self, size: int) -> bool:
-        # operations of a group that connects late read addresses in the store of its
-        # generation
+        # operations of a group that connects late read addresses in the store of the
+        # group's generation
         return not self.connects_late(size)
 
     def connects_late(self, size: int) -> bool:
         return size > self._most_connected
 
     def mark(self) -> Mark | None:
-        # an awaited operation is complete, but for copies of results in the order of
-        # the stream
+        # an awaited operation is complete, except for copies of results, which are in
+        # the order of the stream
         return None
 
     def make(
@@ -218,8 +268,8 @@ class GlooBackend:
     ) -> Any:
         options: Any = cast("Any", dist.ProcessGroupGloo)._Options()
         options._timeout = timedelta(seconds=form_s)
-        # a group's own: where groups share a device that connects later, gloo takes
-        # pairs of one for those of another
+        # each group has its own device: if groups share a device that connects late,
+        # gloo takes connected pairs of one group for pairs of another
         is_late = self.connects_late(size)
         made = _Made()
         self._made.append(made)
@@ -229,8 +279,8 @@ class GlooBackend:
         asked = store.direct if is_late and isinstance(store, PollingStore) else store
         backend = dist.ProcessGroupGloo(asked, rank, size, options)
         if is_late:
-            # from here on the addresses of all ranks are there: an operation that reads
-            # one does not wait for it
+            # from here on the store has the addresses of all ranks, so an operation
+            # that reads an address does not wait
             meet(store, size)
         backend._set_default_timeout(timedelta(seconds=operation_s))
         group = self.wrap(
@@ -240,40 +290,40 @@ class GlooBackend:
         return group
 
     def formed(self) -> None:
-        # a cut finds connections, also those that are opened later, in the loops that
-        # watch them
+        # nothing to record: a cut finds connections, later ones included, in the event
+        # loops that watch them
         pass
 
-    def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002 - a cut frees none
+    # no lock: a cut of gloo frees no group
+    def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002
         return _UNHELD
 
     def discard(self, num_open: int = 0) -> None:
-        pass  # operations begin at once
+        pass  # gloo begins operations at once and holds none back
 
     def wait(self, work: Any) -> None:
         work.wait()
 
     def sync(self, is_over: Callable[[], bool], timeout_s: float) -> None:
-        pass  # as for `mark`: nothing can be lost any more
+        pass  # as in `mark`: an awaited operation is complete
 
     def failure(self) -> str | None:
-        return None  # a wait for the operation raises it
+        return None  # the wait for the operation raises its failure
 
-    def cut(self, limit_s: float, spared: Collection[Any] = ()) -> None:  # noqa: ARG002 - sockets end waits at once
+    # no limit is needed: shut-down sockets end waits at once
+    def cut(self, limit_s: float, spared: Collection[Any] = ()) -> None:  # noqa: ARG002
         for made in tuple(self._made):
             if not made.is_one_of(spared):
                 made.sockets.shut_down()
 
     def is_quiet(self) -> bool:
-        # gloo's thread goes on reading, into tensors, the bytes that came before the
-        # socket was shut down
+        # after the shutdown, gloo's thread still reads bytes that arrived earlier into
+        # tensors
         return not any(made.sockets.have_unread_bytes() for made in self._made)
 
 
 def _open_devices(*, lazy_init: bool) -> list[Any]:
-    """Return gloo's devices, for the interfaces that GLOO_SOCKET_IFNAME names, as torch
-    would make them.
-    """
+    """Create gloo's devices as torch does, for the interfaces in GLOO_SOCKET_IFNAME."""
     create = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interfaces:
@@ -287,19 +337,19 @@ def _open_devices(*, lazy_init: bool) -> list[Any]:
 def register_groups(
     name: str, create: Callable[[Any, Any], Any], device_types: Sequence[str]
 ) -> None:
-    """Let `torch.distributed` make groups of a class of ours, which has no backend
-    registered inside.
+    """Register a class of process groups with `torch.distributed` as a backend.
 
-    Turns torch's flight recorder off, in this process and in those that it starts.
+    Groups of the class have no backend of torch registered inside. The call also turns
+    torch's flight recorder off, in this process and in processes that it starts.
 
     Args:
-        name: Of the backend, for `torch.distributed`.
-        create: Returns a group; takes torch's options, and the caller's.
-        device_types: Types of devices whose tensors these groups take.
+        name: The name of the backend for `torch.distributed`.
+        create: Returns a group; receives torch's options and the caller's options.
+        device_types: Device types of the tensors that the groups take.
     """
     # torch 2.15 attaches the recorder to each such group, under a name that only a
-    # group with a registered backend has. A recorder would also hold operations of
-    # generations that are over, and with them the groups' sockets
+    # group with a registered backend has. A recorder would also keep operations of past
+    # generations, and with them the sockets of their groups
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     dist.Backend.register_backend(
         name, create, extended_api=True, devices=list(device_types)
@@ -307,8 +357,12 @@ def register_groups(
 
 
 def die(reason: str) -> NoReturn:
-    """End this process as if it had been killed: the supervisor replaces it, while an
-    error would end the job.
+    """End this process by SIGKILL, so that the supervisor replaces it.
+
+    An error would end the job instead.
+
+    Args:
+        reason: The reason for the log.
     """
     _log.error("worker ends: %s", reason)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -318,8 +372,13 @@ def die(reason: str) -> NoReturn:
 def group_of(
     backend: Any, store: dist.Store, device: torch.device, kind: Any
 ) -> dist.ProcessGroup:
-    """Return the group that torch makes of a backend, with the operations that
-    `torch.distributed` calls.
+    """Wrap a backend in the process group that `torch.distributed` expects.
+
+    Args:
+        backend: The backend, which carries out the operations.
+        store: The store in which the members have met.
+        device: A device of the type whose tensors the backend takes.
+        kind: The `dist.ProcessGroup.BackendType` of the backend.
     """
     group = dist.ProcessGroup(store, backend.rank(), backend.size())
     group._set_default_backend(kind)

@@ -1,7 +1,6 @@
-"""Batched transfers between pipeline stages through groups whose type is not exactly
-torch's `ProcessGroup`.
+"""Batched pipeline transfers for groups of other types than torch's `ProcessGroup`.
 
-Must not: begin a batch whose inner group batches nothing; gloo does not.
+Must not: begin a batch for an inner group that cannot batch transfers, such as gloo's.
 """
 
 from __future__ import annotations
@@ -13,23 +12,31 @@ import torch.distributed as dist
 
 
 def batch_transfers_of(handles: type[Any]) -> None:
-    """Let `torch.distributed.batch_isend_irecv` batch the transfers of groups of this
-    type, too.
+    """Let `torch.distributed.batch_isend_irecv` also batch transfers of a group type.
+
+    Args:
+        handles: The type of the groups.
     """
     if not isinstance(dist.batch_isend_irecv, BatchedTransfers):
         dist.batch_isend_irecv = BatchedTransfers(dist.batch_isend_irecv, handles)
 
 
 class BatchedTransfers:
-    """`torch.distributed.batch_isend_irecv` that also batches the transfers of handles.
+    """A `torch.distributed.batch_isend_irecv` that also batches transfers of handles.
 
-    Releases before 2.14 begin them one after another unless the group's type is exactly
-    `ProcessGroup`.
+    Before torch 2.14, torch's own function begins the transfers one after another
+    unless the group's type is exactly `ProcessGroup`.
     """
 
     def __init__(
         self, plain: Callable[[list[dist.P2POp]], list[dist.Work]], handles: type[Any]
     ) -> None:
+        """Wrap torch's function.
+
+        Args:
+            plain: torch's own `batch_isend_irecv`, for all other groups.
+            handles: The type of the groups whose transfers are batched here.
+        """
         self._plain = plain
         self._handles = handles
 

@@ -1,10 +1,12 @@
 """Waits that another thread can end.
 
-A wait inside torch's C++ cannot be interrupted from Python, and gloo never completes
-operations whose connection dies during a transfer. So a thread waits in slices. Where
-an operation does not survive a slice's timeout, a helper thread waits, and the thread
-that needs the result waits for the helper, or for the thread that abandons the
-operation. An abandoned operation keeps its helper until its own timeout ends it.
+Python cannot interrupt a wait inside torch's C++ code, and gloo never completes an
+operation whose connection dies during a transfer. So a thread waits in slices.
+
+Some operations do not survive the timeout of a slice. For such an operation a helper
+thread waits. The thread that needs the result waits for the helper, or until another
+thread abandons the operation. An abandoned operation keeps its helper until the
+operation's own timeout.
 """
 
 from __future__ import annotations
@@ -17,15 +19,19 @@ from typing import Protocol
 
 from moe_ckpt.errors import PeersLostError
 
-_SLICE = timedelta(milliseconds=50)  # an abandoned wait ends as late; 20 looks a second
+_SLICE = timedelta(milliseconds=50)  # delay of an abandoned wait; 20 checks a second
 _ABANDONED = "abandoned: other ranks were lost"
 
 
 class Waitable(Protocol):
-    """An operation that goes on where a wait for it has timed out."""
+    """An operation that continues after a wait for it has timed out."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """Wait until the end. Raises RuntimeError: the operation's error, or a timeout."""
+        """Wait until the operation has ended.
+
+        Raises:
+            RuntimeError: The operation has failed, or the wait has timed out.
+        """
         ...
 
     def is_completed(self) -> bool:
@@ -34,7 +40,7 @@ class Waitable(Protocol):
 
 
 class WaitResult:
-    """The outcome of an operation: set once, by the first thread."""
+    """The outcome of an operation. The first thread to set the outcome decides."""
 
     def __init__(self) -> None:
         self._claim = threading.Lock()
@@ -44,24 +50,39 @@ class WaitResult:
         self.abandoned = False
 
     def set(self, error: BaseException | None) -> None:
-        """Record that the operation ended by itself."""
+        """Record that the operation ended by itself.
+
+        Args:
+            error: The error that ended the operation; None: the operation succeeded.
+        """
         if self._claim.acquire(blocking=False):
-            # before the release: the waiting thread reads it at once
+            # before the release: the waiting thread reads the error at once
             self._error = error
             self._done.release()
 
     def abandon(self) -> None:
-        """Stop waiting for the operation."""
+        """Stop waiting for the operation; `wait` raises PeersLostError."""
         if self._claim.acquire(blocking=False):
             self.abandoned = True
             self._error = PeersLostError(_ABANDONED)
             self._done.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return whether it ended in time; raises the error that ended it."""
+        """Wait for the outcome.
+
+        Args:
+            timeout_s: The time limit, in seconds; None: no limit.
+
+        Returns:
+            Whether the operation ended in time.
+
+        Raises:
+            BaseException: The error that ended the operation.
+            PeersLostError: The operation was abandoned.
+        """
         if not self._done.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return False
-        self._done.release()  # a second wait finds the result as well
+        self._done.release()  # so that a second wait finds the result as well
         if self._error is not None:
             raise self._error
         return True
@@ -74,22 +95,28 @@ class Helper:
         self._jobs: SimpleQueue[tuple[Callable[[], object], WaitResult] | None] = (
             SimpleQueue()
         )
-        # daemon: a call that gloo never completes does not keep the process from ending
+        # a daemon thread: a call that gloo never completes must not keep the process
+        # alive
         self._thread = threading.Thread(
             target=self._run, name="comm-helper", daemon=True
         )
         self._thread.start()
 
     def start(self, call: Callable[[], object], outcome: WaitResult) -> None:
-        """Call, and set the outcome."""
+        """Queue a call for the thread.
+
+        Args:
+            call: The blocking call.
+            outcome: Set to the outcome of the call.
+        """
         self._jobs.put((call, outcome))
 
     def close(self) -> None:
-        """End the thread after its current call."""
+        """End the thread after the calls that are queued."""
         self._jobs.put(None)
 
     def join(self) -> None:
-        """Wait for the end of a closed helper."""
+        """Wait until the thread of a closed helper has ended."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -98,15 +125,16 @@ class Helper:
             try:
                 call()
             except BaseException as error:
-                # the top of a thread: the error is raised where the outcome is awaited
+                # this is the top of a thread: the thread that awaits the outcome raises
+                # the error
                 outcome.set(error)
             else:
                 outcome.set(None)
-            del job, call, outcome  # they hold the operation's tensors and its group
+            del job, call, outcome  # which hold the operation's tensors and group
 
 
 class HostWaits:
-    """The waits of a process's threads for other ranks, which any thread may abandon."""
+    """Waits of this process's threads for other ranks; any thread may abandon them."""
 
     def __init__(self) -> None:
         self._helpers = threading.local()
@@ -115,10 +143,10 @@ class HostWaits:
         self._abandoned = threading.Event()
 
     def wait_in_slices(self, work: Waitable) -> None:
-        """Wait in the calling thread.
+        """Wait for an operation in the calling thread.
 
         Args:
-            work: An operation that survives timeouts.
+            work: An operation that survives timeouts of waits.
 
         Raises:
             PeersLostError: The wait was abandoned; the operation may not have ended.
@@ -129,30 +157,31 @@ class HostWaits:
             try:
                 work.wait(_SLICE)
             except RuntimeError:
-                # an operation that has ended raises its own error, also if it ended as
-                # the slice did
+                # an operation that has ended raises its own error, even if the end
+                # coincides with the end of the slice
                 if work.is_completed():
                     work.wait()
                     return
             else:
                 return
-            # not the end of the generation, though it is sooner: gloo's thread may
-            # still write results of an operation whose bytes have all arrived
+            # not the end of the generation, which comes sooner: gloo's thread may still
+            # write the results of an operation whose bytes have all arrived
             if abandoned.is_set():
                 raise PeersLostError(_ABANDONED)
 
     def wait_with_helper(
         self, call: Callable[[], object], keep: Callable[[Helper], object]
     ) -> None:
-        """Let this thread's helper call, and wait for the helper.
+        """Let the calling thread's helper make a call, and wait for the helper.
 
         Args:
             call: Blocks until the operation has ended.
-            keep: Receives the helper if the wait is abandoned: the helper stays inside
-                the call until the operation's own timeout.
+            keep: Receives the helper if the wait is abandoned. The helper stays inside
+                `call` until the operation's own timeout.
 
         Raises:
             PeersLostError: The wait was abandoned; the operation may not have ended.
+            BaseException: The error of `call`.
         """
         helper = self._helpers.own = getattr(self._helpers, "own", None) or Helper()
         outcome = self.start(helper, call)
@@ -165,16 +194,32 @@ class HostWaits:
                 helper.close()
 
     def start(self, helper: Helper, call: Callable[[], object]) -> WaitResult:
-        """Let a helper call; return the outcome, to be waited for with `wait_for`."""
+        """Let a helper make a call.
+
+        Returns:
+            The outcome of the call. Pass the outcome to `wait_for`.
+        """
         outcome = WaitResult()
         with self._lock:
-            # before it starts: an `abandon` that comes now must find it
+            # before the call starts: an `abandon` that comes now must find the outcome
             self._awaited.add(outcome)
         helper.start(call, outcome)
         return outcome
 
     def wait_for(self, outcome: WaitResult, timeout_s: float | None) -> bool:
-        """Return whether a call ended in time; raises the error that ended it."""
+        """Wait for the outcome of a call.
+
+        Args:
+            outcome: The outcome, as `start` returns it.
+            timeout_s: The time limit, in seconds; None: no limit.
+
+        Returns:
+            Whether the call ended in time.
+
+        Raises:
+            BaseException: The error that ended the call.
+            PeersLostError: The call was abandoned.
+        """
         try:
             return outcome.wait(timeout_s)
         finally:
@@ -182,8 +227,8 @@ class HostWaits:
                 self._awaited.discard(outcome)
 
     def abandon(self) -> None:
-        """Wake the threads that wait: at once, or at the end of a slice."""
-        # later waits have an event of their own
+        """Wake all waiting threads, at once or at the end of a slice."""
+        # a new event for later waits
         abandoned, self._abandoned = self._abandoned, threading.Event()
         abandoned.set()
         with self._lock:

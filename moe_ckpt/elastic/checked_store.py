@@ -1,10 +1,10 @@
-"""A client of the job's store whose failures are one clear error, and whose calls count
-as waits.
+"""A client of the job's store with one clear error, whose calls count as waits.
 
-A cut network shows in the store first: torch's client then blocks in any request, as
-long as TCP does, and raises an error of its own that names neither the store nor a
-setting. Owns: that error, and the limit on TCP's patience. Must not: retry, as some
-requests count.
+A cut network shows in the store first. torch's client then blocks in any request for as
+long as TCP does, and raises an error that names neither the store nor a setting.
+
+Owns: the error StoreLostError, and the limit on TCP's patience. Must not: retry, as
+some requests count.
 """
 
 from __future__ import annotations
@@ -24,22 +24,15 @@ import torch.distributed as dist
 from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import duplicate_socket, own_files, signals_held
 
-_PROBES = 4  # in the time that a connection may be silent
-_LONGEST_PAUSE_S = 32767  # Linux allows no more
+_PROBES = 4  # keepalive probes within the permitted silence
+_LONGEST_PAUSE_S = 32767  # Linux's limit, in seconds
 
 
 class CheckedStore(dist.Store):
     """A client of the job's store, for a worker or a supervisor.
 
-    A request raises StoreLostError where the connection is broken. A wait that no other
+    A request raises StoreLostError if the connection is broken. A wait that no other
     process ends in time raises torch's DistStoreError.
-
-    Args:
-        client: torch's client.
-        waits: Returns a context in which each request runs.
-        heeds_signals: Whether Python's signal handlers run during a request in the main
-            thread. torch's client alone begins its system call again after a signal,
-            and no handler runs before the answer is there.
     """
 
     def __init__(
@@ -49,6 +42,15 @@ class CheckedStore(dist.Store):
         *,
         heeds_signals: bool = False,
     ) -> None:
+        """Wrap a client.
+
+        Args:
+            client: torch's client.
+            waits: Returns a context in which each request runs.
+            heeds_signals: Whether Python's signal handlers run during a request in the
+                main thread. torch's client alone restarts its system call after a
+                signal, and no handler runs before the answer arrives.
+        """
         super().__init__()
         self._client = client
         self._waits = waits
@@ -56,18 +58,27 @@ class CheckedStore(dist.Store):
 
     @property
     def inside(self) -> dist.Store:
-        """The client, whose errors are torch's own."""
+        """The wrapped client, which raises torch's own errors."""
         return self._client
 
     def ask(self, request: str, /, *arguments: Any) -> Any:
-        """Send one request. Raises StoreLostError, or torch's DistStoreError."""
+        """Send one request to the store.
+
+        Args:
+            request: The name of the client's method.
+            arguments: The arguments of the method.
+
+        Raises:
+            StoreLostError: The store does not answer.
+            torch.distributed.DistStoreError: A wait took too long.
+        """
         with self._waits():
             try:
                 return self._call(getattr(self._client, request), *arguments)
             except dist.DistStoreError:
-                raise  # the store has answered: a wait took too long
+                raise  # the store works: a wait took too long
             except (RuntimeError, OSError) as error:
-                # DistNetworkError, and that of a socket that is closed
+                # DistNetworkError, and the error of a closed socket
                 first_line = str(error).partition("\n")[0]
                 raise StoreLostError(
                     "the store of the job at"
@@ -82,22 +93,26 @@ for _name in ("set", "get", "add", "compare_set", "check", "delete_key", "wait")
 
 
 def _call_in_thread(request: Callable[..., Any], *arguments: Any) -> Any:
-    # a pool for one request: a supervisor forks afterwards, and is to have one thread
-    # then
+    # a pool for one request only: a supervisor forks afterwards, and must have one
+    # thread then
     with ThreadPoolExecutor(max_workers=1) as pool:
-        # a handler that forks, as a supervisor's does, would wait for ever for a lock
-        # that `submit` has: forks take it
+        # without held signals, a handler that forks (a supervisor's does) would wait
+        # for ever for a lock that `submit` holds, as forks take that lock
         with signals_held():
             answer = pool.submit(request, *arguments)
         return answer.result()
 
 
 def end_silent_connections(port: int, after_s: float) -> None:
-    """Let the kernel end this process's connections to a port once the other end has
-    confirmed nothing for so long.
+    """Let the kernel end connections of this process that have been silent too long.
 
-    TCP alone is patient for a quarter of an hour, and without limit where nothing was
-    sent. The other end's kernel confirms, so a server may be slow, or stopped.
+    By default TCP waits about 15 minutes for a confirmation, and without limit if
+    nothing was sent. Confirmations come from the kernel at the other end, so a server
+    may be slow or stopped.
+
+    Args:
+        port: The remote port of the connections.
+        after_s: Seconds for which the other end may confirm nothing.
     """
     for fd, _ in own_files():
         with contextlib.suppress(OSError), duplicate_socket(fd) as connection:
@@ -106,7 +121,7 @@ def end_silent_connections(port: int, after_s: float) -> None:
 
 
 def _peer_port(connection: socket.socket) -> int | None:
-    """Return the port of the other end; None where there is none."""
+    """Return the port of the other end; None for a connection without ports."""
     return (
         connection.getpeername()[1]
         if connection.family in (socket.AF_INET, socket.AF_INET6)
@@ -115,9 +130,9 @@ def _peer_port(connection: socket.socket) -> int | None:
 
 
 def _limit_silence(connection: socket.socket, after_s: float) -> None:
-    # probes for connections that send nothing, the user timeout for bytes that are not
-    # confirmed; with both set, the user timeout also decides when probes are given up
-    # (tcp(7)), so there is no TCP_KEEPCNT
+    # Keepalive probes find silent connections that send nothing, and the user timeout
+    # those with unconfirmed bytes. With both set, the user timeout also decides when
+    # the kernel gives up probing (tcp(7)), so TCP_KEEPCNT is not set
     pause_s = min(max(1, round(after_s / _PROBES)), _LONGEST_PAUSE_S)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)

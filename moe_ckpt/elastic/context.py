@@ -1,6 +1,4 @@
-"""The means of one rank to survive the loss of ranks: its status page, shared memory,
-replica daemon and peers.
-"""
+"""The objects with which one rank survives the loss of ranks: page, memory, peers."""
 
 from __future__ import annotations
 
@@ -19,55 +17,79 @@ from moe_ckpt.snapshot.blobs import held_path
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ElasticContext:
-    """One worker's means.
-
-    `daemon` is None if peers keep no copies; `address_of` returns the address of a
-    rank's daemon.
-
-    `copy_s` limits a copy of a window, and its fetch. `peers` consecutive ranks train
-    one stage, if copies must stay among these. `at_end` runs an action, in another
-    thread, at each end of a generation. `serves_itself`: this rank's own daemon also
-    holds its state, unless servers on `hosts` are in use, with which ranks agree before
-    `use_peers`.
-    """
+    """The objects with which one worker survives the loss of ranks."""
 
     member: Member
+    """The rank, its incarnation, and the number of ranks."""
+
     page: StatusPage
+    """Status page of the worker."""
+
     memory: Path
+    """The rank's folder in shared memory."""
+
     daemon: DaemonClient | None
+    """Client of the rank's replica daemon; None if peers keep no copies and the rank
+    runs no daemon.
+    """
+
     address_of: Callable[[int], Address]
+    """Returns the address of a rank's daemon."""
+
     ticket: Ticket
+    """The run, and its secret, for connections to daemons and servers."""
+
     replicas: int
+    """Number of nodes that hold copies of the rank's memory."""
+
     ranks_per_node: int
+    """Number of consecutive ranks that fail together."""
+
     copy_s: float
+    """Time limit for a copy of a window, and for a fetch of a window, in seconds."""
+
     peers: int | None = None
+    """Number of consecutive ranks that train one stage, if copies must stay among these
+    ranks; else None.
+    """
+
     at_end: Callable[[Callable[[], None]], None] = lambda _: None
+    """Registers an action that runs, in another thread, at each end of a generation."""
+
     serves_itself: bool = False
+    """Whether the rank's own daemon also holds the rank's state, unless servers on
+    `hosts` are in use.
+    """
+
     hosts: ServerHosts | None = None
+    """Checkpoint servers on machines that train nothing; None if the job has none.
+    Ranks agree on these servers before `use_peers`.
+    """
 
     def use_peers(self) -> None:
-        """Let the daemon copy to the holders' daemons, at their present addresses.
-        Raises CheckpointSaveError.
+        """Let the daemon copy to all `holders`, at their present addresses.
+
+        Raises:
+            CheckpointSaveError: The rank's own daemon does not answer in time.
         """
         if self.daemon:
             self.page.wait_for_copies(True)
             try:
                 self.daemon.use_peers([self.address(holder) for holder in self.holders])
             finally:
-                # else no supervisor would notice a later hang
+                # otherwise the supervisor would not notice a later hang
                 self.page.wait_for_copies(False)
 
     @property
     def uses_hosts(self) -> bool:
-        """Whether servers on machines that train nothing hold the states, and no rank
-        does.
-        """
+        """Whether servers on hosts hold the states, and no rank does."""
         return self.hosts is not None and self.hosts.is_in_use
 
     @property
     def own_states(self) -> Path:
-        """The folder on this machine with states of this rank that servers have made,
-        in a recovery.
+        """The folder on this machine for states of this rank that servers have made.
+
+        A recovery takes the rank's states from this folder.
         """
         return (
             self.memory / "from_hosts"
@@ -77,14 +99,16 @@ class ElasticContext:
 
     @property
     def servers_on_hosts(self) -> tuple[int, ...]:
-        """All servers on hosts that are in use, by their numbers among holders: those
-        of ranks come first.
+        """The numbers of all servers on hosts that are in use, counted as holders.
+
+        Numbers of holders begin with the ranks, so server 0 has the number
+        `world_size`.
         """
         numbers = self.hosts.numbers if self.hosts else ()
         return tuple(self.member.world_size + number for number in numbers)
 
     def hosts_lines(self) -> list[str]:
-        """Return the servers on hosts that hold each rank's state, for the log."""
+        """Return lines for the log: the servers on hosts, and the ranks of each."""
         assert self.hosts is not None
         hosts, ranks = self.hosts, range(self.member.world_size)
         held = {
@@ -98,7 +122,11 @@ class ElasticContext:
         return ["checkpoint servers, and the ranks whose states they hold:", *rows]
 
     def address(self, holder: int) -> Address:
-        """Return the address of a holder: of a rank's daemon, or of a server on a host."""
+        """Return the address of a rank's daemon, or of a server on a host.
+
+        Args:
+            holder: A rank, or the number of a server as in `servers_on_hosts`.
+        """
         server = holder - self.member.world_size
         if server < 0:
             return self.address_of(holder)

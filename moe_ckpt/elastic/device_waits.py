@@ -1,11 +1,12 @@
-"""Whether the device waits for other ranks: the host cannot tell while it blocks in an
-event or in `.item()`.
+"""Detect that the device waits for other ranks.
+
+While the host blocks in an event or in `.item()`, the host cannot report such a wait.
 
 Owns: the points behind operations that the device has not reached yet, the thread that
-polls them, and the number of operations that a host may be ahead of its device. A rank
-whose oldest point is late waits for other ranks; a wedged rank has begun no operation,
-so it has no such point. Must not: touch a device from the heartbeat's thread: a driver
-that blocks there would look like a dead process.
+polls them, and the limit on how many operations a host may be ahead of its device. A
+rank whose oldest point is late waits for other ranks. A wedged rank has begun no
+operation, and so has no such point. Must not: touch a device from the heartbeat's
+thread, as a driver that blocks there would look like a dead process.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from moe_ckpt.elastic.backends import Mark
 
 LATE_S = 1.0
 MOST_AHEAD = 32
-"""Operations that a host may be ahead. A queue of a device that is full blocks its host
-inside a call of CUDA, in which no cut reaches it, and keeps the interpreter's other
-threads from running.
+"""Number of operations that a host may be ahead of its device. If the queue of a device
+is full, its host blocks inside a call of CUDA. A cut does not reach the host there, and
+the interpreter's other threads cannot run.
 """
 
 _LOOK_EVERY_S = 0.1
@@ -29,11 +30,11 @@ _LOOK_AGAIN_S = 0.0001
 
 
 class DeviceWaits:
-    """Calls `on_wait` when the device begins to wait for other ranks, and when it ends.
+    """Reports when the device begins and ends to wait for other ranks.
 
-    A device that has not reached a point within `limit_s` seconds hangs itself: it does
-    not wait any more. That, or a `failure` while a point is open, is told once a
-    generation.
+    A device that has not reached a point within `limit_s` seconds is hung, and no
+    longer counts as waiting. `on_failure` of `begin` receives such a hang, or a
+    `failure` while a point is open, once in each generation.
     """
 
     def __init__(
@@ -44,6 +45,15 @@ class DeviceWaits:
         limit_s: float,
         late_s: float = LATE_S,
     ) -> None:
+        """Prepare the reports; the thread starts with the first point.
+
+        Args:
+            on_wait: Called with True when the device begins to wait, and with False
+                when the wait ends.
+            failure: Returns why an operation of the device has failed, or None.
+            limit_s: Seconds after which a device that has not reached a point is hung.
+            late_s: Seconds after which a device that has not reached a point waits.
+        """
         self._on_wait = on_wait
         self._failure = failure
         self._on_failure: Callable[[str], object] | None = None
@@ -55,8 +65,11 @@ class DeviceWaits:
         self._waits = False
 
     def begin(self, on_failure: Callable[[str], object]) -> None:
-        """A generation begins: call `on_failure` once with the reason why the device
-        will not reach a point of it.
+        """Begin a generation.
+
+        Args:
+            on_failure: Called at most once, with the reason why the device will not
+                reach a point of the generation.
         """
         with self._lock:
             self._on_failure = on_failure
@@ -64,20 +77,23 @@ class DeviceWaits:
     def add(
         self, mark: Mark | None, is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        """Watch a point until the device has reached it; None is no point. Any thread
-        may call.
+        """Watch a point until the device has reached the point. Any thread may call.
 
-        Waits while the host is too far ahead, unless `is_over` returns True.
+        Blocks while the host is too far ahead of the device.
+
+        Args:
+            mark: The point; None: nothing to watch.
+            is_over: Ends the blocking early by returning True.
         """
         if mark is None:
             return
         marks = self._marks
-        marks.append((time.monotonic(), mark))  # without the lock: one step, at the end
-        # at the first point: gloo has none, and needs no thread
+        marks.append((time.monotonic(), mark))  # no lock: one atomic step, at the end
+        # only at the first point: gloo has no points, and needs no thread
         if self._thread is None:
             self._start()
-        # an operation asks nothing of its device unless the host is too far ahead: the
-        # thread drops points, too
+        # The caller queries the device only if the host is too far ahead: the thread
+        # drops reached points as well
         while len(marks) > MOST_AHEAD and not is_over():
             with self._lock:
                 self._drop_reached()
@@ -85,7 +101,7 @@ class DeviceWaits:
                 time.sleep(_LOOK_AGAIN_S)
 
     def clear(self) -> None:
-        """Drop all points: their generation is over."""
+        """Drop all points at the end of their generation."""
         with self._lock:
             self._marks.clear()
             self._on_failure = None
@@ -114,7 +130,7 @@ class DeviceWaits:
                 tell(reason)
 
     def _hopeless(self) -> str | None:
-        """Return why the device will not reach its oldest point."""
+        """Return why the device will not reach its oldest point; None if it may."""
         if not self._marks:
             return None
         if time.monotonic() - self._marks[0][0] >= self._limit_s:

@@ -1,14 +1,14 @@
-"""An etcd cluster, asked over the HTTP gateway (/v3/) that each member has beside gRPC:
-transactions, and watches.
+"""A client of an etcd cluster over HTTP: transactions and watches.
 
-The standard library suffices. A client over gRPC has threads, which a supervisor that
-forks must not have; etcd3gw asks one member only and watches in a thread; python-etcd
-knows the API that etcd 3.6 no longer has. Every request may be sent again: a member
-that is lost may have carried it out before, and the end of a generation may shut down a
-connection that was opened while its groups formed (`elastic.backends`).
+Each member of a cluster has an HTTP gateway (/v3/) beside gRPC, and the standard
+library suffices for the gateway. A client over gRPC has threads, which a supervisor
+that forks must not have. etcd3gw asks one member only, and watches in a thread.
+python-etcd uses an API that etcd 3.6 no longer has.
 
-All keys of a job have one lease. Any request renews it from time to time, so the keys
-outlive the job by `_LEASE_S`.
+Every request may be sent again: a lost member may have carried out the request before,
+and the end of a generation may shut down a connection that was opened while its groups
+formed (`elastic.backends`). All keys of a job have one lease. Requests renew the lease
+from time to time, so the keys outlive the job by `_LEASE_S`.
 """
 
 from __future__ import annotations
@@ -27,47 +27,61 @@ import torch.distributed as dist
 
 Operation = dict[str, Any]
 
-_ANSWER_S = 5.0  # of one member; an election takes less
-_PATIENCE_S = 60.0  # with all members together
+_ANSWER_S = 5.0  # limit for an answer of one member; an election takes less
+_PATIENCE_S = 60.0  # limit for all members together
 _AGAIN_S = 0.1
 _LEASE_S = 7200
 _RENEW_S = 600.0
-# cancelled, too many requests; and all from 500 on: no leader, say
+# HTTP statuses: cancelled, too many requests. All statuses from 500 on are tried again,
+# too, such as that of a cluster without a leader
 _TRY_AGAIN = (408, 429)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key's value, and the revision of the cluster at which it was written."""
+    """An entry of the cluster."""
 
     value: bytes
+    """Value of the key."""
+
     revision: int
+    """Revision of the cluster at which the value was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a transaction, with the entries that it has read, in order, and the
-    number of keys deleted.
-
-    `revision` is that of the cluster.
-    """
+    """The result of a transaction."""
 
     succeeded: bool
+    """Whether all conditions held."""
+
     revision: int
+    """Revision of the cluster."""
+
     entries: list[Entry | None]
+    """The entries that the transaction has read, in the order of the reads; None for a
+    missing key.
+    """
+
     num_deleted: int
+    """Number of keys that the transaction has deleted."""
 
 
 class EtcdClient:
-    """Requests of one process; each goes to the member that answered last, or to the
-    next one that answers.
+    """The requests of one process to an etcd cluster.
 
-    `members` are pairs of host and port. `lease_key` holds the job's lease. Any thread
-    may call any method; all raise DistNetworkError if no member answers in time, or a
-    request is refused.
+    A request goes to the member that answered last, or to the next member that answers.
+    Any thread may call any method. `transact` and `put` raise DistNetworkError if no
+    member answers in time, or a member refuses a request.
     """
 
     def __init__(self, members: Sequence[tuple[str, int]], lease_key: str) -> None:
+        """Name the cluster; the first request connects.
+
+        Args:
+            members: Pairs of host and port.
+            lease_key: The key that holds the job's lease.
+        """
         self._members = deque(members)
         self._lease_key = lease_key
         self._lease = ""
@@ -84,11 +98,19 @@ class EtcdClient:
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> Answer:
-        """Carry out the operations `then` if all conditions hold, else `otherwise`, as
-        one change.
+        """Carry out operations as one change.
+
+        Args:
+            conditions: The conditions.
+            then: The operations if all conditions hold.
+            otherwise: The operations if a condition does not hold.
+
+        Returns:
+            The result, with the entries that the operations have read.
         """
         if self._lease and time.monotonic() > self._renewed_s + _RENEW_S:
-            # before the request: other threads need not renew the same lease meanwhile
+            # before the request: other threads then do not renew the same lease
+            # meanwhile
             self._renewed_s = time.monotonic()
             self._ask("/v3/lease/keepalive", {"ID": self._lease})
         request = {
@@ -113,20 +135,26 @@ class EtcdClient:
         )
 
     def close(self) -> None:
-        """Close the connection; another request opens one."""
+        """Close the connection; the next request opens another one."""
         with self._lock:
             self._disconnect()
 
     def put(self, key: str, value: bytes) -> Operation:
-        """Return the operation that writes a key, for as long as the job's lease lasts."""
+        """Return the operation that writes a key, for the time of the job's lease."""
         self._lease = self._lease or self._find_lease()
         return _put(key, value, self._lease)
 
     def watch(self, key: str, revision: int, timeout_s: float) -> None:
-        """Block until a key is written or deleted at a revision or a later one; or not
-        so long: `timeout_s` at most.
+        """Block until a key is written or deleted, for `timeout_s` at most.
+
+        May return early: the caller must read the key again.
+
+        Args:
+            key: The key.
+            revision: The first revision of the cluster that counts.
+            timeout_s: The longest time to block, in seconds.
         """
-        # a connection of its own: other threads ask while this one blocks
+        # a separate connection: other threads send requests while this thread blocks
         connection = http.client.HTTPConnection(*self._members[0], timeout=timeout_s)
         request = {
             "create_request": {"key": _text(key), "start_revision": str(revision)}
@@ -134,7 +162,7 @@ class EtcdClient:
         try:
             connection.request("POST", "/v3/watch", json.dumps(request))
             answer = connection.getresponse()
-            while line := answer.readline():  # the first one confirms
+            while line := answer.readline():  # the first line confirms the watch
                 result = json.loads(line).get("result", {"canceled": True})
                 if "events" in result or "canceled" in result:
                     return
@@ -144,10 +172,10 @@ class EtcdClient:
             pass
         finally:
             connection.close()
-        time.sleep(_AGAIN_S)  # the caller asks again: then the next member answers
+        time.sleep(_AGAIN_S)  # the caller tries again, when the next member answers
 
     def _find_lease(self) -> str:
-        """Return the job's lease; the first process to ask grants it."""
+        """Return the job's lease. The first process that asks grants the lease."""
         [found] = self.transact([], [read(self._lease_key)]).entries
         if found is None:
             granted = self._ask("/v3/lease/grant", {"TTL": str(_LEASE_S)})["ID"]
@@ -155,8 +183,8 @@ class EtcdClient:
             answer = self.transact(
                 [is_missing(self._lease_key)], [keep], [read(self._lease_key)]
             )
-            # another process may have been first: its lease counts, and the one granted
-            # here expires unused
+            # if another process was first, its lease counts, and the lease granted here
+            # expires unused
             found = (
                 Entry(granted.encode(), 0) if answer.succeeded else answer.entries[0]
             )
@@ -181,7 +209,7 @@ class EtcdClient:
                         raise dist.DistNetworkError(
                             f"etcd at {self}: {wanted}"
                         ) from error
-                # a member that is gone refuses at once, and the next one may be
+                # a lost member refuses at once, and the next member may still be
                 # starting
                 time.sleep(_AGAIN_S)
 
@@ -191,8 +219,11 @@ class EtcdClient:
         self._connection = None
 
     def _exchange(self, path: str, body: str) -> dict[str, Any]:
-        """Return a member's answer. Raises HTTPException for one that another member
-        would not give.
+        """Return a member's answer.
+
+        Raises:
+            HTTPException: Another member may give a better answer.
+            DistNetworkError: The cluster refuses the request.
         """
         if self._connection is None:
             self._connection = http.client.HTTPConnection(
@@ -200,7 +231,7 @@ class EtcdClient:
             )
         self._connection.request("POST", path, body)
         answer = self._connection.getresponse()
-        # whatever the status: http.client sends no request over a connection with an
+        # for every status: http.client sends no request over a connection with an
         # unread answer
         text = answer.read().decode()
         if answer.status in _TRY_AGAIN or answer.status >= 500:
@@ -233,8 +264,11 @@ def is_value(key: str, value: bytes) -> Operation:
 
 
 def is_at(key: str, revision: int) -> Operation:
-    """Return the condition that a key was last written at this revision; 0: that it
-    does not exist.
+    """Return the condition that a key was last written at a revision.
+
+    Args:
+        key: The key.
+        revision: The revision; 0: the key does not exist.
     """
     return {"key": _text(key), "target": "MOD", "mod_revision": str(revision)}
 

@@ -1,8 +1,8 @@
-"""A store for torch on an etcd cluster: it outlives every node of a job, also the one
-that hosts torchrun's rendezvous.
+"""A torch store on an etcd cluster, which outlives every node of a job.
 
-Keys, values and errors are those of torch's TCPStore, as `elastic.generations` and its
-neighbours use it.
+The store outlives the node that hosts torchrun's rendezvous, too. Keys, values and
+errors are those of torch's TCPStore, as `elastic.generations` and its neighbours use
+them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,28 @@ from moe_ckpt.elastic.etcd_client import (
     read,
 )
 
-_MOST_OPERATIONS = 100  # of one transaction; etcd's own limit is 128
-# a wait asks anew so often: a member may be gone without a word, and the lease is to be
-# renewed
+_MOST_OPERATIONS = 100  # in one transaction; etcd's own limit is 128
+# time after which a wait asks again: a member may disappear silently, and the lease
+# must be renewed
 _LOOK_AGAIN_S = 10.0
 
 
 class EtcdStore(dist.Store):
-    """The keys below `prefix`. `timeout_s` bounds each wait that has no timeout of its
-    own.
+    """The keys of an etcd cluster below a prefix, as a torch store.
 
-    Any thread may call any method, also while others wait. A wait raises DistStoreError
-    when its time is over; an etcd that does not answer raises DistNetworkError. A value
-    that is written is not empty, and has one writer at a time.
+    Any thread may call any method, also while other threads wait. A wait raises
+    DistStoreError when its time is over. All methods raise DistNetworkError if etcd
+    does not answer. Values must not be empty, and each key has one writer at a time.
     """
 
     def __init__(self, client: EtcdClient, prefix: str, timeout_s: float) -> None:
+        """Open the keys below a prefix.
+
+        Args:
+            client: The client of the cluster.
+            prefix: In front of all keys.
+            timeout_s: Limit, in seconds, of each wait that has no timeout of its own.
+        """
         super().__init__()
         self._client = client
         self._prefix = prefix
@@ -52,16 +58,22 @@ class EtcdStore(dist.Store):
         return self._wait([key], self._timeout)[0].value
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number, which begins with 0, and return the sum. A request that is
-        sent again adds once.
+        """Add to a number, once, even if the request is sent again.
 
-        A second key tells whether it was carried out: its connection may have ended
-        before the answer came.
+        A second key records that the addition was carried out, as the connection may
+        end before the answer arrives.
+
+        Args:
+            key: The key of the number, which begins with 0.
+            value: The summand; 0: only read the number.
+
+        Returns:
+            The sum.
         """
         number, done = self._prefix + key, f"{self._prefix}{key}/{uuid.uuid4().hex}"
         before = self._read([key])[0][0] if value == 0 else None
-        # the first attempt takes the number for missing; if it fails, its answer has
-        # the number
+        # The first attempt assumes that the number is missing. If the number exists,
+        # the answer contains the number
         while value:
             total = str(_number(before) + value).encode()
             writes = [self._client.put(number, total), self._client.put(done, total)]
@@ -82,11 +94,16 @@ class EtcdStore(dist.Store):
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Set a key if it has the value `expected_value`, or does not exist and
-        `expected_value` is empty.
+        """Set a key if its present value is the expected one.
 
-        Returns the value that it has then; `expected_value` if it does not exist, as
-        torch's store does.
+        Args:
+            key: The key.
+            expected_value: The expected value; empty: the key must not exist.
+            desired_value: The new value.
+
+        Returns:
+            The value of the key afterwards; `expected_value` if the key does not exist,
+            as in torch's store.
         """
         name, old, new = (
             self._prefix + key,
@@ -100,7 +117,8 @@ class EtcdStore(dist.Store):
         if answer.succeeded:
             return new
         [entry] = answer.entries
-        # sent again after a lost answer, the swap fails, and finds its own value here
+        # a swap that is sent again after a lost answer fails, and finds its own value
+        # here
         return entry.value if entry else old
 
     def delete_key(self, key: str) -> bool:
@@ -127,15 +145,17 @@ class EtcdStore(dist.Store):
                     f"wait: got no {missing[0]!r} in {timeout.total_seconds():g}"
                     " seconds"
                 )
-            # from the revision that was read: a key that is written before the watch
-            # begins ends it at once
+            # from the revision of the read on: a key that is written before the watch
+            # begins ends the watch at once
             self._client.watch(
                 self._prefix + missing[0], revision + 1, min(left_s, _LOOK_AGAIN_S)
             )
 
     def _read(self, keys: Sequence[str]) -> tuple[list[Entry | None], int]:
-        """Return the entries of these keys, and a revision up to which none of the
-        missing ones exists.
+        """Read keys.
+
+        Returns:
+            The entries, and a revision up to which none of the missing keys exists.
         """
         parts = [
             keys[first : first + _MOST_OPERATIONS]

@@ -1,14 +1,13 @@
-"""The classes of an exception in training: a fault of the hardware, which a replacement
-repairs, or the program's.
+"""Classes of exceptions in training: hardware faults, and errors of the program.
 
-A signal or a hang is always repaired. Most hardware faults arrive as exceptions,
-though: CUDA and NCCL errors, ECC, file systems that time out. `is_fault` separates them
-from errors of the program by type and message. An exception that a replacement repeats
-in the same iteration at the same place is the program's after all: see
-`Failure.repeats`.
+A replacement repairs a hardware fault, and always a signal or a hang. Most hardware
+faults arrive as exceptions, though: CUDA and NCCL errors, ECC, file systems that time
+out. `is_fault` separates hardware faults from errors of the program by type and
+message. An exception that a replacement repeats in the same iteration at the same place
+is an error of the program after all: see `Failure.repeats`.
 
 Owns: the patterns, and the file in which a worker leaves its last exception for its
-supervisor. Must not: decide what happens to a worker (`elastic.supervisor` does).
+supervisor. Must not: decide the consequences for a worker (`elastic.supervisor` does).
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from moe_ckpt.errors import causes_of
 from moe_ckpt.reserved_file import CONTENT_BYTES, ReservedFile
 
 WORKER_FAULT = 77
-"""Exit status of a worker that failed by a fault of the hardware, with a failure file.
-"""
+"""Exit status of a worker that failed by a hardware fault and left a failure file."""
 
 FAULTS = (
     # torch 2.8 and later; older releases raise RuntimeError
@@ -43,7 +41,7 @@ FAULTS = (
 )
 """Patterns of `type: message` of an exception after which a worker is replaced."""
 
-# errors of the program that come with the same words
+# errors of the program whose messages contain the same words
 _ERRORS = (
     r"device-side assert",
     r"invalid argument",
@@ -56,17 +54,26 @@ _MOST_CAUSES = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An exception that ended a worker: its text, the place where it was raised, the
-    iteration, and the traceback.
-    """
+    """An exception that ended a worker."""
 
     error: str
+    """Type and message of the exception, cut to 300 characters."""
+
     place: str
+    """Type of the exception, and the file and line that raised the exception."""
+
     iteration: int
+    """The iteration in which the worker failed."""
+
     traceback: str
+    """The traceback, as text."""
 
     def repeats(self, earlier: Failure | None) -> bool:
-        """Whether an earlier worker failed in the same iteration at the same place."""
+        """Return whether an earlier failure had the same iteration and place.
+
+        Args:
+            earlier: The failure of an earlier worker of the rank; None: there was none.
+        """
         return earlier is not None and (self.iteration, self.place) == (
             earlier.iteration,
             earlier.place,
@@ -76,14 +83,20 @@ class Failure:
 def is_fault(
     error: BaseException, *, replace_on: Sequence[str] = (), end_on: Sequence[str] = ()
 ) -> bool:
-    """Return whether an exception, or one that caused it, is a fault of the hardware.
+    """Return whether an exception, or one of its causes, is a hardware fault.
 
-    `end_on` and then `replace_on` come before the patterns of this module; all are
-    searched in `type: message`.
+    All patterns are searched in `type: message`.
+
+    Args:
+        error: The exception.
+        replace_on: Further patterns of hardware faults, which come before this module's
+            patterns.
+        end_on: Further patterns of errors of the program, which come before
+            `replace_on`.
     """
     chain = [_text(cause) for cause in islice(causes_of(error), _MOST_CAUSES)]
     # errors before faults: a device-side assert is also a `CUDA error`, and each
-    # replacement would repeat it
+    # replacement would repeat the assert
     for patterns, answer in (
         (end_on, False),
         (replace_on, True),
@@ -96,7 +109,12 @@ def is_fault(
 
 
 def failure_of(error: BaseException, iteration: int) -> Failure:
-    """Return the facts of an exception that a supervisor needs."""
+    """Describe an exception for the supervisor.
+
+    Args:
+        error: The exception.
+        iteration: The iteration in which the worker failed.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     place = type(error).__name__
     if frames:
@@ -110,13 +128,13 @@ def failure_of(error: BaseException, iteration: int) -> Failure:
 
 
 def reserve_failure(path: Path) -> None:
-    """Reserve the room of the failure file before snapshots can take it.
+    """Reserve the room of the failure file before snapshots can take the room.
 
     Args:
         path: The file.
 
     Raises:
-        ConfigError: The memory has no room.
+        ConfigError: The shared memory has no room.
     """
     ReservedFile(path).reserve()
 
@@ -126,11 +144,11 @@ def write_failure(path: Path, failure: Failure) -> None:
 
     Args:
         path: The file.
-        failure: The failure; of a long traceback the end is kept, with the newest
-            frames.
+        failure: The failure. Of a long traceback only the end is kept, which has the
+            newest frames.
 
     Raises:
-        OSError: The file was not reserved, and the memory has no room.
+        OSError: The file was not reserved, and the shared memory has no room.
     """
     content = _encode(failure)
     while len(content) > CONTENT_BYTES and failure.traceback:
@@ -141,13 +159,20 @@ def write_failure(path: Path, failure: Failure) -> None:
 
 
 def take_failure(path: Path) -> Failure | None:
-    """Return the failure of the last worker, and forget it; None if it left none."""
+    """Read the failure that the last worker left, and clear the file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The failure; None if the worker left none.
+    """
     file = ReservedFile(path)
     content = file.read()
     if not content:
         return None
-    # the next worker that ends with this status would seem to have failed in the same
-    # way
+    # otherwise the next worker that ends with this status would seem to have failed in
+    # the same way
     file.write(b"")
     return Failure(**json.loads(content))
 
@@ -157,7 +182,7 @@ def _encode(failure: Failure) -> bytes:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the type and the message of an exception, cut to a line's length."""
+    """Return the type and message of an exception, cut to 300 characters."""
     return _text(error)[:_MESSAGE_CHARS]
 
 

@@ -1,5 +1,7 @@
-"""The sockets of a generation: to shut them down ends what waits in them, in this
-process and at their other ends.
+"""The sockets of a generation, which a cut shuts down.
+
+The shutdown ends operations that wait in the sockets, in this process and at the other
+ends.
 """
 
 from __future__ import annotations
@@ -22,22 +24,23 @@ from moe_ckpt.linux import duplicate_socket, own_files
 T = TypeVar("T")
 
 _STARTING = threading.Lock()
-"""Held while a loop starts: no other may start then."""
+"""Held while an event loop starts, so that no other loop starts meanwhile."""
 
 _WATCHED = re.compile(r"^tfd: +([0-9]+) .* ino:([0-9a-f]+) ", re.MULTILINE)
-"""A line about an epoll instance in /proc: the descriptor of a file that it watches,
-and the file's inode.
+"""A line about an epoll instance in /proc: the descriptor of a watched file, and the
+file's inode.
 """
 
 
 class GenerationSockets:
-    """The sockets that this process opened between `begin` and `formed`: open no others
-    meanwhile.
+    """The sockets that this process opens between `begin` and `formed`.
+
+    The process must open no other sockets meanwhile.
     """
 
     def __init__(self) -> None:
         self._before: frozenset[str] = frozenset()
-        # None while they are being opened
+        # None while sockets are being opened
         self._own: frozenset[str] | None = frozenset()
 
     def begin(self) -> None:
@@ -48,9 +51,7 @@ class GenerationSockets:
         self._own = frozenset(_open_sockets()) - self._before
 
     def shut_down(self) -> None:
-        """Shut the sockets down, those that listen as well: an accept in them then
-        fails.
-        """
+        """Shut the sockets down. An accept in a listening socket then fails."""
         for inode, fd in _open_sockets().items():
             if (
                 inode in self._own
@@ -62,28 +63,36 @@ class GenerationSockets:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Loop:
-    """A loop of gloo: the epoll instance of its thread."""
+    """An event loop of gloo."""
 
     fd: int
-    """The descriptor of the instance."""
+    """Descriptor of the epoll instance of the loop's thread."""
 
     listening: frozenset[str]
-    """The listening sockets that the instance watched at first. These sockets tell the
-    instance from a later one with the same descriptor."""
+    """Listening sockets that the instance watched at first, which distinguish the
+    instance from a later one with the same descriptor.
+    """
 
 
 class LoopSockets:
-    """The sockets that loops of gloo watch: those that there are, as gloo opens them
-    when operations need them.
+    """The sockets that event loops of gloo watch. Any thread may call any method.
 
-    For any thread.
+    gloo opens sockets when operations need them, so each call looks for the sockets
+    that are open by then.
     """
 
     def __init__(self) -> None:
         self._loops: list[_Loop] = []
 
     def add(self, start: Callable[[], T]) -> T:
-        """Return what `start` returns, and know the loops that it starts."""
+        """Record the event loops that a call starts.
+
+        Args:
+            start: The call.
+
+        Returns:
+            The result of `start`.
+        """
         with _STARTING:
             before = set(_open_polls())
             started = start()
@@ -94,12 +103,12 @@ class LoopSockets:
         return started
 
     def shut_down(self) -> None:
-        """Shut the sockets down, but for those that listen."""
+        """Shut the sockets down, except for those that listen."""
         for inode, fd in self._watched_now():
             _shut_down(fd, inode, listening=False)
 
     def have_unread_bytes(self) -> bool:
-        """Return whether bytes have arrived that no thread has read yet."""
+        """Return whether a socket has bytes that no thread has read yet."""
         return any(_unread_bytes(fd) for _, fd in self._watched_now())
 
     def _watched_now(self) -> Iterator[tuple[str, int]]:
@@ -110,9 +119,7 @@ class LoopSockets:
 
 
 def _open_sockets() -> dict[str, int]:
-    """Return the sockets of this process, by inode: a file descriptor's number is soon
-    reused.
-    """
+    """Return the sockets of this process by inode, as descriptors are soon reused."""
     return {target: fd for fd, target in own_files() if target.startswith("socket:")}
 
 
@@ -122,8 +129,10 @@ def _open_polls() -> list[int]:
 
 
 def _watched(poll_fd: int) -> dict[str, int]:
-    """Return the sockets that an epoll instance watches, by inode; none if the instance
-    is closed.
+    """Return the sockets that an epoll instance watches, by inode.
+
+    Returns:
+        No sockets if the instance is closed.
     """
     found: dict[str, int] = {}
     with contextlib.suppress(OSError):
@@ -132,17 +141,17 @@ def _watched(poll_fd: int) -> dict[str, int]:
         ):
             name = f"socket:[{int(inode, 16)}]"
             with contextlib.suppress(OSError):  # closed meanwhile
-                # else a pipe, which wakes the loop
+                # otherwise the file is a pipe, which wakes the loop
                 if os.readlink(f"/proc/self/fd/{fd}") == name:
                     found[name] = int(fd)
     return found
 
 
 def _shut_down(fd: int, name: str, *, listening: bool) -> None:
-    # OSError: closed meanwhile
+    # OSError: the socket was closed meanwhile
     with contextlib.suppress(OSError), duplicate_socket(fd) as duplicate:
-        # on a duplicate: no other thread can close it between the check and the
-        # shutdown or the number is another's meanwhile
+        # Check and shut down a duplicate, which no other thread can close between the
+        # two. If the inode differs, the descriptor meanwhile belongs to another socket
         is_same = name == f"socket:[{os.fstat(duplicate.fileno()).st_ino}]"
         if is_same and (
             listening

@@ -1,13 +1,15 @@
-r"""Generations: the protocol by which ranks end one set of process groups and form the
-next, over a shared store.
+"""Generations: ranks end one set of process groups, and form the next one.
 
-Owns: the protocol, in the store that outlives every rank. No rank is special: any rank
-that notices a loss ends the generation, all leave it through the same key, and the next
-begins when all ranks have arrived, replacements included. Must not: know the work of a
-generation, or recover state.
+Owns: the protocol of generations, in a store that outlives every rank. No rank is
+special: any rank that notices a loss ends the generation, all ranks leave through the
+same key, and the next generation begins when all ranks have arrived, replacements
+included. Must not: know the work of a generation, or recover state.
 
-    join g ... all here: go ---- form groups ---- train ---- end(g) by any rank --- cut, leave ---- join g + 1
-                                                        \--- all done, unless it has ended: finished, for good
+    join g -- all here: go -- form groups -- train --+
+    +------------------------------------------------+
+    |
+    +-- end(g) by any rank -- cut, leave -- join g + 1
+    +-- all ranks done, unless g has ended: finished, for good
 """
 
 from __future__ import annotations
@@ -38,28 +40,29 @@ _FOR_EVER = timedelta(days=365)
 _GO, _STOP = "go", "stop"
 _ENDED, _FINISHED = "ended: ", "finished"
 _END_SEEN_S = 2.0
-_LATE_S = 0.5  # an error may come before the news of the death that caused it
+_LATE_S = 0.5  # an error may come earlier than the news of the death behind the error
 _MOST_FRUITLESS = 5
 
 SUPERVISOR = "supervisor"
-"""The first word of the reason if a supervisor ends a generation in which no worker has
+"""First word of the reason if a supervisor ends a generation in which no worker has
 died.
 """
 
 DAEMON_DIED, STARTED_AGAIN = "its daemon died", "was started again"
-"""The last words of such a reason."""
+"""Last words of a reason that begins with `SUPERVISOR`."""
 
 _DEATHS = msgspec.json.Decoder(Death)
 
 STORE_LOST, FENCED = 75, 76
-"""Exit statuses of a worker that cannot continue: the store is gone, or another
-incarnation has replaced it.
+"""Exit statuses of a worker that cannot continue: the store is gone (`STORE_LOST`), or
+another incarnation has replaced the worker (`FENCED`).
 """
 
 
 class Generations:
-    """The keys of the protocol, for supervisors and workers alike. Generations count
-    from 1.
+    """The keys of the protocol in the store, for supervisors and workers.
+
+    Generations count from 1.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -70,42 +73,58 @@ class Generations:
         return int(self._store.compare_set("generation", "", "1"))
 
     def end(self, generation: int, reason: str) -> bool:
-        """End a generation unless it has ended; return False if it has finished. Any
-        process may call it.
+        """End a generation, unless the generation has ended or finished before.
+
+        Any process may call this method.
+
+        Args:
+            generation: The generation.
+            reason: The reason for the end. Only the first reason counts.
+
+        Returns:
+            False if the generation has finished, else True.
         """
-        # the same swap as in `done`: a job either finishes or goes on, decided once for
-        # all ranks with the reason: ranks that this key lets go end the generation,
-        # too, and may be the first to publish the end
+        # `done` swaps the same key, so that the job either finishes or continues,
+        # decided once for all ranks. The key holds the reason: ranks that wait for this
+        # key end the generation as well, and may be the first to publish the end
         outcome = self._store.compare_set(
             f"{generation}/outcome", "", _ENDED + reason
         ).decode()
         if outcome == _FINISHED:
             return False
-        # the counter before the news of the end: a rank that leaves at once would join
-        # the ended generation again
+        # the counter before the news of the end: otherwise a rank that leaves at once
+        # would join the ended generation again
         self._store.compare_set("generation", str(generation), str(generation + 1))
-        # frees ranks that still wait for others to arrive
+        # frees ranks that still wait for other ranks to arrive
         self._store.compare_set(f"{generation}/decision", "", _STOP)
         self._store.compare_set(f"{generation}/end", "", outcome.removeprefix(_ENDED))
         return True
 
     def begin_anew(self, reason: str) -> None:
-        """Let ranks that torchrun has started again meet in another generation than the
-        newest one.
+        """Make ranks that torchrun has started again meet in a new generation.
+
+        Args:
+            reason: The reason for the end of the newest generation.
         """
         generation = self.current()
         if not self.end(generation, reason):
-            # a script failed in its own work after the last iteration: all its ranks
-            # are started again
+            # the newest generation has finished, but a script failed in its own work
+            # after the last iteration, and torchrun has started all ranks again
             self._store.compare_set("generation", str(generation), str(generation + 1))
 
     def record_death(self, generation: int, death: Death) -> None:
-        """Record the death of a rank's process: all ranks of the next generation can
-        read it before that begins.
+        """Record the death of a rank's process.
+
+        Call before `end`: all ranks of the next generation can then read the death
+        before that generation begins.
+
+        Args:
+            generation: The generation in which the process died.
+            death: The record.
         """
         record, number = msgspec.json.encode(death), 1
-        # one request takes the number and writes the record: readers would wait for a
-        # number without one
+        # one request takes the number and writes the record: otherwise readers would
+        # wait for a number without a record
         while (
             self._store.compare_set(_death(generation, number), "", record.decode())
             != record
@@ -118,7 +137,7 @@ class Generations:
         return self._store.add("deaths", 0)
 
     def deaths(self, generation: int) -> list[Death]:
-        """Return the deaths in a generation."""
+        """Return the recorded deaths of a generation."""
         written = takewhile(
             lambda key: self._store.check([key]),
             (_death(generation, n) for n in count(1)),
@@ -126,21 +145,28 @@ class Generations:
         return [_DEATHS.decode(self._store.get(key)) for key in written]
 
     def wait_for_end(self, generation: int) -> str:
-        """Block until a generation has ended, without limit; return the reason."""
+        """Block until a generation has ended, without limit, and return the reason."""
         self._store.wait([f"{generation}/end"], _FOR_EVER)
         return self._store.get(f"{generation}/end").decode()
 
     def arrive(self, generation: int, world_size: int) -> None:
-        """Count one more arrived rank; the last one decides that the generation begins."""
+        """Count one more arrived rank. The last rank lets the generation begin."""
         if self._store.add(f"{generation}/arrived", 1) == world_size:
             # a swap: if the generation has ended meanwhile, `stop` stays
             self._store.compare_set(f"{generation}/decision", "", _GO)
 
     def goes(self, generation: int, timeout_s: float) -> bool:
-        """Wait until all ranks have arrived or the generation has ended; return whether
-        all have arrived.
+        """Wait until all ranks have arrived, or the generation has ended.
 
-        Raises PeersLostError if neither happens in time.
+        Args:
+            generation: The generation.
+            timeout_s: The time limit, in seconds.
+
+        Returns:
+            Whether all ranks have arrived.
+
+        Raises:
+            PeersLostError: Neither has happened in time.
         """
         key = f"{generation}/decision"
         try:
@@ -154,50 +180,66 @@ class Generations:
         return self._store.get(key) == _GO.encode()
 
     def set_incarnation(self, global_rank: int, incarnation: int) -> None:
-        """From now on only this incarnation of a rank may join."""
+        """Allow only this incarnation of a rank to join from now on."""
         self._store.set(f"incarnation/{global_rank}", str(incarnation))
-        # `set` has no answer: another connection could still read the old one
+        # the store does not answer a `set`: without this `get`, another connection
+        # could still read the old value
         self._store.get(f"incarnation/{global_rank}")
 
     def incarnation(self, global_rank: int) -> int:
-        """Return the incarnation of a rank that may join; -1 before the first."""
+        """Return the incarnation of a rank that may join; -1 before the first one."""
         return int(self._store.compare_set(f"incarnation/{global_rank}", "", "-1"))
 
     def done(self, generation: int, world_size: int) -> None:
-        """Count one more rank without work left; with the last one the generation has
-        finished, unless it has ended.
+        """Count one more rank that has no work left.
+
+        With the last rank the generation has finished, unless the generation has ended.
         """
         if self._store.add(f"{generation}/done", 1) == world_size:
             self._store.compare_set(f"{generation}/outcome", "", _FINISHED)
 
     def finishes(self, generation: int) -> bool:
-        """Block until a generation has finished or ended, without limit; return whether
-        it has finished.
+        """Block, without limit, until a generation has finished or ended.
+
+        Returns:
+            Whether the generation has finished.
         """
         self._store.wait([f"{generation}/outcome"], _FOR_EVER)
         return self.has_finished(generation)
 
     def has_finished(self, generation: int) -> bool:
-        """Return whether all ranks were done in a generation: that is final."""
+        """Return whether all ranks were done in a generation, which is final."""
         key = f"{generation}/outcome"
         return self._store.check([key]) and self._store.get(key) == _FINISHED.encode()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A rank that joins, with its incarnation, from 0."""
+    """A rank that joins generations."""
 
     global_rank: int
+    """The rank in the job."""
+
     world_size: int
+    """Number of ranks of the job."""
+
     incarnation: int
+    """Number of workers of the rank before this one, in this job."""
 
 
 class Membership:
-    """One worker's way through the generations. All methods belong to the training
-    thread.
+    """One worker's way through the generations.
 
-    `store` serves that thread; `watched` serves another thread that always waits in it,
-    and needs its own connection.
+    All methods belong to the training thread. Methods that use the store raise
+    StoreLostError if the store is gone.
+
+    Attributes:
+        member: The rank of the worker.
+        page: The worker's status page.
+        generation: The generation that the worker joined last; 0 before the first one.
+        num_formed_groups: Number of inner groups that this generation has formed.
+        num_kept_groups: Number of inner groups that this generation has kept from an
+            earlier one.
     """
 
     def __init__(
@@ -211,15 +253,29 @@ class Membership:
         join_s: float,
         grace_s: float,
     ) -> None:
+        """Prepare to join the first generation.
+
+        Args:
+            member: The rank of the worker.
+            store: The job's store, for the training thread.
+            watched: The job's store over a separate connection, for a thread that
+                always waits in the store.
+            groups: The process groups of the worker.
+            page: The worker's status page.
+            join_s: Time limit for the arrival of all ranks, in seconds.
+            grace_s: Seconds after the end of a generation until threads that still wait
+                for an operation are woken.
+        """
         self.member = member
         self.page = page
         self.generation = 0
         self.num_formed_groups = self.num_kept_groups = 0
-        # forming groups is a wait as a whole, and uses it from several threads
+        # without `page.waits`: forming groups counts as one wait, and uses this store
+        # from several threads
         self._store = CheckedStore(store)
         self._generations = Generations(CheckedStore(store, page.waits))
-        # without `page.waits`: this thread always waits, which must not excuse a
-        # training thread that hangs
+        # without `page.waits`: the watching thread always waits, which must not excuse
+        # a training thread that hangs
         self._watched = Generations(CheckedStore(watched))
         self._groups = groups
         self._join_s = join_s
@@ -227,37 +283,44 @@ class Membership:
         self._left = threading.Event()
         self._ended = threading.Event()
         self._reason = ""
-        self._reported = 0  # deaths in generations before this one
+        self._reported = 0  # deaths in generations before this one are reported
         self._furthest = 0
         self._fruitless = 0
         self._at_end: list[Callable[[], None]] = []
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Run `action`, which must not wait, in the watching thread at each end of a
-        generation.
+        """Run an action in the watching thread at each end of a generation.
+
+        Args:
+            action: The action, which must not wait.
         """
         self._at_end.append(action)
 
     def join(self) -> int:
-        """Wait for all other ranks, form the groups with them, and return the
-        generation that begins.
+        """Wait for all other ranks, and form the groups with them.
 
-        Raises PeersLostError if ranks do not arrive in time, or connections break
-        repeatedly without a death. A worker that has been replaced meanwhile ends here.
-        Raises StoreLostError, as all methods that use the store.
+        A worker that has been replaced meanwhile ends here, with exit status FENCED.
+
+        Returns:
+            The generation that begins.
+
+        Raises:
+            PeersLostError: Ranks do not arrive in time, or connections break repeatedly
+                without a death.
+            StoreLostError: The store is gone.
         """
         while True:
             generation = self._generations.current()
-            # after that: a new incarnation is announced first, and then its supervisor
-            # ends the generation read above
+            # after the generation is read: a supervisor announces a new incarnation
+            # first, and then ends the generation that was read above
             if (
                 self._generations.incarnation(self.member.global_rank)
                 != self.member.incarnation
             ):
                 _exit(FENCED, "another process has taken this rank's place")
             self.generation = generation
-            # before the arrival: if this worker dies after it, its supervisor ends the
-            # generation that the page names
+            # before the arrival: if this worker dies after its arrival, the supervisor
+            # ends the generation that the page names
             self.page.join(generation)
             self._generations.arrive(generation, self.member.world_size)
             goes = self._generations.goes(generation, self._join_s)
@@ -269,11 +332,14 @@ class Membership:
     def lost(self, error: BaseException) -> bool:
         """Return whether an error means that the generation has ended.
 
-        An error of communication ends it. Any other error is the caller's own, unless
-        the generation has just ended: then it may come from the contents of tensors of
-        an operation that was cut off.
+        An error of communication ends the generation. Any other error is the caller's
+        own, unless the generation has just ended: then the contents of tensors of an
+        operation that was cut off may have caused the error.
+
+        Args:
+            error: The error. The frames of its tracebacks are cleared.
         """
-        # groups live as long as a frame of a traceback refers to them
+        # groups live as long as a frame of a traceback refers to the groups
         for cause in causes_of(error):
             traceback.clear_frames(cause.__traceback__)
         if any(isinstance(cause, PeersLostError) for cause in causes_of(error)):
@@ -284,8 +350,8 @@ class Membership:
 
     def deaths(self) -> list[Death]:
         """Return the deaths since the last generation that all ranks entered."""
-        # a new worker has entered none: the death of its forerunner ended the
-        # generation before
+        # a new worker has entered no generation: the death of its forerunner ended the
+        # generation before this one
         first = self._reported or self.generation - 1
         return [
             death
@@ -294,7 +360,7 @@ class Membership:
         ]
 
     def entered(self) -> None:
-        """All ranks have reached one state in this generation."""
+        """Note that all ranks have reached one state in this generation."""
         self._reported = self.generation
 
     def num_deaths(self) -> int:
@@ -302,33 +368,38 @@ class Membership:
         return self._generations.num_deaths()
 
     def leave(self) -> str:
-        """Leave a generation that has ended; return the reason for its end."""
+        """Leave a generation that has ended, and return the reason for its end."""
         self._ended.wait(_END_SEEN_S)  # the watching thread reads the reason
         self._groups.leave()
-        # after that: until then the watching thread cuts connections that are opened
-        # late
+        # after the groups have left: until then the watching thread cuts connections
+        # that are opened late
         self._left.set()
         self._watcher.join()
         return self._reason
 
     def finish(self) -> None:
-        """Return when all ranks have finished: until then a recovery may need every
-        rank.
+        """Wait until all ranks have finished.
 
-        Raises PeersLostError if a rank is lost meanwhile.
+        Until then a recovery may need every rank.
+
+        Raises:
+            PeersLostError: A rank was lost before all ranks had finished.
         """
         self._generations.done(self.generation, self.member.world_size)
         if not self._generations.finishes(self.generation):
             raise PeersLostError("other ranks were lost before all had finished")
-        # the store may end before this process: the watching thread takes that for no
-        # loss
+        # the store may end before this process, which the watching thread must not take
+        # for a loss
         self._left.set()
 
     def _require_progress(self) -> None:
-        """Raise PeersLostError if several generations in a row end without a death or a
-        new iteration.
+        """Check that generations do not end in vain, again and again.
+
+        Raises:
+            PeersLostError: Several generations in a row have ended without a death or a
+                new iteration.
         """
-        # a supervisor's reason has a cause, too, though no death is recorded for it
+        # a supervisor's reason has a cause as well, although no death is recorded
         died = self._reason.startswith(SUPERVISOR) or self._generations.deaths(
             self.generation - 1
         )
@@ -348,7 +419,7 @@ class Membership:
         self._watcher = threading.Thread(
             target=self._watch, args=arguments, name="generation-watch", daemon=True
         )
-        # before the groups: a loss while they are formed must cut them, too
+        # before the groups: a loss while groups are formed must cut these groups, too
         self._watcher.start()
         self.page.wait(True)
         try:
@@ -361,7 +432,7 @@ class Membership:
             if not self._generations.end(
                 generation, f"rank {self.member.global_rank}: {error}"
             ):
-                raise  # it has finished: no rank waits for its end, nor leaves it
+                raise  # it has finished: no rank waits for its end or leaves
             self.leave()
             return False
         finally:
@@ -373,10 +444,12 @@ class Membership:
         return True
 
     def _fail(self, generation: int, reason: str) -> None:
-        """End a generation, in a thread that watches the device: the training thread
-        may be blocked there.
+        """End a generation from a thread that watches the device.
+
+        The training thread may be blocked in the device.
         """
-        with contextlib.suppress(StoreLostError):  # the training thread meets it, too
+        # the training thread meets a lost store, too
+        with contextlib.suppress(StoreLostError):
             Generations(self._store).end(
                 generation, f"rank {self.member.global_rank}: {reason}"
             )
@@ -396,7 +469,7 @@ class Membership:
             action()
         abandon_s = time.monotonic() + self._grace_s
         while not left.is_set():
-            # again and again: connections are opened, and operations begin, after the
+            # repeatedly: connections may be opened, and operations may begin, after the
             # first cut
             self._groups.cut()
             if time.monotonic() >= abandon_s:
@@ -409,10 +482,11 @@ def _death(generation: int, number: int) -> str:
 
 
 def fault_of_end(reason: str) -> FaultClass:
-    """Return the class of a fault that ended a generation without the death of a
-    worker.
+    """Return the class of a fault that ended a generation without a worker's death.
 
-    `reason`: why this worker left the generation; empty in a worker that was not in it.
+    Args:
+        reason: Why this worker left the generation; empty if the worker was not in the
+            generation.
     """
     if reason.endswith(DAEMON_DIED):
         return FaultClass.DAEMON
@@ -425,4 +499,4 @@ def fault_of_end(reason: str) -> FaultClass:
 
 def _exit(status: int, reason: str) -> NoReturn:
     _log.error("worker ends: %s", reason)
-    os._exit(status)  # `sys.exit` would end the watching thread alone
+    os._exit(status)  # `sys.exit` would end only the watching thread

@@ -1,5 +1,6 @@
-"""A worker's heartbeat: a thread that writes signs of life to the status page, and
-touches nothing else.
+"""A worker's heartbeat: a thread that writes signs of life to the status page.
+
+Must not: touch anything else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ BEAT_EVERY_S = 0.05
 
 
 def start_heartbeat(page: StatusPage) -> None:
-    """Write signs of life for as long as the process lives."""
+    """Start to write signs of life, for as long as the process lives."""
     threading.Thread(
         target=_beat, args=(page, threading.Event()), name="heartbeat", daemon=True
     ).start()

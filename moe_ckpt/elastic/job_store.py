@@ -1,7 +1,7 @@
-"""The store of a job: an etcd cluster's, torchrun's, or one that global rank 0 starts.
+"""The store of a job: on an etcd cluster, torchrun's, or started by global rank 0.
 
-The first outlives every node of the job, torchrun's the restarts of all processes, and
-the last those of workers.
+A store on etcd outlives every node of the job. torchrun's store outlives restarts of
+all processes, and a store of global rank 0 outlives restarts of workers.
 """
 
 from __future__ import annotations
@@ -31,33 +31,36 @@ T = TypeVar("T")
 
 _HOSTED = "MOE_CKPT_HOSTED_STORE"
 _ETCD = "MOE_CKPT_ETCD"
-_ANY_JOB = ("", "none")  # torchrun's name of a job without --rdzv-id
+_ANY_JOB = ("", "none")  # torchrun's names of a job without --rdzv-id
 _CONNECT_S = 60.0
-# torch's own default; ranks that import or build for long are waited for
+# torch's own default, long enough for ranks that import or build for long
 _OPERATION_S = 300.0
 _SAY_S = 10.0
 
 STORE_FILE = "store"
-"""The file in a run folder that names the store, for checkpoint servers outside of the
-job.
+"""The file in a run folder with the address of the store, for checkpoint servers
+outside of the job.
 """
 
 
 def write_store_address(run: Path) -> None:
-    """Write the address of this job's store into its run folder."""
+    """Write the address of this job's store into the run folder."""
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    # replaced as a whole: servers outside of the job may read it at any time
+    # replaced as a whole: servers outside of the job may read the file at any time
     temporary = run / f"{STORE_FILE}.{os.getpid()}"
     write_private(temporary, f"{where}\n")
     temporary.replace(run / STORE_FILE)
 
 
 def use_etcd(members: str) -> None:
-    """Use a store on an etcd cluster, whose members are `HOST:PORT,...`, in this
-    process and those that it forks.
+    """Use a store on an etcd cluster, in this process and in processes that it forks.
 
-    Raises ConfigError for a cluster that does not answer, and for a job without a name
-    of its own, which would find keys of another one.
+    Args:
+        members: The members of the cluster, as `HOST:PORT,...`.
+
+    Raises:
+        ConfigError: The cluster does not answer, or the job has no name of its own and
+            would find another job's keys.
     """
     wanted = (
         "a name that no other start of a job has: it names the keys of this one in etcd"
@@ -77,10 +80,12 @@ def use_etcd(members: str) -> None:
 def use_hosted_store(
     launch: Launch, host: Callable[[Callable[[], NoReturn]], object]
 ) -> None:
-    """Use a store of this job's own, at the address that torchrun has chosen for one.
+    """Use a store of the job's own, at the address that torchrun has chosen.
 
-    On global rank 0, `host` must start a process that ends with this one and does
-    nothing but run the store.
+    Args:
+        launch: This process's place in the job.
+        host: Called on global rank 0. Must start a process that ends with the calling
+            process, and that only runs the function that `host` receives.
     """
     os.environ[_HOSTED] = "True"
     if launch.global_rank == 0:
@@ -94,7 +99,7 @@ def hosts_store(global_rank: int) -> bool:
 
 def _keep_store() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        # torchrun signals all processes of a node; last saves need the store
+        # torchrun signals all processes of a node, but last saves need the store
         signal.signal(number, signal.SIG_IGN)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
@@ -104,11 +109,16 @@ def _keep_store() -> NoReturn:
 
 
 def agent_store(part: str, *, own_connection: bool = False) -> dist.Store | None:
-    """Return a part of the job's store; None if torchrun keeps none over restarts of
-    its workers, and no other is used.
+    """Return a part of the job's store.
 
-    All parts share one connection, which serves one thread at a time, unless
-    `own_connection` is set.
+    Args:
+        part: The name of the part.
+        own_connection: Whether to open a new connection. By default all parts share one
+            connection, which serves one thread at a time.
+
+    Returns:
+        The part; None if torchrun keeps no store across restarts of its workers, and
+        the job uses no other store.
     """
     if _ETCD in os.environ:
         return EtcdStore(
@@ -124,8 +134,9 @@ def part_of(store: dist.Store, part: str) -> dist.Store:
     return dist.PrefixStore(f"moe_ckpt/{part}", store)
 
 
+# by pid: a forked process must not use its parent's client
 @functools.cache
-def _etcd_client(pid: int) -> EtcdClient:  # noqa: ARG001 - a forked process is not to use its parent's
+def _etcd_client(pid: int) -> EtcdClient:  # noqa: ARG001
     return EtcdClient(
         parse_endpoints("runtime.etcd", os.environ[_ETCD]), f"{_keys_of_job()}/lease"
     )
@@ -135,10 +146,13 @@ def _keys_of_job() -> str:
     return f"moe_ckpt/{job_name()}"
 
 
+# by pid: a forked process must not use its parent's client
 @functools.cache
-def _shared_client(pid: int) -> dist.Store:  # noqa: ARG001 - a forked process is not to use its parent's
-    """Return this process's client: every new one costs the store a look-up of its
-    name, which can take seconds.
+def _shared_client(pid: int) -> dist.Store:  # noqa: ARG001
+    """Return this process's client of the store.
+
+    Every new client costs the store a look-up of the client's name, which can take
+    seconds.
     """
     return _connect()
 
@@ -148,7 +162,7 @@ def _connect() -> dist.Store:
 
 
 def connect(host: str, port: int) -> dist.Store:
-    """Return a new connection to a job's store, also from outside of the job."""
+    """Open a new connection to a job's store, from inside or outside of the job."""
     store = dist.TCPStore(
         host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S)
     )
@@ -157,10 +171,15 @@ def connect(host: str, port: int) -> dist.Store:
 
 
 def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
-    """Return a part of the job's store, which all its incarnations share.
+    """Return a part of the job's store, which all incarnations of the ranks share.
 
-    Raises ConfigError if torchrun keeps no store for its workers, and no other is used,
-    or torchrun's does not answer.
+    Args:
+        part: The name of the part.
+        own_connection: Whether to open a new connection, as in `agent_store`.
+
+    Raises:
+        ConfigError: torchrun keeps no store for its workers, and the job uses no other
+            store; or torchrun's store does not answer.
     """
     try:
         store = agent_store(part, own_connection=own_connection)
@@ -178,16 +197,21 @@ def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
 
 
 def say_once(message: str) -> None:
-    """Print an error that every rank meets, on the first rank only; the others return
-    once it has.
+    """Print an error that every rank meets, on the first rank only.
 
-    They wait because torchrun ends all ranks as soon as one has ended, the first in the
-    middle of this. If the store does not answer, or the first rank does not print,
-    every rank prints the error: it may be just that.
+    The other ranks return once the first rank has printed. The other ranks wait because
+    torchrun ends all ranks as soon as one rank has ended, even while the first rank
+    prints.
+
+    If the store does not answer, or the first rank does not print, every rank prints
+    the error, which may be about the store itself.
+
+    Args:
+        message: The error, the same on all ranks.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # with the attempt: the store outlives a restart by torchrun, after which the same
-    # error is to be printed again
+    # error must be printed again
     key = hashlib.sha256(
         f"{attempt} {message}".encode(errors="backslashreplace")
     ).hexdigest()
@@ -209,22 +233,24 @@ def say_once(message: str) -> None:
     if first is False and _ask_store(wait_until_printed):
         return
     print(f"error: {message}", file=sys.stderr, flush=True)
-    if first:  # a store that has not answered would be waited for once more
+    if first:  # without an answer: do not wait for the store again
         _ask_store(lambda store: store.set(printed, "") if store else None)
 
 
 def _ask_store(question: Callable[[dist.Store | None], T]) -> T | None:
-    """Return the answer of the job's store, if it has one; None if it does not answer
-    within `_SAY_S` seconds.
+    """Return the answer of the job's store.
+
+    Returns:
+        None if the store does not answer within `_SAY_S` seconds.
     """
     answers: list[T] = []
 
     def ask() -> None:
-        # what torch raises for a store that is gone
+        # torch's error for a store that is gone
         with contextlib.suppress(RuntimeError):
             answers.append(question(agent_store("said")))
 
     asking = Thread(target=ask, name="say_once", daemon=True)
     asking.start()
-    asking.join(_SAY_S)  # an operation of the store has no deadline of its own
+    asking.join(_SAY_S)  # operations of the store have no deadline of their own
     return answers[0] if answers else None

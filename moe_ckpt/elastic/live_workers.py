@@ -1,9 +1,8 @@
-"""Which workers of a run live, and where: RUN/live/rankNNNN.json, written by each
-worker at its start.
+"""The live workers of a run, and their places: RUN/live/rankNNNN.json.
 
-A file describes its worker as of that start. Whether the worker still lives, only
-processes of the same PID namespace on the same machine can tell; another process with
-the same pid has another start time.
+Each worker writes its file at its start, and the file describes the worker as of that
+start. Only processes of the same PID namespace on the same machine can find out whether
+the worker still lives. Another process with the same pid has another start time.
 """
 
 from __future__ import annotations
@@ -21,62 +20,63 @@ from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import make_private, write_private
 
 LATEST = Path("outputs/latest")
-# for fields that files of older runs lack: values that no process and no machine has
+# values for fields that files of older runs lack, which no process and no machine has
 _OLDER = {"supervisor_start_ticks": -1, "boot": "", "pid_namespace": 0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveWorker:
-    """A rank's worker, by its file."""
+    """A rank's worker, as described in its file."""
 
     global_rank: int
     """The rank."""
 
     node: int
-    """The number of its node."""
+    """Number of the rank's node."""
 
     host: str
-    """The name of its machine, for messages."""
+    """Name of the machine, for messages."""
 
     boot: str
-    """The machine's present start: `linux.boot_id`."""
+    """Name of the machine's present start, from `linux.boot_id`."""
 
     pid_namespace: int
-    """The PID namespace of both pids: that of a container, or of the machine."""
+    """PID namespace of both pids: of a container, or of the machine."""
 
     pid: int
-    """The worker."""
+    """The worker's process."""
 
     start_ticks: int
-    """When the worker was started."""
+    """Start time of the worker, from `linux.start_ticks`."""
 
     supervisor_pid: int
-    """The process that replaces the worker."""
+    """The supervisor's process, which replaces the worker."""
 
     supervisor_start_ticks: int
-    """When the supervisor was started."""
+    """Start time of the supervisor, from `linux.start_ticks`."""
 
     memory: str
     """The rank's folder in shared memory."""
 
     incarnation: int
-    """The workers of this rank before this one."""
+    """Number of workers of this rank before this one."""
 
     @property
     def is_here(self) -> bool:
-        """Whether this process can tell if the worker lives: it is not on another
-        machine or in another container.
+        """Whether this process can find out if the worker lives.
+
+        False for a worker on another machine or in another container.
         """
         return (self.boot, self.pid_namespace) == (boot_id(), pid_namespace())
 
     @property
     def where(self) -> str:
-        """Where a worker is that is not here, for messages."""
+        """Place of a worker that is not here, for messages."""
         return "in another container" if self.boot == boot_id() else f"on {self.host}"
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is here, lives, and has its page."""
+        """Whether the worker is here, lives, and has its status page."""
         return (
             self.is_here
             and is_alive(self.pid, started=self.start_ticks)
@@ -85,16 +85,19 @@ class LiveWorker:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether its supervisor is here and lives: then a dead worker is about to be
-        replaced.
+        """Whether the worker's supervisor is here and lives.
+
+        Such a supervisor is about to replace a dead worker.
         """
         return self.is_here and is_alive(
             self.supervisor_pid, started=self.supervisor_start_ticks
         )
 
     def open_page(self) -> StatusPage:
-        """Return its page; raises FileNotFoundError where there is none, as a page that
-        is made anew says nothing.
+        """Return the worker's status page.
+
+        Raises:
+            FileNotFoundError: The page is missing. A new page would say nothing.
         """
         self._page_path.stat()
         return StatusPage(self._page_path)
@@ -113,7 +116,16 @@ def write_live(
     memory: Path,
     incarnation: int,
 ) -> None:
-    """Say that the calling process is a rank's worker."""
+    """Record the calling process as a rank's worker.
+
+    Args:
+        run: The run folder.
+        global_rank: The rank.
+        node: The number of the rank's node.
+        supervisor_pid: The rank's supervisor.
+        memory: The rank's folder in shared memory.
+        incarnation: The number of workers of this rank before this one.
+    """
     worker = LiveWorker(
         global_rank=global_rank,
         node=node,
@@ -129,22 +141,22 @@ def write_live(
     )
     path = _path(run, global_rank)
     make_private(path.parent)
-    # replaced as a whole: other processes read the files at any time
+    # replaced as a whole: other processes may read the file at any time
     temporary = path.with_suffix(f".{os.getpid()}")
     write_private(temporary, json.dumps(asdict(worker)) + "\n")
     temporary.replace(path)
 
 
 def remove_live(run: Path, global_rank: int) -> None:
-    """Say that a rank has no worker any more."""
+    """Record that a rank has no worker any more."""
     _path(run, global_rank).unlink(missing_ok=True)
 
 
 def read_written(run: Path) -> list[LiveWorker]:
-    """Return the workers that have a file, by rank, dead or alive."""
+    """Return all workers that have a file, dead or alive, by rank."""
     workers: list[LiveWorker] = []
     for path in sorted((run / "live").glob("rank*.json")):
-        with contextlib.suppress(FileNotFoundError):  # removed since
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             workers.append(LiveWorker(**(_OLDER | json.loads(path.read_text()))))
     return workers
 
@@ -155,14 +167,16 @@ def read_live(run: Path) -> list[LiveWorker]:
 
 
 def is_running(workers: Collection[LiveWorker]) -> bool:
-    """Return whether any of these workers is here and lives, or is about to be
-    replaced.
-    """
+    """Return whether any of these workers is alive here, or is about to be replaced."""
     return any(worker.is_alive or worker.is_supervised for worker in workers)
 
 
 def read_world_size(run: Path) -> int:
-    """Return how many ranks a run has; raises FileNotFoundError where there is no run."""
+    """Return the number of ranks of a run.
+
+    Raises:
+        FileNotFoundError: The folder holds no run.
+    """
     return int(json.loads((run / "run.json").read_text())["world_size"])
 
 

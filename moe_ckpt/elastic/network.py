@@ -26,12 +26,12 @@ def own_host(launch: Launch, interface: str | None) -> str:
 
     Args:
         launch: This process's place in the job.
-        interface: The interface; None: the one that leads to the rendezvous, or the
-            loopback without other nodes.
+        interface: The interface. None: the interface that leads to the rendezvous, or
+            the loopback if the job has no other nodes.
 
     Raises:
-        ConfigError: An interface without an address, naming those that have one, or a
-            rendezvous without a way to it.
+        ConfigError: The interface has no address (the message names interfaces that
+            have one), or no route leads to the rendezvous.
     """
     setting = "ckpt.network_interface"
     if interface is not None:
@@ -42,8 +42,15 @@ def own_host(launch: Launch, interface: str | None) -> str:
 
 
 def address_on(interface: str, setting: str) -> str:
-    """Return this node's address on an interface. Raises ConfigError with the setting
-    and the present interfaces.
+    """Return this node's address on an interface.
+
+    Args:
+        interface: The interface.
+        setting: The setting that names the interface, for an error.
+
+    Raises:
+        ConfigError: The interface has no address. The message has the setting, and the
+            interfaces that have an address.
     """
     addresses = interface_addresses()
     require(interface in addresses, setting, interface, _one_of(addresses))
@@ -51,16 +58,18 @@ def address_on(interface: str, setting: str) -> str:
 
 
 def route_to(host: str, port: int, setting: str) -> str:
-    """Return this node's address, IPv4 or IPv6, on the interface that leads to another
-    host.
+    """Return this node's address on the interface that leads to another host.
 
     Args:
         host: The name or address of the other host.
         port: Any port of the other host.
         setting: The setting that names an interface, for an error.
 
+    Returns:
+        An IPv4 or IPv6 address.
+
     Raises:
-        ConfigError: A name without an address, or an address without a way to it.
+        ConfigError: The name has no address, or no route leads to the address.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -73,27 +82,32 @@ def route_to(host: str, port: int, setting: str) -> str:
 
 
 def interface_addresses() -> dict[str, str]:
-    """Return an address of each interface of this machine that has one: IPv4 if there
-    is one, else IPv6.
+    """Return one address of each interface of this machine that has an address.
+
+    Returns:
+        The addresses by interface: IPv4 if the interface has an IPv4 address, else
+        IPv6.
     """
     found: dict[str, str] = {}
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:_LONGEST_NAME])
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # no IPv4 address
                 found[name] = socket.inet_ntoa(
                     fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
                 )
-    # the call above knows IPv4 only
+    # the ioctl above returns IPv4 addresses only
     return ipv6_addresses(_IPV6.read_text() if _IPV6.exists() else "") | found
 
 
 def ipv6_addresses(table: str) -> dict[str, str]:
     """Return the first IPv6 address of each interface in the kernel's table.
 
-    Link-local addresses, which mean nothing without their interface, are left out.
+    Link-local addresses are left out, as they mean nothing without their interface.
 
-    `00000000000000000000000000000001 01 80 10 80       lo`: address, index, prefix, scope, flags and name.
+    Args:
+        table: Lines of address, index, prefix, scope, flags and name, such as
+            `00000000000000000000000000000001 01 80 10 80       lo`.
     """
     found: dict[str, str] = {}
     for digits, _, _, scope, _, name in map(str.split, table.splitlines()):
@@ -105,14 +119,16 @@ def ipv6_addresses(table: str) -> dict[str, str]:
 
 
 def _first_route(found: Sequence[tuple[Any, ...]]) -> str:
-    """Return this node's address for the first address that a way leads to. Raises
-    OSError where none does.
+    """Return this node's address for the first address that has a route.
+
+    Raises:
+        OSError: No address has a route.
     """
     errors: list[OSError] = []
     for family, kind, _, _, address in found:
         try:
             with contextlib.closing(socket.socket(family, kind)) as probe:
-                probe.connect(address)  # sends nothing: picks the route
+                probe.connect(address)  # sends nothing: only picks the route
                 return str(probe.getsockname()[0])
         except OSError as error:
             errors.append(error)

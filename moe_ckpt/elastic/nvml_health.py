@@ -1,9 +1,9 @@
-"""A health command for the GPU of a rank, by NVML: `runtime.health='python -m
-moe_ckpt.elastic.nvml_health'`.
+"""A health command for the GPU of a rank, by NVML.
 
-It needs the extra `nvml` (nvidia-ml-py), and fails with each sign that a replacement
-would die like its forerunner. It was written against NVML's documentation and
-stand-ins, and has not run on a GPU yet. Imports no torch: it has `runtime.health_s`
+Set `runtime.health='python -m moe_ckpt.elastic.nvml_health'`. The command needs the
+extra `nvml` (nvidia-ml-py), and fails with each sign that a replacement would die like
+its forerunner. The command was written against NVML's documentation and stand-ins, and
+has not run on a GPU yet. Must not: import torch, as the command has `runtime.health_s`
 seconds.
 """
 
@@ -21,29 +21,36 @@ T = TypeVar("T")
 _WATCH_MS = 1000
 _MOST_XIDS = 100
 _OF_PROGRAMS = frozenset({13, 31, 43, 45, 68, 109})
-"""Xids that an error of a program causes, as NVIDIA's list of them says: a memory fault
-of a kernel, say.
+"""Xids that an error of a program causes, according to NVIDIA's list, such as a memory
+fault of a kernel.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuHealth:
-    """Signs of one GPU; None: it does not report this one.
-
-    `uncorrected`: ECC errors since the driver was loaded. `remap_failed`,
-    `remap_pending`: a row of memory could not be replaced, or is replaced at the next
-    reset. `xids` came while the command watched.
-    """
+    """Signs of one GPU. None: the GPU does not report this sign."""
 
     uncorrected: int | None = None
+    """Number of uncorrected ECC errors since the driver was loaded."""
+
     remap_failed: bool | None = None
+    """Whether a row of memory could not be remapped."""
+
     remap_pending: bool | None = None
+    """Whether a row of memory will be remapped at the next reset."""
+
     xids: tuple[int, ...] = ()
+    """Xids that came while the command watched."""
 
 
 def signs_of_sickness(health: GpuHealth) -> list[str]:
-    """Return the signs, in words; none for a GPU that is well. Xids of programs are no
-    sign.
+    """Describe the signs of sickness of a GPU.
+
+    Args:
+        health: The signs of the GPU. Xids of programs do not count.
+
+    Returns:
+        One text for each sign; none for a healthy GPU.
     """
     signs = [f"Xid {xid}" for xid in health.xids if xid not in _OF_PROGRAMS]
     if health.uncorrected:
@@ -56,8 +63,12 @@ def signs_of_sickness(health: GpuHealth) -> list[str]:
 
 
 def name_of_gpu(environment: Mapping[str, str]) -> str:
-    """Return the number or the UUID of this rank's GPU among all of the machine, which
-    NVML counts.
+    """Return the number or the UUID of this rank's GPU.
+
+    NVML numbers all GPUs of the machine.
+
+    Args:
+        environment: The environment of the rank.
     """
     local_rank = int(environment.get("LOCAL_RANK", "0"))
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
@@ -66,8 +77,15 @@ def name_of_gpu(environment: Mapping[str, str]) -> str:
 
 
 def read_health(nvml: Any, gpu: str) -> GpuHealth:
-    """Read the signs of a GPU. Raises NVMLError for a GPU that cannot be asked: it has
-    fallen off the bus, say.
+    """Read the signs of a GPU.
+
+    Args:
+        nvml: The module pynvml.
+        gpu: The number or the UUID of the GPU.
+
+    Raises:
+        NVMLError: The GPU does not answer, because it has fallen off the bus, for
+            example.
     """
     find = (
         nvml.nvmlDeviceGetHandleByIndex
@@ -76,7 +94,8 @@ def read_health(nvml: Any, gpu: str) -> GpuHealth:
     )
     handle = find(int(gpu) if gpu.isdigit() else gpu)
     rows = _if_supported(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(handle))
-    # not the aggregate counts: these outlive reboots, and would condemn a GPU for good
+    # volatile and not aggregate counts: aggregate counts outlive reboots, and would
+    # condemn a GPU for good
     kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     return GpuHealth(
         uncorrected=_if_supported(
@@ -89,8 +108,9 @@ def read_health(nvml: Any, gpu: str) -> GpuHealth:
 
 
 def _watch_xids(nvml: Any, handle: Any) -> tuple[int, ...]:
-    """Return the Xids that come until none has come for a second: NVML keeps no earlier
-    ones.
+    """Return the Xids that come until no Xid has come for a second.
+
+    NVML keeps no earlier Xids.
     """
     events = nvml.nvmlEventSetCreate()
     found: list[int] = []
@@ -98,7 +118,7 @@ def _watch_xids(nvml: Any, handle: Any) -> tuple[int, ...]:
         nvml.nvmlDeviceRegisterEvents(
             handle, nvml.nvmlEventTypeXidCriticalError, events
         )
-        # bounded: a GPU that reports without a pause would keep the command until
+        # bounded: a GPU that reports without pause would keep the command until
         # runtime.health_s
         while len(found) < _MOST_XIDS:
             found.append(int(nvml.nvmlEventSetWait_v2(events, _WATCH_MS).eventData))
@@ -117,8 +137,15 @@ def _if_supported(nvml: Any, ask: Callable[[], T]) -> T | None:
 
 
 def main(environment: Mapping[str, str], say: Callable[[str], object]) -> int:
-    """Return 0 for a GPU that is well, and 1 otherwise, or without the means to know:
-    then `say` the reason.
+    """Check the GPU of this rank.
+
+    Args:
+        environment: The environment of the rank.
+        say: Receives the reason for a status of 1.
+
+    Returns:
+        The exit status: 0 for a healthy GPU; 1 for a sick GPU, or if the health cannot
+        be found out.
     """
     try:
         nvml = importlib.import_module("pynvml")

@@ -1,5 +1,6 @@
-"""The operations of a process group by the names that `torch.distributed` calls, and
-which tensors they write.
+"""The operations of a process group by the names that `torch.distributed` calls.
+
+The sets below say which tensors an operation writes, and how an operation behaves.
 """
 
 from __future__ import annotations
@@ -38,20 +39,22 @@ OPERATIONS = (
         "reduce_scatter_single",
         "reduce_scatter_single_coalesced",
     ),
-    "all_to_all_single",  # these names are newer than those above
+    "all_to_all_single",  # newer names than those above
 )
-"""All of them write their first argument, but those of WITHOUT_RESULT."""
+"""All operations, which write their first argument, except for `WITHOUT_RESULT`."""
 
 WITHOUT_RESULT = frozenset(("send", "barrier"))
+"""Operations that write no tensor."""
+
 WORKS_IN_PLACE = frozenset(("allreduce", "allreduce_coalesced", "reduce", "broadcast"))
 """Operations that read the tensors that they write."""
 
 TRANSFERS = frozenset(("send", "recv", "recv_anysource"))
 """Operations between two ranks."""
 
-# With torch 2.13 their Work waits for a condition that gloo's thread sets. That of a
-# transfer closes the connection at a timeout, and that of a reduce-scatter takes none
-# (`LambdaWork` of ProcessGroupGloo.cpp)
+# In torch 2.13 the Work of these operations waits for a condition that gloo's thread
+# sets. The Work of a transfer closes the connection at a timeout, and the Work of a
+# reduce-scatter takes no timeout (`LambdaWork` of ProcessGroupGloo.cpp)
 SURVIVE_TIMEOUTS = frozenset(
     (
         *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"),
@@ -61,13 +64,12 @@ SURVIVE_TIMEOUTS = frozenset(
         "all_gather_single_coalesced",
     )
 )
-"""Operations of gloo that go on where a wait for them has timed out."""
+"""Operations of gloo that continue after a wait for them has timed out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendAbilities:
-    """The answer of a group to torch's question for its backend: transfers are batched
-    if it supports that.
-    """
+    """Stand-in for a backend, which a group returns when torch asks for its backend."""
 
     supports_coalescing: bool
+    """Whether the group can batch transfers; torch then batches them."""

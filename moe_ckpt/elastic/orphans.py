@@ -1,9 +1,10 @@
-"""The processes that a worker leaves behind: a supervisor adopts them, and ends them
-before the next worker starts.
+"""The processes that a worker leaves behind.
+
+A supervisor adopts these processes, and ends them before the next worker starts.
 
 Owns: descendants of this process that another process has started: loader processes,
 writers of checkpoints and their resource trackers, also in sessions of their own. Must
-not: end a process that this one has started itself.
+not: end a process that this process has started itself.
 """
 
 from __future__ import annotations
@@ -20,27 +21,32 @@ from moe_ckpt.linux import children_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 2.0
-"""The time between SIGTERM and SIGKILL. Resource trackers of multiprocessing ignore the
-first, and unlink semaphores and shared memory once the processes that use these have
+"""Seconds between SIGTERM and SIGKILL. Resource trackers of multiprocessing ignore
+SIGTERM, and unlink semaphores and shared memory once the processes that use these have
 ended.
 """
 
 
 def adopt_orphans() -> None:
-    """Let the kernel make this process the parent of each descendant that loses its
-    own.
-    """
+    """Make this process the parent of each descendant that loses its own parent."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_ended(but: Collection[int]) -> set[int]:
-    """Collect the exit statuses of children that have ended, up to one of `but`; return
-    their pids.
+    """Collect the exit statuses of children that have ended.
+
+    The collection stops at the first child in `but`.
+
+    Args:
+        but: Children whose statuses are left for other callers.
+
+    Returns:
+        The pids of the collected children.
     """
     reaped: set[int] = set()
-    # the status of a child in `but` is left for its own caller
+    # WNOWAIT leaves the status of a child in `but` for its own caller
     look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    with contextlib.suppress(ChildProcessError):  # there is none
+    with contextlib.suppress(ChildProcessError):  # no children
         while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid not in but:
             os.waitpid(ended.si_pid, 0)
             reaped.add(ended.si_pid)
@@ -48,11 +54,15 @@ def reap_ended(but: Collection[int]) -> set[int]:
 
 
 def end_orphans(own: Collection[int]) -> None:
-    """End all descendants of this process but its `own` children, and those of these.
+    """End all descendants of this process except `own` children and their descendants.
 
-    Call when the worker has ended: its children are this process's then, and the
-    children of each follow once that has ended. A process that the kernel cannot end
-    within another GRACE_S is left to end as soon as it can.
+    Call when the worker has ended: its children are then children of this process. The
+    children of each orphan follow once that orphan has ended. SIGTERM comes first, and
+    SIGKILL after GRACE_S seconds. A process that the kernel cannot end within another
+    GRACE_S seconds is left to end later.
+
+    Args:
+        own: The children that must stay.
     """
     gently_until_s = time.monotonic() + GRACE_S
     until_s = gently_until_s + GRACE_S
@@ -62,7 +72,7 @@ def end_orphans(own: Collection[int]) -> None:
             return
         is_gentle = now_s < gently_until_s
         for pid in orphans:
-            # one that has ended takes it, too
+            # a child that has ended accepts the signal, too
             os.kill(pid, signal.SIGTERM if is_gentle else signal.SIGKILL)
         with watching(orphans) as ended:
             for pid in ended((gently_until_s if is_gentle else until_s) - now_s):
@@ -71,10 +81,16 @@ def end_orphans(own: Collection[int]) -> None:
 
 @contextlib.contextmanager
 def watching(pids: Collection[int]) -> Iterator[Callable[[float], list[int]]]:
-    """Give a function that waits up to some seconds until any of these children has
-    ended, and returns those that have.
+    """Watch children for their ends.
 
-    Their exit statuses are still to be collected.
+    Exit statuses are not collected.
+
+    Args:
+        pids: The children.
+
+    Yields:
+        A function that waits up to the given seconds until any of the children has
+        ended, and returns the children that have ended.
     """
     poll, pid_of = select.poll(), dict[int, int]()
     try:

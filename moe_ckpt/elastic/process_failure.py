@@ -1,6 +1,4 @@
-"""The death of a worker, as its supervisor recorded it, and the classes of faults that
-end a generation.
-"""
+"""The recorded death of a worker, and the classes of faults that end a generation."""
 
 from __future__ import annotations
 
@@ -9,33 +7,57 @@ from enum import StrEnum
 
 
 class FaultClass(StrEnum):
-    """The kind of a fault that ends a generation."""
+    """The class of a fault that ends a generation."""
 
     SIGNAL = "signal"
+    """A worker died of a signal."""
+
     HANG = "hang"
+    """A worker hung, and its supervisor killed it."""
+
     EXCEPTION = "exception"
-    DAEMON = "daemon"  # a replica daemon died
-    RESTART = "restart"  # torchrun started a rank again
-    CONNECTION = "connection"  # connections broke though no process died
+    """A worker failed by an exception."""
+
+    DAEMON = "daemon"
+    """A replica daemon died."""
+
+    RESTART = "restart"
+    """torchrun started a rank again."""
+
+    CONNECTION = "connection"
+    """Connections broke although no process died."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Death:
-    """The cause of the end of a generation: a rank's process ended in a phase of an
-    iteration.
-
-    `signal` names the signal that ended it; empty if an exception did.
-    """
+    """The death of a rank's process, which ended a generation."""
 
     fault: FaultClass
+    """Class of the fault."""
+
     global_rank: int
+    """Rank of the process."""
+
     pid: int
+    """Pid of the process."""
+
     signal: str
+    """Name of the signal that ended the process; empty if an exception did."""
+
     why: str
+    """Cause of the death, in words, for messages."""
+
     iteration: int
+    """Iteration in which the process died; 0 before the first one."""
+
     phase: str
+    """Phase in which the process died: the name of a `Phase`, in lower case."""
+
     last_seen_unix_s: float
+    """Time of the last sign of life, in seconds of Unix time."""
+
     found_unix_s: float
+    """Time at which the supervisor detected the death, in seconds of Unix time."""
 
     @property
     def detect_s(self) -> float:

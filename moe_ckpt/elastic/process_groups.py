@@ -1,16 +1,18 @@
-"""Process groups that outlive a fault: handles that stay, around inner groups that are
-replaced.
+"""Process groups that outlive a fault: stable handles around replaceable inner groups.
 
-Megatron keeps dozens of references to process groups, so it gets handles; only the
-inner groups are replaced. Owns: the handles of this process, forming their inner
-groups, and ending every operation when a generation ends. Must not: decide when that is
-(`elastic.generations` does).
+Megatron keeps dozens of references to process groups. So Megatron gets handles, and
+only the inner groups are replaced. Owns: the handles of this process, forming their
+inner groups, and ending every operation when a generation ends. Must not: decide when a
+generation ends (`elastic.generations` does).
 
-    alone      while a process builds its model: every collective has this rank's contribution only
+    alone      while a process builds its model: every collective has only this rank's
+               contribution
     formed     gloo or NCCL inside
-    cut        operations raise PeersLostError, also those that wait, until groups are formed again
-    kept       the inner group of gloo was idle as its generation ended, and waits for a vote of its
-               members (`elastic.idle_groups`): it goes on in the next generation, or another is formed
+    cut        operations raise PeersLostError, including those that wait, until
+               groups are formed again
+    kept       the inner gloo group was idle as its generation ended, and waits for a
+               vote of its members (`elastic.idle_groups`): the group continues in
+               the next generation, or another group is formed
 """
 
 from __future__ import annotations
@@ -60,25 +62,35 @@ _UNREPORTED = contextlib.nullcontext()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTimeouts:
-    """Seconds: to form all groups, for one operation, and for a device to be quiet
-    after its groups were aborted.
-    """
+    """Time limits of process groups."""
 
     form_s: float
+    """Limit for forming all groups, in seconds."""
+
     operation_s: float
+    """Limit for one operation, in seconds."""
+
     abort_s: float
+    """Limit for a device to become quiet after its groups were aborted, in seconds."""
 
 
 class Guards:
-    """The summands by which the ranks of an inner group confirm what they did before.
+    """The summands with which the ranks of an inner group confirm earlier operations.
 
-    A guard is a sum, to which a rank adds its summand once its device has finished what
-    the guard is for. An operation that an abort has cut off completes with what was in
-    its buffers: nothing, some of the summands, or the sum of an earlier guard. So
-    summands are positive, and each guard of each generation has another one.
+    A guard is a sum over all ranks. A rank adds its summand once the rank's device has
+    finished the operations that the guard confirms. If an abort cuts the sum off, the
+    sum completes with the contents of its buffers: nothing, some of the summands, or
+    the sum of an earlier guard. So summands are positive, and each guard of each
+    generation has a different summand.
     """
 
     def __init__(self, members: str, generation: int) -> None:
+        """Begin the guards of a generation.
+
+        Args:
+            members: The name of the group's members, the same on all ranks.
+            generation: The generation.
+        """
         self._place = f"{generation}/{members}"
         self._num_begun = 0
 
@@ -97,16 +109,19 @@ class Guards:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
-    """Operations that an inner group collects, to begin them together; `arguments`
-    holds their tensors.
-
-    Until they have begun, `held` keeps a cut from aborting the group.
-    """
+    """Operations that an inner group collects, to begin them together."""
 
     inner: InnerGroup
+    """The inner group."""
+
     device: torch.device
+    """Device of the tensors."""
+
     arguments: list[tuple[Any, ...]]
+    """Arguments of the operations, with their tensors."""
+
     held: contextlib.ExitStack
+    """Keeps a cut from aborting the group until the operations have begun."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -114,53 +129,55 @@ class InnerGroup:
     """A group that a generation has formed, for all handles with the same members."""
 
     group: Any
-    """The group of gloo or NCCL."""
+    """The gloo or NCCL group."""
 
     launching: contextlib.AbstractContextManager[object]
-    """Held while a thread begins an operation: no abort frees the group then, and
-    nobody takes it for idle.
+    """Held while a thread begins an operation. Meanwhile no abort frees the group, and
+    no thread takes the group for idle.
     """
 
     generation: int
-    """The generation that has formed it."""
+    """The generation that has formed the group."""
 
     can_outlast: bool
-    """Whether it may outlive a generation, once it is idle."""
+    """Whether the group may outlive a generation, once the group is idle."""
 
     guards: Guards
-    """Of the present generation."""
+    """Guards of the present generation."""
 
     num_begun: int = 0
-    """Operations that this rank has begun, of all kinds."""
+    """Number of operations that this rank has begun, of all kinds."""
 
     num_transfers: int = 0
-    """Transfers between two ranks among these operations."""
+    """Number of transfers between two ranks among these operations."""
 
     unfinished: set[_Operation] = field(default_factory=set)
-    """Operations that nobody has awaited to their end, with their tensors: after a cut
-    an operation may still write to their memory, which must not be another tensor's.
+    """Operations that no thread has awaited to their end, with their tensors. After a
+    cut an operation may still write to the memory of its tensors, so no other tensor
+    may get that memory.
     """
 
     is_broken: bool = False
-    """Whether it was cut, or an operation has failed as it began."""
+    """Whether the group was cut, or an operation of the group has failed as it began.
+    """
 
     @property
     def is_idle(self) -> bool:
-        """Whether no byte is under way in it, if its members have begun the same number
-        of operations.
+        """Whether no byte is under way in the group.
 
-        A transfer has one of two ranks only, so numbers of transfers prove nothing.
+        The answer holds if all members have begun equally many operations. A transfer
+        involves only two ranks, so equal numbers of transfers prove nothing.
         """
         return not (self.is_broken or self.num_transfers or self.unfinished)
 
     @property
     def position(self) -> str:
-        """What its members have to have in common, to go on with it while it is idle."""
+        """The value that all members must share to continue with the idle group."""
         return f"{self.generation}/{self.num_begun}"
 
 
 class ElasticGroup(dist.ProcessGroup):
-    """The handle of one group, in which this process has place `own` of `size`.
+    """The handle of one process group.
 
     Handles with the same `members` share an inner group.
     """
@@ -173,7 +190,17 @@ class ElasticGroup(dist.ProcessGroup):
         transport: Backend,
         groups: ElasticGroups,
     ) -> None:
-        super().__init__(own, size)  # pyright: ignore[reportCallIssue] - the stubs know another constructor
+        """Make a handle, which is alone until its inner group is formed.
+
+        Args:
+            members: The name of the group's members, the same on all of them.
+            own: This process's place in the group.
+            size: The number of members.
+            transport: The backend of the inner groups.
+            groups: All handles of this process.
+        """
+        # torch's stubs describe another constructor
+        super().__init__(own, size)  # pyright: ignore[reportCallIssue]
         self.members = members
         self.inner: InnerGroup | SoloGroup | None = SoloGroup(size)
         self.transport = transport
@@ -189,21 +216,20 @@ class ElasticGroup(dist.ProcessGroup):
 
     @property
     def num_operations(self) -> int:
-        """The collective operations that the inner group has begun: gloo numbers its
-        messages by them.
+        """Number of collective operations that the inner group has begun.
+
+        gloo numbers its messages by these operations.
         """
         inner = self.inner
         assert isinstance(inner, InnerGroup), "the group is not formed"
         return inner.group._get_sequence_number_for_group() - inner.num_transfers
 
     def confirm(self) -> bool:
-        """Return once the results of earlier operations are right on all ranks: see
-        `ElasticGroups.confirm`.
-        """
+        """Confirm results of earlier operations: see `ElasticGroups.confirm`."""
         return self._groups.confirm(self)
 
-    # torch 2.14 batches transfers of any group; older releases ask for exactly
-    # `ProcessGroup`: see `register`.
+    # torch 2.14 batches transfers of any group; older releases only those of a group
+    # whose type is exactly `ProcessGroup`: see `ElasticGroups.register`
 
     def _get_backend(self, device: torch.device) -> Any:
         inner = self.inner
@@ -216,16 +242,17 @@ class ElasticGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         self._groups.start_batch(self, device)
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002 - the batch has it
+    # the batch has the device
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
         return self._groups.end_batch(self)
 
     def drop_batch(self) -> None:
-        """End a batch that an error has left open, in the thread that has started it."""
+        """End a batch that an error has left open, in the thread that began it."""
         self._groups.drop_batch(self)
 
 
 def _method(name: str) -> Callable[..., dist.Work]:
-    # a function: a `partialmethod` makes another object at each call
+    # a function: a `partialmethod` would make another object at each call
     def begin(self: ElasticGroup, *arguments: Any, **options: Any) -> dist.Work:
         return self._groups.run(self, name, arguments, options)
 
@@ -237,12 +264,9 @@ for _name in OPERATIONS:
 
 
 class ElasticGroups:
-    """All handles of this process. One thread forms and leaves; any thread may call
-    `cut` and `abandon`.
+    """All handles of this process.
 
-    `on_wait` is called when that thread, or autograd's in its backward pass, begins and
-    ends to wait for other ranks, `on_device_wait` when its device does. With `shares`,
-    groups of the same ranks share an inner group.
+    One thread forms and leaves groups. Any thread may call `cut` and `abandon`.
     """
 
     def __init__(
@@ -254,6 +278,18 @@ class ElasticGroups:
         *,
         shares: bool = True,
     ) -> None:
+        """Begin without handles.
+
+        Args:
+            transport: The backend for tensors on training's device.
+            timeouts: The time limits.
+            on_wait: Called with True when a wait for other ranks begins in the thread
+                that forms groups, or in autograd's thread in the backward pass, and
+                with False when the wait ends.
+            on_device_wait: Called with True when the device begins to wait for other
+                ranks, and with False when the device's wait ends.
+            shares: Whether groups of the same ranks share an inner group.
+        """
         self._transports = {BACKEND: transport, CPU_BACKEND: transport}
         if transport.device.type != "cpu":
             self._transports[CPU_BACKEND] = GlooBackend()
@@ -266,18 +302,19 @@ class ElasticGroups:
             limit_s=timeouts.operation_s,
         )
         self._handles: list[ElasticGroup] = []
-        # by members: idle groups of the last generation
+        # idle groups of the last generation, by members
         self._kept: dict[str, InnerGroup] = {}
         self._waits = HostWaits()
         self._store_lock = threading.Lock()
-        # one per generation: a late thread must not see that of the next one
+        # one event per generation: a late thread must not see the event of the next
+        # generation
         self._over = threading.Event()
         self._training_thread = 0
         self._generation = 0
 
     @property
     def inners(self) -> dict[str, InnerGroup]:
-        """The inner groups of handles, by members."""
+        """The inner groups of the handles, by members."""
         inners = ((handle.members, handle.inner) for handle in self._handles)
         return {
             members: inner for members, inner in inners if isinstance(inner, InnerGroup)
@@ -285,23 +322,23 @@ class ElasticGroups:
 
     @property
     def insides(self) -> list[Any]:
-        """The groups of gloo or NCCL inside, each once."""
+        """The gloo or NCCL groups inside the handles, each once."""
         return [inner.group for inner in self.inners.values()]
 
     @property
     def num_formed(self) -> int:
-        """The inner groups that this generation has formed."""
+        """Number of inner groups that this generation has formed."""
         return len(self.inners) - self.num_kept
 
     @property
     def num_kept(self) -> int:
-        """The inner groups that this generation has from an earlier one."""
+        """Number of inner groups that this generation has kept from an earlier one."""
         return sum(
             inner.generation < self._generation for inner in self.inners.values()
         )
 
     def register(self) -> None:
-        """Register these groups with `torch.distributed` under the backends' names."""
+        """Register `BACKEND` and `CPU_BACKEND` with `torch.distributed`."""
         for name, transport in self._transports.items():
             create = functools.partial(self._create, name, transport)
             register_groups(name, create, [transport.device.type])
@@ -313,21 +350,28 @@ class ElasticGroups:
         generation: int,
         on_failure: Callable[[str], object] | None = None,
     ) -> None:
-        """Form the inner groups of all handles, for a new generation, but for those
-        that all members have kept.
+        """Form the inner groups of all handles for a new generation.
 
-        The ranks meet in the store of `client`. Threads of gloo read addresses there
-        for as long as the generation lasts. `on_failure` receives, in another thread,
-        the reason why the device will not complete an operation. Raises PeersLostError
-        if forming takes too long, or is cut.
+        Inner groups that all members have kept continue instead. The ranks meet in the
+        job's store, where gloo's threads read addresses for as long as the generation
+        lasts.
+
+        Args:
+            client: The client of the job's store.
+            generation: The new generation.
+            on_failure: Receives, in another thread, the reason why the device will not
+                complete an operation.
+
+        Raises:
+            PeersLostError: Forming takes too long, or is cut.
         """
         over = self._over = threading.Event()
         self._generation = generation
         self._device_waits.begin(on_failure or _ignore)
         self._training_thread = threading.get_ident()
         made: dict[str, InnerGroup] = {}
-        # keys with the generation: a rank that is late must not meet the others through
-        # addresses of the last one
+        # keys contain the generation: a late rank must not meet the other ranks through
+        # addresses of the last generation
         store = PollingStore(
             client,
             self._store_lock,
@@ -336,24 +380,28 @@ class ElasticGroups:
             self._timeouts.form_s,
             num_ranks=max((handle.size() for handle in self._handles), default=1),
         )
-        # the host's first: sockets that NCCL opens later are not its own
+        # the host's transport first: sockets that NCCL opens later do not belong to the
+        # host's groups
         for transport in reversed(self._distinct):
             self._form_all(transport, store, over, made)
         self._kept.clear()
         for handle in self._handles:
             if handle.members in made:
-                # other threads begin operations from here on
+                # from here on other threads begin operations
                 handle.inner = made[handle.members]
-        # once more: a cut that came while groups were formed did not know those that
-        # handles have from here on
+        # once more: a cut that came while groups were formed did not reach the inner
+        # groups that handles have from here on
         if over.is_set():
             self.cut()
             raise PeersLostError("forming process groups: other ranks were lost")
 
     def cut(self) -> None:
-        """End all operations, and let no new one begin. May be repeated."""
+        """End all operations, and let no new operation begin.
+
+        Any thread may call this method, also repeatedly.
+        """
         self._over.set()
-        # an operation that is about to begin in an idle group is found at the next call
+        # the next call finds an operation that is about to begin in an idle group now
         spared = []
         for inner in (*self.inners.values(), *self._kept.values()):
             if inner.can_outlast and inner.is_idle:
@@ -364,13 +412,16 @@ class ElasticGroups:
             transport.cut(self._timeouts.abort_s, spared)
 
     def confirm(self, handle: ElasticGroup) -> bool:
-        """Return once the results that all ranks of a group have awaited are right, on
-        all of them. Collective.
+        """Confirm the results of earlier operations on all ranks. Collective.
 
-        Also results of other groups with the same ranks, or with some of them. NCCL
-        only queues an operation: until it is confirmed it may still fail, and may have
-        completed with wrong data as a peer aborted its group. On gloo an operation that
-        was cut off fails by itself.
+        Returns once the results that all ranks of the group have awaited are right on
+        all of them, including results of other groups with the same ranks or some of
+        these ranks. NCCL only queues an operation. Until an operation is confirmed, the
+        operation may still fail, or may have completed with wrong data because a peer
+        aborted its group. On gloo, an operation that was cut off fails by itself.
+
+        Args:
+            handle: The group.
 
         Returns:
             Whether ranks have met: not on gloo, nor in a group that is not formed.
@@ -382,8 +433,9 @@ class ElasticGroups:
         self._sync(handle.transport, over)
         if not handle.transport.completes_when_cut or not isinstance(inner, InnerGroup):
             return False
-        # only now: the sum proves that each rank's device had finished before that rank
-        # aborted anything. An abort follows the flag, and `run` looks at the flag
+        # only after the sync: the sum then proves that each rank's device had finished
+        # before that rank aborted anything. An abort follows the flag `over`, and `run`
+        # checks the flag
         summand = inner.guards.next()
         total = torch.full(
             (), summand, dtype=torch.int64, device=handle.transport.device
@@ -395,8 +447,11 @@ class ElasticGroups:
         return True
 
     def _sync(self, transport: Backend, over: threading.Event) -> None:
-        """Wait until the awaited operations are complete on the device, too. Raises
-        PeersLostError.
+        """Wait until the awaited operations are complete on the device as well.
+
+        Raises:
+            PeersLostError: An operation has failed or takes too long, or the generation
+                is over.
         """
         with self._telling():
             transport.sync(over.is_set, self._timeouts.operation_s)
@@ -404,18 +459,22 @@ class ElasticGroups:
             raise PeersLostError("other ranks were lost")
 
     def abandon(self) -> None:
-        """Wake the threads that still wait for an operation that will not end."""
+        """Wake the threads that still wait for operations that will not end.
+
+        Any thread may call this method.
+        """
         self._waits.abandon()
 
     def leave(self) -> None:
-        """Drop the inner groups, but for idle ones, once no further byte can arrive in
-        a tensor.
+        """Drop all inner groups except idle ones.
+
+        Returns once no further byte can arrive in a tensor.
         """
         for handle in self._handles:
-            # an error between the calls of a batch has left it open
+            # an error between the calls of a batch may have left the batch open
             self.drop_batch(handle)
-            # and one inside torch's `_coalescing_manager` its list: later collectives
-            # would only be noted in it
+            # an error inside torch's `_coalescing_manager` leaves a list behind, in
+            # which later collectives would only be noted
             dist.distributed_c10d._world.pg_coalesce_state.pop(handle, None)
         self.cut()
         self._device_waits.clear()
@@ -430,13 +489,13 @@ class ElasticGroups:
             if handle.size() > 1:
                 handle.inner = None
         threading.Thread(target=_bury, args=(dropped,), daemon=True).start()
-        # this frame is not to keep groups that the other thread has given up
+        # this frame must not keep groups that the other thread has given up
         del dropped
         for transport in self._distinct:
             self._wait_for_quiet(transport, begun_s)
-        # groups in cycles keep their sockets open, and with them peers waiting
+        # groups in reference cycles keep their sockets open, and peers waiting
         gc.collect()
-        # another C library than glibc, which keeps freed blocks
+        # glibc keeps freed blocks; another C library has no `malloc_trim`
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
 
@@ -447,10 +506,18 @@ class ElasticGroups:
         arguments: tuple[Any, ...],
         options: dict[str, Any],
     ) -> dist.Work:
-        """Begin an operation of a handle's inner group. Raises PeersLostError if ranks
-        are lost.
+        """Begin an operation of a handle's inner group.
+
+        Args:
+            handle: The handle.
+            name: The name of the operation, one of `OPERATIONS`.
+            arguments: The positional arguments of the operation.
+            options: The keyword arguments of the operation.
+
+        Raises:
+            PeersLostError: Ranks are lost, or the operation fails as it begins.
         """
-        # in this order: an inner group is dropped after its generation is over
+        # `over` before `inner`: an inner group is dropped after its generation is over
         over, inner = self._over, handle.inner
         if isinstance(inner, SoloGroup):
             return getattr(inner, name)(*arguments, **options)
@@ -468,18 +535,24 @@ class ElasticGroups:
             work = self._begin_with_helper(call) if is_late else call()
             inner.num_begun += 1
             inner.num_transfers += name in TRANSFERS
-            # the batch's end returns the operation that is waited for
+            # `end_batch` returns the operation that the caller waits for
             if handle.batch is not None:
                 handle.batch.arguments.append(arguments)
                 return _FINISHED
             return self._begun(handle, inner, name, work, arguments, over)
 
     def start_batch(self, handle: ElasticGroup, device: torch.device) -> None:
-        """Let a handle's operations begin together, at `end_batch`. Raises
-        PeersLostError if ranks are lost.
+        """Begin a batch: the handle's operations begin together, at `end_batch`.
 
         NCCL serializes transfers that are not batched: two neighbours that both send
         first would wait for ever.
+
+        Args:
+            handle: The handle, whose group must be formed.
+            device: The device of the tensors.
+
+        Raises:
+            PeersLostError: Ranks are lost.
         """
         over, inner = self._over, handle.inner
         assert not isinstance(inner, SoloGroup), (
@@ -494,8 +567,10 @@ class ElasticGroups:
             )
 
     def end_batch(self, handle: ElasticGroup) -> dist.Work:
-        """Begin a handle's batch and return it as one operation. Raises PeersLostError
-        if ranks are lost.
+        """Begin the operations of a handle's batch, and return them as one operation.
+
+        Raises:
+            PeersLostError: Ranks are lost, or the operations fail as they begin.
         """
         over, batch = self._over, handle.batch
         assert batch is not None, "the batch was not started"
@@ -520,8 +595,9 @@ class ElasticGroups:
         )
 
     def drop_batch(self, handle: ElasticGroup) -> None:
-        """End a batch that failed: NCCL counts open batches per thread, and would begin
-        no later operation.
+        """End a handle's failed batch, if the handle has one.
+
+        NCCL counts open batches per thread, and would begin no later operation.
         """
         batch, handle.batch = handle.batch, None
         if batch is not None:
@@ -531,7 +607,12 @@ class ElasticGroups:
                     batch.inner.group._end_coalescing(batch.device)
 
     def wait(self, operation: _Operation) -> None:
-        """Wait for an operation to end or to be abandoned. Raises PeersLostError."""
+        """Wait until an operation has ended or is abandoned.
+
+        Raises:
+            PeersLostError: The operation has failed or was abandoned, or ranks are
+                lost.
+        """
         transport, over = operation.transport, operation.over
         try:
             with self._telling():
@@ -539,11 +620,11 @@ class ElasticGroups:
                     transport.wait(operation.work)
                 else:
                     self._wait_on_host(operation)
-                if operation.name == "barrier":  # for which the host waits, too
+                if operation.name == "barrier":  # the host waits as well
                     transport.sync(over.is_set, self._timeouts.operation_s)
         except RuntimeError as error:
             raise PeersLostError(str(error)) from error
-        # NCCL: the current stream waits for it, the host does not
+        # NCCL: the current stream waits for the operation, and the host does not
         self._device_waits.add(transport.mark(), over.is_set)
         operation.unfinished.discard(operation)
         if over.is_set():
@@ -561,8 +642,10 @@ class ElasticGroups:
         arguments: tuple[Any, ...],
         over: threading.Event,
     ) -> dist.Work:
-        """Return what the caller waits for, of an operation that has begun. Raises
-        PeersLostError.
+        """Return the object by which the caller waits for an operation that has begun.
+
+        Raises:
+            PeersLostError: The generation is over.
         """
         if work is not None:
             operation = _Operation(
@@ -570,16 +653,17 @@ class ElasticGroups:
             )
             inner.unfinished.add(operation)
             return operation
-        # NCCL since torch 2.8: a synchronous operation is in the order of the current
-        # stream
+        # no work: NCCL since torch 2.8 puts a synchronous operation into the order of
+        # the current stream
         if over.is_set():
             raise PeersLostError(f"{name}: other ranks were lost")
         self._device_waits.add(handle.transport.mark(), over.is_set)
         return _FINISHED
 
     def _begin_with_helper(self, begin: Callable[[], Any]) -> Any:
-        """Begin a transfer that may wait for its peer to connect, which a lost one
-        never does.
+        """Begin, in a helper thread, a transfer that may wait for its peer to connect.
+
+        A lost peer never connects, and the wait for a helper can be abandoned.
         """
         begun: list[Any] = []
         self._waits.wait_with_helper(lambda: begun.append(begin()), _ignore)
@@ -593,11 +677,11 @@ class ElasticGroups:
             self._waits.wait_with_helper(call, operation.keep)
 
     def _telling(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which training waits for other ranks: of its thread and
-        autograd's, not of others.
+        """Return a context that reports a wait of training for other ranks.
 
-        Autograd runs the backward pass of a device in a thread of its own, for which
-        the training thread waits.
+        Only waits of the training thread and of autograd are reported. Autograd runs
+        the backward pass of a device in a thread of its own, for which the training
+        thread waits.
         """
         if (
             threading.get_ident() == self._training_thread
@@ -607,12 +691,14 @@ class ElasticGroups:
         return _UNREPORTED
 
     def _keeps(self, members: str, inner: InnerGroup) -> bool:
-        """Keep an inner group for the next generation, if it is idle; return whether it
-        is.
+        """Keep an inner group for the next generation if the group is idle.
+
+        Returns:
+            Whether the group is kept.
         """
         if not inner.can_outlast:
             return False
-        # whoever begins an operation later finds that its generation is over
+        # a thread that begins an operation later finds that the generation is over
         with inner.launching:
             is_idle = inner.is_idle
         if is_idle:
@@ -621,19 +707,21 @@ class ElasticGroups:
 
     @property
     def _distinct(self) -> tuple[Backend, ...]:
-        """The device's transport first: aborts of its groups precede the end of sockets
-        under running kernels.
+        """The backends, each once, the device's first.
+
+        Aborts of the device's groups must precede the end of sockets under running
+        kernels.
         """
         return tuple(dict.fromkeys(self._transports.values()))
 
     def _wait_for_quiet(self, transport: Backend, begun_s: float) -> None:
-        """Wait until no further byte can arrive."""
+        """Wait until no further byte can arrive in a tensor."""
         limit_s = (
             self._timeouts.abort_s
             if transport.closing_s is None
             else transport.closing_s
         )
-        # by looking: the kernel does not report when gloo has read its last byte
+        # by polling: the kernel does not report when gloo has read its last byte
         while not transport.is_quiet():
             if time.monotonic() - begun_s > limit_s:
                 # only another process gets the device back
@@ -652,20 +740,23 @@ class ElasticGroups:
         over: threading.Event,
         made: dict[str, InnerGroup],
     ) -> None:
-        """Form the inner groups of one transport's handles, one for all of the same
-        members. Raises PeersLostError.
+        """Form one transport's inner groups, one for all handles with the same members.
+
+        Raises:
+            PeersLostError: Forming fails, takes too long, or is cut.
         """
         handles = (
             handle
             for handle in self._handles
             if handle.size() > 1 and handle.transport is transport
         )
-        # each group costs connections, threads and, with NCCL, seconds and device
-        # memory: Megatron's 12 groups in a job of 4 ranks have 3 memberships. All ranks
-        # begin the operations of handles that share one in the same order, as one
-        # thread begins them in the order of the schedule or of the graph
+        # Each group costs connections, threads and, with NCCL, seconds and device
+        # memory. Megatron's 12 groups in a job of 4 ranks have 3 memberships. All ranks
+        # begin the operations of handles that share an inner group in the same order,
+        # as one thread begins the operations in the order of the schedule or of the
+        # graph
         shared = list({handle.members: handle for handle in handles}.values())
-        # a part keeps the order in which all ranks have created the groups: no two
+        # a part keeps the order in which all ranks have created the groups, so no two
         # groups wait for each other
         parts = [
             shared[index::_FORMING_THREADS]
@@ -710,8 +801,9 @@ class ElasticGroups:
     def _kept_inner(
         self, handle: ElasticGroup, store: PollingStore
     ) -> InnerGroup | None:
-        """Return a handle's idle inner group, if all members go on with theirs; else
-        drop it.
+        """Return a handle's idle inner group if all members keep the group.
+
+        Else drop the group.
         """
         if not handle.transport.keeps_idle(handle.size()):
             return None
@@ -747,8 +839,9 @@ class ElasticGroups:
     ) -> ElasticGroup:
         # torch names no ranks for the world
         ranks = options.global_ranks_in_group or range(options.group_size)
-        # the same name on all members; backends stay apart: a thread that writes
-        # checkpoints communicates beside training, in an order of its own
+        # The name is the same on all members. Names of backends keep groups apart: a
+        # thread that writes checkpoints communicates beside training, in an order of
+        # its own
         members = (
             hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
             if self._shares
@@ -766,9 +859,9 @@ class ElasticGroups:
 
 
 class _ReportedWait:
-    """Calls `on_wait` as a wait begins and as the wait ends; for any number of waits.
+    """Calls `on_wait` as a wait begins and as the wait ends, for any number of waits.
 
-    No generator: each operation enters two of these contexts.
+    A class and not a generator, because each operation enters two of these contexts.
     """
 
     def __init__(self, on_wait: Callable[[bool], None]) -> None:
@@ -784,7 +877,8 @@ class _ReportedWait:
 class _Operation(dist.Work):
     """An operation of a handle's inner group, which can be abandoned.
 
-    `arguments` holds its tensors; `over` is its generation's.
+    The object keeps the operation's `arguments`, and with them its tensors. `over` is
+    set when the operation's generation is over.
     """
 
     def __init__(
@@ -799,7 +893,8 @@ class _Operation(dist.Work):
     ) -> None:
         super().__init__()
         self.transport = transport
-        # not the group: a caller that keeps this object would keep its sockets
+        # only the set and not the inner group: a caller that keeps this object would
+        # keep the group's sockets
         self.unfinished = inner.unfinished
         self.name = name
         self.work = work
@@ -810,12 +905,14 @@ class _Operation(dist.Work):
 
     @property
     def host_work(self) -> Any:
-        """The part for which a late wait is allowed: this part writes to no tensor of a
-        next generation.
+        """The part of the operation for which a late wait is allowed.
+
+        A late end of the part writes to no tensor of a next generation.
         """
         return self.work.host_work if isinstance(self.work, StagedWork) else self.work
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - operations have their own
+    # operations have a time limit of their own
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         self._groups.wait(self)
         return True
 
@@ -826,12 +923,12 @@ class _Operation(dist.Work):
         return self.work.result()
 
     def keep(self, helper: Helper) -> None:
-        """Take the helper that waits for the operation though the wait was abandoned."""
+        """Keep the helper that waits for the operation after the wait was abandoned."""
         self._helper = helper
 
     def bury(self) -> None:
-        """Wait until the operation has ended, however it ends."""
-        if self._helper is not None:  # a transfer ends one wait only
+        """Wait until the operation has ended, with or without an error."""
+        if self._helper is not None:  # the end of a transfer ends one wait only
             self._helper.join()
             return
         with contextlib.suppress(RuntimeError):
@@ -839,8 +936,10 @@ class _Operation(dist.Work):
 
 
 def _usable(inner: InnerGroup | None, over: threading.Event, name: str) -> InnerGroup:
-    """Return an inner group of a generation that ends with `over`. Raises
-    PeersLostError; `name` is for errors.
+    """Return an inner group of a generation that ends with `over`.
+
+    Raises:
+        PeersLostError: The generation is over. The message begins with `name`.
     """
     if over.is_set() or inner is None:
         raise PeersLostError(f"{name}: other ranks were lost")
@@ -856,12 +955,13 @@ def _call(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:
-    """Call a method of an inner group, whose generation ends with `over`; `name` is for
-    errors.
+    """Call a method of an inner group, whose generation ends with `over`.
 
-    Raises PeersLostError if the generation is over or the call fails.
+    Raises:
+        PeersLostError: The generation is over, or the call fails. The message begins
+            with `name`.
     """
-    _usable(inner, over, name)  # once more: the thread may have waited to launch it
+    _usable(inner, over, name)  # again: the thread may have waited to launch
     try:
         return getattr(inner.group, method)(*arguments, **options)
     except BaseException as error:
@@ -873,8 +973,9 @@ def _call(
 
 
 def _begin_without_waiting(*values: Any) -> None:
-    """Let a barrier return at once: one that blocks inside a launch would keep a cut
-    from aborting it.
+    """Let a barrier return at once.
+
+    A barrier that blocks inside a launch would keep a cut from aborting the group.
     """
     for value in values:
         if isinstance(value, dist.BarrierOptions):
@@ -882,9 +983,9 @@ def _begin_without_waiting(*values: Any) -> None:
 
 
 def _bury(inners: list[InnerGroup]) -> None:
-    """Keep the objects of unfinished operations until these have ended."""
-    # in this thread: the destructor of a group waits for its operations, and would stop
-    # training
+    """Keep the objects of unfinished operations until the operations have ended."""
+    # in a separate thread: the destructor of a group waits for the group's operations,
+    # and would stop training
     for inner in inners:
         for operation in tuple(inner.unfinished):
             operation.bury()

@@ -1,9 +1,9 @@
-"""A store for rendezvous with waits that can end: it polls over a connection that no
-other wait blocks.
+"""A store for rendezvous, whose waits can end.
 
-torch's own client blocks in a wait, with its one connection, until a timeout; and every
-new connection costs the server a look-up of the client's name, which now and then takes
-seconds. So all threads of a process share one client here.
+torch's own client blocks inside a wait, with its one connection, until a timeout. A new
+connection costs the server a look-up of the client's name, which now and then takes
+seconds. So all threads of a process share one client here, and a wait polls over the
+client's connection, which no wait blocks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from moe_ckpt.errors import PeersLostError
 T = TypeVar("T")
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
 _PAUSE_A_RANK_S = 1.5e-4
-"""Seconds between two requests of a wait, for each rank of the job: four threads of all
-ranks that wait take half of what torch's store answers, at 17 us a request.
+"""Seconds between two requests of a wait, for each rank of the job. If four threads of
+every rank wait, their requests take half of the capacity of torch's store, at 17 us a
+request.
 """
 
 
 class PollingStore(dist.Store):
-    """A part of the job's store, by one client under a lock.
+    """A part of the job's store, over one client under a lock.
 
-    Each request raises PeersLostError once the generation is over, and a wait does so
-    after its limit.
+    Each request raises PeersLostError once the generation is over. A wait also raises
+    PeersLostError after its time limit.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class PollingStore(dist.Store):
             client: The client of the job's store.
             lock: Held for each request.
             prefix: In front of all keys.
-            is_over: Whether the generation is over.
-            timeout_s: The limit of a wait, in seconds.
-            num_ranks: The ranks that may wait at the same time.
+            is_over: Returns whether the generation is over.
+            timeout_s: The time limit of a wait, in seconds.
+            num_ranks: The number of ranks that may wait at the same time.
         """
         super().__init__()
         self._client = client
@@ -64,11 +65,10 @@ class PollingStore(dist.Store):
 
     @property
     def direct(self) -> dist.Store:
-        """The same part by torch's own client, which waits without end, and without an
-        error of Python's.
+        """The same part of the store, over torch's own client.
 
-        For gloo's threads: an error of Python's that is raised there a second time ends
-        the process.
+        The client waits without end, and raises no error of Python's. gloo's threads
+        need this: if a Python error is raised there a second time, the process ends.
         """
         client = (
             self._client.inside
@@ -124,22 +124,28 @@ class PollingStore(dist.Store):
             waited_s = time.monotonic() - begun_s
             if waited_s > wanted_s:
                 raise PeersLostError(f"rendezvous: got no {keys} in {wanted_s:g} s")
-            # a blocking wait could not be left; a quarter of the time so far, as all
-            # ranks ask one server
+            # A pause, as a blocking wait could not be left. The pause is a quarter of
+            # the time so far, as all ranks ask one server
             time.sleep(min(max(_LEAST_PAUSE_S, waited_s / 4), most_pause_s))
 
     def _ask(self, request: Callable[[], T]) -> T:
         with self._lock:
             # under the lock: the generation may end while this thread waits for another
-            # one's request
+            # thread's request
             if self._is_over():
                 raise PeersLostError("rendezvous: other ranks were lost")
             return request()
 
 
 def meet(store: dist.Store, size: int) -> None:
-    """Return once so many ranks have come here. Raises PeersLostError, as
-    `PollingStore` does.
+    """Return once `size` ranks have called this function.
+
+    Args:
+        store: A part of the store that only these ranks use.
+        size: The number of ranks.
+
+    Raises:
+        PeersLostError: As in `PollingStore`.
     """
     if store.add("here", 1) == size:
         store.set("all here", "")

@@ -1,17 +1,17 @@
-"""Checkpoint servers on machines that train nothing: those that a job uses, agreed by
-all ranks.
+"""The checkpoint servers that a job uses on machines that train nothing.
 
-Owns: their numbers and addresses in the job's store. Must not: start servers, or know
-states. FlowCheck, section 4.
+All ranks agree on the servers. Owns: the servers' numbers and addresses in the job's
+store. Must not: start servers, or know states. FlowCheck, section 4.
 
     settings      the job's settings for servers, as JSON
     losses/N      how often server N was lost
     N/I           the address of the server that has number N after I losses
 
-A server that a rank cannot reach is lost for good, even if it comes back: its states
-may be those that the ranks have left since. It, or another one, may take its number
-with an empty memory. If none does in time, the other servers take over its ranks;
-without any server the training nodes' own processors do, until the job ends.
+An unreachable server is lost for good, even if the server comes back: after a rollback
+its states may belong to an abandoned history. The same or another server may take the
+number with an empty memory. If no server does in time, the remaining servers take over
+the ranks of the lost server. Without any server, the processors of the training nodes
+serve the ranks until the job ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from moe_ckpt.replication.daemon import MirrorSettings
 from moe_ckpt.replication.messages import Address, Ticket, parse_address
 
 PART = "servers"
-"""The part of the job's store."""
+"""The part of the job's store for servers."""
 
 SETTINGS = "settings"
 _BEGUN, _GONE = "begun", "gone"
@@ -46,37 +46,57 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerRules:
-    """The number of servers, those that hold each rank's state, and the seconds for the
-    first and for a successor.
-    """
+    """The rules by which ranks choose servers."""
 
     num_servers: int
+    """Number of servers of the job."""
+
     copies: int
+    """Number of servers that hold each rank's state."""
+
     join_s: float
+    """Seconds to wait for the first servers, at the beginning of the job."""
+
     wait_s: float
+    """Seconds to wait for the successor of a lost server."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """The job's settings for its servers, which its first rank writes to the store."""
+    """The job's settings for its servers, which global rank 0 writes to the store."""
 
     num_servers: int
+    """Number of servers of the job."""
+
     timeout_s: float
+    """Time limit for progress on a connection, in seconds."""
+
     most_bytes_per_owner: int | None
+    """Limit of the bytes that a server holds for one rank; None: no limit."""
+
     mirror: MirrorSettings | None
+    """Settings of the servers' mirror port; None: no mirror port."""
+
     tls: TlsConfig
+    """TLS settings of connections."""
 
 
 class ServerNumbers:
-    """The keys in the store, for servers and ranks alike."""
+    """The keys in the store, for servers and ranks."""
 
     def __init__(self, store: dist.Store, num_servers: int) -> None:
         self.store = store
         self.num_servers = num_servers
 
     def claim(self, address: Address) -> tuple[int, int] | None:
-        """Take the first free number for a server; return it with its losses so far, or
-        None if all are taken.
+        """Take the first free number for a server.
+
+        Args:
+            address: The address of the server.
+
+        Returns:
+            The number, and how often its servers were lost so far; None if all numbers
+            are taken.
         """
         for number in range(self.num_servers):
             losses = self.losses(number)
@@ -88,11 +108,11 @@ class ServerNumbers:
         return None
 
     def losses(self, number: int) -> int:
-        """Return how often the server with this number was lost."""
+        """Return how often a server with this number was lost."""
         return self.store.add(f"losses/{number}", 0)
 
     def lose(self, number: int) -> None:
-        """Leave the present server with this number for good."""
+        """Abandon the present server with this number for good."""
         self.store.add(f"losses/{number}", 1)
 
     def address(self, number: int) -> str:
@@ -101,8 +121,14 @@ class ServerNumbers:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def wait(self, number: int, timeout_s: float) -> str:
-        """Return the address of the present server, for which this waits up to
-        `timeout_s`; empty if none comes.
+        """Wait for the present server with a number.
+
+        Args:
+            number: The number.
+            timeout_s: The time limit, in seconds.
+
+        Returns:
+            The address of the server; empty if no server comes in time.
         """
         try:
             self.store.wait(
@@ -115,9 +141,7 @@ class ServerNumbers:
 
 
 class ServerHosts:
-    """One rank's view of the servers, for its training thread, which waits for servers
-    inside `waits()`.
-    """
+    """One rank's view of the servers, for the rank's training thread."""
 
     def __init__(
         self,
@@ -126,6 +150,14 @@ class ServerHosts:
         rules: ServerRules,
         waits: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
+        """Begin without servers.
+
+        Args:
+            store: The part `PART` of the job's store.
+            ticket: The run, and its secret, for connections to servers.
+            rules: The rules by which ranks choose servers.
+            waits: Returns a context inside which the training thread waits for servers.
+        """
         self._numbers = ServerNumbers(store, rules.num_servers)
         self._store = store
         self._ticket = ticket
@@ -135,8 +167,9 @@ class ServerHosts:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the job uses servers on hosts: before the first agreement and once
-        all are lost it does not.
+        """Whether the job uses servers on hosts.
+
+        False before the first agreement, and once all servers are lost.
         """
         return any(self._addresses)
 
@@ -155,11 +188,11 @@ class ServerHosts:
         return parse_address(self._addresses[number])
 
     def holders(self, global_rank: int) -> list[int]:
-        """Return the numbers of the servers that hold a rank's state: the next ones in
-        use from its own on.
+        """Return the numbers of the servers that hold a rank's state.
 
-        3 servers, 2 for each rank: rank 4 has servers 1 and 2, or 2 and 0 once server 1
-        is lost.
+        The numbers are those of the next servers in use, from the rank's own number on.
+        With 3 servers, and 2 for each rank, rank 4 has servers 1 and 2, or servers 2
+        and 0 once server 1 is lost.
         """
         in_turn = [
             (global_rank + hop) % len(self._addresses)
@@ -170,15 +203,20 @@ class ServerHosts:
         ]
 
     def agree(self, ranks: Ranks) -> bool:
-        """Agree on the servers to use from now on; return whether they are others than
-        before. Collective.
+        """Agree on the servers to use from now on. Collective.
 
-        Raises ConfigError on all ranks if the job begins and its servers do not come in
-        time.
+        Returns:
+            Whether the servers differ from the servers before.
+
+        Raises:
+            ConfigError: The job begins, and its servers do not come in time. Raised on
+                all ranks.
+            CheckpointLoadError: Rank 0 could not choose the servers. Raised on all
+                ranks.
         """
         reached = gather_results(ranks, self._look, ConfigError)
-        # rank 0 chooses for all: ranks that read the store at different moments would
-        # find different servers
+        # rank 0 chooses for all ranks: ranks that read the store at different moments
+        # would find different servers
         found = broadcast_result(
             ranks, lambda: self._choose(reached), CheckpointLoadError
         )
@@ -186,12 +224,14 @@ class ServerHosts:
         return found != before
 
     def _look(self) -> tuple[str, ...]:
-        """Return the addresses of all servers that this rank reaches, by number; empty
-        for others.
+        """Return the addresses of all servers that this rank reaches, by number.
+
+        The addresses of other servers are empty.
         """
-        # here and not around both: each collective operation ends the wait of its rank
+        # here, and not in `agree` around both steps: each collective operation ends the
+        # wait of its rank
         with self._waits():
-            # later a missing server is replaced, or left
+            # later a missing server is replaced or abandoned
             if not self._store.check([_BEGUN]):
                 until_s = time.monotonic() + self._rules.join_s
                 come = [
@@ -216,8 +256,8 @@ class ServerHosts:
 
     def _answers(self, address: str) -> bool:
         try:
-            # with the ticket: another run's process may have got the port of a server
-            # that is gone
+            # with the ticket: a process of another run may have got the port of a lost
+            # server
             open_connection(parse_address(address), self._ticket, _ANSWER_S).close()
         except (OSError, RefusedError) as error:
             _log.warning(
@@ -227,14 +267,15 @@ class ServerHosts:
         return True
 
     def _choose(self, reached: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-        """Return the addresses that all ranks have reached, and those of successors. On
-        rank 0.
+        """Return the addresses that all ranks have reached, and those of successors.
+
+        Call on rank 0 only.
         """
         if self._store.check([_GONE]):
             return ()
         self._store.set(_BEGUN, "1")
-        # a server that one rank cannot reach is lost for all: each may have to hold the
-        # state of any rank
+        # a server that one rank cannot reach is lost for all ranks, as each server may
+        # have to hold the state of any rank
         common = [
             of_all[0] if len(set(of_all)) == 1 else ""
             for of_all in zip(*reached, strict=True)
@@ -254,11 +295,14 @@ class ServerHosts:
         return tuple(common)
 
     def _replace(self, number: int, until_s: float) -> str:
-        """Leave a server for good, and return the address of its successor; empty if
-        none comes in time.
+        """Abandon a server for good, and return the address of its successor.
+
+        Returns:
+            An empty address if no successor comes in time.
         """
         if lost := self._numbers.address(number):
-            # also if it comes back: its states may be those that ranks have left since
+            # for good, even if the server comes back: its states may belong to a
+            # history that ranks have abandoned
             self._numbers.lose(number)
             _log.warning("checkpoint server %d at %s is lost", number, lost)
         successor = self._numbers.wait(number, until_s - time.monotonic())

@@ -1,13 +1,12 @@
-"""The folder in shared memory in which the ranks of one node keep data that outlives
-their workers, and its janitor.
+"""The folder in shared memory for data of a node's ranks that outlives their workers.
 
 Owns: the folder's name, which follows from the process that started the ranks
-(torchrun's agent), so that restarted supervisors find it again; and its end. The last
-supervisor of a node removes the folder once all have trained to the end, or torchrun
-starts none again. If the agent or a supervisor is killed, a separate process, the
-janitor, removes it once the agent has ended. A janitor ends with its PID namespace:
-what is left then is removed by the next process of the same user that opens a folder,
-as no process has it locked.
+(torchrun's agent), so that restarted supervisors find the folder again; and the
+folder's end. The last supervisor of a node removes the folder once all ranks have
+trained to the end, or torchrun starts no rank again. If the agent or a supervisor is
+killed, a separate process, the janitor, removes the folder once the agent has ended. A
+janitor ends with its PID namespace. The next process of the same user that opens a
+folder then removes the remaining folders, which no process has locked.
 
     ROOT                   locked, shared, by all processes that use it
     ROOT/numbers           the ranks' present numbers; locked to change them
@@ -15,8 +14,8 @@ as no process has it locked.
     ROOT/ended-rankNNNN-HOW               how a supervisor has ended
     ROOT/janitor, ROOT/process-...        the janitor's (`janitor.py`)
 
-Names have facts, and not contents: an empty file needs no memory, of which snapshots
-may have left none.
+File names contain the facts: an empty file needs no memory, of which snapshots may have
+left none.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from moe_ckpt.linux import is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import FOLDER_MODE, is_private, locked, make_private
 from moe_ckpt.snapshot.blobs import held_path, own_path
 
-# the agent's pid, when it was started, its PID namespace
+# the agent's pid, the agent's start time, the PID namespace
 _NAME = re.compile(r"moe_ckpt-(\d+)-(\d+)-(\d+)")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _PATIENCE_S = 5.0
@@ -49,10 +48,12 @@ class Ended(Enum):
     """The rank has trained to the end."""
 
     FOR_GOOD = "for-good"
-    """The job has failed, and torchrun starts no process of this node again."""
+    """The job has failed or was interrupted, and torchrun starts no process of this
+    node again.
+    """
 
     TO_GO_ON = "to-go-on"
-    """The job may be started again, and use what is in memory."""
+    """The job may be started again, and use the data in memory."""
 
 
 def open_memory_root(
@@ -62,24 +63,22 @@ def open_memory_root(
     *,
     patience_s: float = _PATIENCE_S,
 ) -> Path:
-    """Return the folder of the node that `agent_pid` started, with a janitor; it is
-    created if it is missing.
+    """Return the folder of the ranks that an agent has started on this node.
 
-    The folder stays while this process and its children live, even if the agent dies.
-    Folders of agents that have ended are removed. Call from a process with one thread.
+    The folder is created if it is missing, and has a janitor. The folder stays while
+    this process and its children live, even if the agent dies. Folders of agents that
+    have ended are removed. Call from a process with one thread.
 
     Args:
-        base: The folder in memory, in which this one is created.
-        agent_pid: The process that started this one.
+        base: The folder in memory, in which this folder is created.
+        agent_pid: The process that started this process.
         setting: The name of the setting of `base`, for errors.
-        patience_s: The time after which the janitor lets a stopped supervisor go on.
-
-    Returns:
-        The folder.
+        patience_s: Seconds after which the janitor sends SIGCONT to a stopped
+            supervisor.
 
     Raises:
-        ConfigError: `base` cannot be written, or another user has put something there
-            in place of the folder.
+        ConfigError: `base` cannot be written, or another user has put something in
+            place of the folder.
     """
     _remove_left(base)
     root = base / f"moe_ckpt-{agent_pid}-{start_ticks(agent_pid)}-{pid_namespace()}"
@@ -90,10 +89,15 @@ def open_memory_root(
 
 
 def _enter(root: Path, setting: str) -> int | None:
-    """Return the descriptor that has a folder locked until the last process that
-    inherits it has ended.
+    """Create a folder if it is missing, and lock the folder.
 
-    None: another process has removed the folder meanwhile.
+    Returns:
+        The descriptor that has the folder locked until the last process that inherits
+        the descriptor has ended; None if another process has removed the folder
+        meanwhile.
+
+    Raises:
+        ConfigError: As in `open_memory_root`.
     """
     try:
         with contextlib.suppress(FileExistsError):
@@ -112,8 +116,8 @@ def _enter(root: Path, setting: str) -> int | None:
         return None
     except OSError:  # a link, a file, or a folder that this user cannot read
         users, is_own = -1, False
-    # the name is no secret, and in a folder that all users share, as /dev/shm, any of
-    # them can take it
+    # the name is no secret: in a folder that all users share, such as /dev/shm, any of
+    # them can take the name
     wanted = (
         f"a folder in which no other user has made {root.name}, such as one of your own"
     )
@@ -126,7 +130,7 @@ def _enter(root: Path, setting: str) -> int | None:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Return whether an open folder is still the one at a path."""
+    """Return whether an open folder is still the folder at a path."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(fd))
     except FileNotFoundError:
@@ -134,15 +138,20 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def rank_memory(root: Path, global_rank: int) -> Path:
-    """Return one rank's folder; it is created if it is missing."""
+    """Return one rank's folder, which is created if it is missing."""
     folder = root / f"rank{global_rank:04d}"
     folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
     return folder
 
 
 def begin_rank(root: Path, global_rank: int) -> Path:
-    """Return the folder of a rank whose supervisor the calling process is; the janitor
-    watches it from now on.
+    """Return a rank's folder for the rank's supervisor, the calling process.
+
+    The janitor watches the supervisor from now on.
+
+    Args:
+        root: The node's folder.
+        global_rank: The rank.
     """
     folder = rank_memory(root, global_rank)
     for how in Ended:
@@ -152,10 +161,10 @@ def begin_rank(root: Path, global_rank: int) -> Path:
 
 
 def end_rank(root: Path, global_rank: int, ranks: range, how: Ended) -> None:
-    """Note how a rank's supervisor ends; remove the node's folder if no start of the
-    job will use it.
+    """Record how a rank's supervisor ends.
 
-    Call it when no process of the rank uses its memory.
+    Also removes the node's folder if no start of the job will use the folder. Call when
+    no process of the rank uses the rank's memory.
 
     Args:
         root: The node's folder.
@@ -163,7 +172,7 @@ def end_rank(root: Path, global_rank: int, ranks: range, how: Ended) -> None:
         ranks: All ranks of the node.
         how: How the supervisor ends.
     """
-    # an OSError: the folder is gone, or is full; the janitor removes what is left
+    # OSError: the folder is gone or full; the janitor removes the rest
     with contextlib.suppress(OSError), locked(root / "numbers"):
         _mark(root, global_rank, how).touch()
         ends = [
@@ -179,12 +188,16 @@ def _mark(root: Path, global_rank: int, how: Ended) -> Path:
 
 
 def take_over(root: Path, ranks: range) -> None:
-    """Keep the data of an earlier attempt's ranks on this node after torchrun has
-    numbered the nodes anew.
+    """Keep the data of an earlier attempt after torchrun has numbered the nodes anew.
 
-    `ranks` are this node's now. Their blobs, in any rank's memory, become their own;
-    their first rank holds the rest. Every supervisor of the node calls it before it
-    uses its rank's folder: the first call moves everything.
+    Blobs of the node's present ranks, in any rank's memory, become these ranks' own
+    blobs. The first of the present ranks holds all other blobs. Every supervisor of the
+    node calls this function before the use of its rank's folder. The first call moves
+    everything.
+
+    Args:
+        root: The node's folder.
+        ranks: All present ranks of the node.
     """
     with locked(root / "numbers") as numbers:
         if numbers.read_text() != str(ranks):
@@ -216,25 +229,28 @@ def _number(folder: Path) -> int:
 
 
 def _remove_left(base: Path) -> None:
-    """Remove the folders of this user whose agents have ended, and which no process has
-    locked.
-    """
+    """Remove this user's unlocked folders whose agents have ended."""
     for root in base.glob("moe_ckpt-*"):
         named = _NAME.fullmatch(root.name)
         if not named:
             continue
         is_of_here = int(named[3]) == pid_namespace()
         if is_of_here and is_alive(int(named[1]), started=int(named[2])):
-            # between two starts by its agent, a folder is locked by its janitor only
+            # between two starts by its agent, only the janitor has a folder locked
             continue
-        # in use, another user's, or another process removes it
+        # OSError: the folder is in use or another user's, or another process removes it
         with contextlib.suppress(OSError):
             _remove_unlocked(root, is_of_here=is_of_here)
 
 
 def _remove_unlocked(root: Path, *, is_of_here: bool) -> None:
-    """Remove a folder of this user. Raises OSError if a process has it locked, or it is
-    no folder of this user.
+    """Remove a folder of this user, unless a process has the folder locked.
+
+    If the folder is locked and has a janitor of this PID namespace, the janitor is sent
+    SIGCONT.
+
+    Raises:
+        OSError: The path is no folder that this user can read.
     """
     users = os.open(root, _FOLDER)
     try:
@@ -246,6 +262,6 @@ def _remove_unlocked(root: Path, *, is_of_here: bool) -> None:
     except BlockingIOError:
         janitor = janitor_of(root)
         if is_of_here and janitor:
-            go_on(janitor)  # it removes the folder, unless it was stopped
+            go_on(janitor)  # the janitor removes the folder, unless stopped
     finally:
         os.close(users)

@@ -1,8 +1,8 @@
-"""Whether the place of a rank (its node, and its GPU there) is sick: a replacement
-would die like its forerunners.
+"""Whether a rank's place is sick: its node, and its GPU there.
 
-Owns: the two rules, by deaths and by a command of the user's, and the reasons that they
-give. Must not: end a job.
+In a sick place, a replacement would die like its forerunners. Owns: the two rules, by
+deaths and by a command of the user's, and the reasons that they give. Must not: end a
+job.
 """
 
 from __future__ import annotations
@@ -19,24 +19,36 @@ from moe_ckpt.linux import signal_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SickPlaceRules:
-    """A place is sick if one rank dies `deaths` times within `within_s` seconds there
-    (0: any number is allowed), or if the command `health` (empty: there is none) fails
-    or takes longer than `health_s` seconds.
-    """
+    """The rules by which a place is sick."""
 
     deaths: int = 0
+    """Number of deaths of one rank within `within_s` at which the place is sick; 0: any
+    number is allowed.
+    """
+
     within_s: float = 0.0
+    """Length of time in which `deaths` counts, in seconds."""
+
     health: str = ""
+    """Command that fails, or takes longer than `health_s`, in a sick place; empty: no
+    command.
+    """
+
     health_s: float = 0.0
+    """Time limit of the command, in seconds."""
 
 
 def reason_of_deaths(rules: SickPlaceRules, deaths_s: Sequence[float]) -> str | None:
-    """Return the reason if these deaths, at times in ascending order of which the last
-    is now, are too many.
+    """Return the reason if there are too many deaths.
+
+    Args:
+        rules: The rules.
+        deaths_s: The times of the deaths in ascending order, in seconds. The last one
+            is now.
     """
     if not rules.deaths or len(deaths_s) < rules.deaths:
         return None
-    # of the last ones only: deaths that lie months apart say nothing about a place
+    # only of the last deaths: deaths that lie months apart say nothing about a place
     spent_s = deaths_s[-1] - deaths_s[-rules.deaths]
     if spent_s > rules.within_s:
         return None
@@ -47,8 +59,12 @@ def reason_of_deaths(rules: SickPlaceRules, deaths_s: Sequence[float]) -> str | 
 
 
 def reason_of_status(rules: SickPlaceRules, status: int | None) -> str | None:
-    """Return the reason if the health command ended with this status, as Popen gives
-    it; None: it did not end.
+    """Return the reason if the health command failed.
+
+    Args:
+        rules: The rules.
+        status: The exit status, as Popen returns it; None: the command did not end in
+            time.
     """
     if status == 0:
         return None
@@ -64,10 +80,13 @@ def reason_of_status(rules: SickPlaceRules, status: int | None) -> str | None:
 
 
 def check_health(rules: SickPlaceRules) -> str | None:
-    """Run the health command, if there is one; return the reason if the place is sick.
+    """Run the health command, if the rules have one.
 
     The command has this process's environment: RANK and LOCAL_RANK name the rank. Call
     from a process with one thread.
+
+    Returns:
+        The reason if the place is sick, else None.
     """
     if not rules.health:
         return None
@@ -76,7 +95,7 @@ def check_health(rules: SickPlaceRules) -> str | None:
         rules.health,
         shell=True,
         stdin=subprocess.DEVNULL,
-        # the processes that the shell starts end with it at the limit
+        # so that the processes that the shell starts end with the shell at the limit
         start_new_session=True,
         preexec_fn=lambda: die_with_parent(signal.SIGKILL, parent=parent),
     )

@@ -1,7 +1,7 @@
-"""A process group of one rank: for groups of size one, and for a process that builds
-its model by itself.
+"""A process group that only one rank uses.
 
-Must not: serve an exchange that needs other ranks' data; that fails.
+For groups of size one, and for a process that builds its model alone. Must not: serve
+an exchange that needs other ranks' data; such an exchange fails.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 
 class FinishedWork(dist.Work):
-    """The work of an operation that was complete as it returned."""
+    """The work of an operation that was complete as the call returned."""
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's signature
+    # the signature is torch's
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         return True
 
     def is_completed(self) -> bool:
@@ -25,10 +26,10 @@ class FinishedWork(dist.Work):
 
 
 class SoloGroup:
-    """The operations of a group of `size` ranks as this one has them alone.
+    """The operations of a group of `size` ranks, as one rank alone performs them.
 
-    Reductions and broadcasts leave tensors unchanged; gathers return this rank's part
-    in place of each rank's.
+    Reductions and broadcasts leave tensors unchanged. Gathers return this rank's part
+    in place of each rank's part.
     """
 
     def __init__(self, size: int) -> None:
@@ -93,7 +94,8 @@ class SoloGroup:
     def _exchange(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> FinishedWork:
-        # this rank's part in place of the others' would silently give another model
+        # this rank's part in place of the other ranks' parts would silently give
+        # another model
         if self._size != 1:
             raise RuntimeError(
                 f"process groups are not formed yet: got an exchange among {self._size}"

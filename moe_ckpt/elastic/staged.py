@@ -1,8 +1,7 @@
-"""The backend `staged`: gloo's connections and end, around groups that copy tensors
-through host memory.
+"""The backend `staged`: gloo, around groups that copy tensors through host memory.
 
-Owns: how such groups are formed, for ranks that outlive each other and for ranks that
-do not. Must not: copy (`staged_group` does).
+Connections, and their end, are gloo's. Owns: forming such groups, for ranks that
+outlive each other and for ranks that do not. Must not: copy (`staged_group` does).
 """
 
 from __future__ import annotations
@@ -17,13 +16,18 @@ from moe_ckpt.elastic.staged_group import STAGED, StagedGroup
 
 
 def staged_backend(device: torch.device) -> GlooBackend:
-    """Return the backend for tensors on `device`, which several ranks may share."""
+    """Return the backend for tensors on a device, which several ranks may share.
+
+    Args:
+        device: The device of the tensors.
+    """
     return GlooBackend(device, StagedGroup)
 
 
 def register_staged() -> None:
-    """Make `staged` a backend of `torch.distributed`, for a job whose ranks do not
-    outlive each other.
+    """Register `staged` with `torch.distributed`.
+
+    For a job whose ranks do not outlive each other.
     """
     if STAGED not in dist.Backend.backend_list:
         register_groups(STAGED, _create, ["cpu", "cuda"])

@@ -1,11 +1,12 @@
-"""gloo for the tensors of a GPU, by way of host memory: several ranks can share one
-GPU, which NCCL refuses.
+"""gloo for the tensors of a GPU, through host memory.
 
-Owns: the copies. An operation works on host copies of its tensors; its results reach
-the tensors in `copy_back`, which the thread that waits for the operation calls, so that
-an operation that was cut off never writes to a tensor. On CPU tensors the copy is a
-clone. Must not: be fast; plain gloo has no transfers of CUDA tensors, nor a
-reduce-scatter.
+Several ranks can share one GPU in this way, which NCCL refuses. Plain gloo has no
+transfers of CUDA tensors, and no reduce-scatter.
+
+Owns: the copies. An operation works on host copies of its tensors. The thread that
+waits for the operation brings the results to the tensors, in `copy_back`. So an
+operation that was cut off never writes to a tensor. On CPU tensors the copy is a clone.
+Must not: be fast.
 """
 
 from __future__ import annotations
@@ -26,24 +27,29 @@ from moe_ckpt.elastic.operations import (
 )
 
 STAGED = "staged"
-"""The name of the backend of such groups."""
+"""The name of the backend of staged groups."""
 
 _HOST = torch.device("cpu")
 
 
 class StagedWork(dist.Work):
-    """An operation on host copies; `results` are pairs of a tensor and the host copy of
-    its result.
-    """
+    """An operation on host copies."""
 
     def __init__(
         self, host_work: Any, results: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
+        """Wrap an operation.
+
+        Args:
+            host_work: gloo's operation on host copies.
+            results: Pairs of a tensor and the host copy of the tensor's result.
+        """
         super().__init__()
         self.host_work = host_work
         self._results = results
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - operations have their own
+    # operations have a time limit of their own
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         self.host_work.wait()
         self.copy_back()
         return True
@@ -55,8 +61,9 @@ class StagedWork(dist.Work):
         return [tensor for tensor, _ in self._results]
 
     def copy_back(self) -> None:
-        """Bring the results to the tensors, in the order of the current stream; once
-        the host's work has ended.
+        """Copy the results to the tensors, in the order of the current stream.
+
+        Call once the host's work has ended.
         """
         results, self._results = self._results, ()
         for tensor, host in results:
@@ -65,15 +72,16 @@ class StagedWork(dist.Work):
 
 
 class StagedGroup(dist.ProcessGroup):
-    """A group of gloo that works on host copies of tensors on any device."""
+    """A gloo group that works on host copies of tensors on any device."""
 
     def __init__(self, host_group: Any) -> None:
-        super().__init__(host_group.rank(), host_group.size())  # pyright: ignore[reportCallIssue] - other stubs
+        # torch's stubs describe another constructor
+        super().__init__(host_group.rank(), host_group.size())  # pyright: ignore[reportCallIssue]
         self._host_group = host_group
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_HOST]  # of objects: they need no copy then
+        return [_HOST]  # for objects, which then need no copy
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return STAGED
@@ -85,7 +93,13 @@ class StagedGroup(dist.ProcessGroup):
         return self._host_group._get_sequence_number_for_group()
 
     def run(self, name: str, /, *arguments: Any, **options: Any) -> StagedWork:
-        """Begin an operation on host copies of its tensors."""
+        """Begin an operation on host copies of its tensors.
+
+        Args:
+            name: The name of the operation, one of `OPERATIONS`.
+            arguments: The positional arguments of the operation.
+            options: The keyword arguments of the operation.
+        """
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def as_result(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,8 +115,8 @@ class StagedGroup(dist.ProcessGroup):
         for value in (*arguments, *options.values()):
             if isinstance(value, dist.BarrierOptions):
                 value.device = _HOST
-        # no results but the first argument: sources may be views of it, and to bring
-        # them back would overwrite it
+        # only the first argument has results: sources may be views of it, and copying
+        # sources back would overwrite the results
         first = _host_copy if name in WITHOUT_RESULT else as_result
         staged = [
             _mapped(_host_copy if place else first, value)
@@ -116,7 +130,7 @@ for _name in OPERATIONS:
 
 
 def _mapped(copy: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return `value` with a copy of each tensor; numbers and options stay as they are."""
+    """Return `value` with a copy of each tensor; other values stay as they are."""
     if isinstance(value, torch.Tensor):
         return copy(value)
     return (
@@ -127,6 +141,6 @@ def _mapped(copy: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    # copy=True: a CPU tensor would stand for itself, and an operation that was cut off
-    # would write to it
+    # copy=True: otherwise a CPU tensor would be its own copy, and an operation that was
+    # cut off would write to the tensor
     return tensor.detach().to(_HOST, copy=True).contiguous()

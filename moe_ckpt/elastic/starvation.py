@@ -1,13 +1,13 @@
-"""The silence of a process, without the time in which it could not have run because
-other processes had the CPUs.
+"""The silence of a process, without the time in which other processes had the CPUs.
 
-A thread is starved while it is runnable and waits for a CPU:
-/proc/PID/task/TID/schedstat has the sum of these waits, which the kernel adds once a
-wait is over; until then the thread is runnable and its CPU time stands still. A process
-is starved while any of its threads is: the heartbeat waits for the lock of the
-interpreter, whose holder may wait for a CPU. So may the process that looks: it has seen
-nothing of a time in which it did not look, and that does not count either. Owns: the
-account of one silence. Must not: judge it.
+A thread is starved while the thread is runnable and waits for a CPU.
+/proc/PID/task/TID/schedstat has the sum of these waits, to which the kernel adds a wait
+once the wait is over. Until then the thread is runnable, and its CPU time stands still.
+A process is starved while any of its threads is starved: the heartbeat waits for the
+lock of the interpreter, whose holder may wait for a CPU.
+
+The process that looks may be starved, too. Time in which that process did not look does
+not count either. Owns: the account of one silence. Must not: judge the silence.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FIRST_LOOK = 0.25  # of the limit: a process that is not silent costs no look
-_LOOKS = 40  # a limit
+_LOOKS = 40  # looks within the limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThreadReading:
-    """A thread's seconds on a CPU and in the run queue so far, and whether it is
-    runnable.
-    """
+    """A reading of one thread."""
 
     ran_s: float
+    """Seconds on a CPU so far."""
+
     waited_s: float
+    """Seconds in the run queue so far."""
+
     is_runnable: bool
+    """Whether the thread is runnable."""
 
 
 Readings = Mapping[int, ThreadReading]
@@ -38,11 +41,15 @@ Readings = Mapping[int, ThreadReading]
 
 
 class Silence:
-    """The time since the last sign of life that counts against a process. `read`
-    returns its threads' readings.
-    """
+    """The time since the last sign of life that counts against a process."""
 
     def __init__(self, limit_s: float, read: Callable[[], Readings]) -> None:
+        """Begin without a silence.
+
+        Args:
+            limit_s: The limit of a silence, in seconds.
+            read: Returns the readings of the process's threads.
+        """
         self._limit_s = limit_s
         self._read = read
         self._since_s = 0.0
@@ -52,8 +59,14 @@ class Silence:
         self._starved_s = 0.0
 
     def exceeds_limit(self, since_s: float, now_s: float) -> bool:
-        """Return whether the silence since `since_s` has lasted longer than the limit,
-        starved time not counted.
+        """Return whether the silence has lasted longer than the limit.
+
+        Starved time does not count.
+
+        Args:
+            since_s: The time of the last sign of life, in seconds on the clock of
+                `now_s`.
+            now_s: The present time, in seconds.
         """
         first_look_s = _FIRST_LOOK * self._limit_s
         unseen_s, self._asked_s = now_s - self._asked_s, now_s
@@ -71,14 +84,21 @@ class Silence:
             0.0 if self._before is None else starved_s(self._before, readings, passed_s)
         )
         self._starved_s += max(known_s, unseen_s)
-        # either may be of the time before
+        # both times may lie partly before the silence
         self._starved_s = min(self._starved_s, now_s - self._since_s)
         self._before, self._looked_s = readings, now_s
 
 
 def starved_s(before: Readings, after: Readings, passed_s: float) -> float:
-    """Return the seconds for which a process was starved between two readings that are
-    `passed_s` apart.
+    """Return for how long a process was starved between two readings.
+
+    Args:
+        before: The first readings.
+        after: The second readings.
+        passed_s: Seconds between the readings.
+
+    Returns:
+        Seconds.
     """
     # the longest wait and not the sum: threads that wait at the same time starve the
     # process once
@@ -93,8 +113,13 @@ def starved_s(before: Readings, after: Readings, passed_s: float) -> float:
 
 
 def read_threads(pid: int) -> Readings:
-    """Return the readings of a process's threads; none where the kernel keeps no
-    account, or the process has ended.
+    """Return the readings of a process's threads.
+
+    Args:
+        pid: The process.
+
+    Returns:
+        No readings if the kernel keeps no account, or the process has ended.
     """
     readings: dict[int, ThreadReading] = {}
     with contextlib.suppress(OSError):

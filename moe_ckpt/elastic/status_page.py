@@ -1,8 +1,8 @@
-"""The page that a worker shares with its supervisor: a file of 4 KiB in shared memory,
-written without system calls.
+"""The status page that a worker shares with its supervisor.
 
-Owns: the place of each number. The worker writes its phase; the supervisor reads it and
-detects a hang; a fault injector writes an order, which the worker executes on itself at
+The page is a file of 4 KiB in shared memory, written without system calls. Owns: the
+place of each number. The worker writes its phase. The supervisor reads the page, and
+detects a hang. A fault injector writes an order, which the worker executes on itself at
 the named point: a real signal, at an exact moment. Every number is eight aligned bytes,
 which are read and written whole.
 """
@@ -38,18 +38,19 @@ class _Word(IntEnum):
     ORDER_PHASE = 8
     ORDER_SKIP = 9
     ORDERS_OBEYED = 10
-    # apart from WAITING: the thread that polls the device writes it, at any time
+    # separate from WAITING: the thread that polls the device writes this word at any
+    # time
     DEVICE_WAITS = 11
-    # apart from WAITING, too: collectives inside a save clear that
+    # separate from WAITING, too: collectives inside a save clear WAITING
     SAVING = 12
 
 
 RAISE_NUMBER = signal.SIGURG
-"""The number in an order to raise an exception. No process is sent that signal."""
+"""The number in an order to raise an exception. No process is sent this signal."""
 
 
 class InjectedError(RuntimeError):
-    """An exception as a sick GPU raises it, on an order."""
+    """An exception such as a sick GPU raises, raised on an order."""
 
 
 class _Waiting(IntEnum):
@@ -59,7 +60,14 @@ class _Waiting(IntEnum):
 
 
 def signal_this_process(number: int) -> None:
-    """Send this process a signal, or raise the exception of a sick GPU (RAISE_NUMBER)."""
+    """Send this process a signal, or raise the exception of a sick GPU.
+
+    Args:
+        number: The signal; RAISE_NUMBER: raise the exception.
+
+    Raises:
+        InjectedError: The number is RAISE_NUMBER.
+    """
     if number == RAISE_NUMBER:
         raise InjectedError(
             "CUDA error: uncorrectable ECC error encountered (injected)"
@@ -68,20 +76,28 @@ def signal_this_process(number: int) -> None:
 
 
 class StatusPage:
-    """One worker's page. Times are `time.monotonic_ns()`, which all processes of a
-    machine share.
+    """One worker's status page.
 
-    `execute` carries an order out, with the number of its signal. Raises ConfigError if
-    there is no room for the page.
+    Times are `time.monotonic_ns()`, which all processes of a machine share.
     """
 
     def __init__(
         self, path: Path, *, execute: Callable[[int], None] = signal_this_process
     ) -> None:
+        """Open a page. The file is created if it is missing.
+
+        Args:
+            path: The file.
+            execute: Carries an order out; receives the number of the order's signal.
+
+        Raises:
+            ConfigError: The shared memory has no room for the page.
+        """
         self._execute = execute
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
-            # without it, a later write to the page would end the process by SIGBUS
+            # without the reservation, a later write to the page could end the process
+            # by SIGBUS
             reserve(fd, path, _SIZE_BYTES)
             self._words = memoryview(mmap.mmap(fd, _SIZE_BYTES)).cast("q")
         finally:
@@ -89,20 +105,23 @@ class StatusPage:
 
     @property
     def heartbeat_s(self) -> float:
-        """The time of the worker's last sign of life."""
+        """Time of the worker's last sign of life, in seconds."""
         return self._words[_Word.HEARTBEAT_NS] / 1e9
 
     @property
     def progress_s(self) -> float:
-        """The time at which the training thread last entered a phase, or began or ended
-        to communicate.
+        """Time of the training thread's last progress, in seconds.
+
+        The thread makes progress as it enters a phase, and as it begins or ends to
+        communicate.
         """
         return self._words[_Word.PROGRESS_NS] / 1e9
 
     @property
     def waiting(self) -> bool:
-        """Whether the training thread or its device waits for ranks, daemons or
-        storage: no hang of its own.
+        """Whether the worker waits for ranks, daemons or storage.
+
+        Either the training thread waits or its device does. Such a worker is not hung.
         """
         words = self._words
         return words[_Word.WAITING] != _Waiting.NO or bool(
@@ -127,14 +146,15 @@ class StatusPage:
         return Phase(self._words[_Word.PHASE])
 
     def reset(self) -> None:
-        """Reset the page for a process about to start; an order for the dead one is
-        void.
+        """Reset the page for a process that is about to start.
+
+        An order for the dead process is void.
         """
         for word in _Word:
             if word is not _Word.ORDERS_OBEYED:
                 self._words[word] = 0
-        # a time of 0 is a silence since the machine was started: the supervisor would
-        # kill at once
+        # a time of 0 would be a silence since the start of the machine, and the
+        # supervisor would kill the new process at once
         self.beat()
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
 
@@ -143,13 +163,18 @@ class StatusPage:
         self._words[_Word.HEARTBEAT_NS] = time.monotonic_ns()
 
     def wait(self, waiting: bool) -> None:
-        """The training thread begins or ends to wait for other ranks."""
+        """Record that the training thread begins or ends to wait for other ranks.
+
+        Args:
+            waiting: Whether the wait begins.
+        """
         self._wait(_Waiting.FOR_RANKS if waiting else _Waiting.NO)
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[None]:
-        """The training thread waits for other ranks inside the block, and afterwards
-        for what it waited for before.
+        """Record that the training thread waits for other ranks inside the block.
+
+        After the block, the record from before the block holds again.
         """
         before = _Waiting(self._words[_Word.WAITING])
         self._wait(_Waiting.FOR_RANKS)
@@ -159,17 +184,22 @@ class StatusPage:
             self._wait(before)
 
     def wait_on_device(self, waiting: bool) -> None:
-        """The device begins or ends to wait for other ranks; the host may block for it
-        anywhere.
+        """Record that the device begins or ends to wait for other ranks.
+
+        The host may block for the device anywhere.
+
+        Args:
+            waiting: Whether the wait begins.
         """
-        # first: the host may compute for as long from here
+        # first: from here on the host may compute for as long
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
         self._words[_Word.DEVICE_WAITS] = waiting
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """The training thread writes a checkpoint inside the block, however slow its
-        storage is.
+        """Record that the training thread writes a checkpoint inside the block.
+
+        The block counts as a wait, however slow the storage is.
         """
         self._words[_Word.SAVING] = True
         try:
@@ -179,23 +209,32 @@ class StatusPage:
             self._words[_Word.SAVING] = False
 
     def wait_for_copies(self, waiting: bool) -> None:
-        """The training thread begins or ends to wait for daemons, its own or others'."""
+        """Record that the training thread begins or ends to wait for daemons.
+
+        Args:
+            waiting: Whether the wait begins. The daemons are the rank's own or other
+                ranks'.
+        """
         self._wait(_Waiting.FOR_COPIES if waiting else _Waiting.NO)
 
     def join(self, generation: int) -> None:
-        """The worker is about to join a generation."""
+        """Record that the worker is about to join a generation."""
         self._words[_Word.GENERATION] = generation
         self.enter(Phase.JOIN)
 
     def begin_at(self, iteration: int) -> None:
-        """All ranks go on from the state after `iteration`; an error before the next
-        one counts for this iteration.
+        """Record that all ranks continue from the state after an iteration.
+
+        An error before the next iteration counts for this iteration.
         """
         self._words[_Word.ITERATION] = iteration
 
     def enter(self, phase: Phase, iteration: int | None = None) -> None:
-        """Begin a phase, of `iteration` or of the one before it; die here if an order
-        says so.
+        """Record the beginning of a phase, and obey an order for this point.
+
+        Args:
+            phase: The phase.
+            iteration: The iteration of the phase; None: the iteration does not change.
         """
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
         if iteration is not None:
@@ -205,8 +244,9 @@ class StatusPage:
             self._obey()
 
     def enter_in_iteration(self, phase: Phase) -> None:
-        """Begin a phase, unless a recovery is repeating it: all phases that a recovery
-        repeats count as recovery.
+        """Record the beginning of a phase, unless a recovery repeats the phase.
+
+        All phases that a recovery repeats count as recovery.
         """
         self.enter(Phase.RECOVERY if self.phase is Phase.RECOVERY else phase)
 
@@ -218,13 +258,18 @@ class StatusPage:
         iteration: int = ANY_ITERATION,
         skip: int = 0,
     ) -> None:
-        """Let the worker send itself a signal as it enters `phase` of `iteration`, for
-        the (skip + 1)th time.
+        """Order the worker to send itself a signal as it enters a phase.
+
+        Args:
+            number: The signal.
+            phase: The phase.
+            iteration: The iteration of the phase.
+            skip: How many times the worker enters the phase before the order counts.
         """
         self._words[_Word.ORDER_ITERATION] = iteration
         self._words[_Word.ORDER_PHASE] = phase
         self._words[_Word.ORDER_SKIP] = skip
-        self._words[_Word.ORDER_SIGNAL] = number  # last: from now on it counts
+        self._words[_Word.ORDER_SIGNAL] = number  # last: from now on the order counts
 
     @property
     def has_order(self) -> bool:
@@ -233,13 +278,14 @@ class StatusPage:
 
     @property
     def orders_obeyed(self) -> int:
-        """The number of executed orders, over all incarnations: it separates an
-        executed order from a void one.
+        """Number of executed orders, over all incarnations.
+
+        The number separates an executed order from a void order.
         """
         return self._words[_Word.ORDERS_OBEYED]
 
     def _wait(self, waiting: _Waiting) -> None:
-        # first: at the end of a long wait the old time is a hang
+        # first: at the end of a long wait the old time would count as a hang
         self._words[_Word.PROGRESS_NS] = time.monotonic_ns()
         self._words[_Word.WAITING] = waiting
 
@@ -254,7 +300,8 @@ class StatusPage:
         if words[_Word.ORDER_SKIP] > 0:
             words[_Word.ORDER_SKIP] -= 1
             return
-        # before it is executed: a process that dies of it could not mark it as done
+        # before the execution: a process that dies of an order could not mark the order
+        # as done
         number, words[_Word.ORDER_SIGNAL] = words[_Word.ORDER_SIGNAL], 0
         words[_Word.ORDERS_OBEYED] += 1
         self._execute(number)

@@ -1,9 +1,9 @@
-"""Processes of a job that a signal has stopped (SIGSTOP), found by others of its
-processes.
+"""Processes of a job that a signal has stopped (SIGSTOP).
 
-A supervisor watches its daemon and the janitor of its node's memory, and the janitor
-watches the supervisors. Owns: how long such a process stays stopped. Must not: end it:
-after SIGCONT it goes on where it was.
+Other processes of the job look for stopped ones: a supervisor watches its daemon and
+the janitor of its node's memory, and the janitor watches the supervisors. Owns: how
+long such a process stays stopped. Must not: end such a process, which continues where
+it was after SIGCONT.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moe_ckpt.linux import is_stopped
 
 
 class StoppedProcesses:
-    """Lets processes go on that have been stopped for too long.
+    """Sends SIGCONT to processes that have been stopped for too long.
 
-    A whole job that is stopped, as by a batch system that suspends it, stays so: the
-    time in which the calling process does not look does not count.
+    A whole job that is stopped, for example by a batch system that suspends the job,
+    stays stopped: time in which the calling process does not look does not count.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class StoppedProcesses:
         """Begin without a stopped process.
 
         Args:
-            patience_s: The time for which a process may be stopped.
+            patience_s: Seconds for which a process may be stopped.
             now: The clock, in seconds.
         """
         self._patience_s = patience_s
@@ -42,10 +42,10 @@ class StoppedProcesses:
         """Send SIGCONT to each process that was stopped at all looks of `patience_s`.
 
         Args:
-            pids: The processes, at each look all that are watched.
+            pids: All processes that are watched, at each look.
 
         Returns:
-            Those that were sent the signal.
+            The processes that were sent the signal.
         """
         now_s = self._now()
         if now_s - self._looked_s > self._patience_s / 2:
@@ -65,6 +65,6 @@ class StoppedProcesses:
 
 
 def go_on(pid: int) -> None:
-    """Send SIGCONT to a process, unless it has ended."""
+    """Send SIGCONT to a process, unless the process has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)

@@ -1,16 +1,15 @@
-"""The supervisor of one rank: the process that torchrun starts, which forks the worker
-and replaces it when it dies.
+"""The supervisor of one rank: forks the worker, and replaces the worker when it dies.
 
-Owns: the life of one worker after another and of all processes that a worker starts,
-and the distinction of a death, a hang and an error. It imports all slow modules and
-stays single-threaded and away from CUDA, so that a replacement is a fork of
-milliseconds. Must not: train, or touch a process group. A worker that dies of a signal,
-or fails by a fault of the hardware (`elastic.failures`), is replaced. A worker that
-fails with any other exit status ends the job, as torchrun's users expect.
+torchrun starts the supervisor. Owns: the life of one worker after another, and of all
+processes that a worker starts; the distinction of a death, a hang and an error. The
+supervisor imports all slow modules, stays single-threaded, and does not touch CUDA, so
+that a replacement is a fork of milliseconds. Must not: train, or touch a process group.
 
-A supervisor that is to stop ends its worker and its daemon, lets a process of its own
-bring their windows from shared memory to disk, and ends with REQUEUE: a scheduler that
-gives notice finds the job able to go on.
+A worker that dies of a signal, or fails by a hardware fault (`elastic.failures`), is
+replaced. A worker that fails with any other exit status ends the job, as torchrun's
+users expect. A supervisor that is asked to stop ends its worker and its daemon, lets a
+child process bring their windows from shared memory to disk, and ends with REQUEUE: a
+scheduler that gives notice can start the job again.
 """
 
 from __future__ import annotations
@@ -53,63 +52,85 @@ _log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.05
 _LOOK_FOR_NOTICE_S = 1.0
 _LOOKS_FOR_STOPPED = 4  # in the time for which a process may be stopped
-# the kernel frees all memory of a killed process in less, unless a driver or a disk
-# does not answer
+# the kernel frees all memory of a killed process in less time, unless a driver or a
+# disk does not answer
 _END_S = 30.0
 _FAILED = 1
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# a user at a terminal, who waits
+# not SIGINT, which comes from a user who waits at a terminal
 _GIVES_NOTICE = tuple(number for number in _STOPPING if number != signal.SIGINT)
 
 REQUEUE = 99
-"""Exit status of a supervisor that was told to stop: the job can be started again. Grid
-Engine requeues on it.
+"""Exit status of a supervisor that was asked to stop: the job can be started again.
+Grid Engine requeues a job with this status.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorLimits:
-    """The seconds after which a worker counts as hung, and the most deaths in a row
-    without progress.
-
-    `stop_save_s`: the seconds for the last save. `sick`: the rules by which no
-    replacement is started.
-    """
+    """Limits by which a supervisor judges its worker."""
 
     heartbeat_s: float
+    """Seconds without a heartbeat after which a worker counts as hung. CPU starvation
+    of worker or supervisor does not count.
+    """
+
     progress_s: float
+    """Seconds without progress after which a worker that does not wait counts as hung.
+    CPU starvation of worker or supervisor does not count.
+    """
+
     max_deaths: int
+    """Number of deaths in a row, without progress in the iteration, at which the
+    supervisor gives up.
+    """
+
     stop_save_s: float = 0.0
+    """Time limit of the last save, in seconds; 0: no save."""
+
     sick: SickPlaceRules = field(default_factory=SickPlaceRules)
+    """Rules by which no replacement is started in a sick place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorHooks:
-    """The work of a supervisor beside its worker.
-
-    `start_daemon` forks the process that keeps the rank's copies and returns its pid;
-    it is called again when that dies. `take_failure` returns the exception of a worker
-    that ended with WORKER_FAULT, if it left one. `save_last` runs in a process of its
-    own after worker and daemon have ended, and returns that process's exit status.
-    `notice` is a file whose appearance asks the job to stop. `leave` lets the node
-    leave the job, after the save, if its place is sick. `free_memory` is called with
-    the exit status when no process of the rank uses its memory any more. `janitor`
-    returns the pid of the janitor of that memory.
-    """
+    """The work of a supervisor beside its worker."""
 
     start_daemon: Callable[[], int] | None = None
+    """Forks the process that keeps the rank's copies, and returns its pid. Called again
+    when that process dies. None: no daemon.
+    """
+
     take_failure: Callable[[], Failure | None] | None = None
+    """Returns the exception of a worker that ended with WORKER_FAULT; None if the
+    worker left none.
+    """
+
     save_last: Callable[[], int] | None = None
+    """Saves the windows, in a separate process after worker and daemon have ended, and
+    returns the exit status of that process. None: no last save.
+    """
+
     notice: Path | None = None
+    """File whose appearance asks the job to stop; None: no such file."""
+
     leave: Callable[[], None] | None = None
+    """Makes the node leave the job, after the save, if the rank's place is sick. None:
+    the node stays.
+    """
+
     free_memory: Callable[[int], None] = lambda _: None
+    """Called with the exit status when no process of the rank uses the rank's memory
+    any more.
+    """
+
     janitor: Callable[[], int | None] = lambda: None
+    """Returns the pid of the janitor of the node's memory; None if there is no janitor.
+    """
 
 
 class Supervisor:
-    """Watches one rank. `worker(incarnation)` is called in each forked process and
-    returns its exit status.
-    """
+    """Watches one rank."""
 
     def __init__(
         self,
@@ -120,6 +141,17 @@ class Supervisor:
         limits: SupervisorLimits,
         hooks: SupervisorHooks | None = None,
     ) -> None:
+        """Prepare to supervise a rank.
+
+        Args:
+            global_rank: The rank.
+            page: The status page of the rank's workers.
+            generations: The protocol of generations, over the job's store.
+            worker: Called with the incarnation in each forked process. Returns the exit
+                status of the process.
+            limits: The limits by which the worker is judged.
+            hooks: The work beside the worker.
+        """
         self._global_rank = global_rank
         self._page = page
         self._generations = generations
@@ -141,25 +173,27 @@ class Supervisor:
         self._stopped = StoppedProcesses(limits.heartbeat_s)
         self._heartbeat = Silence(limits.heartbeat_s, lambda: read_threads(self._pid))
         self._progress = Silence(limits.progress_s, lambda: read_threads(self._pid))
-        self._user_handler: Any = signal.SIG_DFL  # of SIGUSR1, for workers
+        self._user_handler: Any = signal.SIG_DFL  # handler of SIGUSR1, for workers
 
     def run(self) -> int:
-        """Supervise until the job is done or has failed; return this process's exit
-        status.
+        """Supervise the rank until the job is done or has failed.
+
+        Returns:
+            The exit status of this process.
         """
         try:
             status = self._supervise()
         except StoreLostError as error:
-            # nothing can be agreed with other ranks any more
+            # without the store, nothing can be agreed with other ranks any more
             _complain(f"error: rank {self._global_rank}: {error}")
             status = STORE_LOST
         except Exception:
-            self._save_last()  # an error of this process loses no iteration, either
+            self._save_last()  # an error of this process loses no iteration
             self._free_memory(_FAILED)
             raise
         # the successor of a fenced worker may be writing the same folder
         if status not in (0, FENCED):
-            self._save_last()  # an error of the program loses no iteration, either
+            self._save_last()  # an error of the program loses no iteration
         # after the save: once the agent has ended, shared memory is about to be removed
         if self._is_sick and self._hooks.leave:
             self._hooks.leave()
@@ -174,7 +208,8 @@ class Supervisor:
         signal.signal(signal.SIGCONT, functools.partial(self._say_stopped, os.getpid()))
         # after the handlers: if the agent has ended already, the signal comes at once
         die_with_parent(signal.SIGTERM, parent=agent_pid())
-        # all others are the daemon, a worker, and what a worker leaves
+        # all later children are the daemon, a worker, and processes that a worker
+        # leaves
         self._beside = set(children_of(os.getpid()))
         adopt_orphans()
         self._succeed()
@@ -184,8 +219,8 @@ class Supervisor:
             self._spawn()
             hung = self._watch()
             pid, status = os.waitpid(self._pid, 0)
-            self._pid = 0  # from now on that number may belong to another process
-            # a writer that is left would write beside its successor's
+            self._pid = 0  # from now on the pid may belong to another process
+            # a writer that stays would write beside its successor's writer
             end_orphans(self._own)
             failure = self._failure(status)
             if os.WIFEXITED(status) and failure is None:
@@ -221,8 +256,8 @@ class Supervisor:
         return self._beside | {self._pid, self._daemon_pid}
 
     def _failure(self, status: int) -> Failure | None:
-        """Return the exception of a worker that ended by a fault of the hardware."""
-        # a script may end with that status by itself; it leaves no failure file
+        """Return the exception of a worker that ended by a hardware fault."""
+        # a script may end with WORKER_FAULT by itself, but then leaves no failure file
         is_fault = os.WIFEXITED(status) and os.WEXITSTATUS(status) == WORKER_FAULT
         return (
             self._hooks.take_failure()
@@ -231,8 +266,9 @@ class Supervisor:
         )
 
     def _is_repeated(self, failure: Failure) -> bool:
-        """Return whether the worker before failed in the same way; then the message has
-        the traceback.
+        """Return whether the worker before failed in the same way.
+
+        If so, print a message with the traceback.
         """
         earlier, self._last_failure = self._last_failure, failure
         if not failure.repeats(earlier):
@@ -245,8 +281,9 @@ class Supervisor:
         return True
 
     def _status_after_training(self, why: str, *, is_killed: bool) -> int:
-        """Return the exit status for a worker's death after the end of training:
-        success, unless it still worked.
+        """Return the exit status for a worker's death after the end of training.
+
+        The status is success, unless the worker still worked.
         """
         if is_killed and self._page.phase is Phase.DONE:
             return 0
@@ -257,12 +294,13 @@ class Supervisor:
         return _FAILED
 
     def _succeed(self) -> None:
-        """If torchrun has restarted this rank, release workers that still wait for its
-        earlier incarnation.
+        """Release workers that wait for an earlier incarnation of this rank.
+
+        There is an earlier incarnation if torchrun has restarted this rank.
         """
         self._incarnation = self._generations.incarnation(self._global_rank) + 1
         if self._incarnation > 0:
-            # first: an earlier worker that is cut off and not dead must not join the
+            # first: an earlier worker that is cut off but not dead must not join the
             # generation that begins now
             self._generations.set_incarnation(self._global_rank, self._incarnation)
             self._generations.begin_anew(
@@ -270,11 +308,11 @@ class Supervisor:
             )
 
     def _spawn(self) -> None:
-        # before the fork: a worker whose number is not in the store yet would end as
-        # one that has been replaced
+        # before the fork: a worker whose incarnation is not in the store yet would end
+        # like a replaced worker
         self._generations.set_incarnation(self._global_rank, self._incarnation)
         self._page.reset()
-        # the child has a copy of the buffer, and would write the text once more
+        # the child has a copy of the buffers, and would write their text again
         sys.stdout.flush()
         sys.stderr.flush()
         supervisor_pid = os.getpid()
@@ -283,8 +321,8 @@ class Supervisor:
         self._pid = os.fork()
         if self._pid == 0:
             for number in _STOPPING:
-                # while they are blocked: `_stop` would end the worker with a status, as
-                # an error of the program does
+                # while the signals are blocked: `_stop` would end the worker with a
+                # status, as an error of the program does
                 signal.signal(
                     number,
                     self._user_handler if number == signal.SIGUSR1 else signal.SIG_DFL,
@@ -295,21 +333,23 @@ class Supervisor:
             run_and_exit(lambda: self._worker(self._incarnation))
 
     def _watch(self) -> str | None:
-        """Return when the worker is dead, or about to be: with the reason if this
-        supervisor has killed it.
+        """Return when the worker is dead, or about to be.
+
+        Returns:
+            The reason if this supervisor has killed the worker, else None.
         """
         with watching([self._pid]) as ended:
             while not ended(_WATCH_EVERY_S):
                 self._watched_s = time.monotonic()
                 self._replace_dead_daemon()
-                # a number that is free again may become that of a process that a worker
-                # leaves, which is to be ended
+                # a free pid may become that of a process that a worker leaves, which
+                # must be ended
                 self._beside -= reap_ended({self._pid, self._daemon_pid})
                 self._heed_notice()
                 self._look_for_stopped()
                 hung = self._hang()
                 if hung:
-                    # works on a stopped process, too
+                    # SIGKILL works on a stopped process, too
                     os.kill(self._pid, signal.SIGKILL)
                     if not ended(_END_S):
                         self._give_up_unended(hung)
@@ -317,7 +357,10 @@ class Supervisor:
         return None
 
     def _give_up_unended(self, hung: str) -> NoReturn:
-        """End without the worker's end: until then no successor can use its device."""
+        """End although the worker has not ended.
+
+        No successor can use the worker's device until the worker has ended.
+        """
         reason = (
             f"it has not ended in {_END_S:g} seconds: a driver or a disk of"
             f" {socket.gethostname()} does not answer"
@@ -326,13 +369,14 @@ class Supervisor:
         self._exit(_FAILED)
 
     def _replace_dead_daemon(self) -> None:
-        """Start another daemon if it has died; then all ranks meet again, and learn its
-        address.
+        """Start another daemon if the daemon has died.
+
+        All ranks then meet again, and find the address of the new daemon.
         """
         if not self._daemon_pid or os.waitpid(self._daemon_pid, os.WNOHANG) == (0, 0):
             return
         assert self._hooks.start_daemon is not None
-        self._daemon_pid = 0  # first: `_exit` kills the process with this number
+        self._daemon_pid = 0  # first: `_exit` kills the process with this pid
         if not self._daemon_deaths.allows_another(self._page.iteration):
             _complain(
                 f"error: the daemon of rank {self._global_rank} died"
@@ -353,8 +397,8 @@ class Supervisor:
                 "hung: no heartbeat for"
                 f" runtime.heartbeat_s={self._limits.heartbeat_s:g} seconds, killed"
             )
-        # a rank that hangs stops all others: only the one that waits for no rank is
-        # killed
+        # a rank that hangs stops all other ranks: only the rank that waits for no rank
+        # is killed
         if not self._page.waiting and self._progress.exceeds_limit(
             self._page.progress_s, now_s
         ):
@@ -365,11 +409,13 @@ class Supervisor:
         return None
 
     def _end_generation(self, death: Death) -> bool:
-        """End the generation of a dead worker; return False if all ranks have finished
-        meanwhile.
+        """End the generation of a dead worker.
+
+        Returns:
+            False if all ranks have finished meanwhile.
         """
         generation = self._page.generation
-        # first: ranks that join the next generation read the deaths of this one
+        # first: ranks that join the next generation read the deaths of this generation
         self._generations.record_death(generation or self._generations.current(), death)
         if generation:
             return self._generations.end(generation, str(death))
@@ -377,8 +423,9 @@ class Supervisor:
         return True
 
     def _may_replace(self, death: Death) -> bool:
-        """Return whether the budget of deaths, and the health of this place, allow
-        another worker.
+        """Return whether another worker is allowed.
+
+        The budget of deaths, and the health of this place, decide.
         """
         if not self._worker_deaths.allows_another(death.iteration):
             _complain(
@@ -420,8 +467,9 @@ class Supervisor:
         )
 
     def _stop(self, number: int, _: object) -> None:
-        """A scheduler or torchrun ends the job, or torchrun has ended itself: end with
-        it.
+        """Handle a signal to stop: end, with a last save if the signal gives notice.
+
+        A scheduler or torchrun ends the job, or torchrun has ended itself.
         """
         if (
             number in _GIVES_NOTICE
@@ -429,7 +477,7 @@ class Supervisor:
             and os.getppid() == agent_pid()
         ):
             self._exit(REQUEUE)
-        # and no save: without the agent, shared memory is about to be removed
+        # no save: without the agent, shared memory is about to be removed
         self._pid = _end(self._pid)
         end_orphans(self._own)
         if os.getppid() == agent_pid():
@@ -437,7 +485,7 @@ class Supervisor:
         os._exit(128 + number)
 
     def _heed_notice(self) -> None:
-        """Stop once the file of a maintenance notice is there."""
+        """Stop once the file of a maintenance notice exists."""
         notice, now_s = self._hooks.notice, time.monotonic()
         if notice is None or now_s - self._looked_s < _LOOK_FOR_NOTICE_S:
             return
@@ -449,7 +497,7 @@ class Supervisor:
             self._exit(REQUEUE)
 
     def _look_for_stopped(self) -> None:
-        """Let this rank's daemon and the janitor go on if a signal has stopped them."""
+        """Send SIGCONT to this rank's daemon and to the janitor if they are stopped."""
         now_s = time.monotonic()
         if now_s < self._look_for_stopped_s:
             return
@@ -465,11 +513,12 @@ class Supervisor:
             )
 
     def _say_stopped(self, supervisor_pid: int, _number: int, _frame: object) -> None:
-        """Report that this process was stopped for so long that a worker would be
-        killed.
+        """Report that this process was stopped for long.
+
+        The limit is the time after which a worker would be killed.
         """
         stopped_s = time.monotonic() - self._watched_s
-        # the handler of a process that the supervisor has forked
+        # processes that the supervisor has forked inherit this handler
         is_forked = os.getpid() != supervisor_pid
         if stopped_s >= self._limits.heartbeat_s and not is_forked:
             stopped = f"was stopped for {stopped_s:.0f} s, and goes on"
@@ -479,7 +528,10 @@ class Supervisor:
             )
 
     def _exit(self, status: int) -> NoReturn:
-        """End after the worker has: its successor may need its resources."""
+        """End after a last save, and after the worker has ended.
+
+        The worker's successor may need the worker's resources.
+        """
         self._save_last()
         self._free_memory(status)
         os._exit(status)
@@ -489,12 +541,13 @@ class Supervisor:
         self._hooks.free_memory(status)
 
     def _save_last(self) -> None:
-        """End worker and daemon, and bring their windows to disk, for `stop_save_s`
-        seconds at most.
+        """End worker and daemon, and bring their windows to disk.
+
+        The save takes `stop_save_s` seconds at most.
         """
         for each in _STOPPING:
             signal.signal(each, signal.SIG_IGN)  # two saves would write the same files
-        # before the save: two processes must not write one folder
+        # before the save: two processes must not write to one folder
         self._pid = _end(self._pid)
         end_orphans(self._own)
         self._daemon_pid = _end(self._daemon_pid)
@@ -503,8 +556,8 @@ class Supervisor:
         pid = start_beside(self._hooks.save_last)
         with watching([pid]) as ended:
             if not ended(self._limits.stop_save_s):
-                # and no wait: a process that waits for a disk ends when the disk
-                # answers
+                # do not wait for the end: a process that waits for a disk ends when the
+                # disk answers
                 os.kill(pid, signal.SIGKILL)
                 limit = f"runtime.stop_save_s={self._limits.stop_save_s:g} seconds"
                 _complain(
@@ -514,8 +567,13 @@ class Supervisor:
 
 
 def _end(pid: int) -> int:
-    """Kill a child, if there is one, and wait up to _END_S for its end; return 0, the
-    pid of no child.
+    """Kill a child, if there is one, and wait up to `_END_S` seconds for its end.
+
+    Args:
+        pid: The child; 0: no child.
+
+    Returns:
+        0, the pid of no child.
     """
     if pid:
         with (
@@ -529,7 +587,7 @@ def _end(pid: int) -> int:
 
 
 class _Budget:
-    """The number of deaths in a row that are allowed without progress in the iteration."""
+    """The budget of deaths in a row without progress in the iteration."""
 
     def __init__(self, max_deaths: int) -> None:
         self._max_deaths = max_deaths
@@ -537,8 +595,8 @@ class _Budget:
         self._furthest = 0
 
     def allows_another(self, iteration: int) -> bool:
-        """Count a death in an iteration; return whether there may be another."""
-        # progress renews the budget: over a long job, faults exceed any fixed number
+        """Count a death in an iteration; return whether another worker may follow."""
+        # progress renews the budget, as faults exceed any fixed number over a long job
         self._deaths = 1 if iteration > self._furthest else self._deaths + 1
         self._furthest = max(self._furthest, iteration)
         return self._deaths < self._max_deaths
@@ -555,8 +613,12 @@ def _complain(text: str) -> None:
 
 
 def run_and_exit(main: Callable[[], int]) -> None:
-    """Run the work of a forked process, and end the process: none of its parent's code
-    may run in it.
+    """Run the work of a forked process, and end the process.
+
+    None of the parent's code may run in the forked process.
+
+    Args:
+        main: The work. Returns the exit status.
     """
     status = _FAILED
     try:
@@ -571,9 +633,16 @@ def run_and_exit(main: Callable[[], int]) -> None:
 
 
 def start_beside(main: Callable[[], int]) -> int:
-    """Start a process that lives at most as long as this supervisor; return its pid."""
+    """Start a process that lives at most as long as this supervisor.
+
+    Args:
+        main: The work of the process. Returns the exit status.
+
+    Returns:
+        The pid of the process.
+    """
     supervisor_pid = os.getpid()
-    # a handler that forks within a fork would wait for locks that the outer one has
+    # a handler that forks within a fork would wait for locks that the outer fork holds
     with signals_held():
         pid = os.fork()
     if pid == 0:

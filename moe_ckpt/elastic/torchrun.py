@@ -1,5 +1,6 @@
-"""The variables that torchrun gives a process. Imports no torch: a missing one is found
-before any slow import.
+"""The environment variables that torchrun gives a process.
+
+Must not: import torch, so that a missing variable is found before any slow import.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ class Launch:
     """The rank in the job."""
 
     local_rank: int
-    """The rank among those of this node."""
+    """The rank among the ranks of this node."""
 
     world_size: int
-    """The ranks of the job."""
+    """Number of ranks of the job."""
 
     local_world_size: int
-    """The ranks of this node."""
+    """Number of ranks of this node."""
 
     attempt: int
-    """torchrun's restarts of the whole job before this one."""
+    """Number of torchrun's restarts of the whole job before this one."""
 
     is_last_attempt: bool = False
     """Whether torchrun starts no process of this node again after one has failed."""
@@ -48,15 +49,22 @@ class Launch:
 
 
 def is_launched() -> bool:
-    """Return whether torchrun, or a launcher that sets the same variables, has started
-    this process.
+    """Return whether torchrun has started this process.
+
+    A launcher that sets the same variables counts as torchrun.
     """
     return all(name in os.environ for name in _LAUNCH_VARIABLES)
 
 
 def read_launch(script: str = "SCRIPT") -> Launch:
-    """Return this process's place in the job. Raises ConfigError, with the command to
-    use, without torchrun.
+    """Return this process's place in the job.
+
+    Args:
+        script: The script, for the command in the error.
+
+    Raises:
+        ConfigError: torchrun has not started this process. The message has the command
+            to use.
     """
     missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
     if missing:
@@ -84,22 +92,23 @@ def has_agent_store() -> bool:
 
 
 def job_name() -> str:
-    """Return torchrun's name of this job: `none` unless --rdzv-id names it; empty
-    without torchrun.
+    """Return torchrun's name of this job.
+
+    Returns:
+        `none` unless --rdzv-id names the job; empty without torchrun.
     """
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def is_set_by_user(variable: str, torchruns: str) -> bool:
-    """Return whether a variable has the user's value, and not one that torchrun has
-    given it.
+    """Return whether the user has set a variable, and not torchrun.
 
-    torchrun adds variables to its own environment after its start, which the kernel
-    does not show: /proc has the environment that a process was started with.
+    torchrun adds variables to its own environment after its start. /proc does not show
+    these variables: /proc has the environment with which a process was started.
 
     Args:
         variable: The name of the variable.
-        torchruns: The value that torchrun sets where the user has set none.
+        torchruns: The value that torchrun sets if the user has set none.
     """
     value = os.environ.get(variable)
     if value is None or value != torchruns or not job_name():
@@ -108,14 +117,16 @@ def is_set_by_user(variable: str, torchruns: str) -> bool:
 
 
 def write_error_file(message: str) -> None:
-    """Let torchrun's own report end with this error, where a hint about tracebacks
-    would stand else.
+    """Let torchrun's own report end with this error.
 
-    torchrun prints a traceback of its own, and then this report, after any process that
-    ends with an error.
+    After any process that ends with an error, torchrun prints a traceback of its own
+    and then this report, in which a hint about tracebacks would stand otherwise.
+
+    Args:
+        message: The error.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         record = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):  # the message has been printed
+        with contextlib.suppress(OSError):  # the error was printed before
             Path(path).write_text(json.dumps({"message": record}))

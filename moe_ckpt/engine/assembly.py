@@ -1,10 +1,11 @@
-"""Builds one rank's in-memory checkpointing from its adapter: host memory, policy,
-tier, recoveries.
+"""Builds one rank's in-memory checkpointing from the rank's adapter.
 
-Owns: the order in which the parts are built, and their two lifetimes. Must not: import
-Megatron, or do anything but build.
+The result consists of host memory, policy, tier and recoveries. Owns: the order in
+which the parts are built, and their two lifetimes. Must not: import Megatron, or do
+anything but build.
 
-    process      adapter, events -> RankParts (memory, account, counts, meter)      in the first generation
+    process      adapter, events -> RankParts (memory, account, counts, meter),
+                 in the first generation
     generation   policy; RankParts -> store, tier, recoveries -> InMemoryCheckpointing
 """
 
@@ -63,7 +64,7 @@ class InMemoryPolicy(Policy, Protocol):
     """A policy with snapshots in host memory."""
 
     def own_forecast(self) -> MemoryForecast:
-        """Return the most host memory that a rank of this stage can need."""
+        """Return the maximum host memory that a rank of this stage can need."""
         ...
 
     def start_forecast(self) -> MemoryForecast:
@@ -92,22 +93,22 @@ class InMemoryAssembly:
         *,
         on_divergence: str = DIVERGENCES[0],
     ) -> None:
-        """Prepare to build; nothing is opened before the first generation.
+        """Store the settings. Nothing is opened before the first generation.
 
         Args:
             config: The policy's settings.
             adapter: This rank's training.
             events: This rank's log of events.
-            elastic: This rank's means to survive the loss of ranks; None: such a loss
+            elastic: This rank's means to survive the loss of ranks. None: such a loss
                 ends the job.
             folder: The folder of snapshots on the local disk, unless the configuration
                 names another one.
-            losses: Losses of state on purpose, in living processes.
+            losses: Losses of state that are injected on purpose, in living processes.
             on_divergence: One of `config.DIVERGENCES`, for a replay that differs from
                 the state of a healthy rank.
 
         Raises:
-            ConfigError: A loss is of a stage or a rank that the job does not have.
+            ConfigError: A loss names a stage or a rank that the job does not have.
         """
         self._config = config
         self._adapter = adapter
@@ -127,18 +128,19 @@ class InMemoryAssembly:
         self._sizes: WindowSizes | None = None
 
     def build_generation(self) -> tuple[InMemoryPolicy, InMemoryCheckpointing]:
-        """Build the in-memory side of a new generation. The contents of host memory
-        stay. Collective over all ranks.
+        """Build the in-memory side of a new generation. Collective over all ranks.
+
+        The contents of host memory stay.
 
         Returns:
-            The policy, alike on all ranks of a stage and without a history, and the
-            rank's checkpointing.
+            The policy and the rank's checkpointing. The policy is equal on all ranks of
+            a stage and has no history.
 
         Raises:
-            ConfigError: The settings do not fit the model or the machines; on all
-                ranks.
+            ConfigError: The settings do not fit the model or the machines. Raised on
+                all ranks.
         """
-        # first: a replacement was alone as it built its model
+        # first: a replacement was alone while it built its model
         self._adapter.operators.meet()
         num_copies = self._elastic.replicas if self._elastic else 0
         profiles = self._gather_profiles()
@@ -149,8 +151,8 @@ class InMemoryAssembly:
             self._config, profiles.stages, self._adapter, num_copies, self._sizes
         )
         if isinstance(policy, SparseWindows):
-            # for later generations: in a large job the windows of all stages take a
-            # second to compute
+            # kept for later generations: in a large job the windows of all stages take
+            # a second to compute
             self._sizes = policy.sizes
         partial = (
             policy if isinstance(policy, PartialExperts | PopularExperts) else None
@@ -160,7 +162,7 @@ class InMemoryAssembly:
             # before `use_peers`, which then names the servers that all ranks can reach
             if hosts and hosts.agree(self._place.ranks):
                 self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
-            # a daemon that was replaced since has another address
+            # a daemon that was replaced since the last generation has another address
             self._elastic.use_peers()
         if self._parts is None:
             self._parts = self._open_parts(policy, has_account=partial is not None)
@@ -187,8 +189,8 @@ class InMemoryAssembly:
 
     def _open_parts(self, policy: InMemoryPolicy, *, has_account: bool) -> RankParts:
         """Open the parts that live as long as the process."""
-        # after the policy: its forecast divides the memory budget between logs and
-        # snapshots
+        # after the policy: the policy's forecast divides the memory budget between logs
+        # and snapshots
         memory = RankMemory(
             self._config,
             self._place,
@@ -211,14 +213,15 @@ class InMemoryAssembly:
         )
 
     def _require_room(self, policy: InMemoryPolicy) -> None:
-        """Raise ConfigError on all ranks if shared memory has no room for the forecast."""
+        """Raise ConfigError on all ranks if the forecast exceeds shared memory."""
         if self._elastic is not None:
             needed_bytes = policy.start_forecast().shared_bytes
             require_shared_room(self._place.ranks, self._elastic.memory, needed_bytes)
 
     def _snapshots_limit_bytes(self, policy: InMemoryPolicy) -> int | None:
-        """Return the most bytes of snapshots: the budget without the logs and the
-        copies that the policy forecasts.
+        """Return the maximum bytes of snapshots, or None without a memory budget.
+
+        The limit is the budget without the logs and copies that the policy forecasts.
         """
         if self._config.memory_budget_bytes is None:
             return None
@@ -277,13 +280,14 @@ class InMemoryAssembly:
     def _require_time_for_copies(
         self, stages: Sequence[StageProfile], num_copies: int
     ) -> None:
-        """Raise ConfigError on all ranks if the cap lets no full snapshot through
-        within `runtime.copy_s`.
+        """Require that a full snapshot passes each cap within `runtime.copy_s`.
+
+        Raises ConfigError on all ranks otherwise.
         """
         if self._elastic is None:
             return
-        # by the largest of all stages: ranks that raised alone would leave the others
-        # waiting for them
+        # checked for the largest of all stages: ranks that raised alone would leave the
+        # others waiting
         caps, copy_s = self._config.max_bytes_per_s, self._elastic.copy_s
         most_bytes = max(stage.dense_bytes for stage in stages)
         for name, cap, nbytes in (

@@ -1,9 +1,9 @@
-"""The way of windows to the local disk: one window is selected, one is being written,
-one is complete there.
+"""Moves windows to the local disk, one step at a time.
 
-Owns: the role of each window on this rank, and the events about it. Must not: copy, or
-communicate. MoC, section 5.2 (triple buffering), for windows of any policy. A window
-that waits delays the next window for the disk, and not training:
+At any time one window is selected, one is being written, and one is complete on disk.
+Owns: the role of each window on this rank, and the events about roles. Must not: copy,
+or communicate. The triple buffering of MoC, section 5.2, serves windows of any policy
+here. A window that waits delays the next window for the disk, and not training:
 
     w0  snapshot | persist ........ | recovery ........... |
     w1             snapshot | waits | persist ........ | recovery
@@ -25,16 +25,22 @@ _log = logging.getLogger(__name__)
 
 
 class Role(Enum):
-    """The purpose of a window on its way to disk; at most one window has each role."""
+    """The purpose of a window on the way to disk. At most one window has each role."""
 
-    # being taken, or complete and waiting; its write begins once all ranks have it
     SNAPSHOT = "snapshot"
-    PERSIST = "persist"  # being written
-    RECOVERY = "recovery"  # complete on disk, the newest such window
+    """The window is being taken, or is complete and waits. The write begins once all
+    ranks have the window.
+    """
+
+    PERSIST = "persist"
+    """The window is being written."""
+
+    RECOVERY = "recovery"
+    """The window is complete on disk, and the newest such window."""
 
 
 class DiskWindows:
-    """The windows of one rank that go to its disk in one generation, by their starts.
+    """The windows of one rank that go to disk in one generation, by their starts.
 
     A failed write ends training only if `strict`.
     """
@@ -43,7 +49,7 @@ class DiskWindows:
         self, publisher: Publisher | None, events: EventLog, *, strict: bool
     ) -> None:
         self._starts: dict[Role, int] = {}
-        # with the time at which the write began
+        # the write in progress, and the time at which the write began
         self._written: tuple[Future[None], float] | None = None
         self._publisher = publisher
         self._events = events
@@ -64,31 +70,42 @@ class DiskWindows:
         return self._written is not None and not self._written[0].done()
 
     def begin(self, window_start: int, *, to_disk: bool) -> None:
-        """A window begins, which goes to disk or not. A selected window whose write has
-        not begun is dropped.
+        """Note that a window begins.
+
+        A window that was selected, and whose write has not begun, is dropped.
+
+        Args:
+            window_start: The iteration at which the window starts.
+            to_disk: Whether the window goes to disk.
         """
-        # a dropped window that kept its role would let each later one wait for the
-        # write in progress
+        # if a dropped window kept its role, each later window would wait for the write
+        # in progress
         self._starts.pop(Role.SNAPSHOT, None)
         if to_disk:
             self._starts[Role.SNAPSHOT] = window_start
 
     def set_out(self, done: Future[None]) -> None:
-        """The write of the selected window has begun and ends with `done`. The write
-        before it has ended or failed.
+        """Note that the write of the selected window has begun.
+
+        The write before must have ended or failed.
+
+        Args:
+            done: Done when the write has ended.
         """
         assert self._written is None, self._starts
         self._starts[Role.PERSIST] = self._starts.pop(Role.SNAPSHOT)
         self._written = done, time.monotonic()
 
     def finish(self) -> None:
-        """Wait for the write in progress; its window is then the one to recover from. A
-        failed write changes nothing.
+        """Wait for the write in progress, whose window becomes the one to recover from.
 
-        Raises CheckpointSaveError for a failed write if `strict`.
+        A failed write changes nothing.
+
+        Raises:
+            CheckpointSaveError: The write failed, and `strict` is set.
         """
         # cleared before the wait: a failed write is reported once, and does not hold up
-        # the next one
+        # the next write
         written, self._written = self._written, None
         if written is None or self._publisher is None:
             return
@@ -108,8 +125,8 @@ class DiskWindows:
             if self._strict:
                 raise
             return
-        # not before: the window of a failed write does not count, and the one before it
-        # still does
+        # not earlier: the window of a failed write does not count, and the window
+        # before still does
         self._starts[Role.RECOVERY] = window_start
         self._events.append(
             WindowPersisted(

@@ -1,8 +1,8 @@
 """Writes events on the popularity of a stage's experts and on their order in windows.
 
-Must not: count, or decide an order. The first rank of each stage writes for all of its
-ranks, which agree. In a long run only some windows are reported, or these events would
-outgrow those of iterations.
+Must not: count, or decide an order. The first rank of each stage writes for all ranks
+of the stage, which agree. In a long run only some windows are reported: otherwise these
+events would outgrow the events of iterations.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import numpy.typing as npt
 from moe_ckpt.events import EventLog, ExpertPopularity, ExpertsOrdered
 from moe_ckpt.types import OperatorKind, OperatorTable, SlotPlan
 
-# one window in a thousandth of the run so far: 6000 of a run of 100,000 iterations
+# after a reported window at iteration N, the next reported window begins at N * 1.001
+# or later: 6000 windows in a run of 100,000 iterations
 _SPACING = 1000
 
 
 class ExpertEvents:
-    """Events of one generation. `writes`: whether this rank writes them."""
+    """The events of one generation.
+
+    Args:
+        table: The operators of the stage.
+        events: This rank's log of events.
+        writes: Whether this rank writes the events.
+    """
 
     def __init__(self, table: OperatorTable, events: EventLog, *, writes: bool) -> None:
         experts = [
@@ -46,20 +53,21 @@ class ExpertEvents:
         self._is_written = False
 
     def measured(self, popularity: npt.NDArray[np.float64]) -> None:
-        """The policy has received this popularity, for a window that may begin now;
-        counts begin anew.
+        """Note the popularity that the policy has received. Counts begin anew.
 
-        Earlier counts are not reported: a replacement rank has not counted all of them.
+        A window may begin with this popularity. The first popularity, and the first
+        after a loss of counts, is not reported: a replacement rank has not counted all
+        of these tokens.
         """
         self._popularity = popularity if self._counted_by_all else None
         self._counted_by_all = True
 
     def interrupted(self) -> None:
-        """A rank has lost its counts."""
+        """Note that a rank has lost its counts."""
         self._counted_by_all = False
 
     def took(self, plan: SlotPlan) -> None:
-        """A snapshot begins."""
+        """Note that the snapshot of a plan begins."""
         if not self._writes:
             return
         if plan.slot == 0:
@@ -94,7 +102,7 @@ class ExpertEvents:
         )
         if popularity is not None and self._is_written:
             self._written_iteration = iteration
-            # the shortest JSON: exact for a number of tokens, six digits of a sum of
+            # the shortest JSON: exact for a number of tokens, six digits for a sum of
             # probabilities
             short = [
                 int(count) if count == int(count) else float(f"{count:.6g}")

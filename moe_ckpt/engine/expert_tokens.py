@@ -1,7 +1,7 @@
-"""The tokens of a stage's experts: counted for the policy, entered into the account,
-made up by higher capacity.
+"""The tokens of a stage's experts, from the router to policy, account and capacity.
 
-Must not: decide an order of experts or a capacity.
+Tokens are counted for the policy, entered into the account, and made up by higher
+capacity. Must not: decide an order of experts, or a capacity.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from moe_ckpt.types import ExpertCounts, Measured, ReadyGradients
 
 
 class ExpertTokens:
-    """The counts of one generation; without counts, boost and account it does nothing.
-    Collective in the stage.
+    """The counts of one generation. Collective in the stage.
 
-    `events` reports their popularity and their order.
+    Without counts, boost and account the methods do nothing.
+
+    Attributes:
+        events: Reports the popularity and the order of experts.
     """
 
     def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
@@ -40,19 +42,23 @@ class ExpertTokens:
         )
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Start counting, as an iteration begins."""
         if self._counts:
             self._counts.begin()
         if self._boost:
             self._boost.begin_iteration()
 
     def end_pass(self) -> None:
-        """Later tokens, those of evaluations, are not the iteration's."""
+        """Stop counting.
+
+        Later tokens, of evaluations, do not belong to the iteration.
+        """
         self._counted = self._counts.end() if self._counts else None
 
     def log_extra(self, gradients: ReadyGradients) -> None:
-        """Keep the extra tokens of the iteration until its step: one that is skipped
-        trains no expert.
+        """Keep the extra tokens of the iteration until the step.
+
+        A step that is skipped trains no expert, and makes up nothing.
         """
         if self._boost and self._boost.deficit.any():
             extra = self._boost.end_iteration()
@@ -68,15 +74,16 @@ class ExpertTokens:
             )
 
     def make_up(self, iteration: int) -> None:
-        """Subtract the extra tokens of all ranks of the stage in this iteration from
-        the experts' deficits.
+        """Subtract this iteration's extra tokens from the experts' deficits.
+
+        The extra tokens are those of all ranks of the stage.
         """
         extra, self._made_up = self._made_up, None
         if self._boost is None or self._account is None or extra is None:
             return
         total = torch.from_numpy(extra).to(self._place.device)
-        # over the stage: its ranks have equal deficits, and so give their experts equal
-        # capacity
+        # over the stage: all ranks of the stage then have equal deficits, and give
+        # their experts equal capacity
         self._place.stage_ranks.reduce(total, "sum")
         self._boost.make_up(total.cpu().numpy())
         self._account.deficit = self._boost.deficit.copy()
@@ -90,15 +97,17 @@ class ExpertTokens:
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(
             self._place.device
         )
-        # ranks that chose by counts of their own would take different experts into one
+        # ranks that used only their own counts would put different experts into one
         # snapshot
         if self._counts:
             self._place.stage_ranks.reduce(popularity, "sum")
         return popularity.cpu().numpy()
 
     def measured(self, measured: Measured) -> None:
-        """The policy has received these measurements: enter the tokens into the
-        account, and count anew.
+        """Enter the tokens of these measurements into the account, and count anew.
+
+        Args:
+            measured: The measurements that the policy has received.
         """
         self.events.measured(measured.popularity)
         if self._account:

@@ -1,11 +1,11 @@
-"""The level below host memory: states on local disks and whole checkpoints, the newest
-first.
+"""The level below host memory: states on local disks and whole checkpoints.
 
-Owns: the order of the sources, the quarantine of sources that led to a bad loss, and
-the event and log line that name the source that was loaded and the reasons against
-newer ones. Every method is collective. Must not: read a source.
+Owns: the order of the sources, newest first; the quarantine of sources that led to a
+bad loss; the event and log line that name the loaded source and the reasons against
+newer sources. Every method is collective. Must not: read a source.
 
-    host memory ---> local disks and checkpoints, the newer first; at the same iteration the local disk first
+    host memory ---> local disks and checkpoints, the newer first;
+                     at the same iteration the local disk first
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ HOST_MEMORY, LOCAL_DISK = "host memory", "local disk"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A state of the whole job after `iteration` steps.
-
-    `place`: the name of a tier, or the directory of a checkpoint.
-    """
+    """A state of the whole job."""
 
     place: str
+    """Name of a tier (`HOST_MEMORY`, `LOCAL_DISK`), or directory of a checkpoint."""
+
     iteration: int
+    """Number of optimizer steps in the state."""
 
     def __str__(self) -> str:
         return f"{self.place} at iteration {self.iteration}"
@@ -45,37 +45,44 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsableState:
-    """The usable states on disks, the best first, and the reasons against better ones."""
+    """The usable states on disks."""
 
     sources: Sequence[Source]
+    """Usable sources, the best first."""
+
     passed_over: Sequence[str]
+    """Reasons against sources that would have been better."""
 
 
 class Suspects:
-    """Finds a source that is intact but bad: soon after it was loaded, a loss is not
-    finite.
+    """Finds a source that is intact but bad: a loss soon after the load is not finite.
 
-    A loss more than `num_iters` iterations after the load does not count against the
-    source; 0: no loss does.
+    Args:
+        ranks: All ranks of the job.
+        num_iters: Iterations after a load in which a bad loss counts against the
+            source. 0: no loss does.
     """
 
     def __init__(self, ranks: Ranks, num_iters: int) -> None:
         self._ranks = ranks
         self._num_iters = num_iters
         self._loaded: Source | None = None
-        # by the iteration of the loss: the first source that led to it
+        # by the iteration of the loss: the first source that led to the loss
         self._suspected: dict[int, Source] = {}
 
     def loaded(self, source: Source) -> None:
-        """All ranks continue from this source."""
+        """Note that all ranks continue from this source."""
         self._loaded = source
 
     def source_of(self, iteration: int, loss: float) -> Source | None:
-        """Return the source that an iteration's loss, the same on all ranks, counts
-        against, or None.
+        """Return the source that a loss counts against, or None.
 
         Collective unless the loss is finite: a rank that was cut off in a recovery may
-        not know its source.
+        not know the source.
+
+        Args:
+            iteration: The iteration of the loss.
+            loss: The loss, equal on all ranks.
         """
         if math.isfinite(loss):
             return None
@@ -92,10 +99,14 @@ class Suspects:
         )
 
     def is_first_at(self, iteration: int, source: Source) -> bool:
-        """Return whether no source of another iteration has led to this bad loss; else
-        training itself diverges.
+        """Return whether no source of another iteration has led to this bad loss.
 
-        Collective: a replacement rank does not know the earlier sources.
+        Otherwise training itself diverges. Collective: a replacement rank does not know
+        the earlier sources.
+
+        Args:
+            iteration: The iteration of the loss.
+            source: The source that the loss counts against.
         """
         for theirs in gather_results(
             self._ranks, lambda: self._suspected, CheckpointLoadError
@@ -106,7 +117,7 @@ class Suspects:
         )
 
     def clear(self) -> None:
-        """No source that was loaded so far is responsible for later losses."""
+        """Note that no source loaded so far is responsible for later losses."""
         self._loaded = None
 
 
@@ -114,7 +125,7 @@ class Fallback:
     """Finds states on disks and loads the best one.
 
     Attributes:
-        changed: The settings that differ from those with which the last loaded state
+        changed: Settings that differ from the settings with which the last loaded state
             was saved.
     """
 
@@ -133,17 +144,19 @@ class Fallback:
         self.changed: Sequence[str] = ()
 
     def quarantine(self, source: Source) -> None:
-        """Put a source into quarantine: it is not loaded again."""
+        """Put a source into quarantine: the source is not loaded again."""
         self._quarantined |= {source}
 
     def look(
         self, job_recovery: JobRecovery | None, tainted: range = range(0)
     ) -> UsableState:
-        """Return the usable states, without those of `tainted` iterations.
+        """Return the usable states on disks.
 
-        Without `job_recovery` there are no local disks.
+        Args:
+            job_recovery: Reads the local disks. None: there are no local disks.
+            tainted: Iterations whose states are left out.
         """
-        # a replacement does not know the sources that other ranks quarantine already
+        # a replacement does not know the sources that other ranks already quarantine
         quarantined = gather_results(
             self._ranks, lambda: self._quarantined, CheckpointLoadError
         )
@@ -157,11 +170,11 @@ class Fallback:
             disks = job_recovery.look_at_disks()
             if disks.newest is not None:
                 sources.append(Source(place=LOCAL_DISK, iteration=disks.newest))
-            # snapshots that the ranks together cannot use are an error, and not a
-            # silent new start
+            # snapshots that the ranks cannot use together are an error, not a silent
+            # new start
             elif any(disks.of_each) and not disks.new_ranks:
                 passed_over.append(_nothing_common(disks))
-            # unless a disk has the mark that it never held a state: then no state was
+            # unless a disk is marked as one that never held a state: then no state was
             # ever on all disks
             elif any(disks.of_each) and self._ranks.rank == 0:
                 ranks = ", ".join(map(str, disks.new_ranks))
@@ -190,14 +203,23 @@ class Fallback:
         job_recovery: JobRecovery | None,
         passed_over: Sequence[str] = (),
     ) -> Source | None:
-        """Load the best usable state and return its source; None if there is none.
+        """Load the best usable state and return its source.
 
-        `passed_over`: reasons so far, for the log.
+        After the load, host memory holds only snapshots from local disks, and peers
+        have not received these snapshots yet.
 
-        Afterwards host memory holds only what came from local disks, and peers have not
-        received it yet. Raises CheckpointLoadError on all ranks, with the reason for
-        each source, if sources exist and none can be loaded, and ConfigError if this
-        run has saved them with other settings.
+        Args:
+            found: The usable states.
+            job_recovery: Loads from local disks. None: there are no local disks.
+            passed_over: Reasons against better sources so far, for the log.
+
+        Returns:
+            The source that was loaded. None: there is no source.
+
+        Raises:
+            CheckpointLoadError: Sources exist, and none can be loaded. Raised on all
+                ranks, with the reason for each source.
+            ConfigError: This run has saved its states with other settings.
         """
         reasons = [*passed_over, *found.passed_over]
         for source in found.sources:
@@ -234,7 +256,7 @@ class Fallback:
                     "; ".join(reasons),
                 )
             return source
-        if len(reasons) > len(passed_over):  # else there was no source at all
+        if len(reasons) > len(passed_over):  # otherwise no source existed at all
             tried = "\n  ".join(reasons)
             raise CheckpointLoadError(
                 "no usable checkpoint or snapshot on disk (for a new start take"
@@ -248,8 +270,8 @@ class Fallback:
                 CheckpointRef(iteration=source.iteration, directory=source.place)
             )
             if job_recovery is not None:
-                # only then: while the checkpoint is read, memory stays a source for the
-                # next recovery
+                # only after the load: while the checkpoint is read, memory stays a
+                # source for the next recovery
                 job_recovery.drop_memory()
             return
         assert job_recovery is not None

@@ -1,8 +1,8 @@
-"""The in-memory side of a session: one rank's tier, recoveries and injected losses in
-one generation.
+"""The in-memory side of a session: one rank's checkpointing in one generation.
 
-Owns: the recovery of state that living processes have lost. Must not: bring ranks of
-different states together (`JobRecovery` does), or know the policy.
+This side consists of the tier, the recoveries and the injected losses. Owns: the
+recovery of state that living processes have lost. Must not: bring ranks of different
+states together (`JobRecovery` does), or know the policy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_ckpt.engine.state_loss import StateLosses
 class InMemoryCheckpointing:
     """Checkpointing in host memory, as the session uses it.
 
-    Lifetime: one generation, but for `parts`, which live as long as the process.
+    Lifetime: one generation. Only `parts` live as long as the process.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class InMemoryCheckpointing:
         """The scheduled losses of state in living processes."""
 
         self.job_recovery = job_recovery
-        """Recovery after the loss of a process; None: such a loss ends the job."""
+        """Recovery after the loss of a process. None: such a loss ends the job."""
 
         self.notes = notes
         """A forecast of the cost, line by line, for the log."""
 
         self.require_room = require_room
-        """Checks that shared memory has room for what training will take. Collective.
+        """Checks that shared memory has room for the needs of training. Collective.
 
         Raises ConfigError on all ranks.
         """
@@ -58,18 +58,19 @@ class InMemoryCheckpointing:
 
     def recover_lost_state(self, target_iteration: int, *, undo: bool) -> bool:
         """Recover the state that living processes have lost since the last call.
+
         Collective over all ranks.
 
         Args:
             target_iteration: All ranks are at the state after this iteration once any
                 lost state is recovered.
-            undo: A later iteration has begun and is abandoned.
+            undo: Whether a later iteration has begun and is abandoned.
 
         Returns:
             Whether any rank had lost state.
 
         Raises:
-            CheckpointLoadError: No source leads to the target; on all ranks.
+            CheckpointLoadError: No source leads to the target. Raised on all ranks.
         """
         lost = self.losses.take()
         if lost is None:
@@ -80,7 +81,7 @@ class InMemoryCheckpointing:
         self.tier.settle()
         assert self._stage_recovery is not None, lost
         self._stage_recovery.recover(lost, target_iteration, undo=undo)
-        # the loss tears the snapshot in flight: without its slot the window is complete
-        # on no rank
+        # the loss tears the snapshot in flight: without the torn slot no rank has a
+        # complete window
         self.tier.retake(target_iteration)
         return True

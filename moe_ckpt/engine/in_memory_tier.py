@@ -1,17 +1,19 @@
-"""The in-memory tier: snapshots of a part of the state or all of it, and the logs that
-make parts sufficient.
+"""The in-memory tier: snapshots of the state, whole or in parts, and logs.
 
-Owns: the work at each hook of the loop, the same on every rank, so that windows line up
-over the whole job. Must not: decide which operators a snapshot takes (the policy does),
-or recover (`engine.stage_recovery` does, from these snapshots and logs). MoEvement,
-sections 3.2 to 3.5.
+The logs make parts of the state sufficient for a recovery. Owns: the work at each hook
+of the loop, equal on every rank, so that windows line up over the whole job. Must not:
+decide which operators a snapshot takes (the policy does), or recover
+(`engine.stage_recovery` does, from these snapshots and logs). MoEvement, sections 3.2
+to 3.5.
 
     started(t)           log the start of t; logs and counts of t begin
-    ready(t)             the copy of snapshot t-1 is complete: the step may change the state; facts of t are logged
-    committed(t), take   snapshot t starts; a window is kept once all ranks, and their peers, have all of it
+    ready(t)             the copy of snapshot t-1 is complete: the step may change
+                         the state; facts of t are logged
+    committed(t), take   snapshot t starts; a window is kept once all ranks, and
+                         their peers, have all of it
 
 If ranks do not recover locally, only the start of the iteration after a snapshot is
-logged, and a window may take until the next one to reach peers.
+logged, and a window has time until the next window to reach peers.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ _log = logging.getLogger(__name__)
 class InMemoryTier:
     """Carries out the policy's slot plans. All hooks are collective over all ranks.
 
-    `recovers_locally`: ranks that survive a fault keep their state, so every iteration
-    is logged.
+    Attributes:
+        logs: The rank's logs of iterations.
+        recovers_locally: Whether ranks that survive a fault keep their state. If so,
+            every iteration is logged.
     """
 
     def __init__(
@@ -65,17 +69,17 @@ class InMemoryTier:
         self._dense_bytes = parts.dense_bytes
         self._newest: SlotPlan | None = None
         self._pauses = False
-        # which the end of the generation before this one has lifted
+        # the end of the last generation lifted the cap
         parts.memory.engine.apply_cap()
 
     def started(self, iteration: int) -> None:
-        """Before the first forward of `iteration`."""
+        """Begin logs and counts, before the first forward of `iteration`."""
         self._agreement.drop_measured()
         if self.recovers_locally:
             self.logs.begin(iteration)
         self._experts.begin()
         if self._memory.bubbles:
-            # those of evaluations are none of an iteration
+            # drop the bubbles of evaluations, which belong to no iteration
             self._memory.bubbles.take_seconds()
         copies_nothing = (
             self._memory.snapshots.in_flight() is None
@@ -84,7 +88,14 @@ class InMemoryTier:
         self._meter.iteration_started(is_quiet=copies_nothing)
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
-        """All gradients are complete, and no parameter has changed yet."""
+        """Log the facts of the iteration, and let the step change the state.
+
+        Called when all gradients are complete and no parameter has changed yet.
+
+        Raises:
+            CheckpointSaveError: A window is not complete on every rank, or the write of
+                a window failed, and `ckpt.strict` is set.
+        """
         # first: the rest of this hook is not the iteration's own work
         self._meter.gradients_complete()
         self.stop_observing()
@@ -101,7 +112,7 @@ class InMemoryTier:
                 self._memory.engine.release()
         except CheckpointSaveError as error:
             self._report(error)
-        # where the next window follows at once, this one has to reach peers now; whole
+        # if the next window follows at once, this window has to reach peers now; whole
         # snapshots and pauses leave time
         waits = self.recovers_locally and not self._pauses
         self._collect(wait=self._agreement.awaits and waits)
@@ -113,21 +124,29 @@ class InMemoryTier:
             with self._meter.stalling():
                 self._servers.ready(iteration, gradients)
         if not self._agreement.disk.is_writing:
-            # does not wait; a write that is not registered keeps iterations from being
-            # quiet
+            # does not wait here; a write that is not registered keeps iterations from
+            # being quiet
             self.finish_persisting()
         self._meter.resumed()
 
     def committed(self, iteration: int) -> None:
-        """The state is that after `iteration` steps."""
+        """End the iteration: the state is the state after `iteration` steps."""
         self._meter.iteration_finished()
         self._experts.make_up(iteration)
         if self.recovers_locally:
             self.logs.note_start(iteration + 1)
 
     def take(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
-        """Start the snapshot of a plan. `to_disk`: the window that begins with it also
-        goes to disk.
+        """Start the snapshot of a plan.
+
+        Args:
+            plan: The snapshot to take.
+            to_disk: Whether the window that begins with this snapshot also goes to
+                disk.
+
+        Raises:
+            CheckpointSaveError: The window before is not complete on every rank, or its
+                write failed, and `ckpt.strict` is set.
         """
         if self._servers:
             if self._servers.goes_on:
@@ -135,7 +154,7 @@ class InMemoryTier:
                 return
             self._servers.reset()
         if self._agreement.awaits:
-            # else the window in flight, which is about to be dropped, was taken for
+            # decide first: otherwise the window in flight is dropped, and was taken for
             # nothing
             self._confirm(wait=True)
         self._collect(wait=True)  # the engine has room for one capture
@@ -152,11 +171,14 @@ class InMemoryTier:
             self._capture(plan)
 
     def entered(self, iteration: int, period_iters: int) -> None:
-        """A generation begins with the state after `iteration` steps; its next window
-        may come in a period.
+        """Prepare the logs for a generation that begins after `iteration` steps.
+
+        Args:
+            iteration: Number of optimizer steps in the state.
+            period_iters: Iterations until the next window may come.
         """
         oldest = self._memory.snapshots.oldest_needed_iteration()
-        # windows of the last generation were this long: theirs may be the only one for
+        # windows of the last generation were this long, and may be the only windows for
         # a while
         if oldest is not None:
             self.logs.window_takes(max(iteration - oldest, period_iters))
@@ -164,12 +186,16 @@ class InMemoryTier:
     def take_base(self, plan: SlotPlan, *, to_disk: bool = False) -> None:
         """Take the first snapshot of a generation.
 
-        If a rank has no other window, wait until it is kept: a fault can come at any
-        time. If all ranks have a whole snapshot of this very state, to which they went
-        back, none is taken, unless it is to go to disk.
-
+        If a rank has no other window, wait until the snapshot is kept: a fault can come
+        at any time. No snapshot is taken if all ranks have a whole snapshot of this
+        very state, to which all ranks went back, unless the snapshot is to go to disk.
         Servers that continue from a snapshot that all ranks have restored need no
         further snapshot.
+
+        Args:
+            plan: The snapshot to take.
+            to_disk: Whether the window that begins with this snapshot also goes to
+                disk.
         """
         if self._servers and self._servers.adopt(plan.window_start):
             return
@@ -178,8 +204,8 @@ class InMemoryTier:
             window.is_whole_state and window.start == plan.window_start
             for window in windows
         )
-        # the rank with the fewest decides for all: snapshots and their confirmation are
-        # collective
+        # the rank with the fewest windows decides for all: snapshots and confirmations
+        # are collective
         facts = {"num_kept": len(windows), "has_state": has_state}
         all_have = reduce_extremes(
             self._place.ranks, self._place.device, largest={}, smallest=facts
@@ -190,14 +216,13 @@ class InMemoryTier:
         self.take(plan, to_disk=to_disk)
         if not all_have["num_kept"]:
             self._confirm(wait=True)
-            self._meter.drop_snapshot()  # no other has training wait for all of it
+            # training waits for the whole of this snapshot, and for no other
+            self._meter.drop_snapshot()
 
     def _hand_over(self, servers: ServerStates, plan: SlotPlan) -> None:
-        """Let servers compute the state that the plan names, from the gradients that
-        led to it.
-        """
-        self._collect(wait=True)  # the stream may begin with it
-        # servers have no generators and no schedule: a recovery takes these from the
+        """Let servers compute the plan's state from the gradients of the step."""
+        self._collect(wait=True)  # the stream may begin with this snapshot
+        # servers have no generators and no schedule: a recovery takes both from the
         # step log
         self.logs.log_start(plan.window_start + 1)
         kept = [self._memory.snapshots.in_flight(), *self._memory.snapshots.windows()]
@@ -206,73 +231,77 @@ class InMemoryTier:
             servers.hand_over(self._store.wanted(plan)[0], whole[0] if whole else None)
 
     def stop_observing(self) -> None:
-        """The pass over the batch has ended: later transfers and tokens are neither
-        logged nor counted.
-        """
+        """Stop logging transfers and counting tokens: the pass has ended."""
         self.logs.end_pass()
         self._experts.end_pass()
 
     def measure(self) -> Measured:
-        """Return the measurements for the start of a window, and count popularity anew
-        from then on.
+        """Return the measurements for the start of a window, and count popularity anew.
 
         If a window has just ended, the ranks agreed on these measurements in the same
-        reduction as on its end.
+        reduction as on the end of the window.
         """
         measured = self._agreement.measure()
         self._experts.measured(measured)
         return measured
 
     def lose(self) -> None:
-        """This rank's state is lost: a snapshot in progress is torn, and the boundary
-        log dies with the process.
+        """Drop everything that this rank loses together with its state.
+
+        A snapshot in progress is torn. The boundary log is dropped, as in the death of
+        a process.
         """
         # a copy still under way may take bytes from after the loss, with a checksum
-        # that matches them
+        # that matches these bytes
         self._memory.engine.discard_torn()
-        # as these die with a process; snapshots and step log are in memory that
-        # outlives it
+        # boundary log and counts die with a process; snapshots and step log are in
+        # memory that outlives the process
         self.logs.lose_boundary()
         self._meter.drop_counts()
 
     def abort(self) -> None:
-        """Abandon the iteration: stop observing, finish copies, drop an incomplete
-        window.
+        """Abandon the iteration and drop an incomplete window.
+
+        Observing stops, and copies in progress are finished.
         """
         self.stop_observing()
         # the fault would count as the price of the snapshot
         self._meter.drop_snapshot()
         self._stage.abandon_pass()
-        self._operators.freeze(())  # a replay that was cut off leaves operators frozen
+        self._operators.freeze(())  # an interrupted replay leaves operators frozen
         if self._servers:
             self._servers.clear()
         # the copier still reads tensors that the recovery overwrites
         self.settle()
-        # after that: the last snapshot may complete a window that other ranks have
+        # after `settle`: the last snapshot may complete a window that other ranks have
         # confirmed before the fault
         self._memory.snapshots.keep_complete()
 
     def settle(self) -> None:
-        """Finish the snapshot in progress, without a cap: its state may change then."""
+        """Finish the snapshot in progress, without the cap on copies.
+
+        Afterwards the captured state may change.
+        """
         with self._memory.engine.uncapped():
             self._collect(wait=True)
 
     def close(self) -> None:
-        """Finish the snapshot in progress, and end the copying thread."""
+        """Finish the snapshot in progress, and end the copying threads."""
         self.settle()
         for copier in self._memory.copiers:
             copier.close()
 
     def retake(self, iteration: int) -> None:
-        """The state is again that after `iteration` steps: take the snapshots that the
-        fault tore.
+        """Take the snapshots that a fault tore.
+
+        Called when the state is again the state after `iteration` steps.
         """
         self._experts.events.interrupted()
         plan, window = self._newest, self._memory.snapshots.in_flight()
         if plan is None or window is None or plan.iteration != iteration:
             return
         # a copy that had ended before the loss is whole, and has the same bits as the
-        # state that was rebuilt
+        # rebuilt state
         if all(snapshot.header.slot != plan.slot for snapshot in window.snapshots):
             self._capture(plan)
 
@@ -290,7 +319,7 @@ class InMemoryTier:
         if not taken:
             return
         if self._memory.snapshots.in_flight() is None:
-            # another rank's copy has failed after this one was released, and all ranks
+            # another rank's copy has failed after this copy was released, and all ranks
             # have dropped the window
             self._memory.engine.drop(taken.snapshots)
             return
@@ -317,7 +346,11 @@ class InMemoryTier:
         self._agreement.confirm(wait=wait)
 
     def finish_persisting(self) -> None:
-        """Wait for the write to disk in progress."""
+        """Wait for the write to disk in progress.
+
+        Raises:
+            CheckpointSaveError: The write failed, and `ckpt.strict` is set.
+        """
         self._agreement.finish_persisting()
 
     def _report(self, error: CheckpointSaveError) -> None:

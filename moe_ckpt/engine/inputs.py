@@ -1,9 +1,8 @@
-"""The agreement of all ranks on the inputs that each of them has read.
+"""Checks that all ranks have read the same inputs.
 
-A replacement, and a process on another node, reads its inputs anew: data, tokenizer,
-script. If an input has changed meanwhile, or was another one from the start, the
-replacement would train on other samples than the process that it replaces, without an
-error.
+A replacement, or a process on another node, reads its inputs anew: data, tokenizer,
+script. If an input has changed meanwhile, or differed from the start, the replacement
+would train on other samples than the dead process, without any error.
 """
 
 from __future__ import annotations
@@ -18,26 +17,25 @@ from moe_ckpt.collectives import Ranks, gather_results, reduce_extremes
 from moe_ckpt.errors import DataError
 
 Inputs = Mapping[str, str]
-"""Content identities (`moe_ckpt.content`) by the names of the settings that name the
-inputs.
+"""Content identities (`moe_ckpt.content`), by the name of the setting that names the
+input.
 """
 
 
 def require_equal(ranks: Ranks, mine: Inputs) -> None:
-    """Require that all ranks that have read an input have read the same content.
-    Collective.
+    """Require the same content on all ranks that have read an input. Collective.
 
     Args:
         ranks: All ranks of the job.
         mine: The inputs of this rank.
 
     Raises:
-        DataError: Ranks have read different inputs; on all ranks.
+        DataError: Ranks have read different inputs. Raised on all ranks.
     """
-    # 53 bits, which the reduction carries exactly
+    # 53 bits: the float64 reduction carries integers of this size exactly
     number = xxhash.xxh3_64_intdigest(json.dumps(mine, sort_keys=True).encode()) >> 11
     device = torch.device(torch.cuda.current_device())
-    # one small reduction, however many ranks there are: equal where the largest is the
+    # one small reduction at any number of ranks: hashes are equal if the largest is the
     # smallest
     extremes = reduce_extremes(
         ranks, device, largest={"largest": number}, smallest={"smallest": number}
@@ -56,8 +54,9 @@ def require_equal(ranks: Ranks, mine: Inputs) -> None:
 
 
 def _ranks_by_content(name: str, of_each: list[Inputs]) -> dict[str, list[int]]:
-    """Return the ranks that have read each content of an input; ranks of other stages
-    may have read none.
+    """Return the ranks that have read each content of an input.
+
+    Ranks of other stages may not have read the input.
     """
     found: dict[str, list[int]] = {}
     for rank, inputs in enumerate(of_each):

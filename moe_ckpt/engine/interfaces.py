@@ -1,8 +1,8 @@
-"""The Protocols through which the engine uses the training framework;
-`moe_ckpt.megatron` implements them.
+"""The Protocols through which the engine uses the training framework.
 
-Also two values that hold them: a rank's place in the job, and the adapter, which is all
-of its training. No behaviour is defined here.
+`moe_ckpt.megatron` implements the Protocols. The module also defines two values that
+hold implementations: `StagePlace`, the place of a rank in the job, and `RankAdapter`,
+all of a rank's training. No behaviour is defined here.
 """
 
 from __future__ import annotations
@@ -30,22 +30,35 @@ from moe_ckpt.types import ExpertCounts, OperatorTable, ReadyGradients, RunIdent
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagePlace:
-    """The place of this rank: its run and shard, all ranks, the ranks of its stage, and
-    its neighbours in the pipeline.
-
-    `host_ranks` are all ranks again, for tensors in host memory; `ranks` communicate on
-    `device`. `previous_rank` and `next_rank` are global ranks of the same replica, None
-    at the ends of the pipeline.
-    """
+    """The place of this rank in the job: run, shard, groups of ranks and neighbours."""
 
     identity: RunIdentity
+    """Run id, model fingerprint and parallel layout of the run."""
+
     shard: ShardIdentity
+    """Index of this rank on every axis of parallelism."""
+
     ranks: Ranks
+    """All ranks of the job. Collectives take tensors on `device`."""
+
     stage_ranks: Ranks
+    """The ranks that train this rank's pipeline stage."""
+
     host_ranks: Ranks
+    """All ranks of the job, for tensors in host memory."""
+
     previous_rank: int | None
+    """Global rank of the neighbour in the previous stage, of the same replica. None on
+    the first stage.
+    """
+
     next_rank: int | None
+    """Global rank of the neighbour in the next stage, of the same replica. None on the
+    last stage.
+    """
+
     device: torch.device
+    """The device on which this rank trains."""
 
     @property
     def stage(self) -> int:
@@ -60,49 +73,66 @@ class Operators(Protocol):
     """The operators of the stage, by position in `table` or by name."""
 
     table: OperatorTable
+    """The operators of the stage group, and the bytes of each rank."""
 
     def meet(self) -> None:
-        """Gather the table of a new generation, in which ranks of the stage may have
-        been replaced.
+        """Gather `table` anew as a generation begins. Collective in the stage.
 
-        Collective in the stage.
+        Ranks of the stage may have been replaced since the last generation.
         """
         ...
 
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
-        """Return this rank's pieces of these operators: whole state (`full`) or compute
-        weights. Tensors are live.
+        """Return this rank's pieces of these operators. The tensors are live.
+
+        Args:
+            full: Positions of operators of which the whole state is returned.
+            compute: Positions of operators of which only compute weights are returned.
         """
         ...
 
     def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
-        """Return the buffers of these operators, which change in the forward pass
-        already.
+        """Return the buffers of these operators.
+
+        The forward pass already changes buffers, before any step.
+
+        Args:
+            positions: Positions of the operators in `table`.
         """
         ...
 
     def log_step(self, iteration: int, gradients: ReadyGradients) -> None:
-        """The step of `iteration` follows."""
+        """Note the gradients with which the step of `iteration` is taken next."""
         ...
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
-        """Return the gradients of these operators' step of `iteration`, live until the
-        next step; None if unknown.
+        """Return the gradients with which these operators took the step of `iteration`.
+
+        Args:
+            full: Positions of the operators in `table`.
+            iteration: The iteration of the step.
+
+        Returns:
+            Gradients that stay live until the next step. None if the gradients are not
+            known.
         """
         ...
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
-        """Return the gradients of this rank's pieces, unscaled and not clipped, live
-        until the step.
+        """Return the gradients of this rank's pieces, unscaled and not clipped.
 
-        Keys are those of the master weights; tensors are flat float32, in the order of
-        `pieces`. Pieces that take no step are left out.
+        Returns:
+            Gradients by the key of their master weights, flat float32, in the order of
+            `pieces`. Pieces that take no step are left out. The tensors are live until
+            the step.
         """
         ...
 
     def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
-        """Return Adam's step of `iteration` for each piece, by the same keys; empty if
-        the step was skipped.
+        """Return Adam's step of `iteration` for each piece.
+
+        Returns:
+            Steps by the keys of `reduced_gradients`. Empty if the step was skipped.
         """
         ...
 
@@ -117,42 +147,50 @@ class Operators(Protocol):
         compute: Collection[str],
         adam_steps: Sequence[float],
     ) -> None:
-        """Write pieces back, on all ranks of the stage together, and gather the
-        weights.
+        """Write pieces back into the training state and gather the weights.
+
+        Collective in the stage.
+
+        Args:
+            parts: The contents of the pieces.
+            full: Names of operators whose whole state is written.
+            compute: Names of operators of which only compute weights are written.
+            adam_steps: Step count of each inner optimizer.
         """
         ...
 
     def digests(self) -> Mapping[str, str]:
-        """Return a hash of this rank's pieces of each operator, by the operator's name."""
+        """Return a hash of this rank's pieces of each operator, by operator name."""
         ...
 
     def freeze(self, frozen: Collection[str]) -> None:
-        """Skip the weight gradients of these operators, and compute those of all
-        others.
+        """Skip the weight gradients of these operators, and compute all others.
+
+        Args:
+            frozen: Names of the operators.
         """
         ...
 
 
 class Mirror(Protocol):
-    """The reductions of this rank's gradients, which servers capture from a mirror
-    port.
-    """
+    """Reductions of this rank's gradients that servers capture from a mirror port."""
 
     places: Mapping[PartKey, BucketPlace]
-    """By master weight: the place of a gradient that is captured; all others are
+    """Place of each captured gradient, by master weight. All other gradients are
     tapped.
     """
 
     def mark(self) -> None:
-        """Let servers find the groups' streams: following reductions can be captured.
+        """Let servers find the streams of the groups. Collective in the groups.
 
-        Collective in the groups.
+        Servers can capture the reductions that follow the mark.
         """
         ...
 
     def sums(self) -> tuple[MirroredSums, ...]:
-        """Return the reductions since the last call, or since the mark: those of one
-        iteration.
+        """Return the reductions since the last call, or since the mark.
+
+        These are the reductions of one iteration.
         """
         ...
 
@@ -161,18 +199,22 @@ class Stage(Protocol):
     """One rank's part of its stage, iteration by iteration."""
 
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        """Return the state that `iteration` starts from beside parameters and moments.
+        """Return the state from which `iteration` starts, and remember buffers.
 
-        Buffers are remembered internally.
+        The returned state excludes parameters and moments. The implementation remembers
+        the buffers internally.
         """
         ...
 
     def restore_start(
         self, start: Mapping[str, torch.Tensor], *, undo: int | None = None
     ) -> None:
-        """Restore the state that an iteration started from.
+        """Restore the state from which an iteration started.
 
-        To undo iteration `undo`, also restore its remembered buffers.
+        Args:
+            start: The result of `begin`.
+            undo: The iteration to undo: the buffers that `begin` remembered for this
+                iteration are restored too. None: buffers stay as they are.
         """
         ...
 
@@ -189,23 +231,28 @@ class Stage(Protocol):
         whole_model: bool,
         before_update: Callable[[], None],
     ) -> None:
-        """Run an iteration again, from the state before it.
+        """Run an iteration again, from the state before that iteration.
 
-        Calls `before_update` before parameters change; until then `restore_start` can
-        undo the iteration.
+        Args:
+            record: The facts of the iteration.
+            start: The start of the iteration, as `begin` returned it.
+            ends: The logged tensors from the neighbours of the replaying stages.
+            whole_model: Whether all stages replay together.
+            before_update: Called before parameters change. Until then `restore_start`
+                can undo the iteration.
         """
         ...
 
     def require_same_samples(self) -> None:
-        """Raise DataError if a replay since the last call has read other samples than
-        its iteration had read.
+        """Check the samples that replays have read since the last call.
+
+        Raises:
+            DataError: A replay has read other samples than the original iteration.
         """
         ...
 
     def abandon_pass(self) -> None:
-        """A pass over a batch was cut off: drop everything that it left behind outside
-        the state.
-        """
+        """Drop everything that an aborted pass over a batch left outside the state."""
         ...
 
     def update(self, gradients: ReadyGradients) -> None:
@@ -225,13 +272,14 @@ class Counts(Protocol):
         ...
 
     def end(self) -> ExpertCounts:
-        """Stop, and return what this rank has counted."""
+        """Stop counting, and return this rank's counts."""
         ...
 
 
 class Boost(Protocol):
-    """Raises the capacity of experts that have lost tokens. Arrays are int64 [MoE
-    layers of the stage, experts].
+    """Raises the capacity of experts that have lost tokens.
+
+    Arrays are int64 [MoE layers of the stage, experts].
     """
 
     @property
@@ -248,8 +296,9 @@ class Boost(Protocol):
         ...
 
     def end_iteration(self) -> npt.NDArray[np.int64]:
-        """Return the extra tokens that this rank's experts have processed in the
-        iteration.
+        """Return the extra tokens that this rank's experts have processed.
+
+        The extra tokens are those of the current iteration.
         """
         ...
 
@@ -258,7 +307,7 @@ class Boost(Protocol):
         ...
 
     def boosted(self, iteration: int) -> CapacityBoosted | None:
-        """Return the capacities that the last iteration gave to experts, or None."""
+        """Return the capacities of experts in the last iteration, or None."""
         ...
 
 
@@ -270,36 +319,40 @@ class FaultInjector(Protocol):
         ...
 
     def arm(self, phase: str, callback: Callable[[], None]) -> None:
-        """Call back once in the middle of the next forward or backward pass."""
+        """Call `callback` once, in the middle of the next pass.
+
+        Args:
+            phase: `forward` or `backward`.
+            callback: Loses the state.
+        """
         ...
 
 
 class Communicator(Protocol):
-    """Carries activations and gradients between stages. The engine sets both attributes
-    as it opens host memory.
+    """Carries activations and gradients between stages.
+
+    The engine sets both attributes when the engine opens host memory.
     """
 
     log: BoundaryLog | None
-    """The log of all tensors that this rank sends to other stages; None: nothing is
-    logged.
+    """Log of all tensors that this rank sends to other stages. None: nothing is logged.
     """
 
     bubbles: PipelineBubbles | None
-    """The bubbles, to be opened while this rank waits for other stages; None: no copy
-    waits for bubbles.
+    """Bubbles to open while this rank waits for other stages. None: copies do not wait
+    for bubbles.
     """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankAdapter:
-    """One rank's training, as the adapter of a training framework presents it to the
-    engine.
+    """One rank's training, as the adapter of a framework presents it to the engine.
 
     Lifetime: that of the process. Only the operator table changes with a generation.
     """
 
     place: StagePlace
-    """The rank's position in the job, and its groups of ranks."""
+    """The rank's position in the job, and the groups of ranks."""
 
     stage: Stage
     """The rank's part of its stage: runs, records, replays and undoes iterations."""
@@ -314,7 +367,7 @@ class RankAdapter:
     """Loses the rank's state on purpose."""
 
     counts: Callable[[], Counts]
-    """Returns the counts of the router's tokens. Called once, when the operator table
+    """Creates the counter of the router's tokens. Called once, when the operator table
     of the whole stage is known.
     """
 
@@ -322,24 +375,25 @@ class RankAdapter:
     """Tokens of one iteration of the whole job."""
 
     num_micro_batches: int
-    """The most micro-batches of an iteration."""
+    """Maximum number of micro-batches in an iteration."""
 
     boundary_log_bytes: int
-    """The most bytes that this rank sends to neighbour stages in an iteration."""
+    """Maximum number of bytes that this rank sends to neighbour stages in an iteration.
+    """
 
     step_log_bytes: int
-    """Bytes that an iteration adds to this rank's step log."""
+    """Bytes that each iteration adds to this rank's step log."""
 
     tied_gradient_bytes: int
-    """Bytes of the tied embeddings' gradient in a record of the step log, which no
-    other rank has; 0 without one.
+    """Bytes of the tied embeddings' gradient in a record of the step log. No other rank
+    has this gradient. 0: the record has none.
     """
 
     boost: Boost | None = None
-    """Makes up lost tokens by higher capacity; None: lost tokens are not made up."""
+    """Makes up lost tokens by higher capacity. None: lost tokens are not made up."""
 
     mirror: Mirror | None = None
-    """Reductions that servers capture from a mirror port; None: no server does."""
+    """Reductions that servers capture from a mirror port. None: no server captures."""
 
     notes: Sequence[str] = ()
     """Lines for the log at the start."""

@@ -1,8 +1,8 @@
-"""One rank's logs of iterations, from the oldest window in host memory on: starts,
-facts, tensors between stages.
+"""One rank's logs of iterations, from the oldest window in host memory on.
 
-Owns: what is logged at each hook of the loop, and when it is dropped. Must not: decide
-when a window is complete. MoEvement, section 3.3.
+The logs hold the starts of iterations, facts of steps, and tensors sent between stages.
+Owns: the entries at each hook of the loop, and the time at which entries are dropped.
+Must not: decide when a window is complete. MoEvement, section 3.3.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from moe_ckpt.types import ReadyGradients, SlotPlan
 
 
 class IterationLogs:
-    """The logs of one generation. Unless ranks recover locally, only starts after
-    snapshots are logged.
+    """The logs of one generation.
+
+    Unless ranks recover locally, only starts after snapshots are logged.
     """
 
     def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
@@ -25,13 +26,14 @@ class IterationLogs:
         self._longest_iters = 0
 
     def begin(self, iteration: int) -> None:
-        """The iteration begins: log its start and what neighbours send; drop what no
-        recovery needs.
+        """Log the start of the iteration, and begin to log tensors for neighbours.
+
+        Logs that no recovery needs are dropped.
         """
         if self._noted != iteration:
             self.log_start(iteration)
         # logs of this age are dropped even if no window is ever complete: no recovery
-        # needs older ones
+        # needs older logs
         kept = (
             window.snapshots[0].header.num_slots
             for window in self._memory.snapshots.windows()
@@ -45,15 +47,17 @@ class IterationLogs:
             self._memory.boundary.begin(iteration)
 
     def note_start(self, iteration: int) -> None:
-        """Log the current state as the start of `iteration`, for this process and for
-        the iteration's record.
+        """Log the current state as the start of `iteration`, in this process.
+
+        The start is kept for this process and for the iteration's record.
         """
         self._memory.steps.log_start(iteration, self._stage.begin(iteration))
         self._noted = iteration
 
     def log_start(self, iteration: int) -> None:
-        """Log the current state as the start of `iteration`, also for later processes
-        of this rank.
+        """Log the current state as the start of `iteration`, and publish the start.
+
+        Later processes of this rank find a published start.
         """
         self.note_start(iteration)
         self._memory.steps.publish_start(iteration)
@@ -63,31 +67,34 @@ class IterationLogs:
         self._memory.steps.add(self._stage.record(iteration, gradients))
 
     def end_pass(self) -> None:
-        """Later transfers, those of evaluations, are not the iteration's."""
+        """Stop logging.
+
+        Later transfers, of evaluations, do not belong to the iteration.
+        """
         if self._memory.boundary:
             self._memory.boundary.end()
 
     def lose_boundary(self) -> None:
-        """The boundary log dies with the state that was lost."""
+        """Drop the boundary log, which dies with the lost state."""
         if self._memory.boundary:
             self._memory.boundary.clear()
 
     def took(self, plan: SlotPlan) -> None:
-        """A snapshot of the plan begins: its window needs logs from here on."""
+        """Keep the logs that the window needs from the snapshot of this plan on."""
         self.window_takes(plan.period_iters)
         following = plan.iteration + 1
-        # a core has this start itself; that of iteration 1 also serves a run that
-        # begins anew, without any core
+        # a core contains this start; the start of iteration 1 is logged anyway, for a
+        # run that begins anew without any core
         if plan.has_start and following != 1:
             return
         if self._noted != following:
             self.note_start(following)
-        # otherwise the replay of the window leads to this start
+        # with more slots, the replay of the window leads to this start
         if plan.num_slots == 1:
             self._memory.steps.publish_start(following)
 
     def window_takes(self, iters: int) -> None:
-        """A window lasts this long: logs are kept for the longest."""
+        """Keep logs for windows of `iters` iterations, or of the longest so far."""
         self._longest_iters = max(self._longest_iters, iters)
 
     def drop_old(self) -> None:

@@ -1,5 +1,6 @@
-"""The Protocol between a session and the recovery of its policy: by windows, or by
-units of partial checkpoints.
+"""The Protocol between a session and the recovery of its policy.
+
+A policy recovers by windows, or by units of partial checkpoints.
 """
 
 from __future__ import annotations
@@ -14,70 +15,94 @@ from moe_ckpt.engine.survey import CopySurvey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveredState:
-    """The result of a recovery: the state after `iteration`; None: all ranks start
-    where the run started.
-
-    `went_back`: at least one rank loaded a state; `lines` describe the recovery for the
-    log.
-    """
+    """The result of a recovery."""
 
     iteration: int | None
+    """Number of optimizer steps in the state. None: all ranks start where the run
+    started.
+    """
+
     went_back: bool = False
+    """Whether at least one rank loaded a state."""
+
     lines: Sequence[str] = ()
+    """Lines that describe the recovery, for the log."""
+
     fetch_s: float = 0.0
+    """Seconds that this rank spent on taking stock, planning and fetching."""
+
     fetched_bytes: int = 0
+    """Bytes that the recovery fetched over the network."""
+
     executed_iters: int = 0
+    """Iterations that this rank replayed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnDisks:
-    """Iterations on local disks: the newest that all disks lead to, and the newest on
-    each disk.
-
-    `new_ranks`: ranks whose disk has held no state since all ranks started from
-    nothing. With one of these, no state was ever on all disks.
-    """
+    """The iterations to which the snapshots on local disks lead."""
 
     newest: int | None
+    """The newest iteration to which all disks lead. None: no such iteration exists."""
+
     of_each: tuple[int | None, ...]
+    """The newest iteration on each rank's disk. None: the disk holds no snapshot."""
+
     new_ranks: tuple[int, ...] = ()
+    """Ranks whose disk has held no state since all ranks started from nothing. With at
+    least one such rank, no state was ever on all disks.
+    """
 
 
 class JobRecovery(Protocol):
     """Brings all ranks to one state. Every method is collective over all ranks."""
 
     copies: CopySurvey
+    """The survey of all ranks' copies, and the switch that stops and resumes copying.
+    """
 
     def run(self, state: StepState) -> RecoveredState:
-        """Bring all ranks to one state. Copies in the ranks' memory stay as they are
-        until copying resumes.
+        """Bring all ranks to one state.
 
-        Raises NothingLeftError on all ranks if the remaining sources lead to no common
-        state.
+        Copies in the ranks' memory stay as they are until copying resumes.
+
+        Args:
+            state: The progress of this rank's training state.
+
+        Raises:
+            NothingLeftError: The remaining sources lead to no common state. Raised on
+                all ranks.
         """
         ...
 
     def look_at_disks(self) -> OnDisks:
-        """Wait for writes in progress; then return the iterations that all ranks' local
-        disks lead to, verified.
+        """Wait for writes in progress, then look at the local disks of all ranks.
+
+        Returns:
+            The iterations to which the disks lead, verified.
         """
         ...
 
     def begin_on_disks(self) -> None:
-        """All ranks start from nothing: empty their local disks."""
+        """Empty the local disks, because all ranks start from nothing."""
         ...
 
     def load_from_disk(self) -> int:
-        """Bring all ranks to the newest state that their local disks lead to; return
-        its iteration.
+        """Bring all ranks to the newest state to which their local disks lead.
 
-        Peers receive nothing until copying resumes. Raises CheckpointLoadError on all
-        ranks if no such state exists.
+        Peers receive nothing until copying resumes.
+
+        Returns:
+            The iteration of the state.
+
+        Raises:
+            CheckpointLoadError: No such state exists. Raised on all ranks.
         """
         ...
 
     def drop_memory(self) -> None:
-        """Empty the memory, as `copies.drop_all` does: all ranks continue from a state
-        that it does not lead to.
+        """Empty the memory, as `copies.drop_all` does.
+
+        All ranks continue from a state to which the memory does not lead.
         """
         ...

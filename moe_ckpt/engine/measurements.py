@@ -1,9 +1,9 @@
-"""A rank's measurements while it trains: seconds of iterations, the cost of snapshots,
-rates, popularity.
+"""One rank's measurements: iteration times, snapshot costs, rates and popularity.
 
 Must not: communicate, or decide anything. A snapshot costs time in three ways: training
-waits for copies, stands still while a snapshot begins, and iterations are slower while
-copies are made in the background. An iteration is quiet if nothing is copied in it.
+waits for copies, training stands still while a snapshot begins, and iterations are
+slower while copies run in the background. An iteration is quiet if nothing is copied in
+that iteration.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ _RECENT = 16
 
 
 class Measurements:
-    """This rank's measurements so far, which a recovery does not change.
+    """This rank's measurements so far. Recoveries keep measured times and rates.
 
-    `popularity` is by expert of its stage; `copy_rates` are bytes a second; `bubbles_s`
-    are the seconds of an iteration in which this rank waited for other stages;
-    `iters_since_quiet` is the age of the newest quiet iteration: the time of iterations
-    may have changed since; `added` are the seconds that snapshots add beside waits for
-    copies. The first iterations of a process, which are slower, do not count.
+    The first iterations of a process (`WARM_UP_ITERS`) are slower and do not count.
+
+    Attributes:
+        copy_rates: Recent rates of copies to host memory, in bytes per second.
+        bubbles_s: For each recent iteration, seconds in which this rank waited for
+            other stages.
+        popularity: Popularity of each expert of the stage, float64 [experts].
+        added: Seconds that snapshots add to training beside waits for copies.
+        iters_since_quiet: Iterations since the newest quiet one. The iteration time may
+            have changed since then.
     """
 
     def __init__(
@@ -68,8 +73,10 @@ class Measurements:
         self._since_s = self._now()
 
     def gradients_complete(self) -> None:
-        """The update of this iteration follows, once copies of the state before it are
-        complete.
+        """Note that gradients are complete.
+
+        The update of this iteration follows once copies of the state before the update
+        are complete.
         """
         self.paused()
         if self._num_iters >= WARM_UP_ITERS:
@@ -87,7 +94,7 @@ class Measurements:
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
-        """Training stands still while a snapshot begins."""
+        """Measure a time in which training stands still while a snapshot begins."""
         since_s = self._now()
         try:
             yield
@@ -97,7 +104,10 @@ class Measurements:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Training waits for copies, as sizes and rates predict."""
+        """Measure a time in which training waits for copies.
+
+        Sizes and rates predict such waits.
+        """
         since_s = self._now()
         try:
             yield
@@ -106,21 +116,23 @@ class Measurements:
             self._wait_s += self._now() - since_s
 
     def copied(self, size_bytes: int, seconds: float) -> None:
-        """A snapshot has reached host memory."""
+        """Note that a snapshot has reached host memory."""
         self.added.copied(size_bytes)
-        # an empty snapshot has no rate: 0 bytes a second would count as that of the
+        # an empty snapshot has no rate: 0 bytes a second would count as the rate of the
         # slowest rank
         if size_bytes:
             self.copy_rates.append(size_bytes / max(seconds, 1e-9))
 
     def replayed(self, num_iters: int, seconds: float) -> None:
-        """This rank's stage has replayed iterations by itself."""
+        """Note that this rank's stage has replayed iterations by itself."""
         if num_iters:
             self._replayed_s.append(seconds / num_iters)
 
     def snapshot_began(self) -> None:
-        """Assign all waits, stalls and busy iterations until the next call to this
-        snapshot, or window of snapshots.
+        """Begin the costs of a snapshot, or of a window of snapshots.
+
+        All waits, stalls and busy iterations until the next call belong to this
+        snapshot.
         """
         if self._counts and self._quiet:
             quiet_s = statistics.fmean(self._quiet)
@@ -135,40 +147,47 @@ class Measurements:
         self._busy.clear()
 
     def drop_snapshot(self) -> None:
-        """Leave the last snapshot out of the cost statistics: it does not recur."""
+        """Leave the last snapshot out of the cost statistics.
+
+        The snapshot is an exception that does not recur, such as one during a fault.
+        """
         self._counts = False
         self.added.reset()
 
     def drop_counts(self) -> None:
-        """Drop the counts: the state is that of an earlier iteration, or of another
-        run.
+        """Drop the popularity.
+
+        The state now belongs to an earlier iteration, or to another run.
         """
         self.popularity = np.zeros_like(self.popularity)
 
     def iteration_s(self) -> float:
-        """Return the median of recent iterations, or 0 before there is one."""
+        """Return the median seconds of recent iterations; 0 before the first."""
         return statistics.median(self._recent) if self._recent else 0.0
 
     def overlap_s(self) -> float:
-        """Return the median seconds from the start of an iteration to its gradients; 0
-        before there is one.
+        """Return the median seconds from the start of an iteration to its gradients.
+
+        Returns 0 before the first measured iteration.
         """
         return statistics.median(self._overlaps) if self._overlaps else 0.0
 
     def bubble_bytes(self) -> float:
-        """Return the bytes that are copied in the bubbles of an iteration; 0 while that
-        is unknown.
+        """Return the bytes that can be copied in the bubbles of an iteration.
+
+        Returns 0 while bubbles or rates are not known.
         """
         if not self.bubbles_s or not self.copy_rates:
             return 0.0
         return statistics.median(self.bubbles_s) * statistics.median(self.copy_rates)
 
     def snapshot_cost_s(self) -> float | None:
-        """Return the mean seconds that a snapshot adds to training; None before enough
-        have been measured.
+        """Return the mean seconds that a snapshot adds to training.
+
+        Returns None before `ENOUGH_SNAPSHOTS` snapshots have been measured.
         """
-        # a mean of differences: where snapshots cost little, the noise of iterations
-        # makes it negative
+        # noise of iterations can make a mean of differences negative if snapshots cost
+        # little
         return (
             max(0.0, statistics.fmean(self._costs))
             if len(self._costs) >= ENOUGH_SNAPSHOTS
@@ -176,5 +195,5 @@ class Measurements:
         )
 
     def replayed_iteration_s(self) -> float | None:
-        """Return the median of replayed iterations; None before there was one."""
+        """Return the median seconds of replayed iterations; None before the first."""
         return statistics.median(self._replayed_s) if self._replayed_s else None

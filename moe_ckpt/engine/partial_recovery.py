@@ -1,11 +1,12 @@
-"""All ranks go back to a partial checkpoint: from their own memory if it is intact,
-else from peers and local disks.
+"""Brings all ranks back to a partial checkpoint.
 
-Owns: the inventory of units of all ranks, loading the versions that the plan names, and
-the account of lost tokens. Must not: choose versions (`recovery.units` does). MoC,
-section 5.1; MoEtion, section 6.
+Units come from the ranks' own memory if all memory is intact, otherwise also from peers
+and local disks. Owns: the inventory of units of all ranks, loading the versions that
+the plan names, and the account of lost tokens. Must not: choose versions
+(`recovery.units` does). MoC, section 5.1; MoEtion, section 6.
 
-    inventories of memory -> plan, or of all places -> plan -> fetch, verify -> load -> account -> a new epoch begins
+    inventories of memory -> plan, or inventories of all places -> plan
+    -> fetch, verify -> load -> account -> a new epoch begins
 """
 
 from __future__ import annotations
@@ -55,22 +56,30 @@ class PartialPolicy(Protocol):
     def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
         """Restore the policy's facts of `iteration`, to which all ranks go back.
 
-        `plt`: the loss of all faults so far.
+        Args:
+            facts: The facts, as the policy put them into the plan of that snapshot.
+            plt: Proportion of lost tokens (PLT) over all faults so far.
+            iteration: The iteration to which all ranks go back.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Stock:
-    """The units that one rank found: its own by place, and those of other ranks in its
-    memory by owner.
-
-    Keys by unit.
-    """
+    """The units that one rank found."""
 
     inventory: UnitInventory
+    """The rank's own units, by place."""
+
     held: Mapping[int, Mapping[tuple[str, Version], str]]
+    """Keys of other ranks' units in this rank's memory, by owner, then by name and
+    version.
+    """
+
     needed: Mapping[int, Mapping[Version, frozenset[str]]]
+    """Names of the units that each owner needs, by version of the core that this rank
+    holds for the owner.
+    """
 
 
 class PartialRecovery:
@@ -108,7 +117,8 @@ class PartialRecovery:
         # all ranks go back: a fault during the load must find no rank's state live
         state.lose()
         started_s = time.monotonic()
-        # where all ranks live, no disk is flushed and no copy hashed
+        # memory alone first: if all ranks are alive, no disk is flushed and no copy is
+        # hashed
         stocks = self._take_stock(_MEMORY)
         if plan_units(_with_held(stocks)) is None:
             stocks = self._take_stock(_MEMORY, _DISK, held=True)
@@ -138,15 +148,16 @@ class PartialRecovery:
         )
 
     def _begin_anew(self, state: StepState, *, has_begun: bool) -> None:
-        """Undo the first iteration if it was begun, and reset the account of tokens."""
+        """Undo the first iteration if it has begun, and reset the account of tokens."""
         steps = self._memory.steps
-        # a surviving rank has drawn random numbers in it, and a replacement has not
+        # a surviving rank has drawn random numbers in the first iteration, a
+        # replacement has not
         if state.reached == 0 and steps.has_start(1):
             self._stage.restore_start(steps.start(1), undo=1)
             state.withdraw()
         if has_begun:
-            # peers and disks may have units of this epoch, which later ones must not be
-            # taken for
+            # peers and disks may have units of this epoch, which must not be mistaken
+            # for later units
             self.drop_memory()
             return
         self._memory.clear()
@@ -157,8 +168,10 @@ class PartialRecovery:
         self._count_anew()
 
     def _count_anew(self) -> None:
-        """The account is that of another state: drop counts of iterations that happen
-        again; boost by its deficit.
+        """Count anew, because the account is that of another state.
+
+        Counts of iterations that happen again are dropped. Experts are boosted by the
+        deficit of the account.
         """
         self._meter.drop_counts()
         if self._boost:
@@ -177,8 +190,10 @@ class PartialRecovery:
         return OnDisks(newest=plan.version.iteration if plan else None, of_each=newest)
 
     def begin_on_disks(self) -> None:
-        """Units on disks belong to no window: a start without a common state is an
-        error, whatever is there.
+        """Do nothing.
+
+        Units on disks belong to no window: a start without a common state is an error
+        for any contents of the disks.
         """
 
     def load_from_disk(self) -> int:
@@ -190,17 +205,21 @@ class PartialRecovery:
         return plan.version.iteration
 
     def drop_memory(self) -> None:
-        # before they go: the next epoch's number is above theirs
+        # before the units are dropped: the next epoch's number has to exceed all of
+        # their epochs
         stocks = self._take_stock(_MEMORY, _DISK, held=True)
         self.copies.drop_all()
-        # a checkpoint has no account, and a replacement's would differ from a surviving
-        # rank's
+        # a checkpoint has no account, and the accounts of a replacement and of a
+        # surviving rank would differ
         self._reset_tokens()
         self._begin_epoch(stocks)
 
     def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
-        """Return every rank's intact units in these places; `held`: also those in
-        peers' memory. Collective.
+        """Return every rank's intact units in these places. Collective.
+
+        Args:
+            places: Some of `_LEVELS`.
+            held: Whether to include units in peers' memory.
         """
         owners = sorted(held_paths(self._elastic.memory)) if held else []
         return gather_results(
@@ -211,8 +230,8 @@ class PartialRecovery:
 
     def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
         mine = self._place.shard.global_rank
-        # a death while a snapshot was published leaves some of its units: its core says
-        # how many there have to be
+        # a death during publication leaves only some units of a snapshot: the core
+        # contains the complete number
         whole = {
             place: without_torn(self._found_in(place), _LEVELS[place])
             for place in places
@@ -242,7 +261,7 @@ class PartialRecovery:
         disk = self._memory.disk
         if disk is None:
             return []
-        # a write that is under way adds units, and drops others
+        # wait first: a write under way adds units and drops others
         disk.flush(self._elastic.copy_s)
         return list(read_units(BlobFolder(disk.path)).values())
 
@@ -255,8 +274,8 @@ class PartialRecovery:
     def _intact(self, units: Iterable[Snapshot], owner: int) -> Iterator[Snapshot]:
         for unit in units:
             try:
-                # of another rank its number is known here, no more: that rank compares
-                # the shard once it has the unit
+                # of another rank only the number is known here: that rank compares the
+                # shard after the fetch
                 shard = (
                     self._place.shard
                     if owner == self._place.shard.global_rank
@@ -277,11 +296,14 @@ class PartialRecovery:
     def _units(
         self, stocks: Sequence[_Stock]
     ) -> Iterator[tuple[UnitRecovery, Mapping[str, Snapshot]]]:
-        """Yield the plan and this rank's units of it by name; delete units that came
-        from peers at the end. Collective.
+        """Yield the plan and this rank's units of the plan, by name. Collective.
 
-        If a peer cannot deliver a unit, all ranks plan again without that peer. Raises
-        NothingLeftError on all ranks if there is no plan.
+        Units that came from peers are deleted at the end. If a peer cannot deliver a
+        unit to a rank, all ranks plan again, and that rank does not use that peer any
+        more.
+
+        Raises:
+            NothingLeftError: There is no plan. Raised on all ranks.
         """
         folder = BlobFolder(self._elastic.memory / "fetched")
         inventories = _with_held(stocks)
@@ -313,11 +335,13 @@ class PartialRecovery:
     def _fetch(
         self, plan: UnitRecovery, stocks: Sequence[_Stock], folder: BlobFolder
     ) -> str | None:
-        """Copy this rank's units of the plan from peers into `folder`; return the first
-        place that failed, or None.
+        """Copy this rank's units of the plan from peers into `folder`.
+
+        Returns:
+            The first place that failed, or None.
         """
-        # of a place that failed, and of a worker that died in its recovery: their units
-        # fail no other
+        # drop the units of a place that failed, or of a worker that died in a recovery:
+        # damaged leftovers must not fail another place
         folder.clear()
         mine = self._place.shard.global_rank
         sources = plan.sources[mine]
@@ -341,8 +365,8 @@ class PartialRecovery:
                     keys,
                     timeout_s=timeout_s,
                 )
-                # here, where another plan is still possible: `_load` overwrites the
-                # state
+                # verify here, while another plan is still possible: `_load` overwrites
+                # the state
                 for unit in read_units(folder).values():
                     verify(unit, identity=self._place.identity, shard=self._place.shard)
             except CheckpointLoadError as error:
@@ -379,12 +403,12 @@ class PartialRecovery:
         }
         names = {str(operator) for operator in self._operators.table.operators}
         core = units[CORE].header
-        # step counts are the core's, for older experts too: they belong to an
-        # optimizer, not to an expert
+        # step counts are those of the core, also for older experts: a step count
+        # belongs to an optimizer, not to an expert
         self._operators.load(parts, names, set(), core.adam_steps)
         self._stage.restore_start(_facts(parts, START))
-        # a rank loads the experts of which it has a piece, and the account is of all
-        # experts of the stage
+        # a rank loads only the experts of which the rank has a piece; the account
+        # covers all experts of the stage
         mine = {
             name: unit.header.unit.seen_tokens
             for name, unit in units.items()
@@ -422,11 +446,12 @@ class PartialRecovery:
         return shares
 
     def _begin_epoch(self, stocks: Sequence[_Stock]) -> None:
-        """Begin a new epoch: later snapshots belong to it, and no earlier snapshot
-        does.
+        """Begin a new epoch for later snapshots.
+
+        No earlier snapshot belongs to the new epoch.
         """
-        # above the epochs of all units that any rank holds: one of an abandoned epoch
-        # could pass for a new one
+        # above the epochs of all units on any rank: a unit of an abandoned epoch could
+        # pass for a new unit
         self._store.epoch = newest_epoch(_with_held(stocks)) + 1
 
     def _log_lost(self, iteration: int, lost: IntArray, shares: LostShares) -> None:
@@ -443,7 +468,7 @@ class PartialRecovery:
 
 
 def _with_held(stocks: Sequence[_Stock]) -> list[UnitInventory]:
-    """Return every rank's inventory, with the units that peers hold for it."""
+    """Return every rank's inventory, with the units that peers hold for the rank."""
     inventories = []
     for stock in stocks:
         owner = stock.inventory.global_rank
@@ -486,7 +511,7 @@ def _needed(units: Iterable[Snapshot]) -> dict[Version, frozenset[str]]:
 
 def _facts(parts: Mapping[PartKey, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """Return the tensors of one kind in a core."""
-    # copies: the state of a generator must be aligned, and a payload aligns a part of
+    # copies: the state of a generator must be aligned, and a payload aligns parts of
     # bytes to single bytes only
     return {
         key.tensor: tensor.clone()

@@ -1,10 +1,10 @@
-"""One rank's host memory: snapshots and logs, the copies into it, and the copies on the
-local disk and on peers.
+"""One rank's host memory: snapshots, logs, and the copies in and out.
 
-Owns: opening the memory, its total size, and clearing or refilling all of it together.
-Must not: decide which snapshots are taken or kept.
+Owns: opening the memory, its total size, and clearing or refilling all of the memory
+together. Must not: decide which snapshots are taken or kept.
 
-    training thread --copiers, engine--> snapshots, steps, boundary --publisher--> replica daemon --> peers, local disk
+    training thread --copiers, engine--> snapshots, steps, boundary
+    snapshots, steps --publisher--> replica daemon --> peers, local disk
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory
 class RankMemory:
     """The snapshots and logs of one rank in host memory, for the training thread.
 
-    Lifetime: that of the process; a new generation finds the contents of the last one.
-    With `elastic`, snapshots and step log outlive the process: the memory of a
-    replacement opens with the contents that the dead worker left.
+    Lifetime: that of the process. A new generation finds the contents of the last
+    generation. With `elastic`, snapshots and step log outlive the process: the memory
+    of a replacement opens with the contents that the dead worker left.
     """
 
     def __init__(
@@ -46,36 +46,35 @@ class RankMemory:
         *,
         snapshots_limit_bytes: int | None,
     ) -> None:
-        """Open the memory, and adopt the contents that an earlier process of this rank
-        left.
+        """Open the memory, and adopt the contents of an earlier process of this rank.
 
         Args:
             config: The caps of copies, the kept windows, and the logs of the policy.
             place: The rank's position in the job.
-            elastic: The rank's means to survive the loss of ranks; None: the memory
+            elastic: The rank's means to survive the loss of ranks. None: the memory
                 ends with the process.
             disk_folder: The run's folder for snapshots on the local disk.
-            snapshots_limit_bytes: The most bytes of snapshots; None: no limit.
+            snapshots_limit_bytes: Maximum bytes of snapshots. None: no limit.
         """
         private = PrivateMemory(pinned=torch.cuda.is_available())
         copier = HostCopier(Throttle(config.max_bytes_per_s.host))
-        # apart from snapshots, and without a cap: until it is copied, a tensor for the
-        # boundary log takes device memory
+        # a copier of its own, without a cap: a tensor for the boundary log takes device
+        # memory until the tensor is copied
         log_copier = HostCopier()
 
         self.publisher: Publisher | None = None
-        """Shared memory with snapshots and step log, copied to peers; None: no memory
+        """Shared memory with snapshots and step log, copied to peers. None: no memory
         outlives the process.
         """
 
         self.disk: LocalDisk | None = None
-        """The rank's folder on the local disk; None where `publisher` is."""
+        """The rank's folder on the local disk. None if `publisher` is None."""
 
         if elastic:
             self.publisher = _open_publisher(elastic, copier)
             self.disk = _open_disk(config, place, elastic, disk_folder)
-        # private: the log ends with the process, whose stage then replays, and logs
-        # again what it sends
+        # private memory: the boundary log may end with the process, whose stage then
+        # replays and logs the sent tensors again
         log_buffers = HostBuffers(private)
         shared_or_private = self.publisher.folder if self.publisher else private
         snapshot_buffers = HostBuffers(
@@ -84,15 +83,15 @@ class RankMemory:
         keeps_log = config.boundary_log and place.num_stages > 1
 
         self.copiers = (copier, log_copier)
-        """Threads that copy from the device: for snapshots, under the cap `host`, and
-        for the boundary log.
+        """Threads that copy from the device: one for snapshots, under the cap `host`,
+        and one for the boundary log.
         """
 
         self.buffers = (log_buffers, snapshot_buffers)
         """Pools of buffers: of the boundary log, and of snapshots."""
 
         self.bubbles = PipelineBubbles() if config.copies_in_bubbles else None
-        """Pipeline bubbles that copies of snapshots wait for; None: copies wait for no
+        """Pipeline bubbles that copies of snapshots wait for. None: copies wait for no
         bubble.
         """
 
@@ -110,8 +109,8 @@ class RankMemory:
         """The start and the facts of each logged iteration."""
 
         self.boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
-        """Tensors sent to neighbour stages, by iteration; None: the policy or a job of
-        one stage keeps no such log.
+        """Tensors sent to neighbour stages, by iteration. None: the policy keeps no
+        such log, or the job has one stage.
         """
 
         self.adopt_kept()
@@ -121,8 +120,9 @@ class RankMemory:
         return sum(pool.total_bytes for pool in self.buffers) + self.steps.size_bytes
 
     def oldest_start(self) -> int | None:
-        """Return the oldest iteration that a recovery from this memory may run again;
-        None without snapshots.
+        """Return the oldest iteration that a recovery from this memory may run again.
+
+        Returns None if there are neither snapshots nor logged starts.
         """
         oldest, logged = (
             self.snapshots.oldest_needed_iteration(),
@@ -132,8 +132,9 @@ class RankMemory:
         return logged if first is None or logged is None else min(first, logged)
 
     def clear(self) -> None:
-        """Drop everything: training continues from a state that no snapshot here leads
-        to.
+        """Drop everything.
+
+        Training continues from a state to which no snapshot here leads.
         """
         if self.boundary:
             self.boundary.clear()
@@ -147,8 +148,9 @@ class RankMemory:
             pool.free_unused()
 
     def adopt_kept(self) -> None:
-        """Register the blobs in the publisher's folder, which an earlier process left
-        or a recovery fetched.
+        """Register the blobs in the publisher's folder.
+
+        An earlier process left these blobs, or a recovery fetched them.
         """
         if self.publisher:
             kept = self.publisher.adopt()
@@ -158,24 +160,26 @@ class RankMemory:
 
 def _open_publisher(elastic: ElasticContext, copier: HostCopier) -> Publisher:
     """Open the memory that outlives this process."""
-    # else survivors would join late, after the rest of a copy,
+    # otherwise survivors would join late, after the rest of a copy
     elastic.at_end(copier.throttle.lift)
     folder = BlobFolder(own_path(elastic.memory), pinned=torch.cuda.is_available())
     daemon = elastic.daemon or NoCopies()
     publisher = Publisher(folder, daemon, elastic.copy_s, elastic.page.wait_for_copies)
-    elastic.at_end(publisher.interrupt_waits)  # and of those to peers
+    elastic.at_end(publisher.interrupt_waits)  # the same for waits for copies to peers
     return publisher
 
 
 def _open_disk(
     config: InMemoryConfig, place: StagePlace, elastic: ElasticContext, folder: Path
 ) -> LocalDisk:
-    """Open this rank's folder on the local disk, where the rank's supervisor saves the
-    memory at the end of the job.
+    """Open this rank's folder on the local disk.
+
+    At the end of the job the rank's supervisor saves the memory to this folder.
     """
     rank = place.shard.global_rank
     disk = LocalDisk(folder, rank, elastic.daemon, config.disk_budget_bytes)
-    # the last save knows windows only: units go on from those on disk
+    # the last save handles windows only: partial checkpoints go on from the units on
+    # disk
     if not config.loses_tokens:
         target = SaveTarget(
             path=str(disk.path),

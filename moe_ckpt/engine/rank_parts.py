@@ -1,4 +1,4 @@
-"""The parts of one rank that its tier and its recoveries share in all generations."""
+"""The parts of one rank that the tier and the recoveries share in all generations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moe_ckpt.events import EventLog
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankParts:
-    """The training of one rank, its host memory, and its records of both.
+    """The training of one rank, its host memory, and the records of both.
 
-    Lifetime: that of the process. The first generation makes the parts; every
+    Lifetime: that of the process. The first generation makes the parts. Every
     generation builds a policy, a tier and recoveries anew over the same parts.
     """
 
@@ -26,7 +26,7 @@ class RankParts:
     """The rank's snapshots and logs."""
 
     meter: Measurements
-    """Measured times and rates. Policies of later generations choose by them at once,
+    """Measured times and rates. Policies of later generations use these values at once,
     without trial windows.
     """
 
@@ -34,17 +34,17 @@ class RankParts:
     """The rank's log of events."""
 
     counts: Counts | None
-    """Counts of the tokens that the router sends to each expert; None: the policy does
+    """Counts of the tokens that the router sends to each expert. None: the policy does
     not use popularity.
     """
 
     account: TokenAccount | None
-    """Tokens that each expert has received and lost; None: recoveries of the policy
+    """Tokens that each expert has received and lost. None: recoveries of the policy
     lose no tokens.
     """
 
     @property
     def dense_bytes(self) -> int:
-        """The bytes of this rank's whole state."""
+        """Bytes of this rank's whole state."""
         place, table = self.adapter.place, self.adapter.operators.table
         return int(table.full_bytes[place.stage_ranks.rank].sum())

@@ -1,13 +1,14 @@
-"""One rank's checkpoint servers, as its in-memory tier uses them: the gradients sent to
-them and their progress.
+"""One rank's checkpoint servers, as the rank's in-memory tier uses them.
 
-Owns: when the stream of gradients continues, agreed by all ranks, and when host memory
-and servers may drop older states. Must not: take whole snapshots (the tier does, at the
-start of a stream and after a gap). FlowCheck, sections 4 to 6.
+Owns: the gradients sent to servers and the servers' progress; the agreement of all
+ranks on when the stream of gradients continues; when host memory and servers may drop
+older states. Must not: take whole snapshots (the tier does, at the start of a stream
+and after a gap). FlowCheck, sections 4 to 6.
 
-    reset           servers find the streams of the groups, if they capture gradients
-    ready(t)        copy gradients; agree on the newest iteration that all servers have, and on gaps in any stream
-    take(t)         hand over t, or, after a gap, a whole snapshot of t on every rank
+    reset      servers find the streams of the groups, if they capture gradients
+    ready(t)   copy gradients; agree on the newest iteration that all servers have,
+               and on gaps in any stream
+    take(t)    hand over t, or, after a gap, a whole snapshot of t on every rank
 """
 
 from __future__ import annotations
@@ -40,10 +41,14 @@ _log = logging.getLogger(__name__)
 
 
 class ServerStates:
-    """Collective over all ranks, but for `clear` and `hand_over`.
+    """The states of one rank on checkpoint servers.
 
-    With a mirror servers capture gradients, unless all servers with mirror ports are
-    gone.
+    All methods except `clear` and `hand_over` are collective over all ranks. With a
+    mirror, servers capture gradients, unless all servers with mirror ports are gone.
+
+    Attributes:
+        goes_on: Whether the stream of gradients is intact on all ranks, so that servers
+            compute the next state. False: the next state is a whole snapshot.
     """
 
     def __init__(
@@ -67,13 +72,16 @@ class ServerStates:
         self.goes_on = False
 
     def ready(self, iteration: int, gradients: ReadyGradients) -> None:
-        """All gradients of an iteration are complete: copy them, and agree whether
-        servers get them.
+        """Copy the complete gradients, and agree whether servers receive the gradients.
+
+        Args:
+            iteration: The iteration of the gradients.
+            gradients: The facts of the step.
         """
         reduced = {} if gradients.overflow else self._operators.reduced_gradients()
         if self._mirror:
             self._sums = self._mirror.sums()
-            # servers read the others from the mirror port, which is there to spare
+            # servers read the other gradients from the mirror port, which spares
             # training this copy
             reduced = {
                 key: gradient
@@ -93,7 +101,7 @@ class ServerStates:
             smallest={"completed": progress.completed},
         )
         completed, is_cut = int(agreed["completed"]), bool(agreed["lost"])
-        # on all ranks alike: a recovery needs all servers' states of one iteration
+        # equal on all ranks: a recovery needs all servers' states of one iteration
         self.goes_on = not is_cut
         if is_cut:
             reason = progress.lost or "the servers of another rank lack some"
@@ -108,8 +116,10 @@ class ServerStates:
             self._drop_before(completed)
 
     def _log_works(self) -> None:
-        """Append the work of servers, beside the time since the last iteration's
-        gradients were complete.
+        """Log the work of servers, with the time between gradients of two iterations.
+
+        The time runs from the complete gradients of the last iteration to those of this
+        iteration.
         """
         now_s = time.monotonic()
         if self._ready_s is not None:
@@ -128,11 +138,13 @@ class ServerStates:
     def hand_over(self, wanted: SnapshotRequest, base: Snapshot | None) -> None:
         """Let servers compute the state that `wanted` describes.
 
-        `base`: the whole snapshot at the start of a stream.
+        Args:
+            wanted: The state after the step.
+            base: The whole snapshot at the start of a stream.
         """
         iteration = wanted.header.iteration
         if not self._stream.has_begun:
-            # gradients lead on from that state only
+            # the gradients apply only to the state of the iteration before
             if base is None or base.header.iteration != iteration - 1:
                 self._stream.cut(
                     f"iteration {iteration}: there is no whole snapshot of the one"
@@ -162,8 +174,10 @@ class ServerStates:
             )
 
     def adopt(self, iteration: int) -> bool:
-        """Return whether all ranks have a snapshot of `iteration` in memory to continue
-        from; then none is taken.
+        """Continue from a snapshot of `iteration` if all ranks have one in memory.
+
+        Returns:
+            Whether servers continue from that snapshot, so that no snapshot is taken.
         """
         base = next(
             (
@@ -187,32 +201,36 @@ class ServerStates:
         return True
 
     def reset(self) -> None:
-        """A whole snapshot of every rank is being taken: the stream begins with it."""
+        """Begin the stream with the whole snapshot that every rank is about to take."""
         self._stream.reset()
         self._replace_hosts()
         self._mark()
         self.goes_on = False
 
     def clear(self) -> None:
-        """Ranks were lost: ask the servers again for their progress."""
+        """Forget the progress of the servers after ranks were lost.
+
+        The progress is requested again.
+        """
         self._stream.clear()
         self._ready_s = None  # a recovery is no iteration
         self.goes_on = False
 
     @property
     def _mirror(self) -> Mirror | None:
-        """The reductions that servers capture: training nodes that take over from
-        servers on hosts have no port.
+        """The reductions that servers capture. None: servers capture none.
+
+        Training nodes that take over from servers on hosts have no mirror port.
         """
         hosts = self._elastic.hosts
         return None if hosts and not hosts.is_in_use else self._mirror_port
 
     def _replace_hosts(self) -> None:
-        """Agree on servers on hosts once the stream is cut: a lost one may be the
-        cause.
+        """Agree on the servers on hosts, as a lost server may have cut the stream.
 
-        No rank goes back for that, since all have their states: the snapshot that
-        follows goes to the servers in use now, or to the training nodes' own.
+        No rank goes back for a lost server, because all ranks have their states. The
+        snapshot that follows goes to the servers now in use, or to the training nodes'
+        own servers.
         """
         hosts = self._elastic.hosts
         if hosts is None or not hosts.agree(self._place.ranks):
@@ -220,22 +238,23 @@ class ServerStates:
         self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
         self._publisher.stop_copying()
         self._elastic.use_peers()
-        # as if no server had anything: a successor begins with an empty memory
+        # begin as if no server had any state: a successor starts with an empty memory
         self._publisher.begin_copying(
             [frozenset[str]() for _ in self._elastic.holders], drop_stale=False
         )
 
     def _mark(self) -> None:
-        # gloo's ports follow no setting: servers find the groups' connections, new in
-        # each generation, by these marks
+        # gloo's ports follow no setting: servers find the connections of the groups,
+        # new in each generation, by these marks
         if self._mirror:
             self._mirror.mark()
 
     def _mirrored(
         self, parts: Sequence[Part], steps: Mapping[PartKey, AdamStep]
     ) -> Mirrored | None:
-        """Return the places of the gradients that servers capture for these steps; None
-        if there are none.
+        """Return the places of the gradients that servers capture for these steps.
+
+        Returns None if servers capture none of these gradients.
         """
         if self._mirror is None:
             return None
@@ -245,16 +264,18 @@ class ServerStates:
         return Mirrored(groups=self._sums, places=places) if any(places) else None
 
     def _drop_before(self, completed: int) -> None:
-        """Drop states older than `completed`, which all servers have, there, and all
-        states in own memory.
+        """Drop the states before `completed`, on servers and in own memory.
+
+        Args:
+            completed: The newest iteration that all servers have.
         """
         old = [
             window.start
             for window in self._snapshots.windows()
             if window.start < completed
         ]
-        # memory then is that of this rank's states on one server, and of the gradients
-        # on their way to it
+        # the memory then consists of this rank's states on one server, and of the
+        # gradients on the way to that server
         if old:
             states_bytes = self._stream.num_states * self._dense_bytes
             self._events.append(

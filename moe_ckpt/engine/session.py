@@ -1,9 +1,9 @@
-"""One run's checkpointing, as the training loop sees it: resume, hooks, finish.
+"""One run's checkpointing, as the training loop uses it: resume, hooks, finish.
 
-Owns: asking the policy after every iteration and executing its plan, in the durable
-tier and in the in-memory tier, and recovering lost state. A failed save is reported and
-training continues, unless the configuration is strict. Must not: decide which state is
-saved, or touch Megatron.
+Owns: asking the policy after every iteration, executing the policy's plan in the
+durable tier and the in-memory tier, and recovering lost state. A failed save is
+reported and training continues, unless the configuration is strict. Must not: decide
+which state is saved, or touch Megatron.
 """
 
 from __future__ import annotations
@@ -49,21 +49,31 @@ _log = logging.getLogger(__name__)
 
 
 class LeftState(NamedTuple):
-    """A state that a process of this rank has left, as the events of the run say."""
+    """A state that a process of this rank has left, according to the run's events."""
 
     iteration: int
+    """Number of optimizer steps in the state."""
+
     what: str
+    """The action of the process, for messages: `saved a checkpoint`, `finished`."""
 
 
 class Session:
     """Implements `ports.TrainingHooks`. Every method is collective over all ranks.
 
-    Lifetime: that of the process. `enter` begins a generation: call it first, and again
-    in every generation of an elastic job.
+    Lifetime: that of the process. `enter` begins a generation: call `enter` first, and
+    again in every generation of an elastic job. `moe_ckpt.attach.attach` makes a
+    session and, for a job that is not elastic, calls `enter`.
 
     Attributes:
-        loaded_from: The source of the state that the last `resume` has loaded; None:
-            that found none.
+        loaded_from: The source of the state that the last `resume` has loaded. None:
+            the last `resume` found no state.
+
+    Example:
+        session = attach(...)
+        first = session.resume(None) + 1
+        ...  # in each iteration from `first` on, call the hooks of `TrainingHooks`
+        session.finish()
     """
 
     def __init__(
@@ -87,25 +97,25 @@ class Session:
         """Put the session together.
 
         Args:
-            build_generation: Returns policy and in-memory side of a new generation;
-                None: no snapshots in host memory.
+            build_generation: Returns the policy and the in-memory side of a new
+                generation. The in-memory side is None without snapshots in host memory.
             durable: The tier of whole checkpoints.
             ranks: All ranks of the job.
             events: This rank's log of events.
-            strict: A failed save ends training.
+            strict: Whether a failed save ends training.
             suspect_iters: Iterations after a load in which a loss that is not finite
                 counts against the loaded source.
             forget_evaluations: Drops the traces of evaluations from this rank's state,
-                as recoveries repeat none.
-            elastic: This rank's means to survive the loss of ranks; None: such a loss
+                because recoveries repeat no evaluation.
+            elastic: This rank's means to survive the loss of ranks. None: such a loss
                 ends the job.
-            inputs: The contents that this process has read; all ranks must have read
-                the same. None: not compared.
+            inputs: The contents that this process has read. All ranks must have read
+                the same contents. None: contents are not compared.
             course: The settings with which this run has saved its states.
-            loaded: Receives the iteration of each state that is loaded from a disk,
-                before training goes on, and the settings that differ from those of the
-                run that saved it.
-            left: What earlier processes of this rank have left.
+            loaded: Called for each state that is loaded from a disk, before training
+                goes on, with the iteration of the state and the settings that differ
+                from those of the run that saved the state.
+            left: The states that earlier processes of this rank have left.
         """
         self._build_generation = build_generation
         self._forget_evaluations = forget_evaluations
@@ -124,7 +134,7 @@ class Session:
         self._in_memory: InMemoryCheckpointing | None = None
         self._state = StepState()
         self._begins = False
-        # None: this process has begun at no start
+        # None: this process has not begun at a start of the run
         self._has_left_start: bool | None = None
         self._has_base = False
         self._logged_window: tuple[int, int] | None = None
@@ -132,8 +142,9 @@ class Session:
 
     @property
     def in_memory(self) -> InMemoryCheckpointing | None:
-        """The in-memory side of this generation; None before the first `enter`, and for
-        policies that have none.
+        """The in-memory side of this generation.
+
+        None before the first `enter`, and for policies without an in-memory side.
         """
         return self._in_memory
 
@@ -148,8 +159,9 @@ class Session:
 
     @property
     def oldest_start(self) -> int | None:
-        """The oldest iteration that a recovery from host memory may run again; None if
-        there is no such recovery.
+        """The oldest iteration that a recovery from host memory may run again.
+
+        None if there is no such recovery.
         """
         return self._in_memory.parts.memory.oldest_start() if self._in_memory else None
 
@@ -157,34 +169,35 @@ class Session:
         """Meet the other ranks, some of which may be replacements.
 
         Raises:
-            DataError: Ranks have read different inputs; on all ranks.
+            DataError: Ranks have read different inputs. Raised on all ranks.
         """
         if self._inputs is not None:
             require_equal(self._ranks, self._inputs)
         if self._in_memory:
             self._in_memory.tier.abort()
-            # a save of the generation before: a replacement has no part in it, so it
-            # can never be complete
+            # drop a save of the generation before: a replacement has no part in that
+            # save, which can never be complete
             self._durable.abandon()
         # new on all ranks: a replacement's policy has no history, and plans have to be
-        # the same everywhere
+        # equal on all ranks
         self._policy, self._in_memory = self._build_generation()
         self._has_base = False
 
     def recover(self) -> RecoveredState:
-        """Bring all ranks to one state, as a generation starts: from memory, or from
-        the newest state on disk.
+        """Bring all ranks to one state, as a generation starts.
+
+        The state comes from memory, or is the newest state on disk.
 
         Returns:
-            The state of all ranks, with the iteration None if the run has never saved.
-            The caller of a run that has never saved starts from the beginning, or from
-            a checkpoint (`resume`).
+            The state of all ranks, with iteration None if the run has never saved. In
+            that case the caller starts from the beginning, or from a checkpoint
+            (`resume`).
 
         Raises:
-            CheckpointLoadError: Neither memory nor disks lead to a common state; on all
-                ranks.
+            CheckpointLoadError: Neither memory nor disks lead to a common state. Raised
+                on all ranks.
             ConfigError: Training is about to begin, and shared memory has less room
-                than its snapshots will take; on all ranks.
+                than the snapshots will take. Raised on all ranks.
         """
         assert self._in_memory is not None
         job_recovery = self._in_memory.job_recovery
@@ -200,28 +213,28 @@ class Session:
                     iteration=source.iteration, lines=[f"all stages: load {source}"]
                 )
         else:
-            # else the state that was live goes on
+            # if no rank went back, the live state goes on
             if recovered.went_back and recovered.iteration is not None:
                 self._suspects.loaded(
                     Source(place=HOST_MEMORY, iteration=recovered.iteration)
                 )
         if recovered.iteration is None:
-            # no state of memory goes on; `resume` names the source if there is one on
+            # no state in memory goes on; `resume` names the source if a state is on
             # disk
             self._suspects.clear()
-            # only where training begins: later a full memory costs the protection, and
+            # only when training begins: later a full memory costs the protection, and
             # not the job
             self._in_memory.require_room()
         else:
-            # first: a window of one slot needs it, and peers are about to drop earlier
-            # blobs
+            # first: a window of one slot needs this start, and peers are about to drop
+            # earlier blobs
             self._in_memory.tier.logs.log_start(recovered.iteration + 1)
         job_recovery.copies.resume_copying()
         self._begins = recovered.iteration is None
         return recovered
 
     def begin_at(self, iteration: int) -> None:
-        """The whole state is that after `iteration` steps, on all ranks."""
+        """Note that all ranks have the whole state after `iteration` steps."""
         self._state.be_at(iteration)
         if self._begins:
             self._has_left_start = self._begins = False
@@ -231,11 +244,20 @@ class Session:
             self._elastic.page.begin_at(iteration)
 
     def resume(self, source: Path | None) -> int:
-        """Load the newest state of this run on disk, or the checkpoint at `source`;
-        return its iteration.
+        """Load a state from disk.
 
-        Raises CheckpointLoadError on all ranks, also if this run has saved a state and
-        none is there.
+        Args:
+            source: The directory of a checkpoint. None: the newest state of this run on
+                disk.
+
+        Returns:
+            The iteration of the loaded state. 0 if `source` is None and no state is on
+            disk.
+
+        Raises:
+            CheckpointLoadError: No source could be loaded, or the run has saved a state
+                and no state is on disk. Raised on all ranks.
+            ConfigError: This run has saved its states with other settings.
         """
         if source is not None:
             changes = (
@@ -253,16 +275,17 @@ class Session:
         if loaded is None:
             self._require_nothing_left()
         if loaded is None and self._job_recovery:
-            # marks each disk until its first save: snapshots on other disks are no
-            # error of a later start then
+            # marks each disk until the first save on that disk: snapshots on other
+            # disks are then no error of a later start
             self._job_recovery.begin_on_disks()
         if self._job_recovery:
             self._job_recovery.copies.resume_copying()
         return loaded.iteration if loaded else 0
 
     def _require_nothing_left(self) -> None:
-        """Raise CheckpointLoadError on all ranks if earlier processes of all ranks have
-        left a state.
+        """Require that no state of this run was left by earlier processes of all ranks.
+
+        Raises CheckpointLoadError on all ranks otherwise.
         """
         everywhere = frozenset.intersection(
             *gather_results(self._ranks, lambda: self._left, CheckpointLoadError)
@@ -277,7 +300,7 @@ class Session:
             )
 
     def has_snapshots_on_disk(self) -> bool:
-        """Whether local disks hold any snapshots. Collective."""
+        """Return whether local disks hold any snapshots. Collective."""
         job_recovery = self._job_recovery
         if job_recovery is None:
             return False
@@ -289,7 +312,8 @@ class Session:
         self._forget_evaluations()
         if self._in_memory is None:
             return
-        # not in `enter`: the state to begin with is loaded, or broadcast, only after it
+        # not in `enter`: the state to begin with is loaded, or broadcast, only after
+        # `enter`
         if not self._has_base:
             self._take_base(self._in_memory, iteration - 1)
         self._in_memory.tier.started(iteration)
@@ -301,8 +325,8 @@ class Session:
         if bad is None:
             return
         reason = f"loss {loss} in iteration {iteration}"
-        # states of these iterations descend from the bad one; states of later ones are
-        # older than the load, and good
+        # states of these iterations descend from the bad state; states of later
+        # iterations are older than the load, and good
         since = range(bad.iteration + 1, iteration)
         better = (
             self._step_down(bad, since, reason)
@@ -334,10 +358,11 @@ class Session:
         if self._in_memory.recover_lost_state(iteration - 1, undo=True):
             return False
         self._in_memory.tier.ready(iteration, gradients)
-        # ranks that all go back after a fault need no vote: no live state counts then
+        # no vote if all ranks go back after a fault: a recovery then uses no live state
         if self._elastic and self._in_memory.tier.recovers_locally:
             self._vote(self._in_memory, iteration, gradients)
-        # not after the step: a start that loads nothing would go on from it
+        # set before the step: a start that loads nothing would go on from a changed
+        # state
         self._has_left_start = True
         self._enter_phase(Phase.STEP)
         return True
@@ -347,7 +372,7 @@ class Session:
         self._enter_phase(Phase.STEP)
 
     def step_committed(self, iteration: int) -> None:
-        # NCCL has only queued the gather of weights: it may still fail
+        # NCCL has only queued the gather of weights, which may still fail
         if self._in_memory:
             self._in_memory.parts.adapter.place.stage_ranks.confirm()
         self._state.be_at(iteration)
@@ -369,29 +394,40 @@ class Session:
         self._enter_phase(Phase.BETWEEN)
 
     def wait_for_saves(self) -> None:
-        """Wait for writes in progress."""
+        """Wait for writes in progress.
+
+        Raises:
+            CheckpointSaveError: A write failed, and saves are strict.
+        """
         if self._in_memory:
             self._in_memory.tier.finish_persisting()
         self._attempt(lambda: self._durable.poll(wait=True))
 
     def finish(self) -> None:
-        """Wait for writes in progress, and end the copying threads."""
+        """Wait for writes in progress, and end the copying threads.
+
+        Raises:
+            CheckpointSaveError: A write failed, and saves are strict.
+        """
         self.wait_for_saves()
         if self._in_memory:
             self._in_memory.tier.close()
 
     def _go_back(self, error: NothingLeftError) -> Source | None:
-        """Load the newest state on disk; return its iteration, or None if all ranks are
-        to start once more.
+        """Load the newest state on disk, as memory leads to no state.
 
-        They are if no state is on disk, and no rank has trained since its start, which
-        may have loaded a checkpoint of another run. Raises `error` on all ranks if
-        there is no state.
+        Returns:
+            The source of the state. None: all ranks start once more, because no state
+            is on disk and no rank has trained since its start. The start may have
+            loaded a checkpoint of another run.
+
+        Raises:
+            NothingLeftError: There is no state, and all ranks cannot start once more.
+                Raised on all ranks; the error is `error`.
         """
         assert self._job_recovery is not None
         found = self._fallback.look(self._job_recovery)
-        # first: a fault during the load must not find a state that is loaded in part
-        # live
+        # first: a fault during the load must not find a partly loaded state live
         self._state.lose()
         loaded = self._load_best(found, f"{HOST_MEMORY}: {error}")
         if loaded:
@@ -405,16 +441,23 @@ class Session:
         return None
 
     def _step_down(self, bad: Source, since: range, reason: str) -> Source | None:
-        """Load the next best state, not of the iterations `since` and never `bad`
-        again; None if there is no other.
+        """Load the next best state after a bad one.
+
+        Args:
+            bad: The source of the bad state, which is never loaded again.
+            since: Iterations whose states are not loaded.
+            reason: The reason against `bad`, for the log.
+
+        Returns:
+            The source of the loaded state. None: there is no other source.
         """
         self._attempt(lambda: self._durable.poll(wait=True))
         self._fallback.quarantine(bad)
         found = self._fallback.look(self._job_recovery, tainted=since)
         if not found.sources:
             return None
-        # only here: without another source training goes on with its state, policy and
-        # memory
+        # only here: without another source training goes on with the present state,
+        # policy and memory
         self.enter()
         if self._job_recovery:
             self._job_recovery.copies.stop_copying(self._state)
@@ -443,16 +486,17 @@ class Session:
         iteration: int,
         gradients: ReadyGradients,
     ) -> None:
-        """Return once every rank has complete gradients: then all surviving ranks can
-        take the step.
+        """Return once every rank has complete gradients.
+
+        From then on all surviving ranks can take the step.
         """
-        # peers hold this rank's start of the iteration before any rank steps: without
-        # it a lost memory cannot replay
+        # peers must hold this rank's start of the iteration before any rank steps:
+        # without the start a lost memory cannot replay
         publisher = in_memory.parts.memory.publisher
         if publisher:
             publisher.has_copies_of_step(iteration)
-        # before the barrier: other ranks may leave it and step while a death cuts this
-        # rank off inside it
+        # before the barrier: other ranks may leave the barrier and step while a death
+        # cuts this rank off inside the barrier
         self._state.prepare(gradients)
         self._ranks.barrier()
 

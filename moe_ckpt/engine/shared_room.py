@@ -1,4 +1,4 @@
-"""Compares the forecast of all ranks with the room of the memory that they share.
+"""Compares the forecasts of all ranks with the free space of their shared memory.
 
 Owns: measuring one rank's part of a shared memory. Must not: forecast (policies do).
 """
@@ -13,7 +13,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import boot_id
 from moe_ckpt.policies.memory_forecast import SharedUse, require_room
 
-_BLOCK_BYTES = 512  # of st_blocks, on every file system
+_BLOCK_BYTES = 512  # unit of st_blocks, on every file system
 
 
 def require_shared_room(ranks: Ranks, folder: Path, needed_bytes: int) -> None:
@@ -22,12 +22,12 @@ def require_shared_room(ranks: Ranks, folder: Path, needed_bytes: int) -> None:
     Collective over all ranks, before the first iteration of a start.
 
     Args:
-        ranks: All ranks.
+        ranks: All ranks of the job.
         folder: This rank's folder in shared memory.
-        needed_bytes: The forecast of this rank's bytes there.
+        needed_bytes: The forecast of this rank's bytes in shared memory.
 
     Raises:
-        ConfigError: The memory of a node has less room; on all ranks.
+        ConfigError: The memory of a node has less room. Raised on all ranks.
     """
     ranks.barrier()  # no rank frees or takes memory between the measurements
     uses = gather_results(ranks, lambda: _measure(folder, needed_bytes), ConfigError)

@@ -1,9 +1,9 @@
-"""Seconds that snapshots add to training beside waits for copies, measured in pairs and
-fitted by number and bytes.
+"""Seconds that snapshots add to training beside waits for copies.
 
-Iterations in which snapshots are copied are compared with iterations just before and
-after them without copies. So neither a slow start nor another job on the machine is
-counted as the price of snapshots.
+The costs are measured in pairs and fitted by number and bytes of snapshots. Iterations
+in which snapshots are copied are compared with iterations just before and after,
+without copies. So neither a slow start nor another job on the machine counts as the
+price of snapshots.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ _RECENT_BLOCKS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
-    """Seconds that the snapshots between two quiet stretches have added to training."""
+    """The cost of the snapshots between two quiet stretches."""
 
     num_snapshots: int
+    """Number of snapshots in the block."""
+
     size_bytes: int
+    """Bytes of these snapshots."""
+
     seconds: float
+    """Seconds that these snapshots have added to training."""
 
 
 class SnapshotCost:
-    """Collects blocks: busy iterations with their snapshots, between quiet iterations."""
+    """Collects blocks: busy iterations with their snapshots, between quiet ones."""
 
     def __init__(self) -> None:
         self._blocks: deque[BlockCost] = deque(maxlen=_RECENT_BLOCKS)
@@ -48,29 +53,36 @@ class SnapshotCost:
         self._size_bytes += size_bytes
 
     def snapshot_began(self) -> None:
-        """Close the block if quiet iterations followed its last snapshot; else it
-        continues.
+        """Close the block if quiet iterations followed the block's last snapshot.
+
+        Otherwise the block continues.
         """
         if self._quiet_after:
             self._blocks.extend(self._open_block())
-            self._begin(self._quiet_after)  # which are those before the next block, too
+            # also the quiet iterations before the next block
+            self._begin(self._quiet_after)
 
     def reset(self) -> None:
-        """Drop the block: it contains a fault, or a first snapshot for which training
-        waits.
+        """Drop the open block.
+
+        The block contains a fault, or a first snapshot for which training waits.
         """
         self._begin([])
 
     @property
     def is_settled(self) -> bool:
-        """Whether there are enough blocks to separate the price of a snapshot from that
-        of its bytes.
-        """
+        """Whether enough blocks separate the cost of a snapshot from that of bytes."""
         return len(self._known()) >= ENOUGH_WINDOWS
 
     def fit(self, dense_bytes: int) -> tuple[float, float] | None:
-        """Return the seconds that a snapshot of no bytes and one of `dense_bytes` add;
-        None before the first block.
+        """Return the seconds that snapshots of two sizes add to training.
+
+        Args:
+            dense_bytes: Bytes of a rank's whole state.
+
+        Returns:
+            The seconds of a snapshot of no bytes, and of a snapshot of `dense_bytes`.
+            None before the first block.
         """
         blocks = self._known()
         if not blocks:
@@ -79,16 +91,14 @@ class SnapshotCost:
         return per_snapshot_s, per_snapshot_s + dense_bytes * per_byte_s
 
     def _known(self) -> list[BlockCost]:
-        """Return the blocks, with the open one if it has quiet iterations on both
-        sides.
-        """
+        """Return all blocks, and the open block if it lies between quiet iterations."""
         return [*self._blocks, *self._open_block()]
 
     def _open_block(self) -> list[BlockCost]:
         if not (self._num_snapshots and self._quiet_before and self._quiet_after):
             return []
-        # of both sides: a machine that gets faster meanwhile would make snapshots look
-        # free, a slower one dear
+        # from both sides: if the machine got faster meanwhile, snapshots would look
+        # free; if slower, expensive
         quiet_s = (
             statistics.fmean(self._quiet_before) + statistics.fmean(self._quiet_after)
         ) / 2
@@ -109,10 +119,12 @@ class SnapshotCost:
 
 
 def fit_costs(blocks: Sequence[BlockCost]) -> tuple[float, float]:
-    """Return seconds a snapshot and seconds a byte, neither negative, that explain the
-    blocks best (least squares).
+    """Fit seconds per snapshot and seconds per byte to the blocks (least squares).
 
     Blocks of one kind of window cannot separate the two: then bytes explain all.
+
+    Returns:
+        Seconds per snapshot and seconds per byte, neither negative.
     """
     factors = np.array(
         [(block.num_snapshots, block.size_bytes) for block in blocks], np.float64
@@ -123,7 +135,7 @@ def fit_costs(blocks: Sequence[BlockCost]) -> tuple[float, float]:
     factors = factors / scale
     if np.linalg.matrix_rank(factors, tol=1e-3) == 2:
         both = np.linalg.lstsq(factors, seconds, rcond=None)[0]
-        # where snapshots cost little, noise makes one of them negative: then a single
+        # if snapshots cost little, noise makes one coefficient negative: then a single
         # factor explains the blocks
         if both.min() >= 0:
             return float(both[0] / scale[0]), float(both[1] / scale[1])

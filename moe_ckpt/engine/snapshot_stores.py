@@ -1,9 +1,8 @@
-"""The contents of a rank's snapshots, in memory and on disk: what a plan's units hold,
-and which versions stay.
+"""The contents of a rank's snapshots, in memory and on disk.
 
-Owns: headers and pieces of the snapshots that a plan asks for, and the list of
-snapshots on disk. Must not: decide which operators a snapshot takes, or when a window
-is kept.
+Owns: headers and pieces of the snapshots that a plan asks for, the versions that stay,
+and the list of snapshots on disk. Must not: decide which operators a snapshot takes, or
+when a window is kept.
 """
 
 from __future__ import annotations
@@ -35,13 +34,15 @@ from moe_ckpt.types import CORE, SLOT, SlotPlan, UnitPlan, Version
 
 START, ACCOUNT, POLICY = "start", "account", "policy"
 """The parts of a core beside operators: the start of the next iteration, the token
-account, the policy's facts.
+account, and the facts of the policy.
 """
 
 
 class SnapshotStore:
-    """The snapshots of one rank and generation; calls are local. `epoch` is that of the
-    run.
+    """The snapshots of one rank and generation. All calls are local.
+
+    Attributes:
+        epoch: The current epoch of the run, in the version of every snapshot.
     """
 
     def __init__(self, parts: RankParts) -> None:
@@ -52,7 +53,7 @@ class SnapshotStore:
         self._snapshots = parts.memory.snapshots
         self._publisher = parts.memory.publisher
         self._disk = parts.memory.disk
-        # a generation has one table, gathered at its beginning
+        # a generation has one table, gathered when the generation begins
         table = self._operators.table
         self._names = [str(operator) for operator in table.operators]
         mine = table.full_bytes[parts.adapter.place.stage_ranks.rank]
@@ -63,16 +64,16 @@ class SnapshotStore:
         self.epoch = 0
 
     def begin(self, plan: SlotPlan) -> None:
-        """A window begins; a window that is still in flight is dropped."""
+        """Begin a window. A window that is still in flight is dropped."""
         self._snapshots.begin(
             self._version(plan.window_start),
             plan.num_slots * len(self._mine(plan.units)),
         )
 
     def wanted(self, plan: SlotPlan) -> list[SnapshotRequest]:
-        """Return the requests for the current state."""
-        # with each unit, as experts go back to different iterations: the loss is a
-        # difference to these counts
+        """Return the requests for the snapshots of the current state."""
+        # kept with each unit, because experts go back to different iterations: the loss
+        # is a difference to these counts
         seen = self._account.seen() if self._account else {}
         return [
             self._request(plan, unit, seen.get(unit.name, 0))
@@ -86,17 +87,20 @@ class SnapshotStore:
         *,
         lacks_units: bool = False,
     ) -> None:
-        """The window in flight is complete on all ranks. `lacks_units`: older units of
-        it are missing on any of them.
+        """Keep the window in flight, which is complete on all ranks.
 
-        All disks have the window that starts at `on_all_disks`; the one at
-        `being_written` is on its way to this disk.
+        Args:
+            on_all_disks: Start of the window that all disks have. None: no such window.
+            being_written: Start of the window that is being written to this disk. None:
+                no write.
+            lacks_units: Whether older units of the window in flight are missing on any
+                rank.
         """
-        # a sparse window on disk is whole by itself, but a checkpoint there shares
-        # units with later ones
+        # a sparse window on disk is whole by itself, but a checkpoint on disk shares
+        # units with later checkpoints
         on_disk = (on_all_disks, self._last_for_disk) if self._account else ()
-        # the daemon reads a window for the disk from this memory, for longer than later
-        # windows take on a slow disk
+        # the daemon reads a window for the disk from this memory; on a slow disk
+        # reading outlasts later windows
         starts = {window.start for window in self._snapshots.windows()}
         iterations = [
             iteration
@@ -109,11 +113,20 @@ class SnapshotStore:
         )
 
     def persist(self, window: Window, keep: int | None) -> Future[None] | None:
-        """Start copying a window to the local disk, if there is one: with its logs, or
-        its units that go there.
+        """Start copying a window to the local disk.
 
-        Of older windows there that from `keep` stays, or that checkpoint of units and
-        all units after it; None: all.
+        The copy includes the window's logs or, for partial checkpoints, the units that
+        go to disk.
+
+        Args:
+            window: The window to copy.
+            keep: Start of the older window that stays on disk. For partial checkpoints:
+                the checkpoint that stays, with all later units. None: everything on
+                disk stays.
+
+        Returns:
+            A future that is done when the copy has ended. None: the rank has no local
+            disk.
         """
         if self._publisher is None or self._disk is None:
             return None
@@ -121,14 +134,14 @@ class SnapshotStore:
             return self._publisher.persist(self._disk, window.snapshots, keep=keep)
         self._last_for_disk = window.start
         for_disk = [unit for unit in self._snapshots.snapshots() if _is_for_disk(unit)]
-        # with units of earlier snapshots, whose write may have failed; those that are
-        # there are not written again
+        # includes units of earlier snapshots, whose write may have failed; units that
+        # are on disk are not written again
         units = compose(for_disk, window.version) or [
             unit for unit in for_disk if unit.header.version == window.version
         ]
         there = None
-        # the units on disk of that checkpoint, if memory tells which, and all that were
-        # written after it
+        # keep the units on disk of that checkpoint, if memory shows which, and all
+        # units that were written later
         if keep is not None and (kept := compose(for_disk, self._version(keep))):
             there = [
                 *kept,
@@ -141,8 +154,9 @@ class SnapshotStore:
         return self._publisher.persist_units(self._disk, units, also=there)
 
     def on_disk(self) -> frozenset[int]:
-        """Return the starts of the windows that are complete on this rank's disk; they
-        are not verified.
+        """Return the starts of the windows that are complete on this rank's disk.
+
+        The windows are not verified.
         """
         if self._disk is None or self._account is not None:
             return frozenset()  # units on disk belong to the epoch before
@@ -167,8 +181,8 @@ class SnapshotStore:
             checksum=0,
             unit=self._tag(plan, unit, seen_tokens) if self._account else None,
         )
-        # also of operators with compute weights only: a replay's forward pass reads and
-        # changes their buffers
+        # also of operators with compute weights only: the forward pass of a replay
+        # reads and changes their buffers
         changing = self._operators.buffer_pieces((*unit.full, *unit.compute))
         if self._account and unit.name == CORE:
             changing = [*changing, *self._facts(plan, self._account)]
@@ -194,7 +208,8 @@ class SnapshotStore:
             on_disk=unit.on_disk,
             seen_tokens=seen_tokens,
             complete_with=tuple(each.name for each in whole),
-            # by these a recovery finds a snapshot that a death tore as it was published
+            # a recovery uses these counts to find a snapshot that a death tore during
+            # publication
             taken_with=(
                 len(taken),
                 sum(each.on_peers for each in taken),
@@ -220,12 +235,12 @@ class SnapshotStore:
     def _facts(self, plan: SlotPlan, account: TokenAccount) -> list[Piece]:
         """Return the parts of the core beside operators."""
         facts = {
-            # part of the core: a partial checkpoint needs no step log that would have
-            # to reach the same places
+            # part of the core: otherwise a partial checkpoint would need a step log in
+            # the same places
             START: self._stage.begin(plan.iteration + 1),
             ACCOUNT: account.as_tensors(),
-            # a replacement's policy has no history: Dynamic-K goes on from here, alike
-            # on all ranks
+            # a replacement's policy has no history: Dynamic-K goes on from these facts,
+            # alike on all ranks
             POLICY: {"facts": torch.tensor(plan.facts, dtype=torch.float64)},
         }
         return [
@@ -239,8 +254,9 @@ class SnapshotStore:
         ]
 
     def _mine(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
-        """Return the units of which this rank has a piece. Every rank has a piece of
-        the core, and takes every slot.
+        """Return the units of which this rank has a piece.
+
+        Every rank has a piece of the core, and takes every slot.
         """
         return [
             unit

@@ -1,13 +1,15 @@
 """The profiles of all stages, on every rank, as a generation starts.
 
-Owns: the exchange over the network. One rank of each stage describes it; stages that
-differ only in their first layer are described once. So the bytes that a rank receives
-grow with the kinds of stages (mostly three) and by 24 bytes a stage, and not with ranks
-x operators. Must not: decide anything.
+Owns: the exchange over the network. One rank of each stage describes the stage; stages
+that differ only in their first layer are described once. So the bytes that a rank
+receives grow with the kinds of stages (mostly three) and by 24 bytes a stage, and not
+with ranks x operators. Must not: decide anything.
 
-    in each stage   logs: the most of any rank
-    all ranks       24 bytes a stage: kind, length, first layer      a sum, to which one rank of the stage adds
-    all ranks       one description of each kind                     a sum, to which one rank adds
+    in each stage   logs: the maximum over the ranks
+    all ranks       24 bytes a stage: kind, length, first layer
+                    (a sum, to which one rank of each stage adds)
+    all ranks       one description of each kind
+                    (a sum, to which one rank adds)
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from moe_ckpt.types import OperatorTable
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SharedProfiles:
-    """The profiles of all stages, as all ranks have them."""
+    """The profiles of all stages, equal on all ranks."""
 
     description: bytes
-    """The bytes of the exchange: generations with equal ones have equal profiles."""
+    """The bytes of the exchange. Generations with equal bytes have equal profiles."""
 
     stages: Sequence[StageProfile]
-    """The profile of each stage; stages of one kind share their bytes."""
+    """The profile of each stage. Stages of one kind share one set of byte counts."""
 
 
 def share_profiles(
@@ -44,11 +46,11 @@ def share_profiles(
 
     Args:
         place: This rank's place in the job.
-        mine: The profile of its stage, with the logs of this rank.
+        mine: The profile of this rank's stage, with the log sizes of this rank.
         known: The profiles of an earlier generation.
 
     Returns:
-        The profile of every stage, with the log sizes of its rank that logs most;
+        The profile of every stage, with the log sizes of the rank that logs most.
         `known` itself if the profiles have not changed.
     """
     logs = torch.tensor(
@@ -69,7 +71,7 @@ def share_profiles(
         zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False)
     )
     content = torch.zeros(sum(lengths.values()), dtype=torch.uint8)
-    # the first stage of a kind alone: the sum of two equal descriptions describes
+    # only the first stage of a kind adds: the sum of two equal descriptions describes
     # nothing
     if describes and _kind(packed) not in [
         kind for kind, _, _ in stages[: place.stage]
@@ -82,7 +84,7 @@ def share_profiles(
     description = np.array(stages, np.int64).tobytes() + received
     if known is not None and known.description == description:
         return known
-    # once for each kind: while it is unpacked, a table of a large stage takes 25 MB
+    # unpack once for each kind: a table of a large stage takes 25 MB during unpacking
     kinds = {
         kind: _unpack(received[start : start + lengths[kind]])
         for kind, start in starts.items()
@@ -92,8 +94,9 @@ def share_profiles(
 
 
 def _kind(packed: bytes) -> int:
-    """Return a hash of the description that fits into int64 and is not 0: ranks that
-    describe no stage add 0.
+    """Return a hash of the description that fits into int64 and is not 0.
+
+    Ranks that describe no stage add 0.
     """
     return (xxhash.xxh3_64_intdigest(packed) >> 1) or 1
 
@@ -105,8 +108,9 @@ def _summed(place: StagePlace, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(table: OperatorTable, origin: int, logs: list[int]) -> bytes:
-    """Return a table with its layers counted from `origin`. Columns are ranks, once for
-    each kind of bytes.
+    """Return a table with layers counted from `origin`, and log sizes, as bytes.
+
+    The columns are ranks, once for each kind of bytes.
     """
     kinds = [table.full_bytes, table.compute_bytes]
     if table.moment_bytes is not None:

@@ -1,13 +1,15 @@
-"""Rebuilds stages that lost their state, from the last sparse window and the
-neighbours' logs (MoEvement, 3.3, 3.4).
+"""Rebuilds stages that lost their state (MoEvement, 3.3, 3.4).
 
-Owns: one recovery, from the common inventory to the proof that a replay left healthy
-ranks unchanged. Must not: decide which stages roll back (`recovery.plan` does) or in
-which steps (`recovery.convert` does).
+The sources are the last sparse window and the neighbours' logs. Owns: one recovery,
+from the common inventory to the proof that a replay left healthy ranks unchanged. Must
+not: decide which stages roll back (`recovery.plan` does) or in which steps
+(`recovery.convert` does).
 
-    all ranks        inventory -> plan -> what it takes is intact                             -> outcome
-    segment          load snapshot -> [receive logs of i -> replay i -> load ...] -> compare
+    all ranks        inventory -> plan -> the plan's sources are intact
+    segment          load snapshot -> [receive logs of i -> replay i -> load ...]
+                     -> compare
     its neighbours   send logs of i, i+1, ...
+    all ranks        outcome
 """
 
 from __future__ import annotations
@@ -39,14 +41,20 @@ WINDOW, END = DIVERGENCES
 CORRUPT, NOT_DETERMINISTIC = "corrupt memory", "training that is not deterministic"
 
 Progress = Callable[[ReplayedState | None], None]
-"""Called with each state from which a replay can go on if it is cut off, and with None
-before that state changes.
+"""Receives each state from which an interrupted replay can go on, and None before that
+state changes.
 """
 
 
 class StageRecovery:
-    """Recovers lost stages, with all ranks of the job present. Collective over all
-    ranks.
+    """Recovers lost stages, with all ranks of the job present.
+
+    All public methods except `inventory` and `is_intact` are collective over all ranks.
+
+    Args:
+        parts: The rank's parts.
+        on_divergence: `WINDOW` or `END`: all ranks go on from a replay that differs
+            from the state of a healthy rank, or the recovery raises an error.
     """
 
     def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
@@ -59,18 +67,24 @@ class StageRecovery:
         self._on_divergence = on_divergence
 
     def recover(self, lost: LostStages, target: int, *, undo: bool) -> None:
-        """Bring all ranks to the state after the target iteration, in processes that
-        live but have lost state.
+        """Bring all ranks to the state after the target iteration.
 
-        `undo`: an iteration had begun and is abandoned; healthy ranks restore what it
-        changed.
+        All processes live, but some have lost state.
 
-        Raises CheckpointLoadError on all ranks if the remaining sources do not lead
-        there, or, with `on_divergence=end`, if a replay shows that a healthy rank's
-        state differs from the result of its own steps.
+        Args:
+            lost: The stages that have lost state.
+            target: The iteration to reach.
+            undo: Whether a later iteration had begun and is abandoned. Healthy ranks
+                then restore the state that this iteration changed.
+
+        Raises:
+            CheckpointLoadError: The remaining sources do not lead to the target or,
+                with `on_divergence=end`, a replay shows that a healthy rank's state
+                differs from the result of its own steps. Raised on all ranks.
+            DataError: A replay has read other samples than before. Raised on all ranks.
         """
-        # before `carry_out` takes digests of healthy ranks: they are those of the
-        # target, which a replay must reach
+        # before `carry_out` takes digests of healthy ranks: these must be digests of
+        # the target, which a replay has to reach
         if undo and not lost.mine:
             self._stage.restore_start(
                 self._memory.steps.start(target + 1), undo=target + 1
@@ -93,11 +107,13 @@ class StageRecovery:
             _log.warning("%s", "; ".join(plan.lines()))
 
     def inventory(self, target: int | None) -> Inventory:
-        """Return this rank's own sources that lead to `target`, or to any iteration
-        (None).
+        """Return this rank's own sources.
 
-        Their contents have not been read: `is_intact` does that for those that a plan
-        takes.
+        The contents of the sources are not read: `is_intact` verifies the sources that
+        a plan takes.
+
+        Args:
+            target: The iteration to which windows have to lead. None: any iteration.
         """
         boundary = self._memory.boundary
         refs = [
@@ -121,10 +137,10 @@ class StageRecovery:
         target: int | None,
         plan_from: Callable[[Sequence[Inventory]], RecoveryPlan],
     ) -> RecoveryPlan:
-        """Return a plan of which all ranks' own sources are intact. Collective.
+        """Return a plan for which all ranks' own sources are intact. Collective.
 
         Args:
-            target: The iteration to which sources have to lead; None: to any.
+            target: The iteration to which sources have to lead. None: any iteration.
             plan_from: Makes a plan from the inventories of all ranks.
         """
         ranks = self._place.ranks
@@ -142,12 +158,14 @@ class StageRecovery:
                 return plan
 
     def is_intact(self, plan: RecoveryPlan, *, has_fetched: bool = False) -> bool:
-        """Verify what this rank gives to a plan, and drop what is damaged: then take
-        stock and plan again.
+        """Verify this rank's sources for a plan, and drop damaged sources.
+
+        After a drop, all ranks take stock and plan again.
 
         Args:
             plan: The plan.
-            has_fetched: This rank's window was fetched for the plan, and verified then.
+            has_fetched: Whether this rank's window was fetched for the plan, and
+                verified at that time.
 
         Returns:
             Whether nothing was damaged.
@@ -171,13 +189,24 @@ class StageRecovery:
     def carry_out(
         self, plan: RecoveryPlan, *, live: bool, progress: Progress = lambda _: None
     ) -> int:
-        """Bring this rank to the plan's target; return the number of iterations that it
-        executed.
+        """Bring this rank to the plan's target.
 
-        `live`: the rank's state is whole and at the target already. If its stage rolls
-        back all the same, the replay must reproduce that state. If it does not on one
-        rank, all ranks replay once more and go on from there, or raise
-        CheckpointLoadError, as `on_divergence` says.
+        If the stage of a live rank rolls back all the same, the replay must reproduce
+        the live state. If the replay differs on any rank, `on_divergence` decides: all
+        ranks replay once more and go on from there, or all ranks raise an error.
+
+        Args:
+            plan: The plan.
+            live: Whether the rank's state is whole and already at the target.
+            progress: Receives the states from which an interrupted replay can go on.
+
+        Returns:
+            Number of iterations that this rank executed.
+
+        Raises:
+            CheckpointLoadError: With `on_divergence=end`, a replay gave another state
+                than a live rank had. Raised on all ranks.
+            DataError: A replay has read other samples than before. Raised on all ranks.
         """
         target, mine = plan.target_iteration, plan.rollback_of(self._place.stage)
         before = self._operators.digests() if mine is not None and live else None
@@ -194,14 +223,16 @@ class StageRecovery:
     def _execute(
         self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress
     ) -> None:
-        """Roll this rank's stage back and replay it, or serve the stages that do.
+        """Roll this rank's stage back and replay, or serve the stages that replay.
+
         Collective over all ranks.
 
-        Raises DataError on all ranks if one of them has read other samples than before.
+        Raises:
+            DataError: A replay has read other samples than before. Raised on all ranks.
         """
         self._execute_alone(plan, mine, progress)
-        # only now: others wait for the outcome of a replay, and not for a rank that has
-        # raised an error inside it
+        # checked after the replay: other ranks wait for the outcome of a replay, and
+        # not for a rank that has raised an error during the replay
         gather_results(self._place.ranks, self._stage.require_same_samples, DataError)
 
     def _execute_alone(
@@ -213,7 +244,8 @@ class StageRecovery:
             return
         fetched_bytes = self._roll_back(mine, target, progress)
         seconds = time.monotonic() - started_s
-        if len(mine.stages) == 1:  # several that replay together wait for each other
+        # stages that replay together also wait for each other
+        if len(mine.stages) == 1:
             self._meter.replayed(target - mine.starts_from, seconds)
         self._events.append(
             StageRecovered(
@@ -234,12 +266,13 @@ class StageRecovery:
         differing: Sequence[list[str]],
         progress: Progress,
     ) -> None:
-        """Find out by a second replay which of two states is the odd one; all ranks go
-        on from the last replay.
+        """Find out by a second replay why the first one differed.
+
+        All ranks go on from the last replay.
         """
         verdict = f"{CORRUPT}, or {NOT_DETERMINISTIC}"
-        # a replay that went on from an earlier one cannot be repeated: its first
-        # iterations' logs may be gone
+        # a replay that continued an earlier replay cannot be repeated: the logs of the
+        # first iterations may be gone
         if all(rollback.resumed_at is None for rollback in plan.rollbacks):
             first = self._operators.digests() if mine is not None else {}
             self._execute(plan, mine, progress)
@@ -247,8 +280,8 @@ class StageRecovery:
             all_agree = all(
                 gather_results(self._place.ranks, lambda: agrees, CheckpointLoadError)
             )
-            # a kernel that is not deterministic makes no state wrong: each is a valid
-            # result of training
+            # a kernel that is not deterministic makes no state wrong: each state is a
+            # valid result of training
             verdict = CORRUPT if all_agree else NOT_DETERMINISTIC
         own = differing[self._place.shard.global_rank]
         if own:
@@ -268,7 +301,7 @@ class StageRecovery:
             )
 
     def _usable(self, window: Window, *, by_headers: bool) -> WindowRef | None:
-        """Check a window of this rank, and drop it if it is damaged."""
+        """Check a window of this rank, and drop the window if damaged."""
         place, steps_to = self._place, self._memory.steps.reaches(window.start + 1)
         try:
             return verified_window(
@@ -287,12 +320,10 @@ class StageRecovery:
             return None
 
     def _has_intact(self, window_start: int) -> bool:
-        """Verify the window of this rank that starts there, and drop it if it is
-        damaged.
-        """
+        """Verify the window of this rank with this start; drop a damaged window."""
         window = self._window_at(window_start)
-        # None: dropped while another rank's fetch failed, after which all plan with the
-        # same inventories
+        # None: the window was dropped while another rank's fetch failed; all ranks then
+        # plan with the same inventories
         return window is not None and self._usable(window, by_headers=False) is not None
 
     def _window_at(self, start: int) -> Window | None:
@@ -306,8 +337,10 @@ class StageRecovery:
         )
 
     def _roll_back(self, rollback: Rollback, target: int, progress: Progress) -> int:
-        """Load and replay, or go on with a replay; return the bytes received from
-        neighbours.
+        """Load and replay, or continue an earlier replay.
+
+        Returns:
+            The bytes received from neighbours.
         """
         window = self._window_at(rollback.window_start)
         assert window is not None, rollback
@@ -320,11 +353,11 @@ class StageRecovery:
             )
 
         if rollback.resumed_at is None:
-            # of an earlier replay, whose state the window is about to replace
+            # the window is about to replace the state of an earlier replay
             progress(None)
         else:
             reach(rollback.resumed_at)
-            # else the pass after that has not begun
+            # if no start is logged, the pass after that state has not begun
             if self._memory.steps.has_start(rollback.resumed_at + 1):
                 cut_off = rollback.resumed_at + 1
                 self._stage.restore_start(
@@ -336,7 +369,7 @@ class StageRecovery:
                 step.run_iteration is not None
                 and step.run_iteration <= rollback.starts_from
             ):
-                continue  # the state that an earlier replay has left is past that
+                continue  # the state that an earlier replay has left is past this step
             if step.load_iteration is not None:
                 self._load(window.snapshots[step.load_iteration - window.start])
             if step.run_iteration is not None:
@@ -345,19 +378,17 @@ class StageRecovery:
                 )
                 self._note_start(step.run_iteration + 1)
                 reach(step.run_iteration)
-        # at a target that is the window's end, the last load activates operators that
-        # the last replay had frozen
+        # if the target is the window's end, the last load activates operators that the
+        # last replay had frozen
         self._operators.freeze(())
-        # else an earlier replay has led there
+        # if no start is logged, an earlier replay has led to the target
         if self._memory.steps.has_start(target + 1):
             self._stage.restore_start(self._memory.steps.start(target + 1))
         return fetched_bytes
 
     def _note_start(self, iteration: int) -> None:
-        """Note the start of an iteration, to which the replay of the one before has
-        led.
-        """
-        # remembers buffers, too, which the next pass changes
+        """Note the start of an iteration, after the replay of the iteration before."""
+        # also remembers buffers, which the next pass changes
         start = self._stage.begin(iteration)
         if not self._memory.steps.has_start(iteration):
             self._memory.steps.log_start(iteration, start)
@@ -388,10 +419,10 @@ class StageRecovery:
         )
         self._operators.freeze(step.frozen)
         if boundary:
-            # log again what this stage sent then: its neighbours may be the next to
+            # log the sent tensors again: this stage's neighbours may be the next to
             # fail
             boundary.begin(iteration)
-        # then a tied embedding's gradient is summed again over the stages, and not
+        # if so, a tied embedding's gradient is summed over the stages again, and not
         # taken from the log
         whole_model = segment == range(place.num_stages)
         record, start = steps.record(iteration), steps.start(iteration)
@@ -407,8 +438,9 @@ class StageRecovery:
         )
 
     def _serve(self, rollbacks: Sequence[Rollback], target: int) -> None:
-        """Send neighbours what this stage sent them in the iterations that they replay,
-        a micro-batch at a time.
+        """Send the logs of the replayed iterations to neighbours that replay.
+
+        Each transfer carries one micro-batch.
         """
         first = 1 + min(
             (rollback.starts_from for rollback in rollbacks), default=target
@@ -437,20 +469,26 @@ class StageRecovery:
         )
 
     def _receive(self, rank: int | None) -> tuple[torch.Tensor, ...] | None:
-        """Return a neighbour's log of an iteration by micro-batch, on the host; None at
-        an end of the pipeline.
+        """Return a neighbour's log of an iteration by micro-batch, on the host.
+
+        Returns None at an end of the pipeline.
         """
         if rank is None:
             return None
-        # the replay copies each to the device
+        # pinned, because the replay copies each tensor to the device
         pinned = self._place.device.type == "cuda"
         return receive_buffers(self._place.host_ranks, rank, pinned=pinned)
 
     def _compare(self, target: int, live: Mapping[str, str] | None) -> list[str]:
-        """Return the operators in which a healthy rank's state after its replay differs
-        from its state before.
+        """Return the operators in which the replay of a healthy rank differs.
 
-        With `on_divergence=end`, raises CheckpointLoadError if there are any.
+        Args:
+            target: The iteration of the state.
+            live: Digests before the replay. None: the state was not live, or not
+                replayed.
+
+        Raises:
+            CheckpointLoadError: With `on_divergence=end`, operators differ.
         """
         replayed = self._operators.digests() if live is not None else None
         if live == replayed or live is None or replayed is None:

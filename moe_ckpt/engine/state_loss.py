@@ -1,8 +1,8 @@
 """Executes the scheduled losses of state in living processes (`fault=state_loss`).
 
-Owns: when this rank loses its state, and which stages have lost theirs since the last
-recovery. All ranks have the same schedule, so every rank knows of every loss; real
-deaths are detected elsewhere.
+Owns: when this rank loses its state, and which stages have lost their state since the
+last recovery. All ranks have the same schedule, so every rank takes every loss into
+account. Real deaths are detected elsewhere.
 """
 
 from __future__ import annotations
@@ -17,18 +17,25 @@ from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostStages:
-    """Stages whose state is lost, in whole or in part, and whether this rank's state
-    is.
-    """
+    """The stages that have lost state."""
 
     stages: frozenset[int]
+    """Stages whose state is lost, in whole or in part."""
+
     mine: bool
+    """Whether this rank's state is lost."""
 
 
 class StateLosses:
     """The scheduled losses of a run.
 
-    `drop` is called with the loss of this rank's state, to drop what depends on it.
+    Args:
+        schedule: The losses of all ranks.
+        injector: Overwrites this rank's state.
+        place: This rank's place in the job.
+        drop: Called when this rank loses its state, to drop everything that depends on
+            the state.
+        events: This rank's log of events.
     """
 
     def __init__(
@@ -47,7 +54,7 @@ class StateLosses:
         self._pending: list[StateLoss] = []
 
     def arm(self, iteration: int) -> None:
-        """Prepare losses in the middle of this iteration's forward or backward pass."""
+        """Prepare the losses in the middle of the forward or backward pass."""
         for phase in ("forward", "backward"):
             if self._is_due_here(iteration, phase):
                 self._injector.arm(
@@ -70,8 +77,10 @@ class StateLosses:
         )
 
     def _is_due_here(self, iteration: int, phase: str) -> bool:
-        """Note the losses that are due in any stage, and return whether this rank's
-        state is among them.
+        """Note the losses that are due in any stage.
+
+        Returns:
+            Whether this rank's state is among these losses.
         """
         due = self._schedule.due(iteration, phase)
         self._pending += due
@@ -85,7 +94,7 @@ class StateLosses:
         )
 
     def _lose(self, iteration: int, phase: str) -> None:
-        # first: it sees from the running copy that a snapshot would be torn
+        # first: `drop` detects from the running copy that a snapshot would be torn
         self._drop()
         self._injector.wipe()
         self._events.append(StateLost(iteration=iteration, phase=phase))

@@ -1,5 +1,6 @@
-"""The progress of a rank's training state, between the hooks of a loop and a recovery.
-No behaviour of its own.
+"""The progress of a rank's training state, shared by hooks and recoveries.
+
+The module has no behaviour of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +10,20 @@ from moe_ckpt.types import ReadyGradients
 
 
 class StepState:
-    """The progress of this rank's training state: written by the hooks of the loop,
-    read when ranks are lost.
+    """The progress of this rank's training state.
+
+    The hooks of the loop write the progress. A recovery reads the progress when ranks
+    are lost.
+
+    Attributes:
+        reached: Number of optimizer steps in the state. None: the state belongs to no
+            iteration, or none is known yet.
+        whole: Whether this rank has gathered its weights since the last step.
+        torn: Whether the state was lost, and belongs to no iteration.
+        gradients: Complete gradients of iteration `reached` + 1. None: the gradients
+            are not complete, or not needed any more.
+        replayed: The state that an interrupted replay has reached. None: no replay
+            can be continued.
     """
 
     def __init__(self) -> None:
@@ -21,7 +34,7 @@ class StepState:
         self.replayed: ReplayedState | None = None
 
     def be_at(self, iteration: int) -> None:
-        """The whole state is that after `iteration` steps."""
+        """Note that the whole state is the state after `iteration` steps."""
         self.reached, self.whole, self.torn, self.gradients, self.replayed = (
             iteration,
             True,
@@ -31,20 +44,21 @@ class StepState:
         )
 
     def prepare(self, gradients: ReadyGradients) -> None:
-        """The gradients of the next iteration are complete."""
+        """Note that the gradients of the next iteration are complete."""
         self.gradients = gradients
 
     def withdraw(self) -> None:
-        """The complete gradients are not needed any more, or not correct."""
+        """Note that the complete gradients are not needed any more, or not correct."""
         self.gradients = None
 
     def apply(self, iteration: int) -> None:
-        """The step has been taken, on this rank alone."""
-        # not whole: of a sharded optimizer's weights only this rank's shard is new
+        """Note that the step was taken, on this rank alone."""
+        # not whole: with a sharded optimizer only this rank's shard of the weights is
+        # new
         self.reached, self.whole, self.gradients = iteration, False, None
 
     def lose(self) -> None:
-        """The state belongs to no iteration, nor to the start of a run."""
+        """Note that the state belongs to no iteration, nor to the start of a run."""
         self.reached, self.whole, self.torn, self.gradients, self.replayed = (
             None,
             False,
@@ -54,7 +68,10 @@ class StepState:
         )
 
     def replay_reached(self, replayed: ReplayedState | None) -> None:
-        """A recovery has replayed the lost state up to an iteration; None: it is in the
-        middle of an update.
+        """Note how far a recovery has replayed the lost state.
+
+        Args:
+            replayed: The state that the replay has reached. None: the replay is in the
+                middle of an update.
         """
         self.replayed = replayed

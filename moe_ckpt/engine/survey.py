@@ -1,7 +1,7 @@
-"""The survey of each rank's memory and its peers' copies as a generation starts. Copies
-do not change until it ends.
+"""The survey of each rank's memory and of peers' copies, as a generation starts.
 
-Owns: one survey with all ranks. Must not: decide which copies a recovery uses.
+Copies do not change until the survey ends. Owns: one survey with all ranks. Must not:
+decide which copies a recovery uses.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _Found = tuple[
     dict[int, frozenset[str]],
     dict[int, ReadyGradients],
 ]
-"""A rank's report: its standing, whether it has progress, the keys of copies in its
-memory by owner, and its gradients.
+"""The report of a rank: the rank's standing, whether the rank has progress, the keys of
+copies in the rank's memory by owner, and the rank's gradients.
 
-Without class names, which would be most of the bytes of a small report.
+The report has no class names, which would be most of the bytes of a small report.
 """
 
 
@@ -40,14 +40,14 @@ class JobProgress:
     """The progress of all ranks as a generation starts."""
 
     target: Target | None
-    """The iteration to recover; None: no rank has state."""
+    """The iteration to recover. None: no rank has state."""
 
     has_left_start: bool
     """Whether the memory or the state of any rank is beyond the start of the run."""
 
     gradients: Mapping[int, ReadyGradients]
-    """By iteration that any rank has logged: the facts of the step that all ranks
-    share.
+    """Facts of the step that all ranks share, by iteration, for each iteration that any
+    rank has logged.
     """
 
 
@@ -61,13 +61,14 @@ class CopySurvey:
         self._held: Mapping[int, frozenset[str]] = {}
         self._has_dropped_all = False
         self.on_hosts: Mapping[int, frozenset[str]] = {}
-        """The keys of this rank's blobs on servers of other hosts, by the server's
-        number among holders.
+        """Keys of this rank's blobs on servers of other hosts, by the number of the
+        server among holders.
         """
 
     def stop_copying(self, state: StepState) -> JobProgress:
-        """Stop changes of copies in all ranks' memory, and list the copies of this
-        rank's blobs. Collective.
+        """Stop changes of copies, and list the copies of this rank's blobs. Collective.
+
+        Copies in all ranks' memory stay as they are until `resume_copying`.
 
         Args:
             state: The progress of this rank's training state.
@@ -76,10 +77,11 @@ class CopySurvey:
             The progress of all ranks.
 
         Raises:
-            CheckpointLoadError: The memory of a rank cannot be read; on all ranks.
+            CheckpointLoadError: The memory of a rank cannot be read. Raised on all
+                ranks.
         """
         if self._memory.publisher:
-            # first: a copy that a new blob would replace may be the last source
+            # first: a new blob could replace a copy that is the last source
             self._memory.publisher.stop_copying()
         self._flush()
         self.on_hosts = self._list_hosts()
@@ -109,15 +111,15 @@ class CopySurvey:
     def resume_copying(self) -> None:
         """Send this rank's blobs to peers again.
 
-        After `drop_all`, peers and servers drop what they hold: a survey would take
-        abandoned states for the newest.
+        After `drop_all`, peers and servers drop the blobs that they hold: a survey
+        would mistake abandoned states for the newest.
         """
         publisher, dropped = self._memory.publisher, self._has_dropped_all
         self._has_dropped_all = False
         self._clear_other_hosts()
         if publisher:
-            # a rank without windows lets peers keep its blobs: they may be the last
-            # source
+            # a rank without windows lets peers keep the rank's blobs, which may be the
+            # last source
             publisher.begin_copying(
                 self.held_for_me(),
                 drop_stale=dropped or bool(self._memory.snapshots.windows()),
@@ -127,13 +129,13 @@ class CopySurvey:
             self._held = {}
 
     def drop_all(self) -> None:
-        """Empty the memory; peers keep their copies until `resume_copying`."""
+        """Empty the memory. Peers keep their copies until `resume_copying`."""
         self._has_dropped_all = True
         publisher = self._memory.publisher
         if publisher is None:
             self._memory.clear()
             return
-        # first: a fault before copying resumes still finds the copies of peers
+        # first: a fault before copying resumes then still finds the copies of peers
         publisher.stop_copying()
         publisher.replace(lambda _: 0, self._memory.clear)
 
@@ -142,8 +144,9 @@ class CopySurvey:
         return [self._held.get(holder, frozenset()) for holder in self._elastic.holders]
 
     def _list_hosts(self) -> dict[int, frozenset[str]]:
-        """Return this rank's keys on all servers of other hosts, also on those that do
-        not hold its states any more.
+        """Return this rank's keys on all servers of other hosts.
+
+        The result includes servers that no longer hold this rank's states.
         """
         found: dict[int, frozenset[str]] = {}
         elastic, mine = self._elastic, self._place.shard.global_rank
@@ -161,8 +164,9 @@ class CopySurvey:
         return found
 
     def _clear_other_hosts(self) -> None:
-        """Let servers that are no holders of this rank drop its older states, which all
-        ranks may leave later.
+        """Let servers that are not holders of this rank drop the rank's older states.
+
+        All ranks may abandon these states later.
         """
         elastic, mine = self._elastic, self._place.shard.global_rank
         for holder in [
@@ -178,19 +182,20 @@ class CopySurvey:
                     timeout_s=elastic.copy_s,
                 )
             except CheckpointLoadError as error:
-                # a server that cannot be reached is left for good at the next fault
+                # an unreachable server is not used any more after the next fault
                 _log.warning("older states stay: %s", error)
 
     def _flush(self) -> None:
-        """Wait until servers have computed all states: a later one would miss the
-        survey and never be dropped.
+        """Wait until servers have computed all states.
+
+        A state that is computed later would miss the survey and never be dropped.
         """
         daemon = self._elastic.daemon
         if daemon is None or not self._elastic.serves_itself:
             return
         self._elastic.page.wait_for_copies(True)
         try:
-            # a request without keys is done once all earlier ones are
+            # a request without keys is done once all earlier requests are done
             daemon.copy([]).result(self._elastic.copy_s)
         except (CheckpointSaveError, TimeoutError) as error:
             _log.warning(
@@ -209,8 +214,8 @@ class CopySurvey:
             self._memory.snapshots.windows(),
             dict(self._memory.steps.gradients),
         )
-        # a snapshot of iteration 0 is no progress: it is the base that each run takes
-        # before it trains
+        # a snapshot of iteration 0 is no progress: each run takes this base before
+        # training
         has_progress = (
             state.torn
             or bool(gradients)

@@ -1,9 +1,8 @@
-"""The tokens of a stage's experts in one rank's account: tokens received, and tokens
-lost by recoveries.
+"""The tokens of a stage's experts: received, and lost by recoveries.
 
-Owns: the ledger along the run's epoch, the totals of lost tokens, and their form in a
-snapshot. Must not: count, communicate, or decide anything. MoC, equation (7); MoEtion,
-equation (6).
+Each rank keeps one account of its stage. Owns: the ledger along the run's epoch, the
+totals of lost tokens, and their form in a snapshot. Must not: count, communicate, or
+decide anything. MoC, equation (7); MoEtion, equation (6).
 """
 
 from __future__ import annotations
@@ -27,28 +26,39 @@ from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRate:
-    """The tokens that enter each MoE layer of the job in an iteration: `tokens`, each
-    routed to `top_k` experts.
-    """
+    """The tokens that enter each MoE layer of the job in an iteration."""
 
     tokens: int
+    """Tokens that enter each MoE layer in an iteration, over all ranks."""
+
     top_k: int
+    """Experts to which the router sends each token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostShares:
-    """Tokens lost to faults so far, as shares of all tokens that experts have received."""
+    """Tokens lost to faults so far, as shares of all tokens of the experts."""
 
     plt: float
+    """Proportion of lost tokens (PLT): mean over MoE layers. MoC, equation (7)."""
+
     mlt: float
+    """MLT: sum over MoE layers in place of the mean. MoEtion, equation (6)."""
 
 
 class TokenAccount:
-    """The account of one stage's experts, equal on all its ranks. Counts are int64 [MoE
-    layers of the stage, experts].
+    """The account of one stage's experts, equal on all ranks of the stage.
 
-    `lost` is by layer, over all faults; `deficit` is the part that higher capacity has
-    not made up yet.
+    Counts are int64 [MoE layers of the stage, experts].
+
+    Attributes:
+        experts: The experts of the stage, in the order of the table.
+        layers: The MoE layers of the stage: depth of multi-token prediction or -1, and
+            number of the layer.
+        ledger: Tokens that each expert has processed, and tokens that its state has
+            been trained with.
+        lost: Lost tokens by layer, over all faults, int64 [MoE layers of the stage].
+        deficit: Lost tokens that higher capacity has not made up yet.
     """
 
     def __init__(self, table: OperatorTable) -> None:
@@ -71,8 +81,11 @@ class TokenAccount:
         self.deficit: IntArray = np.zeros(self._shape, np.int64)
 
     def count(self, tokens: npt.NDArray[np.float64]) -> None:
-        """Add the tokens of one iteration, over all ranks of the stage, in the order of
-        the table's experts.
+        """Add the tokens of one iteration.
+
+        Args:
+            tokens: Tokens over all ranks of the stage, in the order of the table's
+                experts.
         """
         # exact: float64 holds whole numbers up to 2 ** 53
         whole = tokens.astype(np.int64)
@@ -90,10 +103,14 @@ class TokenAccount:
     def restore(
         self, saved: Mapping[str, torch.Tensor], seen: Mapping[str, int]
     ) -> TokenLoss:
-        """Restore a saved account for experts whose states have `seen` these tokens;
-        return the lost tokens.
+        """Restore a saved account for experts of different snapshots.
 
-        `saved` is a result of `as_tensors`.
+        Args:
+            saved: A result of `as_tensors`.
+            seen: By expert, the tokens with which the restored state has been trained.
+
+        Returns:
+            The lost tokens.
         """
         ledger = TokenLedger.from_array(saved["ledger"].numpy().copy())
         counts = np.array(
@@ -105,7 +122,7 @@ class TokenAccount:
         return loss
 
     def as_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the account for a snapshot."""
+        """Return the account as named tensors, for a snapshot."""
         arrays = {
             "ledger": self.ledger.as_array(),
             "lost": self.lost,
@@ -119,7 +136,10 @@ def lost_shares(
 ) -> LostShares:
     """Return the shares that the job has lost by `iteration`.
 
-    `lost_of_stages`: by stage and MoE layer, over all faults.
+    Args:
+        lost_of_stages: Lost tokens over all faults, by stage and MoE layer.
+        iteration: Number of iterations trained so far.
+        rate: Tokens of one iteration.
     """
     lost = np.concatenate(list(lost_of_stages))
     tokens = np.full(len(lost), iteration * rate.tokens, np.int64)
@@ -132,8 +152,10 @@ def lost_shares(
 
 
 def place_of(expert: OperatorId) -> tuple[int, int, int]:
-    """Return an expert's place among the MoE layers. Layers of multi-token prediction
-    come last, as in a table.
+    """Return the place of an expert: depth of multi-token prediction, layer, expert.
+
+    The depth is -1 outside of multi-token prediction. Sorted by place, layers of
+    multi-token prediction come last, as in a table.
     """
     return (
         -1 if expert.mtp_depth is None else expert.mtp_depth,

@@ -1,8 +1,8 @@
-"""The end of a window on all ranks: complete everywhere and kept, or dropped; with it,
-the ranks' measurements.
+"""The agreement of all ranks on the end of a window, and on measurements.
 
-Owns: one reduction for both, and the writes to local disks that follow. Must not: copy
-a snapshot.
+A window is complete on all ranks and kept, or dropped. Owns: one reduction for the
+window and the ranks' measurements, and the writes to local disks that follow. Must not:
+copy a snapshot.
 """
 
 from __future__ import annotations
@@ -24,22 +24,32 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import HostMemoryUsed, WindowReplicated
 from moe_ckpt.types import Measured
 
-_UNKNOWN = -1.0  # in a reduction, where seconds or the start of a window are meant
+# stands for unknown seconds, or an unknown start of a window, in a reduction
+_UNKNOWN = -1.0
 
 
 class _Found(IntEnum):
-    """The progress of a window on a rank; over all ranks the least counts."""
+    """The progress of a window on a rank. Over all ranks the minimum counts."""
 
-    NOTHING = 0  # and it never will
+    NOTHING = 0
+    """The window will never be complete on this rank and the rank's peers."""
+
     NOT_YET = 1
+    """The window is not complete yet, or has to wait for a write to disk."""
+
     ALL = 2
+    """The rank has the whole window, and so have the rank's peers."""
 
 
 class WindowAgreement:
-    """The window in flight of one generation. `awaits`: it is to be confirmed;
-    `has_failed`: a copy of it was not made.
+    """The window in flight of one generation.
 
     `confirm` and `measure` are collective over all ranks.
+
+    Attributes:
+        awaits: Whether the window in flight waits for `confirm`.
+        has_failed: Whether a copy of the window in flight has failed.
+        disk: The windows that go to this rank's disk.
     """
 
     def __init__(
@@ -68,11 +78,17 @@ class WindowAgreement:
         self._measured: Measured | None = None
 
     def confirm(self, *, wait: bool) -> None:
-        """Keep the window if every rank of the job has all of it: recovery needs
-        windows that line up.
+        """Keep the window if every rank of the job has the whole window.
 
-        Without `wait`, nothing happens while a rank still lacks a part of it. Raises
-        CheckpointSaveError for a window that a rank lacks, if ckpt.strict=true.
+        A recovery needs windows that line up over all ranks.
+
+        Args:
+            wait: Whether to wait for the parts that a rank still lacks. If not, nothing
+                happens while a rank lacks a part.
+
+        Raises:
+            CheckpointSaveError: A rank will never have the whole window, or a write to
+                disk failed, and `ckpt.strict=true`.
         """
         found = self._agree(wait=wait)
         if found is _Found.NOT_YET:
@@ -81,7 +97,7 @@ class WindowAgreement:
         if found is _Found.ALL:
             self._keep()
             # in this order: until all ranks keep the new window, a recovery needs the
-            # older one and its logs
+            # older window and its logs
             self._logs.drop_old()
             self._events.append(
                 HostMemoryUsed(
@@ -102,28 +118,34 @@ class WindowAgreement:
             )
 
     def drop_measured(self) -> None:
-        """An iteration begins: measurements of an earlier one do not count."""
+        """Drop measurements of an earlier iteration, as an iteration begins."""
         self._measured = None
 
     def measure(self) -> Measured:
-        """Return the ranks' common measurements, those of the last reduction if no
-        iteration has begun since.
+        """Return the ranks' common measurements.
+
+        The values are those of the last reduction, if no iteration has begun since.
         """
         if self._measured is None:
             self._agree(wait=False)
-        # once: the account of tokens would count the same popularity twice
+        # once: otherwise the account of tokens would count the same popularity twice
         measured, self._measured = self._measured, None
         assert measured is not None
         return measured
 
     def finish_persisting(self) -> None:
-        """Wait for the write to disk in progress."""
+        """Wait for the write to disk in progress.
+
+        Raises:
+            CheckpointSaveError: The write failed, and `ckpt.strict=true`.
+        """
         with self._meter.waiting():
             self.disk.finish()
 
     def _keep(self) -> None:
-        """Keep the window in flight, and start its write to disk if it is selected; the
-        last write has ended then.
+        """Keep the window in flight, and write a selected window to disk.
+
+        The last write has ended by then.
         """
         window = self._memory.snapshots.in_flight()
         publisher = self._memory.publisher
@@ -136,8 +158,8 @@ class WindowAgreement:
                     **asdict(sent),
                 )
             )
-        # agreed: ranks that have all units by themselves keep what the others need as
-        # well
+        # agreed: ranks that have all units themselves also keep the units that other
+        # ranks need
         lacks_units = self._measured is not None and self._measured.lacks_units
         being_written = (
             self.disk.start_of(Role.PERSIST) if self.disk.is_writing else None
@@ -148,8 +170,8 @@ class WindowAgreement:
             and window.start == self.disk.start_of(Role.SNAPSHOT)
             and not lacks_units
         ):
-            # the window that all disks have stays on each until all have a newer one:
-            # ranks go back to the same
+            # the window that all disks have stays on each disk until all disks have a
+            # newer one: ranks go back to the same window
             keep = (
                 self._newest_on_disks()
                 if self._on_all_disks is None
@@ -160,16 +182,16 @@ class WindowAgreement:
                 self.disk.set_out(done)
 
     def _newest_on_disks(self) -> int | None:
-        """Return the start of the newest window that is complete on all disks, or on
-        this one if they have none alike.
+        """Return the start of the newest window that is complete on all disks.
 
-        Disks are asked, and no note of an earlier generation: a start may have dropped
-        a damaged window from all disks.
+        If disks have no window in common: the newest window on this disk. Disks are
+        read, because notes of an earlier generation may be wrong: a start may have
+        dropped a damaged window from all disks.
         """
         of_each = gather_results(
             self._place.ranks, self._store.on_disk, CheckpointSaveError
         )
-        # where disks have no window in common, older ones lead nowhere, and would fill
+        # if disks have no window in common, older windows lead nowhere, and would fill
         # this disk
         common = (
             frozenset[int].intersection(*of_each) or of_each[self._place.ranks.rank]
@@ -177,33 +199,37 @@ class WindowAgreement:
         return max(common, default=None)
 
     def _agree(self, *, wait: bool) -> _Found:
-        """Measure, and return how much of the window in flight is complete, on all
-        ranks alike.
+        """Measure, and agree how much of the window in flight is complete.
+
+        Returns:
+            The progress, equal on all ranks.
         """
-        found = self._find(wait=wait)  # first: what is on disk may be more then
+        found = self._find(wait=wait)  # first: `_find` may register a finished write
         agreed = self._reduce(found)
         on_disk, newest_on_disk = (
             _if_known(agreed[name]) for name in ("on_disk", "newest_on_disk")
         )
-        # else writes failed: the window before is on all disks still
+        # otherwise writes failed: the window before is still on all disks
         if on_disk == newest_on_disk:
             self._on_all_disks = None if on_disk is None else int(on_disk)
         self._measured = self._measured_by_all(agreed)
         return _Found(int(agreed["found"]))
 
     def _reduce(self, found: _Found) -> dict[str, float]:
-        """Return the extremes over all ranks: measurements, starts of windows, and the
-        progress that each `found`.
+        """Return the extremes over all ranks in one reduction.
+
+        The values are measurements, starts of windows, and the progress that each rank
+        `found`.
         """
         meter, caps = self._meter, self._config.max_bytes_per_s
-        # no limit where nothing was measured, on a replacement, say: the slowest of the
-        # other ranks decides
+        # no limit if nothing was measured, for example on a replacement: the slowest of
+        # the other ranks decides
         host_bytes_per_s = (
             statistics.median(meter.copy_rates) if meter.copy_rates else math.inf
         )
         empty_s, dense_s = meter.added.fit(self._dense_bytes) or (None, None)
-        # one reduction, where ranks have just met for the norm: each small collective
-        # waits for the slowest rank
+        # one reduction, at a point where ranks have just met for the norm: each small
+        # collective waits for the slowest rank
         return reduce_extremes(
             self._place.ranks,
             self._place.device,
@@ -230,12 +256,13 @@ class WindowAgreement:
         )
 
     def _measured_by_all(self, agreed: Mapping[str, float]) -> Measured:
-        """Return the measurements of a reduction. Collective over the stage's ranks,
-        whose popularity is summed.
+        """Return the measurements of a reduction.
+
+        Collective over the ranks of the stage, whose popularity is summed.
         """
         kept_since = _if_known(agreed["kept_since"])
-        # where every snapshot goes to disk before the next one is taken, the disk's cap
-        # counts, too
+        # if every snapshot goes to disk before the next snapshot is taken, the disk's
+        # cap counts, too
         disk_bytes_per_s = (
             self._config.max_bytes_per_s.disk if self._config.waits_for_disk else None
         )
@@ -273,7 +300,7 @@ class WindowAgreement:
         if window is None or self.has_failed:
             return _Found.NOTHING
         if not window.complete:
-            # all copies were waited for: one that is not there has failed
+            # all copies were waited for: a missing copy has failed
             return _Found.NOTHING if wait else _Found.NOT_YET
         if publisher is None:
             return _Found.ALL
@@ -285,7 +312,7 @@ class WindowAgreement:
             )
 
     def _peer_bytes_per_s(self) -> float:
-        """Return the rate to each peer."""
+        """Return the rate to each peer, in bytes per second."""
         publisher = self._memory.publisher
         if publisher is None or not publisher.num_peers:
             return math.inf
@@ -297,8 +324,9 @@ class WindowAgreement:
 
 
 def _known_or(number: float | None) -> float:
-    """Return a number for a reduction: a known one wins where the largest counts, an
-    unknown one where the smallest.
+    """Return the number, or a placeholder for a reduction.
+
+    A maximum prefers a known number; a minimum prefers the placeholder.
     """
     return _UNKNOWN if number is None else number
 

@@ -1,10 +1,11 @@
-"""Brings the ranks of a new generation from their different states to one state.
+"""Brings the ranks of a new generation from different states to one state.
 
-Owns: the inventory of all ranks, finishing or undoing a step that was cut off, and
-fetching lost memory from peers. Must not: decide which stages roll back (`recovery`
-does), or replay (`engine.stage_recovery` does).
+Owns: the inventory of all ranks, finishing or undoing an interrupted step, and fetching
+lost memory from peers. Must not: decide which stages roll back (`recovery` does), or
+replay (`engine.stage_recovery` does).
 
-    standings -> target -> finish or undo -> inventories -> plan -> fetch -> verify -> carry out
+    standings -> target -> finish or undo -> inventories -> plan -> fetch -> verify
+    -> carry out
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class WindowRecovery:
     """Implements `JobRecovery` with windows.
 
     Without `recovers_locally` no live state counts: all ranks go back to the newest
-    snapshots that all have.
+    snapshots that all ranks have.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class WindowRecovery:
         self._sources.fill_records(progress.gradients)
         live = self._finish_or_undo(state, target) if target else False
         if begins_anew or not (all_go_back or progress.has_left_start):
-            # servers too: the next survey would take their states for the newest
+            # servers drop their states too: the next survey would mistake these states
+            # for the newest
             if self._sources.servers_lead:
                 self.copies.drop_all()
             else:
@@ -82,7 +84,8 @@ class WindowRecovery:
         plan, fetched_bytes = self._plan_and_fetch(target, state.replayed)
         fetch_s = time.monotonic() - started_s
         if plan.rollback_of(self._place.stage):
-            # a fault during the replay must not find this state live, at no iteration
+            # during the replay the state belongs to no iteration: a fault must not find
+            # this state live
             state.lose()
         is_there = (
             live and target is not None and plan.target_iteration == target.iteration
@@ -91,8 +94,8 @@ class WindowRecovery:
             plan, live=is_there, progress=state.replay_reached
         )
         self._sources.drop_brought()
-        # later records go, too: with them a window would claim to lead to iterations
-        # that no rank has reached
+        # drop later records, too: with these records a window would claim to lead to
+        # iterations that no rank has reached
         self._keep_safest()
         self._memory.steps.drop_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
@@ -132,18 +135,22 @@ class WindowRecovery:
                 )
 
     def load_from_disk(self) -> int:
-        """Bring all ranks to the state that the newest windows on their local disks
-        lead to; return its iteration.
+        """Bring all ranks to the state to which the newest common windows on disk lead.
 
-        Peers receive nothing until copying resumes. Raises CheckpointLoadError on all
-        ranks if no such state exists.
+        Peers receive nothing until copying resumes.
+
+        Returns:
+            The iteration of the state.
+
+        Raises:
+            CheckpointLoadError: No such state exists. Raised on all ranks.
         """
         disk, publisher = self._memory.disk, self._memory.publisher
         assert disk is not None
         assert publisher is not None
         self.copies.drop_all()
-        # through memory, as after a fetch: the same checks, and a rank that dies
-        # meanwhile leaves the disk as it is
+        # through memory, as after a fetch: the checks are the same, and a rank that
+        # dies meanwhile leaves the disk as it is
         gather_results(
             self._place.ranks,
             lambda: self._sources.restore(publisher, disk),
@@ -155,10 +162,10 @@ class WindowRecovery:
         self._stage_recovery.carry_out(plan, live=False)
         self._keep_safest()
         starts = {rollback.window_start for rollback in plan.rollbacks}
-        # other windows were not on all disks, and older ones are not needed any more
+        # other windows were not on all disks, and older windows are not needed any more
         try:
             disk.drop(lambda key: not any(belongs_to(key, start) for start in starts))
-        except OSError as error:  # a disk that has become read-only has done its part
+        except OSError as error:  # a disk that has become read-only was read already
             _log.warning("older windows stay on %s: %s", disk.path, error)
         self._memory.steps.drop_after(plan.target_iteration)
         return plan.target_iteration
@@ -167,8 +174,10 @@ class WindowRecovery:
         self.copies.drop_all()
 
     def _finish_or_undo(self, state: StepState, target: Target) -> bool:
-        """Finish the step to the target, or undo a later iteration; return whether the
-        state is then the target's.
+        """Finish the step to the target, or undo a later iteration.
+
+        Returns:
+            Whether the state is then the state of the target.
         """
         stage, steps = self._place.stage, self._memory.steps
         if stage in target.finishing_stages:
@@ -177,8 +186,8 @@ class WindowRecovery:
                 # iteration clears
                 self._stage.update(state.gradients)
                 state.apply(target.iteration)
-            # on all ranks of the stage, also those that had gathered: the gather is
-            # collective, and may be repeated
+            # on all ranks of the stage, including ranks that had gathered: the gather
+            # is collective, and may be repeated
             self._stage.gather()
             # before the state counts as whole: NCCL has only queued the gather
             self._place.stage_ranks.confirm()
@@ -186,7 +195,7 @@ class WindowRecovery:
         if state.reached != target.iteration or not state.whole:
             return False
         # the iteration after the target may have drawn random numbers and changed
-        # buffers before it was cut off
+        # buffers before the interruption
         if steps.has_start(target.iteration + 1):
             self._stage.restore_start(
                 steps.start(target.iteration + 1), undo=target.iteration + 1
@@ -197,10 +206,11 @@ class WindowRecovery:
     def _take_stock(
         self, target: Target | None, replayed: ReplayedState | None
     ) -> list[Inventory]:
-        """Return every rank's sources; copies only for ranks whose own memory does not
-        lead to the target.
+        """Return every rank's sources.
 
-        Own windows are not verified here: see `StageRecovery.is_intact`.
+        Copies are listed only for ranks whose own memory does not lead to the target,
+        or for all ranks if checkpoint servers lead. Own windows are not verified here:
+        see `StageRecovery.is_intact`.
         """
         goal = target.iteration if target else None
         own = gather_results(
@@ -208,7 +218,7 @@ class WindowRecovery:
             lambda: replace(self._sources.own(goal), replayed=replayed),
             CheckpointLoadError,
         )
-        # copies of other ranks are left alone: each one that is listed is hashed as a
+        # copies for all other ranks are left alone: each listed copy is hashed as a
         # whole
         poor = [
             each.global_rank
@@ -226,17 +236,20 @@ class WindowRecovery:
         ]
 
     def _bring_from_hosts(self) -> int:
-        """Copy this rank's part of the newest iteration that all ranks have, here or on
-        servers of other hosts, here.
+        """Copy this rank's part of the newest common state from servers of other hosts.
 
-        Returns its bytes. From then on it is as if this node had a server, with this
-        one state.
+        The newest common state is of the newest iteration that all ranks have, in
+        memory or on servers of other hosts. Afterwards the recovery treats this node as
+        if a server on this node had this one state.
+
+        Returns:
+            The bytes of the copy.
         """
         if not self._elastic.uses_hosts:
             return 0
         ranks, on_hosts = self._place.ranks, self.copies.on_hosts
-        # keys first, and then one state: each state that crosses the network may be a
-        # whole model
+        # keys first, then one state: each state that crosses the network may be a whole
+        # model
         of_each = gather_results(
             ranks, lambda: self._sources.starts(on_hosts), CheckpointLoadError
         )
@@ -250,11 +263,13 @@ class WindowRecovery:
     def _plan_and_fetch(
         self, target: Target | None, replayed: ReplayedState | None
     ) -> tuple[RecoveryPlan, int]:
-        """Return the plan and the bytes fetched from peers; all ranks then have what
-        the plan takes, verified.
+        """Plan and fetch until all ranks have the sources of the plan, verified.
 
-        A copy whose fetch fails is left out, and so is what a rank finds damaged: all
-        ranks plan again.
+        A copy whose fetch fails is left out, and so is a source that a rank finds
+        damaged: all ranks then plan again.
+
+        Returns:
+            The plan, and the bytes fetched from peers by all ranks.
         """
         inventories, fetched_bytes = self._take_stock(target, replayed), 0
         while True:
@@ -274,9 +289,7 @@ class WindowRecovery:
                 inventories = self._take_stock(target, replayed)
 
     def _fetch_and_verify(self, plan: RecoveryPlan) -> Fetched:
-        """Fetch what the plan gives to this rank, and verify what the plan takes from
-        it.
-        """
+        """Fetch this rank's part of the plan, and verify the sources on this rank."""
         fetched = self._sources.fetch(plan)
         if fetched.size_bytes is None:  # all ranks plan again
             return fetched
@@ -298,15 +311,16 @@ class WindowRecovery:
         )
 
     def _keep_safest(self) -> None:
-        """Of the windows that all ranks have, keep those with the most copies, and of
-        equals the newer ones.
+        """Keep the common windows with the most copies; of equals, the newer ones.
+
+        Common windows are those that all ranks have.
         """
         of_each = gather_results(
             self._place.ranks, self._copies_by_start, CheckpointLoadError
         )
         common = set(of_each[0]).intersection(*of_each)
-        # the newest may be complete on all ranks before it is copied: the next node
-        # that is lost would take it along
+        # the newest window may be complete on all ranks before the window is copied:
+        # the next lost node would take the only copy along
         safest = sorted(
             common,
             key=lambda start: (min(copies[start] for copies in of_each), start),
@@ -316,7 +330,7 @@ class WindowRecovery:
             self._memory.snapshots.keep_only(safest)
 
     def _copies_by_start(self) -> dict[int, int]:
-        """Return the number of peers that hold a copy of each of this rank's windows."""
+        """Return the number of peers with a copy of each of this rank's windows."""
         publisher, held = self._memory.publisher, self.copies.held_for_me()
         return {
             window.start: publisher.num_copies(window.snapshots, held)

@@ -1,8 +1,9 @@
-"""One rank's windows: in its memory, on its node's checkpoint server, held for other
-ranks, and on its disk.
+"""The windows of one rank, and bringing windows into the rank's memory.
 
-Owns: finding them, and bringing those that a plan names into the rank's own memory. All
-but those in its memory are verified as they are found. Must not: choose among them.
+Windows are in the rank's memory, on the node's checkpoint server, held for other ranks,
+and on the rank's disk. Owns: finding windows, and bringing those that a plan names into
+the rank's own memory. All windows outside the memory are verified as they are found.
+Must not: choose among windows.
 """
 
 from __future__ import annotations
@@ -36,28 +37,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """The outcome of a rank's part in a plan: what the rank fetched, and the check of
-    what the rank gives.
-    """
+    """The outcome of a rank's part in a plan: the fetch, and the check of sources."""
 
     size_bytes: int | None = 0
-    """Bytes that crossed the network; None: the fetch failed."""
+    """Bytes that crossed the network. None: the fetch failed."""
 
     keeps_own: bool = True
     """Whether the rank's own windows may be planned with from here on."""
 
     is_verified: bool = False
-    """Whether the rank now has the plan's window, verified as it came."""
+    """Whether the rank now has the plan's window, verified on arrival."""
 
     is_intact: bool = True
-    """Whether all that the plan takes from the rank is intact."""
+    """Whether all sources that the plan takes from the rank are intact."""
 
 
 class WindowSources:
-    """The windows of one generation.
+    """The windows of one generation. All calls are local.
 
-    With `servers_lead` the newest windows are on checkpoint servers, one of them on the
-    rank's own node, and not in its memory. All calls are local.
+    With `servers_lead` the newest windows are not in the rank's memory but on
+    checkpoint servers, one of which is on the rank's own node.
     """
 
     def __init__(
@@ -72,25 +71,34 @@ class WindowSources:
         self._memory = parts.memory
         self._stage_recovery = stage_recovery
         self._elastic = elastic
-        # then this rank's records hold a gradient that no other rank has
+        # if so, this rank's records hold a gradient that no other rank has
         self._logs_tied = parts.adapter.tied_gradient_bytes > 0
         self.servers_lead = servers_lead
 
     def fill_records(self, facts: Mapping[int, ReadyGradients]) -> None:
-        """Take the facts that all ranks share from other ranks: a lost memory may lack
-        the last ones.
+        """Add facts that all ranks share to this rank's step log.
+
+        A lost memory may lack the last facts.
+
+        Args:
+            facts: Facts of other ranks, by iteration.
         """
         if not self._logs_tied:
             self._memory.steps.fill(facts)
 
     def restore(self, publisher: Publisher, disk: LocalDisk) -> None:
-        """Replace this rank's memory by the windows on its disk."""
+        """Replace this rank's memory by the windows on the rank's disk."""
         publisher.replace(disk.restore, self._memory.drop_published)
         self._memory.adopt_kept()
 
     def own(self, goal: int | None) -> Inventory:
-        """Return the windows in this rank's memory and, if its node has a checkpoint
+        """Return this rank's own windows.
+
+        These are the windows in the rank's memory and, if the node has a checkpoint
         server, on that server.
+
+        Args:
+            goal: The iteration to which windows have to lead. None: any iteration.
         """
         inventory, mine = (
             self._stage_recovery.inventory(goal),
@@ -105,7 +113,12 @@ class WindowSources:
     def held(
         self, owners: Sequence[int], goal: int | None
     ) -> dict[int, tuple[WindowRef, ...]]:
-        """Return the usable windows that this rank's memory holds for other ranks."""
+        """Return the usable windows that this rank's memory holds for other ranks.
+
+        Args:
+            owners: The other ranks.
+            goal: The iteration to which windows have to lead. None: any iteration.
+        """
         mine = self._place.shard.global_rank
         folders = {
             owner: BlobFolder(held_path(self._elastic.memory, owner))
@@ -129,16 +142,16 @@ class WindowSources:
             record.tied_gradient is not None for record in kept.records.values()
         )
         if not (self._logs_tied if is_mine else holds_tied):
-            # as the owner does after a fetch: its copies may lack the last records,
-            # which all ranks share
+            # as the owner does after a fetch: the owner's copies may lack the last
+            # records, which all ranks share
             steps.fill(self._memory.steps.gradients)
         found = (
             self._window(window, owner, steps)
             for window in group_windows(kept.snapshots)
             if window.complete
         )
-        # one for each start, as an inventory wants: a folder may hold two, of before
-        # and after a rollback
+        # one window for each start, as an inventory requires: a folder may hold two, of
+        # before and after a rollback
         by_start = {
             window.start: window
             for window in found
@@ -147,13 +160,16 @@ class WindowSources:
         return tuple(by_start.values())
 
     def look_at_disk(self) -> tuple[int | None, frozenset[int], bool]:
-        """Return the newest iteration of any blob on this rank's disk, the iterations
-        that the disk leads to, and whether it never held a state.
+        """Look at this rank's local disk.
+
+        Returns:
+            The newest iteration of any blob on the disk, the iterations to which the
+            disk leads, and whether the disk never held a state.
         """
         disk, mine = self._memory.disk, self._place.shard.global_rank
         if disk is None:
             return None, frozenset(), False
-        # a write that is under way adds a window, and drops an older one
+        # wait first: a write under way adds a window and drops an older one
         disk.flush(self._elastic.copy_s)
         refs = self._usable(BlobFolder(disk.path), mine, None)
         newest = newest_snapshot(BlobFolder(disk.path).keys())
@@ -179,6 +195,9 @@ class WindowSources:
 
         Args:
             plan: The plan of all ranks.
+
+        Returns:
+            The outcome. A failed fetch raises no error.
         """
         mine, publisher = self._place.shard.global_rank, self._memory.publisher
         fetch = next(
@@ -187,7 +206,7 @@ class WindowSources:
         start = self._start_on_own_server(plan) if fetch is None else None
         if publisher is None or (fetch is None and start is None):
             return Fetched()
-        # the fetched log may lack the last ones
+        # the fetched log may lack the last records
         facts = dict(self._memory.steps.gradients)
 
         def bring(folder: BlobFolder) -> int:
@@ -196,7 +215,7 @@ class WindowSources:
             else:
                 self._read_own_server(start, folder)
                 size_bytes = 0  # nothing crosses the network
-            # a copy may be damaged: here all ranks can still plan again
+            # verify here: a copy may be damaged, and all ranks can still plan again
             self._require(plan, folder)
             return size_bytes
 
@@ -204,7 +223,8 @@ class WindowSources:
         try:
             size_bytes = self._replace(publisher, bring)
         except CheckpointLoadError as error:
-            self.fill_records(facts)  # the next holder's copy may lack them too
+            # the next holder's copy may lack these records, too
+            self.fill_records(facts)
             holder = mine if fetch is None else fetch.source_rank
             _log.warning(
                 "rank %d cannot have its copy in rank %d's memory: %s",
@@ -212,8 +232,8 @@ class WindowSources:
                 holder,
                 error,
             )
-            # a state on its own node's server would be planned with again, and fail
-            # again
+            # otherwise all ranks would plan again with a state on the own node's
+            # server, and fail again
             keeps_own = fetch is not None and has_own == bool(
                 self._memory.snapshots.snapshots()
             )
@@ -223,8 +243,10 @@ class WindowSources:
         return Fetched(size_bytes=size_bytes, is_verified=True)
 
     def _replace(self, publisher: Publisher, bring: Callable[[BlobFolder], int]) -> int:
-        """Replace this rank's memory by the windows that `bring` brings, which are
-        whole before the others go.
+        """Replace this rank's memory by the windows that `bring` brings.
+
+        The new windows are whole before the present windows are dropped, unless shared
+        memory lacks room for both.
         """
         drop = self._memory.drop_published
         try:
@@ -232,7 +254,8 @@ class WindowSources:
         except CheckpointLoadError as error:
             if not lacks_room(error):
                 raise
-            # the plan leads to the state of the new ones: those that are here do not
+            # the plan leads to the state of the new windows, and not to that of the
+            # present ones
             _log.warning(
                 "runtime.shared_memory has no room for the windows that rank %d needs"
                 " beside those that it has, which are dropped first: %s",
@@ -243,8 +266,10 @@ class WindowSources:
         return publisher.replace(bring, drop)
 
     def _require(self, plan: RecoveryPlan, folder: BlobFolder) -> None:
-        """Raise CheckpointLoadError unless a folder has the intact window to which the
-        plan rolls this rank back.
+        """Require the intact window to which the plan rolls this rank back.
+
+        Raises:
+            CheckpointLoadError: The folder does not have that window.
         """
         rollback, target = plan.rollback_of(self._place.stage), plan.target_iteration
         if rollback is None:
@@ -257,8 +282,9 @@ class WindowSources:
             )
 
     def _fetch_from(self, fetch: Fetch, folder: BlobFolder) -> int:
-        """Fetch a peer's copies of this rank's blobs; of a server's states only the one
-        that the plan needs.
+        """Fetch a peer's copies of this rank's blobs.
+
+        Of the states on a server, only the state that the plan needs is fetched.
         """
         elastic, mine = self._elastic, self._place.shard.global_rank
         address, timeout_s, keys = (
@@ -274,8 +300,13 @@ class WindowSources:
         )
 
     def starts(self, on_hosts: Mapping[int, frozenset[str]]) -> frozenset[int]:
-        """Return the starts of all windows of this rank in its memory and, by their
-        keys, on servers of other hosts.
+        """Return the starts of all windows of this rank.
+
+        These are the windows in memory and, judged by their keys, those on servers of
+        other hosts.
+
+        Args:
+            on_hosts: Keys of this rank's blobs, by the server that holds them.
         """
         keys = frozenset[str]().union(*on_hosts.values())
         there = {start for key in keys if (start := newest_snapshot([key])) is not None}
@@ -284,17 +315,24 @@ class WindowSources:
         )
 
     def bring(self, start: int, on_hosts: Mapping[int, frozenset[str]]) -> int | None:
-        """Copy the window with this start from a server of another host to
-        `own_states`, unless memory has it.
+        """Copy a window from a server of another host to `own_states`.
 
-        Returns its bytes, or None if no server has an intact one.
+        Nothing is copied if memory has the window.
+
+        Args:
+            start: The start of the window.
+            on_hosts: Keys of this rank's blobs, by the server that holds them.
+
+        Returns:
+            The bytes of the window, 0 if memory has the window. None: no server has an
+            intact copy.
         """
         if any(window.start == start for window in self._memory.snapshots.windows()):
             return 0
         elastic, mine = self._elastic, self._place.shard.global_rank
         folder = BlobFolder(elastic.own_states)
         for holder, there in on_hosts.items():
-            folder.clear()  # of a fetch that failed
+            folder.clear()  # drop the blobs of a failed fetch
             try:
                 keys = sorted(key for key in there if belongs_to(key, start))
                 address, timeout_s = elastic.address(holder), elastic.copy_s
@@ -316,15 +354,17 @@ class WindowSources:
         return None
 
     def drop_brought(self) -> None:
-        """Free the memory of states from servers of other hosts: the rank has loaded
-        one of them, or none.
+        """Free the memory of states that came from servers of other hosts.
+
+        By now the rank has loaded one of these states, or none.
         """
         if self._elastic.uses_hosts:
             BlobFolder(self._elastic.own_states).clear()
 
     def _start_on_own_server(self, plan: RecoveryPlan) -> int | None:
-        """Return the start of the window that this rank rolls back to if only its own
-        node's server has it.
+        """Return the start of this rank's window if only the own node's server has it.
+
+        The window is the one to which the plan rolls this rank back.
         """
         rollback = plan.rollback_of(self._place.stage)
         if rollback is None or not self.servers_lead:
@@ -333,8 +373,10 @@ class WindowSources:
         return None if rollback.window_start in kept else rollback.window_start
 
     def _read_own_server(self, start: int | None, folder: BlobFolder) -> int:
-        """Copy the window with this start from the server of this rank's own node;
-        return its bytes.
+        """Copy the window with this start from the server of this rank's own node.
+
+        Returns:
+            The bytes of the window.
         """
         assert start is not None
         held = BlobFolder(self._elastic.own_states)

@@ -1,8 +1,8 @@
-"""A worker's way through generations: join, reach one state with all ranks, train;
-again after each loss of ranks.
+"""The generations of one worker: join, reach one state with all ranks, train.
 
-The one place that separates the loss of other ranks from an error of this rank. Must
-not: know how ranks meet (`Rendezvous`), or how they train (`TrainingRun`).
+After each loss of ranks the worker joins the next generation. This module is the one
+place that separates the loss of other ranks from an error of this rank. Must not: know
+how ranks meet (`Rendezvous`), or how they train (`TrainingRun`).
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ from moe_ckpt.types import Phase
 
 
 class Rendezvous(Protocol):
-    """How the ranks of a job meet, generation by generation. All methods belong to the
-    thread that trains.
+    """How the ranks of a job meet, generation by generation.
+
+    All methods belong to the thread that trains.
     """
 
     page: StatusPage
+    """The status page of this worker."""
+
     num_formed_groups: int
     """Process groups of this rank that the generation has formed."""
+
     num_kept_groups: int
-    """Process groups of this rank that it has from an earlier generation."""
+    """Process groups of this rank that are kept from an earlier generation."""
 
     def join(self) -> int:
         """Wait for all ranks, and return the generation that begins."""
         ...
 
     def entered(self) -> None:
-        """All ranks have reached one state in this generation."""
+        """Note that all ranks have reached one state in this generation."""
         ...
 
     def deaths(self) -> Sequence[Death]:
@@ -56,18 +60,23 @@ class Rendezvous(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until all ranks have finished. Raises PeersLostError if a rank is lost
-        meanwhile.
+        """Wait until all ranks have finished.
+
+        Raises:
+            PeersLostError: A rank is lost meanwhile.
         """
         ...
 
 
 class TrainingRun(Protocol):
-    """The training of one rank; `run` may be called again."""
+    """The training of one rank. `run` may be called again."""
 
     def run(self, done: int, notes: Sequence[str]) -> None:
-        """Train from the state after `done` iterations to the last iteration. `notes`
-        go to the log first.
+        """Train up to the last iteration.
+
+        Args:
+            done: Number of iterations in the present state.
+            notes: Lines that go to the log first.
         """
         ...
 
@@ -91,11 +100,18 @@ class GenerationLoop:
     def run(
         self, start: Callable[[], int], finish: Callable[[int], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the result of `finish(deaths)` once all ranks have finished; `start`
-        begins a run from no saved state.
+        """Train, through all generations, until all ranks have finished.
 
-        Both are collective and may be called again. An error of training is raised
-        unless the loss of ranks caused it.
+        An error of training is raised, unless the loss of ranks caused the error.
+
+        Args:
+            start: Begins a run without a saved state, and returns the iteration of the
+                state. Collective; may be called again.
+            finish: Receives the number of deaths, and returns the result. Collective;
+                may be called again.
+
+        Returns:
+            The result of `finish`.
         """
         while True:
             generation = self._rendezvous.join()
@@ -103,8 +119,8 @@ class GenerationLoop:
             try:
                 done, notes = self._enter(generation, joined_unix_s, start)
                 self._training.run(done, notes)
-                # once all have finished, the supervisor takes the death of a worker in
-                # this phase for success
+                # once all ranks have finished, the supervisor counts the death of a
+                # worker in this phase as success
                 self._rendezvous.page.enter(Phase.DONE)
                 # within the generation: saves are collective, and a rank that is lost
                 # here is still replaced
@@ -112,7 +128,7 @@ class GenerationLoop:
                 result = finish(self._rendezvous.num_deaths())
                 self._rendezvous.finish()
             except Exception as error:
-                # of any type: tensors of an operation that was cut off may hold
+                # errors of any type: tensors of an interrupted operation may hold
                 # anything
                 if not self._rendezvous.lost(error):
                     iteration = self._rendezvous.page.iteration
@@ -137,7 +153,7 @@ class GenerationLoop:
         recovered = self._session.recover()
         done = start() if recovered.iteration is None else recovered.iteration
         self._session.begin_at(done)
-        # before `entered`, from which on they count as reported
+        # before `entered`: from then on the deaths count as reported
         deaths = self._rendezvous.deaths()
         self._rendezvous.entered()
         if generation == 1:
@@ -163,8 +179,12 @@ class GenerationLoop:
 
 
 def _paragraph(event: Rejoined, reason: str, plan: Sequence[str]) -> str:
-    """Describe a fault for the log. `reason`: why this worker left the generation;
-    empty in a new worker.
+    """Describe a fault for the log.
+
+    Args:
+        event: The facts of the fault and the recovery.
+        reason: Why this worker left the generation. Empty in a new worker.
+        plan: Lines that describe the recovery.
     """
     died = "; ".join(event.deaths) or reason or "Started again"
     seconds = (

@@ -1,8 +1,8 @@
-"""Faults that are scheduled for a run: ranks, stages and times. Decides only; the
-caller executes them.
+"""Faults that are scheduled for a run: ranks, stages and times.
 
-A `StateLoss` overwrites the state of living processes; a `Kill` is a real signal to a
-real process, or to a whole node.
+This module only decides; the caller executes the faults. A `StateLoss` overwrites the
+state of living processes. A `Kill` is a real signal to a real process, or to a whole
+node.
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ SCOPES = ("process", "node")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateLoss:
-    """The state of a pipeline stage is lost at an iteration (from 1), in one of PHASES.
+    """The loss of a pipeline stage's state.
 
-    `dp_rank` is the data-parallel rank that loses it; None stands for all ranks of the
-    stage. Raises ConfigError.
+    Raises:
+        ConfigError: A field is out of range.
     """
 
     iteration: int
+    """Iteration of the loss, from 1."""
+
     stage: int
+    """Pipeline stage, from 0."""
+
     phase: str
+    """Phase of the iteration, one of PHASES."""
+
     dp_rank: int | None = None
+    """Data-parallel rank that loses its state. None: all ranks of the stage."""
 
     def __post_init__(self) -> None:
         require_all_at_least("fault.at: ", self, iteration=1, stage=0, dp_rank=0)
@@ -41,8 +48,9 @@ class StateLoss:
 
 
 class FaultSchedule:
-    """The losses of a run. Each fires once: an iteration that runs again after a
-    recovery is spared.
+    """The state losses of a run.
+
+    Each loss fires once: an iteration that runs again after a recovery has no loss.
     """
 
     def __init__(self, losses: Sequence[StateLoss]) -> None:
@@ -50,8 +58,9 @@ class FaultSchedule:
         self._pending = list(losses)
 
     def due(self, iteration: int, phase: str) -> tuple[StateLoss, ...]:
-        """Return the losses of this iteration and phase that have not fired yet, in the
-        given order, and fire them.
+        """Return and fire the losses of an iteration and a phase.
+
+        The result has only losses that have not fired yet, in their given order.
         """
         assert phase in PHASES, phase
         due = tuple(
@@ -63,8 +72,17 @@ class FaultSchedule:
         return due
 
     def check_fit(self, num_stages: int, dp: int) -> None:
-        """Raise ConfigError if a loss, fired or not, names a stage or a data-parallel
-        rank that the job lacks.
+        """Check that the job has the stages and data-parallel ranks of all losses.
+
+        Losses that have fired are checked, too.
+
+        Args:
+            num_stages: Number of pipeline stages.
+            dp: Number of data-parallel ranks.
+
+        Raises:
+            ConfigError: A loss names a stage or a data-parallel rank that the job
+                lacks.
         """
         for loss in self._losses:
             wanted = f"between 0 and {num_stages - 1}, the stages of the job"
@@ -80,22 +98,38 @@ class FaultSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """A signal to a rank's worker, or the loss of its whole node with the host memory
-    of all the node's ranks.
+    """A signal to a rank's worker, or the loss of the rank's whole node.
 
-    RAISE is no signal: the worker raises the exception of a sick GPU, at a point.
+    A lost node loses the host memory of all its ranks. A kill comes either at a time
+    (`after_s`), or at a point: as the worker enters `phase` of `iteration`.
 
-    When: `after_s` seconds after the start, or at a point, as the worker enters `phase`
-    of `iteration`. Without a phase that is forward, where an iteration begins; without
-    an iteration, the next time. `rank` None: to be chosen. Raises ConfigError.
+    Raises:
+        ConfigError: A field is out of range, or fields contradict each other.
     """
 
     rank: int | None = None
+    """Global rank. None: to be chosen."""
+
     signal: str = "KILL"
+    """Signal, one of SIGNALS.
+
+    RAISE is no signal: at a point, the worker raises the exception of a sick GPU.
+    """
+
     scope: str = "process"
+    """`process`: the rank's worker. `node`: the rank's whole node."""
+
     iteration: int | None = None
+    """Iteration of the point, from 1. None: the next iteration with the phase."""
+
     phase: str | None = None
+    """Phase of the point, one of KILL_PHASES. None: forward.
+
+    An iteration begins with forward.
+    """
+
     after_s: float | None = None
+    """Time after the start, in seconds. None: the kill comes at a point."""
 
     def __post_init__(self) -> None:
         require_all_at_least("fault.at: ", self, rank=0, iteration=1)
@@ -154,14 +188,19 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedFault:
-    """The faults of one time, `after_s` seconds after the start: one signal to each of
-    these ranks.
-    """
+    """The faults of one time: one signal to each of some ranks."""
 
     after_s: float
+    """Time after the start, in seconds."""
+
     ranks: tuple[int, ...]
+    """Global ranks that get the signal."""
+
     signal: str
+    """Signal, one of SIGNALS."""
+
     scope: str
+    """Scope of the kills, one of SCOPES."""
 
     def __str__(self) -> str:
         ranks = ("ranks " if len(self.ranks) > 1 else "rank ") + ", ".join(
@@ -175,8 +214,15 @@ def _after(after_s: float) -> str:
 
 
 def check_signal(prefix: str, signal: str, scope: str) -> None:
-    """Raise ConfigError, naming the setting below `prefix`, unless there is such a
-    signal and it fits the scope.
+    """Check that a signal exists, and that the signal fits a scope.
+
+    Args:
+        prefix: Start of the names of both settings.
+        signal: The signal.
+        scope: The scope.
+
+    Raises:
+        ConfigError: The signal or the scope is wrong. The message names the setting.
     """
     require_choice(f"{prefix}signal", signal, SIGNALS)
     require_choice(f"{prefix}scope", scope, SCOPES)
@@ -197,8 +243,15 @@ def poisson_kills(
     signal: str = "KILL",
     scope: str = "process",
 ) -> tuple[Kill, ...]:
-    """Return `count` kills of uniformly chosen ranks, `mtbf_s` seconds apart on average
-    (exponential). By `seed`.
+    """Return kills of uniformly chosen ranks at random times.
+
+    Args:
+        mtbf_s: Mean time between kills, in seconds. The times are exponential.
+        count: Number of kills.
+        seed: Seed of all choices.
+        world_size: Number of ranks of the job.
+        signal: Signal of each kill.
+        scope: Scope of each kill.
     """
     generator = random.Random(seed)
     kills: list[Kill] = []
@@ -219,12 +272,22 @@ def trace_kills(
     signal: str = "KILL",
     scope: str = "process",
 ) -> tuple[Kill, ...]:
-    """Return a kill for each removal in a trace (moe_ckpt.faults.traces), `speedup`
-    times as fast. By `seed`.
+    """Return a kill for each removal in a trace (`moe_ckpt.faults.traces`).
 
-    Time counts from the trace's first event. Nodes that went at one time are as many
-    different ranks at one time, all of them where the job is smaller than that. Raises
-    ConfigError with number and content of a malformed line.
+    Time counts from the trace's first event. Nodes that went at one time become as many
+    different ranks at one time, or all ranks of a smaller job.
+
+    Args:
+        text: The trace.
+        speedup: Factor by which kills come faster than the trace's removals.
+        seed: Seed of the choice of ranks.
+        world_size: Number of ranks of the job.
+        signal: Signal of each kill.
+        scope: Scope of each kill.
+
+    Raises:
+        ConfigError: The trace is empty, or a line is malformed. The message then has
+            the line's number and content.
     """
     generator = random.Random(seed)
     return tuple(
@@ -237,8 +300,12 @@ def trace_kills(
 def choose_ranks(
     kills: Sequence[Kill], *, seed: int, ranks: Sequence[int]
 ) -> tuple[Kill, ...]:
-    """Give the kills without a rank one of `ranks` each. By `seed`; the others stay as
-    they are.
+    """Choose a rank for each kill without a rank; other kills stay unchanged.
+
+    Args:
+        kills: The kills.
+        seed: Seed of the choice.
+        ranks: Ranks to choose from.
     """
     generator = random.Random(seed)
     return tuple(
@@ -248,30 +315,36 @@ def choose_ranks(
 
 
 def victims(kill: Kill, world_size: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Return the ranks that a kill hits. Rank 5 of 7, 4 a node: rank 5, or with its
-    node 4 to 6.
+    """Return the ranks that a kill hits.
+
+    Kill of rank 5 of 7 ranks, 4 a node: rank 5, or with the node ranks 4 to 6.
     """
     assert kill.rank is not None, kill
     if kill.scope == "process":
         return (kill.rank,)
-    # nodes are consecutive ranks from 0 on, whichever of its ranks a kill names
+    # nodes are consecutive ranks from 0 on; a kill may name any rank of a node
     first = kill.rank // ranks_per_node * ranks_per_node
     return tuple(range(first, min(first + ranks_per_node, world_size)))
 
 
 def has_come(kill: Kill, iteration: int, phase: str) -> bool:
-    """Return whether a worker that was seen in a phase of an iteration is at a kill's
-    point, or has just passed it.
+    """Return whether a kill's point has come.
 
-    A kill in backward of iteration 7 has come in backward or step of 7, and in
-    iteration 8; one in recovery has come in a recovery from iteration 7 on; without an
-    iteration only the phase itself counts.
+    The point has come if the worker is at the point, or has just passed the point. A
+    kill in backward of iteration 7 has come in backward or step of 7, and in iteration
+    8. A kill in recovery of iteration 7 has come in a recovery from iteration 7 on.
+    Without an iteration only the phase counts.
+
+    Args:
+        kill: A kill at a point.
+        iteration: Iteration in which the worker was seen.
+        phase: Phase in which the worker was seen.
     """
     wanted = kill.point_phase
     if kill.iteration is None or wanted == "recovery":
         return phase == wanted and iteration >= (kill.iteration or 0)
     order = KILL_PHASES[: KILL_PHASES.index("recovery")]
-    # or later: a phase may be over between two looks at a worker's page
+    # later phases count: a phase may be over between two looks at a worker's page
     is_late = (
         iteration == kill.iteration
         and phase in order
@@ -283,8 +356,9 @@ def has_come(kill: Kill, iteration: int, phase: str) -> bool:
 def plan_faults(
     kills: Sequence[Kill], world_size: int, ranks_per_node: int
 ) -> tuple[TimedFault, ...]:
-    """Return the faults in order of time: kills at one time hit a rank once, even if
-    two of them hit its node.
+    """Return the faults of all kills with a time, in order of time.
+
+    Kills at one time hit a rank once, even if two of these kills hit the rank's node.
     """
     ranks: dict[tuple[float, str, str], dict[int, None]] = {}
     for kill in kills:

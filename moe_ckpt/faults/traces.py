@@ -1,9 +1,14 @@
-"""Failure traces of real clusters, as text. Pure. Recognizes three formats by their
-first line; reads removals only.
+"""Failure traces of real clusters, as text. Pure.
 
-480000,add,node1                    milliseconds, add|remove, node (AWS, in Bamboo's repository)
-2021-12-10, 13:07:45, 80            date, time, number of nodes (GCP): a fall is that many removals
-t_s,event,arg / 2679,remove,4       seconds, add|remove, how many; with this header
+The first line of a trace determines which of three formats the trace has. Other events
+than removals are ignored.
+
+    480000,add,node1           milliseconds, add|remove, node
+                               (AWS, in Bamboo's repository)
+    2021-12-10, 13:07:45, 80   date, time, number of nodes (GCP): a fall is that many
+                               removals
+    t_s,event,arg              this header, and then lines like
+    2679,remove,4              seconds, add|remove, how many
 """
 
 from __future__ import annotations
@@ -22,30 +27,39 @@ _SUMMARY_HEADER = "t_s,event,arg"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removals:
-    """`count` nodes were removed at one time, `at_s` seconds after the first event of
-    the trace.
-    """
+    """The removals of nodes at one time."""
 
     at_s: float
+    """Time after the first event of the trace, in seconds."""
+
     count: int
+    """Number of removed nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
-    """One event: the number of nodes that it removes, or the number after it."""
+    """One event of a trace."""
 
     at_ms: int
+    """Time of the event, in milliseconds."""
+
     removed: int = 0
+    """Number of nodes that the event removes."""
+
     there: int | None = None
+    """Number of nodes after the event. None: the format has no such number."""
 
 
 def read_removals(text: str) -> tuple[Removals, ...]:
-    """Return the removals of nodes, in order of time. Lines need not be sorted; those
-    of one time keep their order.
+    """Return the removals of nodes, in order of time.
 
-    `0,add,a`, `5000,remove,a`, `5000,remove,b` make two removals at 5.0; counts 80, 70,
-    75 make ten at the second line. Raises ConfigError with number and content of a
-    malformed line.
+    Lines need not be sorted; lines of one time keep their order. `0,add,a`,
+    `5000,remove,a`, `5000,remove,b` make two removals at 5.0. Counts 80, 70, 75 make
+    ten removals at the second line.
+
+    Raises:
+        ConfigError: The trace is empty, or a line is malformed. The message then has
+            the line's number and content.
     """
     numbered = [
         (number, line.strip())
@@ -70,7 +84,7 @@ def read_removals(text: str) -> tuple[Removals, ...]:
             else max(0, there - line.there)
         )
         there = line.there
-    # from the first event: the times of dated lines count from 1970
+    # relative to the first event: the times of dated lines count from 1970
     begin_ms = lines[0].at_ms
     return tuple(
         Removals(at_s=(at_ms - begin_ms) / 1000, count=count)
@@ -110,8 +124,8 @@ def _parse_summary(at_s: str, event: str, count: str) -> _Line:
 
 
 def _parse_count(day: str, time: str, count: str) -> _Line:
-    # with a zone: else the seconds depend on the machine's own, and jump with its
-    # daylight saving
+    # with a zone: otherwise the seconds depend on the machine's own zone, and jump with
+    # its daylight saving
     moment = datetime.strptime(f"{day} {time} +0000", "%Y-%m-%d %H:%M:%S %z")
     return _Line(at_ms=1000 * int(moment.timestamp()), there=int(count))
 

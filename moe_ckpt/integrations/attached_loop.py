@@ -1,11 +1,12 @@
-"""One rank's iterations in a training loop that is not ours: an adapter over a
-`train_step` in Megatron-LM's form.
+"""One rank's iterations inside a third-party training loop.
 
-Owns: the stand-ins of optimizer and schedule that split the step, the schedule with
-this rank's communicator, replays, and entering the loop. Loops of this form:
-Megatron-LM's, Megatron-Bridge's, ms-swift's.
+An adapter over `moe_ckpt.loop` for a `train_step` in Megatron-LM's form: the loops of
+Megatron-LM, Megatron-Bridge and ms-swift. Owns: the stand-ins of optimizer and
+scheduler that split the step, the pipeline schedule with this rank's communicator,
+replays, and entering the loop.
 
-    train_step   begin; forward and backward; finish_pass; the step in halves; commit (`moe_ckpt.loop`)
+    train_step   begin; forward and backward; finish_pass; the step in halves; commit
+                 (`moe_ckpt.loop`)
 """
 
 from __future__ import annotations
@@ -36,21 +37,26 @@ from moe_ckpt.types import Phase
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationShape:
-    """The lengths of samples, on all context-parallel ranks together, and the samples
-    of a micro-batch on one rank.
-    """
+    """The sizes of an iteration."""
 
     micro_batch_size: int
+    """Samples of a micro-batch on one rank."""
+
     sequence_length: int
+    """Tokens of a sample, on all context-parallel ranks together."""
+
     decoder_sequence_length: int | None
+    """Tokens of a decoder sample, on all context-parallel ranks together; None if the
+    loop has no separate length for the decoder.
+    """
 
     @property
     def samples_of_micro_batches(self) -> int:
-        """The samples of a micro-batch of each rank, on all ranks together."""
+        """Samples of one micro-batch of each rank, on all ranks together."""
         return self.micro_batch_size * parallel_state.get_data_parallel_world_size()
 
     def num_samples(self) -> int:
-        """Return the samples of the current iteration on all ranks together."""
+        """Return the samples of the current iteration, on all ranks together."""
         return get_num_microbatches() * self.samples_of_micro_batches
 
 
@@ -58,20 +64,29 @@ class LoopBatches(Protocol):
     """The training samples of each iteration, on this rank."""
 
     consumed: ConsumedSamples
+    """The numbers of samples that iterations consume."""
 
     def iteration_started(self, iteration: int, oldest: int | None) -> None:
-        """An iteration begins; no recovery runs one before `oldest` again (None: any
-        may be run).
+        """Note that an iteration begins.
+
+        Args:
+            iteration: The iteration, counted from 1.
+            oldest: The oldest iteration that a recovery may still run again; None: any
+                iteration.
         """
 
     def draw_seeds(self, iteration: int) -> None:
-        """Draw from the generators as the loop's own reading of samples does, before
-        forward of an iteration.
+        """Draw from the random generators as the loop's own reading of samples does.
+
+        Called before the forward pass of an iteration, in training and in a replay.
         """
 
     def training_after(self, done: int) -> Any:
-        """Return an iterator from the first sample of iteration `done + 1` on, as the
-        schedule takes it.
+        """Return an iterator over training samples, as the pipeline schedule takes it.
+
+        Args:
+            done: The iterations before the iterator's first sample, which belongs to
+                iteration `done + 1`.
         """
 
     def forecast(self, iteration: int) -> list[str]:
@@ -80,14 +95,14 @@ class LoopBatches(Protocol):
 
 
 class AttachedLoop:
-    """One rank's loop, as a loop's own `train_step` runs it; implements
-    `moe_ckpt.loop.LoopAdapter`.
+    """One rank's part of a loop that has its own `train_step`.
 
-    All methods are collective over all ranks.
+    Implements `moe_ckpt.loop.LoopAdapter`. All methods are collective over all ranks.
 
     Attributes:
-        enter: Runs the loop from the state after some iterations.
-        load: Loads a checkpoint of the loop's own; returns its iteration, or 0.
+        enter: Enters the loop with the state after some iterations.
+        load: Loads a checkpoint in the loop's own format; returns the checkpoint's
+            iteration, or 0 without a checkpoint.
         outcome: The return value of the loop.
     """
 
@@ -109,8 +124,8 @@ class AttachedLoop:
         Args:
             shape: The sizes of an iteration.
             state: The training state of this rank's stage.
-            forward_step: Takes an iterator and a model.
-            forward_backward: Megatron's schedule.
+            forward_step: The loop's forward step, called with an iterator and a model.
+            forward_backward: Megatron's pipeline schedule.
             batches: This rank's samples.
             joined: This worker.
         """
@@ -132,7 +147,8 @@ class AttachedLoop:
             communicator=self.iteration.communicator,
             forward_backward=self.run_pass,
             batches=self.iteration.batches,
-            # of the largest batch: the forecast of boundary logs counts by it
+            # of the largest batch, because the forecast of boundary logs is computed
+            # from this number
             num_micro_batches=self._batches.consumed.largest_batch
             // self._shape.samples_of_micro_batches,
             micro_batch_size=self._shape.micro_batch_size,
@@ -141,16 +157,22 @@ class AttachedLoop:
         )
 
     def start(self) -> int:
-        """Load the newest state of this run on disk, else the checkpoint that the
-        loop's own options name.
+        """Load the state that a run without state in memory begins with.
+
+        Loads the newest state of this run on disk. Without one, loads the checkpoint
+        that the loop's own options name.
+
+        Returns:
+            The iteration of the state; 0: the built model is the state.
         """
         if done := self.session.resume(None):
             return done
-        # a load adds to them, and a start may come again after a death
+        # loading a checkpoint adds to `num_steps`, and `start` may run again after a
+        # fault
         self._state.scheduler.num_steps = 0
         done = self.load()
         for optimizer in self._state.inner_optimizers:
-            renew_masters(optimizer)  # a load may have been of weights alone
+            renew_masters(optimizer)  # the checkpoint may hold weights only
         return done
 
     def run_from(self, done: int, notes: Sequence[str]) -> None:
@@ -159,30 +181,36 @@ class AttachedLoop:
         self.outcome = self.enter(done)
 
     def committed(self, event: IterationCommitted) -> None:
-        """Print a forecast of the samples that are kept, after the first iteration."""
+        """Print the samples' forecast after the first iteration."""
         if not self._has_forecast:
             self._has_forecast = True
             self._print(self._batches.forecast(event.iteration))
 
     def result(self) -> dict[str, object]:
-        """Return no further entries of result.json."""
+        """Return no entries: the loop adds nothing to result.json."""
         return {}
 
     def close(self) -> None:
-        """End the observation of transfers, and the iterator of replays."""
-        # from here on the death of a worker is a fault again: the script goes on
+        """Stop observing transfers, and drop the iterator of replays."""
+        # The script continues after training. From here on the death of a worker is a
+        # fault again.
         self._joined.worker.enter_phase(Phase.BETWEEN)
         self.iteration.communicator.log = self.iteration.communicator.bubbles = None
         self._replayed.close()
 
     def observed(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a schedule that uses this rank's communicator, and keeps the losses of
-        a training pass.
+        """Wrap a pipeline schedule with this rank's communicator.
+
+        The wrapped schedule also keeps the losses of a training pass for `finish_pass`.
+
+        Args:
+            forward_backward: Megatron's pipeline schedule.
         """
 
         def run(**options: Any) -> Any:
             if not options.get("forward_only"):
-                # once more: Megatron's rerun machine may repeat a pass
+                # again after `TrainingIteration.begin`: Megatron's rerun machine may
+                # repeat a pass
                 self.iteration.batches.begin()
             outputs = forward_backward(**options | self.iteration.schedule_options)
             if not options.get("forward_only"):
@@ -192,23 +220,27 @@ class AttachedLoop:
         return run
 
     def train_step(self, number: int, run: Callable[[Stepping, Stepping], Any]) -> Any:
-        """Run an iteration with the hooks around forward and backward and around both
-        halves of the step.
+        """Run one iteration of the loop, with the hooks of `moe_ckpt.loop`.
+
+        Hooks run around forward and backward, and around both halves of the optimizer's
+        step.
 
         Args:
             number: The iteration, counted from 1.
-            run: The loop's `train_step`, given an optimizer and a schedule.
+            run: The loop's own `train_step`, called with stand-ins of optimizer and
+                scheduler.
 
         Returns:
-            The outcome of the loop's `train_step`.
+            The return value of the loop's `train_step`.
 
         Raises:
             RolledBackError: All ranks are at an earlier state.
         """
-        # first: the session saves the position
+        # before `begin`, in which the session saves the position of the samples
         self._batches.iteration_started(number, self.session.oldest_start)
         self.iteration.begin(number)
-        # after generators are saved: a replay restores them, and draws again
+        # after `begin`, which saves the generators: a replay restores the generators
+        # and draws again
         self._batches.draw_seeds(number)
         machine = get_rerun_state_machine()
         run_again = machine.should_run_forward_backward
@@ -221,14 +253,14 @@ class AttachedLoop:
 
         moved_by = self._state.increment_of_this_iteration
 
-        # the first half of the step has advanced the schedule already
+        # `TrainingIteration.step` has already advanced the scheduler
         def require_advanced(increment: int) -> None:
             assert increment == moved_by, (
                 f"the schedule moved by {moved_by} samples, wanted {increment}"
             )
 
-        # loops call it once gradients are reduced, and before the optimizer's step; the
-        # attribute hides the method
+        # Loops call `should_run_forward_backward` once gradients are reduced, and
+        # before the optimizer's step. The attribute of the instance hides the method.
         machine.should_run_forward_backward = run_again_or_go_on
         try:
             split = Stepping(self._state.optimizer, self._step)
@@ -237,16 +269,20 @@ class AttachedLoop:
             del machine.should_run_forward_backward
         if self.iteration.gradients is None:
             self.iteration.commit()
-        # else the rerun machine has found a wrong result, and the loop ends without
-        # this step
+        # otherwise the rerun machine has found a wrong result, and the loop ends
+        # without this step
         return outcome
 
     def run_pass(self, iteration: int) -> None:
-        """Run forward and backward of an iteration without the optimizer's step: a
-        replay, or a check at the start.
+        """Run forward and backward of an iteration, without the optimizer's step.
+
+        Runs in a replay, and in the check of determinism at the start.
+
+        Args:
+            iteration: The iteration, counted from 1.
         """
         machine = get_rerun_state_machine()
-        # it would compare this pass with the one it saw last
+        # the rerun machine would compare this pass with the last pass of training
         mode, machine.mode = machine.mode, RerunMode.DISABLED
         self._batches.consumed.set_batch_size(iteration)
         self._batches.draw_seeds(iteration)
@@ -269,14 +305,16 @@ class AttachedLoop:
     def _finish_pass(self) -> None:
         losses, self._losses = self._losses, ()
         if not self.iteration.finish_pass(losses):
-            # `train_step` cannot start over: the loop is entered again
+            # the loop's `train_step` cannot start over, so the loop is entered again
             raise RolledBackError(self.iteration.number - 1)
 
     def _step(self) -> tuple[bool, float | None, None]:
-        """Take the optimizer's step, as `MegatronOptimizer.step` does: success,
-        gradient norm, no count of zeros.
+        """Take the optimizer's step, with the results of `MegatronOptimizer.step`.
+
+        Returns:
+            Success, the gradient norm, and None in place of the count of zeros.
         """
-        # a loop without the rerun machine steps as soon as its pass is done
+        # a loop without the rerun machine steps as soon as the pass is done
         if self.iteration.gradients is None:
             self._finish_pass()
         gradients = self.iteration.step()
@@ -288,8 +326,9 @@ class AttachedLoop:
 
 
 class Stepping:
-    """An optimizer or a learning-rate schedule with another `step`; all other
-    attributes are its own.
+    """A stand-in of an optimizer or a scheduler, with another `step`.
+
+    All other attributes are the original's.
     """
 
     def __init__(self, original: Any, step: Callable[..., Any]) -> None:
@@ -301,21 +340,23 @@ class Stepping:
 
 
 def reset_loop(timers: Any, state: TrainingState) -> None:
-    """Reset Megatron's rerun machine, timers and hooks to their state at the beginning
-    of a loop.
+    """Reset Megatron's rerun machine, timers and hooks to the beginning of a loop.
+
+    Args:
+        timers: Megatron's timers.
+        state: The training state of this rank's stage.
     """
     machine = get_rerun_state_machine()
-    # cut off in a pass, the machine would take its next call for the end of that pass,
-    # and run none
+    # A fault may have cut the machine off in a pass. The machine would then take its
+    # next call for the end of that pass, and the loop would run no pass.
     machine.state, machine.data_iterator_checkpoints = RerunState.NOT_RUNNING_YET, None
     for timer in timers._timers.values():
-        if timer._started:  # a timer that still runs fails at its next start
+        if timer._started:  # a timer that still runs fails at the next start
             timer.stop()
         timer.reset()
     for chunk in state.model:
         chunk.train()
         wrapper = cast("Any", chunk)
-        # loops disable the hooks that gather weights until their first iteration is
-        # done
+        # loops disable the hooks that gather weights until the first iteration is done
         if gathers_in_forward(chunk) and not wrapper.remove_forward_pre_hook_handles:
             wrapper.enable_forward_pre_hook()

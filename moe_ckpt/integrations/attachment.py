@@ -1,7 +1,7 @@
-"""One worker's attachment to a training loop that is not ours: process groups, and the
-call of `moe_ckpt.loop.train`.
+"""One worker's attachment to a third-party training loop.
 
-Must not: know the loop.
+Owns: the process groups of the script, and the call of `moe_ckpt.loop.train`. Must not:
+know the loop.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ from moe_ckpt.types import ParallelLayout
 
 
 class Attachment:
-    """The part of an attachment that does not depend on its loop. It begins before the
-    model is built.
+    """The part of an attachment that does not depend on the loop.
+
+    The attachment begins before the model is built.
+
+    Attributes:
+        has_trained: Whether all iterations are done.
     """
 
     def __init__(self, joined: JoinedWorker[Worker]) -> None:
@@ -64,16 +68,18 @@ class Attachment:
         return self._loop
 
     def settle_exactness(self, *, mode: bool, option: str | None) -> None:
-        """Decide what recoveries promise; call once the loop's settings are known,
-        before a model is built.
+        """Decide between the promises `bitwise` and `state` of `run.exactness`.
+
+        Call once the loop's settings are known, before a model is built. On a GPU,
+        `bitwise` also switches torch to deterministic kernels.
 
         Args:
             mode: Whether the loop's own deterministic mode is on.
             option: The name of that mode's option; None if the loop has no such mode.
 
         Raises:
-            ConfigError: The loop's kernels do not keep the promise that was asked for,
-                or that the policy needs.
+            ConfigError: The loop's kernels cannot keep the promise that `run.exactness`
+                or the policy asks for.
         """
         job, on_gpu = self._joined.worker.job, torch.cuda.is_available()
         self._exactness = settle(
@@ -83,8 +89,13 @@ class Attachment:
             make_deterministic()
 
     def observing(self, schedule_of: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `get_forward_backward_func` whose transfers between stages go
-        through the attachment.
+        """Wrap `get_forward_backward_func` for the attachment.
+
+        Transfers between stages go through the attachment once the attachment has its
+        loop.
+
+        Args:
+            schedule_of: Megatron's `get_forward_backward_func`.
         """
 
         def observed(*arguments: Any, **options: Any) -> Callable[..., Any]:
@@ -98,8 +109,10 @@ class Attachment:
         return observed
 
     def saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of the loop's that writes a checkpoint, during which a rank
-        does not count as hung.
+        """Wrap a checkpoint function so that a saving rank does not count as hung.
+
+        Args:
+            save: The loop's function that writes a checkpoint.
         """
 
         @functools.wraps(save)
@@ -119,13 +132,20 @@ class Attachment:
     ) -> AttachedLoop:
         """Return this rank's loop, once the model is built.
 
+        Args:
+            shape: The sizes of an iteration.
+            state: The training state of this rank's stage.
+            forward_step: The loop's forward step, called with an iterator and a model.
+            forward_backward: Megatron's pipeline schedule.
+            batches: This rank's samples.
+
         Raises:
             ConfigError: The optimizer would skip steps with a large gradient.
         """
         _require_no_skips(state)
         for chunk in state.model:
-            # loops do so in `train`, and a recovery runs passes before a new process
-            # enters that
+            # loops switch to training mode in their `train`, but in a new process a
+            # recovery runs passes before that
             chunk.train()
         self._loop = AttachedLoop(
             shape, state, forward_step, forward_backward, batches, self._joined
@@ -154,12 +174,12 @@ class Attachment:
             last_iteration: The iteration after which the run is finished.
             length_setting: The name of the loop's setting for `last_iteration`.
             enter: Runs the loop from the state after some iterations.
-            load: Loads a checkpoint of the loop's own, on all ranks of a run that has
-                state neither in memory nor on local disks; returns the checkpoint's
-                iteration, or 0.
+            load: Loads a checkpoint in the loop's own format and returns the
+                checkpoint's iteration, or 0. Called on all ranks of a run that has
+                state neither in memory nor on local disks.
 
         Returns:
-            The loop's own outcome.
+            The return value of the loop.
         """
         assert self._exactness is not None, "settle_exactness comes first"
         loop, state = self.loop, self.loop.iteration.state
@@ -171,8 +191,8 @@ class Attachment:
             iteration=loop.iteration,
             replay=loop.as_training_loop(),
             model=_hash_of(shaping),
-            # the script may change between starts: a print more leads to the same
-            # states
+            # the script is no part of the course and may change between starts: a
+            # script with one more print leads to the same states
             inputs=data | script_identity(),
             course=RunCourse(self._joined.folder.path, settings, TorchRanks()),
             asked_lengths=asked_by_override(state.scheduler),
@@ -193,8 +213,14 @@ class Attachment:
 
 
 def require_attachable(settings: RunSettings) -> None:
-    """Raise ConfigError for another library for fault tolerance in this process, and
-    for routers of our own.
+    """Refuse other fault-tolerance libraries and routers of this project.
+
+    Args:
+        settings: The settings of the run.
+
+    Raises:
+        ConfigError: Another fault-tolerance library is active in this process, or
+            `ckpt.boost` is not 0.
     """
     require_alone(os.environ, sys.modules)
     boost = settings.job.ckpt.capacity_boost
@@ -207,8 +233,9 @@ def require_attachable(settings: RunSettings) -> None:
 
 
 def _require_no_skips(state: TrainingState) -> None:
-    """Refuse steps that are skipped for a large gradient: no option of a command line,
-    and the split step has none.
+    """Refuse an optimizer that skips steps with a large gradient.
+
+    No command-line option sets such a threshold, and the split step has no such skip.
     """
     for inner in state.inner_optimizers:
         threshold = getattr(inner.config, "grad_norm_skip_threshold", math.inf)
@@ -221,8 +248,10 @@ def _require_no_skips(state: TrainingState) -> None:
 
 
 def route_groups() -> None:
-    """Make all process groups that the script creates outlive the loss of ranks, and
-    end with the worker.
+    """Make the script's process groups survive the loss of ranks.
+
+    Replaces torch's `new_group` and `destroy_process_group` in this process. All groups
+    that the script creates from here on end with the worker.
     """
     plain, destroy = dist.new_group, dist.destroy_process_group
 
@@ -232,18 +261,19 @@ def route_groups() -> None:
         backend = wanted.pop("backend", None)
         if backend not in (BACKEND, CPU_BACKEND):
             backend = CPU_BACKEND if backend and "gloo" in backend else BACKEND
-        # NCCL's options; the runtime has timeouts of its own
+        # `pg_options` are for NCCL, and `runtime` has timeouts of its own
         for name in ("timeout", "pg_options"):
             wanted.pop(name, None)
         return plain(**wanted, backend=backend)
 
     @functools.wraps(destroy)
     def destroy_world(group: Any = None) -> None:
-        # torch cannot unregister the runtime's other groups
+        # torch cannot unregister the other groups of the runtime's backend
         if group is None or group is dist.group.WORLD:
             destroy(group)
 
-    # both names: torch's own functions, those for subgroups among them, find the second
+    # both names are replaced, because torch's own functions, such as the functions for
+    # subgroups, look up the second one
     dist.new_group = dist.distributed_c10d.new_group = new_group
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = (
         destroy_world
@@ -252,7 +282,7 @@ def route_groups() -> None:
 
 def _hash_of(shaping: Mapping[str, object]) -> str:
     """Return a short hash of the settings that shape the saved state."""
-    # values as text: types of parameters are no JSON
+    # values as text, because JSON has no types of parameters (dtypes)
     text = json.dumps(
         {name: str(value) for name, value in shaping.items()}, sort_keys=True
     )
@@ -262,8 +292,8 @@ def _hash_of(shaping: Mapping[str, object]) -> str:
 def _layout() -> ParallelLayout:
     return ParallelLayout(
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
-        # context-parallel ranks hold one state and see other tokens: they count as data
-        # parallel
+        # context-parallel ranks hold the same state and see other tokens, so these
+        # ranks count as data parallel
         dp=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_world_size(),
         tp=parallel_state.get_tensor_model_parallel_world_size(),

@@ -1,5 +1,7 @@
-"""The samples that the iterations of a loop consume, reading them again, and reading
-without a trace in a generator.
+"""Numbers of consumed samples, samples of replays, and reads that draw nothing.
+
+Owns: how many samples the iterations of a loop consume, reading the samples of a
+replay, and reading without a trace in torch's generator.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 
 class ConsumedSamples:
-    """The samples that iterations consume, where `--step-batch-size-schedule` makes
-    later batches larger.
+    """The number of samples that iterations consume.
 
-    The size of a batch depends on the samples before it alone: Megatron's own
-    calculator says how.
+    With `--step-batch-size-schedule` later batches are larger. The size of a batch
+    depends only on the number of samples before the batch, and Megatron's own
+    calculator computes the size.
     """
 
     def __init__(self) -> None:
@@ -27,9 +29,10 @@ class ConsumedSamples:
         self._calculator: Any = None
 
     def after(self, done: int) -> int:
-        """Return the samples of the first `done` iterations."""
-        # a copy, since the loop's own says how many micro-batches the running iteration
-        # has; it is there after the loop's initialization
+        """Return the number of samples of the first `done` iterations."""
+        # A copy: the loop's own calculator holds the micro-batches of the running
+        # iteration. The loop's initialization creates that calculator, so the copy is
+        # made here.
         if self._calculator is None:
             self._calculator = copy.copy(
                 num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
@@ -44,45 +47,56 @@ class ConsumedSamples:
 
     @property
     def largest_batch(self) -> int:
-        """The samples of the largest batch: those of the last step of the schedule."""
+        """Samples of the largest batch: the batch of the last step of the schedule."""
         self.after(0)
-        # only of a schedule of sizes
+        # the calculator of constant batches lacks this attribute
         last: int | None = getattr(self._calculator, "global_batch_size", None)
         return last or self._calculator.get_current_running_global_batch_size()
 
     def set_batch_size(self, iteration: int) -> None:
-        """Let Megatron compute with the number of micro-batches of an iteration."""
+        """Set Megatron's number of micro-batches to that of an iteration.
+
+        Args:
+            iteration: The iteration, counted from 1.
+        """
         update_num_microbatches(self.after(iteration - 1), consistency_check=False)
 
 
 class RandomAccess:
-    """The methods of `LoopBatches` for samples that have random access: none are kept."""
+    """Base of `LoopBatches` with random access: no samples are kept."""
 
     def iteration_started(self, iteration: int, oldest: int | None) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def forecast(self, iteration: int) -> list[str]:
-        """Return nothing."""
+        """Return no lines."""
         del iteration
         return []
 
 
 class ReplayedSamples:
-    """The samples of replayed iterations; `training_after(done)` opens an iterator from
-    iteration `done + 1` on.
+    """The samples of replayed iterations.
+
+    Args:
+        training_after: Opens an iterator that starts with iteration `done + 1`, given
+            `done`.
     """
 
     def __init__(self, training_after: Callable[[int], Any]) -> None:
         self._training_after = training_after
-        # the iteration that this iterator stands before
+        # the next iteration, and the iterator that stands before its first sample
         self._opened: tuple[int, Any] | None = None
 
     @contextlib.contextmanager
     def of(self, iteration: int) -> Iterator[Any]:
-        """Yield an iterator over one iteration's samples; the next iteration's replay
-        continues with it.
+        """Yield an iterator over the samples of one iteration.
+
+        The replay of the next iteration continues with the same iterator.
+
+        Args:
+            iteration: The iteration, counted from 1.
         """
-        # a pass that is cut leaves its iterator anywhere
+        # a pass that is cut off leaves the iterator at an arbitrary sample
         before, self._opened = self._opened, None
         samples = (
             before[1]
@@ -93,18 +107,21 @@ class ReplayedSamples:
         self._opened = (iteration + 1, samples)
 
     def close(self) -> None:
-        """Drop the iterator, and with it its loader processes."""
+        """Drop the iterator and, with it, its loader processes."""
         self._opened = None
 
 
 def draw_seed() -> None:
-    """Draw as `iter(DataLoader)` does."""
+    """Draw from torch's generator as `iter(DataLoader)` does."""
     torch.empty((), dtype=torch.int64).random_()
 
 
 @contextlib.contextmanager
 def generator_kept() -> Iterator[None]:
-    """Keep the state of torch's generator: `iter(DataLoader)` draws a seed from it."""
+    """Keep the state of torch's generator within the block.
+
+    `iter(DataLoader)` draws a seed from the generator.
+    """
     state = torch.get_rng_state()
     try:
         yield

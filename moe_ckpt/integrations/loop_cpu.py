@@ -1,8 +1,7 @@
-"""The additional stand-ins for training loops' own start on a machine without a GPU:
-for tests.
+"""Stand-ins with which third-party loops start without a GPU, for tests.
 
-Owns: the calls of `torch.cuda` in that start which ask for a device. Must not: change
-what training computes.
+Adds to `moe_ckpt.megatron.cpu_stand_in`. Owns: the calls of `torch.cuda` in a loop's
+start that ask for a device. Must not: change the results of training.
 """
 
 from __future__ import annotations
@@ -16,22 +15,26 @@ from moe_ckpt.megatron import cpu_stand_in
 
 
 def enable(starting: Any, compiling: Any) -> bool:
-    """Let this process train without a GPU, where there is none; return whether it
-    does.
+    """Let this process train without a GPU if there is none.
 
-    `starting` is the module that calls `initialize_megatron`, `compiling` the one whose
-    `compile_helpers` that calls.
+    Args:
+        starting: The module that calls `initialize_megatron`.
+        compiling: The module whose `compile_helpers` is called by
+            `initialize_megatron`.
+
+    Returns:
+        Whether the process trains without a GPU.
     """
     if not cpu_stand_in.enable():
         return False
     starting.initialize_megatron = functools.partial(
         starting.initialize_megatron, allow_no_cuda=True
     )
-    # these loops form groups only where they count a device
+    # these loops form process groups only if `device_count` is not 0
     torch.cuda.device_count = lambda: 1
-    # a CUDA build answers this by the count of devices
+    # torch with CUDA computes `is_available` from the count of devices
     torch.cuda.is_available = lambda: False
     torch.cuda.set_device = lambda device: None  # noqa: ARG005 - torch's name
-    # a wheel has them compiled, and no Makefile
+    # the wheel of Megatron has compiled helpers and no Makefile
     compiling.compile_helpers = lambda: None
     return True

@@ -1,7 +1,7 @@
-"""The files that a loop's settings name, by content: what each process of a rank must
-read alike.
+"""Content identities of the files that a loop's settings name.
 
-Owns: finding the files in the values of settings. Must not: know a loop.
+All processes of a rank must read the same contents. Owns: finding files in the values
+of settings. Must not: know a loop.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ _TOKENIZER_FILES = {
 
 
 def identities_of(settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the content identities of all files that settings name; settings that name
-    none are left out.
+    """Return the content identity of the files that each setting names.
 
     Args:
-        settings: The values by the names of settings: paths, prefixes of .bin and .idx
+        settings: Values by the names of settings: paths, prefixes of .bin and .idx
             files, folders of tokenizers, and nests of these.
+
+    Returns:
+        Identities by the names of settings, without settings that name no file.
 
     Raises:
         DataError: A file cannot be read.
@@ -49,8 +51,10 @@ def identities_of(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def script_identity() -> dict[str, str]:
-    """Return the content identity of the program that this process runs; nothing, if
-    the program is no file.
+    """Return the content identity of the program that this process runs.
+
+    Returns:
+        The identity by the name `SCRIPT`; empty if the program is no file.
     """
     path = getattr(sys.modules["__main__"], "__file__", None)
     return {SCRIPT: file_identity(Path(path))} if path and Path(path).is_file() else {}
@@ -68,14 +72,16 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _files(text: str) -> list[Path]:
-    """Return the files that a word means: a file, a prefix of Megatron's corpora, or a
-    tokenizer in a folder.
+    """Return the files that a text means.
+
+    A text may mean a file, the prefix of a corpus in Megatron's format, or a folder
+    with a tokenizer.
     """
     path = Path(text)
     try:
         if text and path.is_dir():
             return sorted(file for file in path.iterdir() if _is_of_tokenizer(file))
-        # ms-swift: FILE#SAMPLES
+        # ms-swift writes FILE#SAMPLES
         candidates = (
             path,
             Path(f"{text}.bin"),
@@ -83,7 +89,7 @@ def _files(text: str) -> list[Path]:
             Path(text.partition("#")[0]),
         )
         return sorted({file for file in candidates if file.is_file()})
-    except OSError:  # a text that can be no path, as a template of a chat
+    except OSError:  # a text that cannot be a path, such as a chat template
         return []
 
 

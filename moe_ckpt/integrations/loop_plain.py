@@ -1,8 +1,8 @@
-"""Digests of a training loop that is not ours, in a run without an attachment.
+"""Digests of a third-party training loop that runs without an attachment.
 
-An attached run is compared with them (`PlainRun`), and another run of the same command
-(`ProvenRun`, for `moe-ckpt prove`). Must not: change the run, except in a control, or
-communicate before the last iteration.
+An attached run is compared with the digests of `PlainRun`, another run of the same
+command with the digests of `ProvenRun` (`moe-ckpt prove`). Must not: change the run,
+except in a control, or communicate before the last iteration.
 """
 
 from __future__ import annotations
@@ -28,26 +28,30 @@ class Watch(Protocol):
     """An observer of a loop's iterations."""
 
     def begin(self, state: TrainingState) -> None:
-        """Training begins, with the state as it was built or loaded."""
+        """Note that training begins.
+
+        Args:
+            state: The training state as built or loaded.
+        """
         ...
 
     def iteration_begins(self, iteration: int) -> None:
-        """An iteration begins, counted from 1."""
+        """Note that an iteration begins, counted from 1."""
         ...
 
     def iteration_ends(self, iteration: int) -> None:
-        """The state is that after the iteration."""
+        """Note that the state is the state after the iteration."""
         ...
 
     def finish(self) -> None:
-        """All iterations are done."""
+        """Note that all iterations are done."""
         ...
 
 
 def watch_loop(
     training: Any, stepping: Any, iteration_of: Callable[..., int], watch: Watch
 ) -> None:
-    """Wrap the `train` and `train_step` of a loop, so that they call a watch.
+    """Wrap the `train` and `train_step` of a loop so that both call a watch.
 
     Args:
         training: The module that calls `train`.
@@ -66,7 +70,12 @@ def watch_loop(
 
 
 def watch_trainer(base: Any, watch: Watch) -> None:
-    """Wrap those of ms-swift's trainers, of the class `base`."""
+    """Wrap the `train` and `train_step` of ms-swift's trainers.
+
+    Args:
+        base: The base class of the trainers.
+        watch: The observer of the iterations.
+    """
 
     def state_of(trainer: Any, *_: Any) -> TrainingState:
         scheduler = trainer.opt_param_scheduler
@@ -107,8 +116,9 @@ def _watch(
 
 
 class PlainRun:
-    """The digests and result.json of one rank, in a run folder as that of an attached
-    run.
+    """The digests and the result.json of one rank in a plain run.
+
+    The run folder has the same form as the folder of an attached run.
 
     Args:
         settings: The settings of the run.
@@ -125,7 +135,7 @@ class PlainRun:
         """Open the run folder and the log of events. Collective."""
         config: Any = state.model[0].config
         if torch.cuda.is_available() and config.deterministic_mode:
-            # as in the attached run, which is compared with this one bit for bit
+            # as in the attached run, which is compared with this run bit for bit
             make_deterministic()
         self._folder = open_run_folder(self._settings.job.folder, self._launch)
         events = self._folder.open_events(self._launch.global_rank)
@@ -153,7 +163,7 @@ class ProvenRun:
     """The digests of one rank in a run of `moe-ckpt prove`.
 
     Args:
-        order: What the ranks do beside training.
+        order: The orders to the ranks beside training.
     """
 
     _state: TrainingState
@@ -164,18 +174,21 @@ class ProvenRun:
         self._order = order
 
     def begin(self, state: TrainingState) -> None:
-        """Open the log."""
+        """Open the log of digests."""
         self._state = state
         self._observer = make_observer(self._order)
 
     def iteration_begins(self, iteration: int) -> None:
-        """Log the state with which training begins."""
+        """Log, before the first iteration, the state that training begins with."""
         if not self._has_begun:
             self._has_begun = True
             self._observer.log_loaded(iteration - 1, named_state(self._state))
 
     def iteration_ends(self, iteration: int) -> None:
-        """Log the state after an iteration; then die or spoil it, if ordered."""
+        """Log the state after an iteration.
+
+        If so ordered, the rank then kills its process or damages its state.
+        """
         state = self._state
         self._observer.log(iteration, named_state(state), lambda: _spoil(state))
 
@@ -184,7 +197,10 @@ class ProvenRun:
 
 
 def _spoil(state: TrainingState) -> None:
-    """Damage a state: without an Adam's first moments, or without the first weight."""
+    """Damage a state, for a control.
+
+    Drops an Adam's first moments; without Adam, sets the first weight to zero.
+    """
     if not forget_first_moments(state):
         with torch.no_grad():
             next(state.model[0].parameters()).zero_()

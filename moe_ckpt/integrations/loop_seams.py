@@ -1,9 +1,10 @@
-"""A training loop as an attachment expects it: what to install, the check of its
-functions, the mark of an attachment.
+"""Checks that a training loop has the functions that an attachment expects.
 
-Functions of these loops call each other as module globals, so an attribute of a module
-is a seam. A seam that moved would leave a run that looks protected and is not
-(Megatron-Bridge issue 6086): it is an error by name before training.
+Functions of these loops call each other as module globals. An attribute of a module is
+therefore a seam: an attachment replaces the attribute. If a release moves a seam, a run
+looks protected and is not (Megatron-Bridge issue 6086). A moved seam is therefore an
+error before training, which names the seam. The module also owns the texts that say
+which release to install, and the mark of an attached module.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 from moe_ckpt.errors import ConfigError
 
 Names = Mapping[str, Sequence[str]]
+"""Names of parameters or of called functions, by the name of a function."""
+
 Python = tuple[int, int]
 """Major and minor version."""
 _ATTACHED = "_moe_ckpt_attached"
@@ -25,7 +28,7 @@ _THIS = sys.version_info[:2]
 def what_to_install(
     requirement: str, python: Python, *, or_newer: bool, this: Python = _THIS
 ) -> str:
-    """Return what gives a package, and on which Python if this is another one.
+    """Return the command that installs a package, and the Python if another is needed.
 
     On another Python, pip silently takes an older release of the package, which does
     not have the seams.
@@ -33,7 +36,7 @@ def what_to_install(
     Args:
         requirement: The package and its releases, for pip.
         python: The Python for which pip has these releases.
-        or_newer: Whether newer ones have them, too.
+        or_newer: Whether pip has these releases for newer Pythons, too.
         this: The running Python.
 
     Example:
@@ -52,7 +55,11 @@ def _name(python: Python) -> str:
 
 
 def mark_attached(module: Any) -> None:
-    """Mark a loop's module as attached. Raises ConfigError for a second attachment."""
+    """Mark a loop's module as attached.
+
+    Raises:
+        ConfigError: The module has an attachment already.
+    """
     if is_attached(module):
         package = module.__name__.rpartition(".")[0]
         raise ConfigError(
@@ -62,16 +69,21 @@ def mark_attached(module: Any) -> None:
 
 
 def is_attached(module: Any) -> bool:
-    """Return whether a loop's module, in this process, has an attachment."""
+    """Return whether a loop's module has an attachment in this process."""
     return getattr(module, _ATTACHED, False)
 
 
 def require_seams(module: Any, parameters: Names, calls: Names, tried: str) -> None:
-    """Require functions of a module, by name, to have at least these parameters and to
-    find these names when they run.
+    """Require functions of a module to be as in a tested version.
 
-    The same holds for methods of a class. `tried` names the version that the names are
-    from. Raises ConfigError.
+    Args:
+        module: The module, or a class whose methods are checked.
+        parameters: The parameters that each function must have at least.
+        calls: The names that each function must look up when it runs.
+        tried: The version from which the names are taken, for an error.
+
+    Raises:
+        ConfigError: A function is missing, or lacks one of these names.
     """
     for name, wanted in parameters.items():
         got = list(inspect.signature(_function(module, name)).parameters)
@@ -83,7 +95,7 @@ def require_seams(module: Any, parameters: Names, calls: Names, tried: str) -> N
             tried,
         )
     for name, wanted in calls.items():
-        # a decorator's own code calls none of these names
+        # the code of a decorator calls none of these names
         function = inspect.unwrap(_function(module, name))
         missing = [each for each in wanted if each not in function.__code__.co_names]
         _require_seam(module, name, "calls of", missing, tried)

@@ -1,7 +1,8 @@
-"""The training loops that `moe_ckpt.run` attaches to, by their names in `--loop`.
+"""The training loops that `moe_ckpt.run` attaches to, by the names of `--loop`.
 
-Owns: which modules each loop needs, imported when it is chosen. Must not: import any of
-them before, as each takes seconds, and a version that does not fit is one error.
+Owns: the modules that each loop needs, which are imported once the loop is chosen. Must
+not: import such a module before that. Each import takes seconds, and a version that
+does not fit raises an error.
 """
 
 from __future__ import annotations
@@ -23,35 +24,55 @@ if TYPE_CHECKING:
 
 
 class Loop(ABC):
-    """A training loop in this process, whose seams are as expected. `entry` names the
-    function that a script calls.
+    """A training loop in this process, whose seams are as expected.
 
-    `modules` has the functions that the module of that name in this package replaces.
+    Args:
+        modules: The modules of the loop whose functions an attachment replaces.
     """
 
     entry: str
+    """The function that a script calls to train, for an error."""
+
     module: str
+    """The module of this package that attaches to the loop."""
 
     def __init__(self, modules: Any) -> None:
         self._modules = modules
 
     def import_attachment(self) -> Any:
-        """Import all that an attachment needs: workers that are forked later have it."""
+        """Import and return the module that attaches to the loop.
+
+        Workers that are forked later share the imports.
+        """
         return importlib.import_module(f"moe_ckpt.integrations.{self.module}")
 
     def attach(self, joined: JoinedWorker[Worker], settings: RunSettings) -> Any:
-        """Return an `Attachment` of this worker's process to the loop."""
+        """Attach this worker's process to the loop.
+
+        Args:
+            joined: This worker.
+            settings: The settings of the run.
+
+        Returns:
+            The `Attachment`.
+        """
         return self.import_attachment().attach(self._modules, joined, settings)
 
     @abstractmethod
     def use_cpu(self) -> bool:
-        """Let the loop start without a GPU, where there is none; return whether there
-        is none.
+        """Let the loop start without a GPU if there is none.
+
+        Returns:
+            Whether there is no GPU.
         """
 
     @abstractmethod
     def watch(self, watch: Watch) -> None:
-        """Let the loop, without an attachment, report to a watch."""
+        """Let a watch observe the loop, without an attachment.
+
+        Args:
+            watch: The observer of the iterations.
+        """
 
 
 class MegatronLm(Loop):
@@ -92,7 +113,7 @@ class MegatronBridge(Loop):
         from moe_ckpt.integrations import loop_plain  # noqa: PLC0415
 
         def iteration_of(*arguments: Any) -> int:
-            # `global_state`, by its place in `megatron_bridge_seams._STEP`
+            # `global_state`, by position in `megatron_bridge_seams._STEP`
             return arguments[5].train_state.step + 1
 
         loop_plain.watch_loop(
@@ -116,9 +137,11 @@ class MsSwift(Loop):
         loop_plain.watch_trainer(self._modules.BaseMegatronTrainer, watch)
 
 
-# each raises ConfigError where a loop is missing, or its seams have moved
 LOOPS: Mapping[str, Callable[[], Loop]] = {
     "megatron-lm": lambda: MegatronLm(import_training()),
     "megatron-bridge": lambda: MegatronBridge(import_bridge()),
     "ms-swift": lambda: MsSwift(import_swift()),
 }
+"""Import functions by the names of loops. Each raises ConfigError if the loop is
+missing or a seam has moved.
+"""

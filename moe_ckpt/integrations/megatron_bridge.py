@@ -1,13 +1,14 @@
-"""Attaches to Megatron-Bridge's unmodified training loop,
-`megatron.bridge.training.train`, which `pretrain` calls.
+"""Attaches to Megatron-Bridge's unmodified training loop.
+
+`pretrain` calls the loop, `megatron.bridge.training.train`. Owns: the replacements of
+the loop's functions (`megatron_bridge_seams` names the functions), and entering `train`
+again after a recovery. All else stays Megatron-Bridge's: forward and backward of a
+step, logs, evaluation, callbacks.
 
     attach(bridge, joined, settings)    in a worker, before the script runs
 
-Owns: the functions that stand in for the loop's (`megatron_bridge_seams` names them),
-and entering `train` again after a recovery. The loop itself stays Megatron-Bridge's:
-forward and backward of a step, logs, evaluation, callbacks.
-
-    train        join, come to one state with all ranks, enter Bridge's `train`; again after each loss of ranks
+    train        join; come to one state with all ranks; enter Bridge's `train`. Again
+                 after each loss of ranks
     train_step   one iteration, with the hooks of `moe_ckpt.loop`
 """
 
@@ -47,17 +48,24 @@ from moe_ckpt.run_settings import RunSettings
 def attach(
     bridge: Any, joined: JoinedWorker[Worker], settings: RunSettings
 ) -> Attachment:
-    """Let the loop of this worker's process checkpoint and recover; the script that
-    runs next calls it as always.
+    """Let the loop of this worker's process checkpoint and recover.
 
-    Process groups that are created from here on outlive the loss of ranks. Raises
-    ConfigError for a second attachment.
+    The script that runs next calls the loop as always. Process groups that the script
+    creates from here on outlive the loss of ranks.
+
+    Args:
+        bridge: The modules of the loop (`import_bridge`).
+        joined: This worker.
+        settings: The settings of the run.
+
+    Raises:
+        ConfigError: The process has an attachment already.
     """
     mark_attached(bridge.train)
     route_groups()
     attachment = Attachment(joined)
     batches = BridgeBatches(bridge.loaders.build_pretraining_data_loader)
-    # keeps the functions that are replaced below
+    # `AttachedBridge` keeps the functions that are replaced below
     loop = AttachedBridge(bridge, attachment, batches)
     bridge.pretrain.runtime_config_update = _checked(
         bridge.pretrain.runtime_config_update, attachment, settings
@@ -69,7 +77,7 @@ def attach(
         bridge.setup.setup_data_iterators, joined.worker.turn
     )
     bridge.loaders.build_pretraining_data_loader = batches.build_loader
-    # each has imported the function under a name of its own
+    # each module has imported the function under a name of its own
     for module in (bridge.train, bridge.eval):
         module.get_forward_backward_func = attachment.observing(
             module.get_forward_backward_func
@@ -96,8 +104,12 @@ class AttachedBridge:
         self._load: Callable[[], object] | None = None
 
     def hold_load(self, create: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `create_checkpoint_manager` whose manager loads later: all ranks
-        together, if no memory is left.
+        """Wrap `create_checkpoint_manager` so that the manager's load is postponed.
+
+        All ranks load together later, if no rank has state in memory.
+
+        Args:
+            create: Megatron-Bridge's `create_checkpoint_manager`.
         """
 
         def created(*arguments: Any, **options: Any) -> Any:
@@ -123,7 +135,7 @@ class AttachedBridge:
         global_state: Any,
         *rest: Any,
     ) -> Any:
-        """Stand in for `train_step`."""
+        """Replace `train_step`: run one iteration with hooks."""
         run = functools.partial(self._train_step, forward_step, samples, model)
         number = global_state.train_state.step + 1
         return self._attachment.loop.train_step(
@@ -142,7 +154,7 @@ class AttachedBridge:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Stand in for `train`: return once all ranks have done all iterations."""
+        """Replace `train`: return once all ranks have done all iterations."""
         config, model_config = global_state.cfg, get_model_config(model[0])
         self._batches.validates_as(config.validation)
         length = config.model.seq_length
@@ -167,11 +179,11 @@ class AttachedBridge:
         gather_in_forward = model_config.param_sync_func
 
         def enter(done: int) -> Any:
-            # the first iteration of `train` gathers nothing
+            # the first iteration of `train` gathers no parameters
             gather_late_parameters(state)
-            # None where the loop was left in its first iteration
+            # `param_sync_func` is None if a fault ended the loop in its first iteration
             model_config.param_sync_func = gather_in_forward
-            # None where it was left in an evaluation
+            # `timers` is None if a fault ended the loop in an evaluation
             model_config.timers = global_state.timers
             reset_loop(global_state.timers, state)
             self._reset(global_state, done)
@@ -201,13 +213,15 @@ class AttachedBridge:
         )
 
     def _load_held(self, global_state: Any) -> int:
-        """Return the iteration of the checkpoint of `checkpoint.load`, which is loaded
-        now; 0 without one.
+        """Load the checkpoint of `checkpoint.load`.
+
+        Returns:
+            The iteration of the checkpoint; 0 without a checkpoint.
         """
         if self._load is None:
             return 0
         self._load()
-        train_state = global_state.train_state  # which the load has replaced
+        train_state = global_state.train_state  # the load has replaced this object
         got, wanted = (
             train_state.consumed_train_samples,
             self._batches.consumed.after(train_state.step),
@@ -229,10 +243,10 @@ class AttachedBridge:
         of_one = flops.num_floating_point_operations(
             global_state.cfg, batch_size=consumed.largest_batch
         )
-        # batches that grow are refused
+        # all batches have the same size: `require_supported` refuses growing batches
         train_state.floating_point_operations_so_far = done * of_one
-        # a pass that was cut off has added its values, and would count twice as it runs
-        # again
+        # a pass that was cut off has added its values to the tracker, and runs again:
+        # these values would count twice
         if global_state.cfg.model.num_moe_experts:
             logging: Any = importlib.import_module(
                 "megatron.core.transformer.moe.moe_logging"
@@ -243,8 +257,10 @@ class AttachedBridge:
 def _checked(
     update: Callable[[Any], None], attachment: Attachment, settings: RunSettings
 ) -> Callable[[Any], None]:
-    """Return a `runtime_config_update` that then refuses settings that cannot be exact,
-    before anything is built.
+    """Wrap `runtime_config_update` with the checks of settings.
+
+    The wrapped function refuses settings that cannot be exact, before anything is
+    built.
     """
 
     def checked(config: Any) -> None:

@@ -1,11 +1,12 @@
 """Samples of Megatron-Bridge's data sets, read again from any iteration on.
 
-Owns: how the loop has built its loaders, whose samplers have random access by the
-number of consumed samples. Reading moves no generator. A plain run draws twice: where
-the loop's setup opens the training loader, here as well, and at the first read for
-validation. Nothing else draws before the next iteration, so here the first read of
-training samples in the iteration after the first evaluation makes that draw: a replay
-of the iteration does so, too.
+Owns: the arguments with which the loop has built the loaders, whose samplers have
+random access by the number of consumed samples. Reading leaves torch's generator as it
+was. A plain run draws a seed twice: as the loop's setup opens the training loader,
+which happens here as well, and at the first read for validation. Nothing else draws
+between that read and the next iteration. Here the second seed is therefore drawn by the
+first read of training samples in the iteration after the first evaluation: a replay of
+that iteration draws the seed, too.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ _CYCLIC = "cyclic"
 
 
 class BridgeBatches(RandomAccess):
-    """Iterators over training and validation samples of one rank. An iteration takes
-    its samples from all ranks.
+    """Iterators over training and validation samples of one rank.
+
+    Samples are counted on all ranks together: an iteration takes its samples from all
+    ranks.
+
+    Args:
+        build: Megatron-Bridge's `build_pretraining_data_loader`.
     """
 
     def __init__(self, build: Callable[..., Any]) -> None:
         self.consumed = ConsumedSamples()
         self._build = build
-        # training, then validation where that is wanted, then tests
+        # in the order of the calls: training, then validation if there is any, then
+        # tests
         self._built: list[Callable[[int], Any]] = []
         self._types: list[str] = []
         self._validation: Any = None
@@ -42,8 +49,9 @@ class BridgeBatches(RandomAccess):
     def build_loader(
         self, dataset: Any, consumed_samples: int, kind: str, *rest: Any, **options: Any
     ) -> Any:
-        """Stand in for `build_pretraining_data_loader`, and keep all arguments but the
-        position.
+        """Replace `build_pretraining_data_loader`.
+
+        Keeps all arguments but the position, in order to build the loader again.
         """
 
         def build(position: int) -> Any:
@@ -58,8 +66,9 @@ class BridgeBatches(RandomAccess):
         self._validation = validation
 
     def draw_seeds(self, iteration: int) -> None:
-        """Let this iteration's first read draw a seed, if the first evaluation is just
-        before it.
+        """Make the first read of an iteration draw the seed of the first evaluation.
+
+        Only the iteration directly after the first evaluation draws this seed.
         """
         done = iteration - 1
         self._draw_is_due = (
@@ -67,15 +76,21 @@ class BridgeBatches(RandomAccess):
         )
 
     def training_after(self, done: int) -> Any:
-        """Return an iterator from the first sample of iteration `done + 1` on; None on
-        a rank that reads no samples.
+        """Return an iterator from the first sample of iteration `done + 1` on.
+
+        Returns:
+            The iterator; None on a rank that reads no samples.
         """
         samples = self._open(0, self.consumed.after(done))
         return samples and RerunDataIterator(self._reading(samples))
 
     def validation_after(self, done: int) -> Any:
-        """Return an iterator that starts with the first sample of the next evaluation
-        after iteration `done`.
+        """Return an iterator over the samples of evaluations after iteration `done`.
+
+        The iterator starts with the first sample of the next evaluation.
+
+        Returns:
+            The iterator; None on a rank that reads no samples, and without evaluations.
         """
         samples = (
             self._open(1, self.num_validated(done))
@@ -85,9 +100,7 @@ class BridgeBatches(RandomAccess):
         return samples and RerunDataIterator(samples)
 
     def num_validated(self, done: int) -> int:
-        """Return the samples that evaluations have read during the first `done`
-        iterations.
-        """
+        """Return the samples that evaluations read in the first `done` iterations."""
         settings = self._validation
         return (
             self.num_evaluations(done)
@@ -96,7 +109,7 @@ class BridgeBatches(RandomAccess):
         )
 
     def num_evaluations(self, done: int) -> int:
-        """Return how many evaluations the first `done` iterations have."""
+        """Return the number of evaluations in the first `done` iterations."""
         settings = self._validation
         every, first = settings.eval_interval, settings.start_eval_at_iter or 1
         if not settings.eval_iters or not every:

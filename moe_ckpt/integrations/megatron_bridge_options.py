@@ -1,8 +1,8 @@
-"""Settings of Megatron-Bridge's configuration that cannot be exact, each refused by its
-name with the reason.
+"""Megatron-Bridge's settings: the refusals, and the settings that shape a run.
 
-Owns: those that Megatron-LM does not have. All others have Megatron-LM's names, and its
-reasons. Pure.
+Settings that cannot be exact are refused, each by its name and with the reason. Owns:
+the refusals of settings that Megatron-LM does not have. All other settings have the
+names of Megatron-LM's options, and the same reasons. Pure.
 """
 
 from __future__ import annotations
@@ -113,8 +113,11 @@ _SHAPING = {  # settings that shape the saved tensors
 
 
 def require_supported(config: Any) -> None:
-    """Raise ConfigError for the first setting of a `ConfigContainer` that cannot be
-    exact.
+    """Refuse settings of a `ConfigContainer` that cannot be exact.
+
+    Raises:
+        ConfigError: Such a setting is in use, a stage has no layers, or a stage has no
+            experts and the optimizer is not sharded.
     """
     for section in _SECTIONS:
         for refusal in REFUSALS:
@@ -132,7 +135,7 @@ def require_supported(config: Any) -> None:
 
 
 def shaping_of(config: Any) -> dict[str, object]:
-    """Return the settings that shape the saved state, by their names."""
+    """Return the settings that shape the saved state, by name."""
     return {
         f"{section}.{name}": getattr(getattr(config, section), name, None)
         for section, names in _SHAPING.items()
@@ -141,7 +144,7 @@ def shaping_of(config: Any) -> dict[str, object]:
 
 
 def course_of(config: Any) -> dict[str, object]:
-    """Return the settings beside these that decide the states of a run, by their names."""
+    """Return the other settings that decide the states of a run, by name."""
     found: dict[str, object] = {}
     for section in ("model", "rng", "dataset", "train"):
         values = getattr(config, section, None)
@@ -154,7 +157,7 @@ def course_of(config: Any) -> dict[str, object]:
 
 
 def files_of(config: Any) -> dict[str, object]:
-    """Return the settings that may name files of data and tokenizers, by their names."""
+    """Return the settings that may name files of data and tokenizers, by name."""
     sections = {
         "dataset": getattr(config, "dataset", None),
         "tokenizer": getattr(config, "tokenizer", None),
@@ -167,7 +170,7 @@ def files_of(config: Any) -> dict[str, object]:
 
 
 def _fields(section: Any) -> Iterable[tuple[str, object]]:
-    # without folders for results, which the run itself fills
+    # without folders of caches, which the run itself fills
     return (
         ((name, value) for name, value in vars(section).items() if "cache" not in name)
         if section

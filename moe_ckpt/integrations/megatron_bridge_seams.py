@@ -1,5 +1,4 @@
-"""The functions of Megatron-Bridge's training loop that an attachment replaces, and the
-check that they are known.
+"""The functions of Megatron-Bridge's loop that an attachment replaces, and their check.
 
 Owns: the tested version, and the names, parameters and calls that must exist.
 """
@@ -15,7 +14,7 @@ from moe_ckpt.integrations.loop_seams import Names, require_seams, what_to_insta
 
 TRIED_VERSION = "0.6"
 _TRAINING = "megatron.bridge.training"
-# others get 0.3
+# on other Pythons pip installs 0.3
 _INSTALL = what_to_install("megatron-bridge>=0.6,<0.7", (3, 12), or_newer=False)
 _LOOP = (
     "forward_step_func",
@@ -33,7 +32,8 @@ _STEP = (
     "scheduler",
     "global_state",
 )
-# module, parameters of its functions, names that they find
+# by a short name: the module, the parameters of its functions, and the names that these
+# functions call
 _SEAMS: dict[str, tuple[str, Names, Names]] = {
     "pretrain": (
         f"{_TRAINING}.pretrain",
@@ -101,10 +101,13 @@ _SEAMS: dict[str, tuple[str, Names, Names]] = {
 
 
 def import_bridge() -> Any:
-    """Return the modules of Megatron-Bridge's loop, by their last names, after checking
-    their seams.
+    """Import the modules of Megatron-Bridge's loop and check the seams.
 
-    Raises ConfigError.
+    Returns:
+        The modules, as attributes `pretrain`, `setup`, `train`, `eval` and `loaders`.
+
+    Raises:
+        ConfigError: The package is missing, has another version, or a seam has moved.
     """
     try:
         version = importlib.import_module("megatron.bridge.package_info").__version__

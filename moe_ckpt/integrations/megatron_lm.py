@@ -1,13 +1,14 @@
-"""Attaches to Megatron-LM's unmodified training loop, `megatron.training.training`,
-which a script's `pretrain` calls.
+"""Attaches to Megatron-LM's unmodified training loop.
+
+A script's `pretrain` calls the loop, `megatron.training.training`. Owns: the
+replacements of the loop's functions (`megatron_lm_seams` names the functions), and
+entering `train` again after a recovery. All else stays Megatron-LM's: forward and
+backward of a step, logs, evaluation, checkpoints.
 
     attach(training, joined, settings)    in a worker, before the script runs
 
-Owns: the functions that stand in for the loop's (`megatron_lm_seams` names them), and
-entering `train` again after a recovery. The loop itself stays Megatron-LM's: forward
-and backward of a step, logs, evaluation, checkpoints.
-
-    train        join, come to one state with all ranks, enter Megatron-LM's `train`; again after each loss of ranks
+    train        join; come to one state with all ranks; enter Megatron-LM's `train`.
+                 Again after each loss of ranks
     train_step   one iteration, with the hooks of `moe_ckpt.loop`
 """
 
@@ -64,21 +65,29 @@ _FILES = (
 def attach(
     training: Any, joined: JoinedWorker[Worker], settings: RunSettings
 ) -> Attachment:
-    """Let the loop of this worker's process checkpoint and recover; the script that
-    runs next calls it as always.
+    """Let the loop of this worker's process checkpoint and recover.
 
-    Process groups that are created from here on outlive the loss of ranks. Raises
-    ConfigError for a second attachment.
+    The script that runs next calls the loop as always. Process groups that the script
+    creates from here on outlive the loss of ranks.
+
+    Args:
+        training: The module `megatron.training.training`.
+        joined: This worker.
+        settings: The settings of the run.
+
+    Raises:
+        ConfigError: The process has an attachment already.
     """
     mark_attached(training)
     route_groups()
-    # a replacement compares what it reads with what was read before it
+    # only in the first worker: a replacement compares the batches that it reads with
+    # the batches of the process before it
     tries_iterators = joined.worker.incarnation == 0
     batches = IterationBatches(
         training, settings.keep_batches_bytes, tries_iterators=tries_iterators
     )
     attachment = Attachment(joined)
-    # keeps the functions that are replaced below
+    # `AttachedMegatronLm` keeps the functions that are replaced below
     loop = AttachedMegatronLm(training, attachment, batches)
     training.initialize_megatron = _checked(training, attachment, settings)
     training.build_train_valid_test_datasets = batches.build_datasets
@@ -113,8 +122,12 @@ class AttachedMegatronLm:
         self._load: Callable[[], tuple[int, Any]] | None = None
 
     def hold_load(self, *arguments: Any, **options: Any) -> tuple[int, int]:
-        """Stand in for `load_checkpoint` while a rank builds alone: all ranks load
-        together, if no memory is left.
+        """Replace `load_checkpoint` while a rank builds alone: postpone the load.
+
+        All ranks load together later, if no rank has state in memory.
+
+        Returns:
+            Iteration 0, and 0 operations.
         """
         self._load = functools.partial(self._load_checkpoint, *arguments, **options)
         return 0, 0
@@ -130,7 +143,11 @@ class AttachedMegatronLm:
         iteration: int,
         **options: Any,
     ) -> Any:
-        """Stand in for `train_step`; `iteration` counts from 0, as in Megatron-LM."""
+        """Replace `train_step`: run one iteration with hooks.
+
+        Args:
+            iteration: The iteration, counted from 0 as in Megatron-LM.
+        """
         run = functools.partial(self._train_step, forward_step, batches, model)
         return self._attachment.loop.train_step(
             iteration + 1,
@@ -148,8 +165,13 @@ class AttachedMegatronLm:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Stand in for `train`: return what it returns, once all ranks have done all
-        iterations.
+        """Replace `train`: return once all ranks have done all iterations.
+
+        Returns:
+            The return value of Megatron-LM's `train`.
+
+        Raises:
+            ConfigError: The script passes a communicator or process groups of its own.
         """
         for name in ("p2p_communicator", "pg_collection"):
             require(
@@ -178,10 +200,11 @@ class AttachedMegatronLm:
         )
 
         def enter(done: int) -> Any:
-            # the first iteration of `train` gathers nothing
+            # the first iteration of `train` gathers no parameters
             gather_late_parameters(state)
             self._reset(config, state, done)
-            # 0.18 sets its own in `train`
+            # `train` of 0.18 sets `finalize_model_grads_func` to this function of the
+            # module
             self._training.finalize_model_grads = config.finalize_model_grads_func
             iterators = (
                 self._batches.training_after(done),
@@ -210,8 +233,10 @@ class AttachedMegatronLm:
         )
 
     def _load_held(self) -> int:
-        """Return the iteration of the checkpoint of `--load`, which is loaded now; 0
-        without one.
+        """Load the checkpoint of `--load`.
+
+        Returns:
+            The iteration of the checkpoint; 0 without a checkpoint.
         """
         if self._load is None:
             return 0
@@ -229,15 +254,20 @@ class AttachedMegatronLm:
         return done
 
     def _reset(self, config: Any, state: TrainingState, done: int) -> None:
-        """Reset Megatron-LM's globals to the values that `train` expects when it begins
-        after iteration `done`.
+        """Set Megatron-LM's globals to the values that `train` expects at the start.
+
+        Args:
+            config: Megatron's configuration of the model.
+            state: The training state of this rank's stage.
+            done: The iterations before `train` begins.
         """
         args, consumed = self._training.get_args(), self._batches.consumed
         args.iteration = args.curr_iteration = done
-        # `train` sets them itself, and asserts that there is no `no_sync_func` before
+        # `train` sets these functions itself, and asserts that `no_sync_func` is None
+        # before
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
-        # a pass that was cut off has added its values, and would count twice as it runs
-        # again
+        # a pass that was cut off has added its values to the tracker, and runs again:
+        # these values would count twice
         if args.num_experts:
             self._training.get_moe_metrics_tracker().clear()
         reset_loop(self._training.get_timers(), state)
@@ -258,7 +288,7 @@ class AttachedMegatronLm:
 def _checked(
     training: Any, attachment: Attachment, settings: RunSettings
 ) -> Callable[..., Any]:
-    """Return an `initialize_megatron` that first refuses unsupported options."""
+    """Wrap `initialize_megatron`: first refuse unsupported options."""
 
     initialize = training.initialize_megatron
 
@@ -270,7 +300,7 @@ def _checked(
             mode=getattr(args, DETERMINISTIC), option="--deterministic-mode"
         )
         ckpt = settings.job.ckpt
-        if ckpt.loses_tokens:  # their account of lost tokens counts iterations
+        if ckpt.loses_tokens:  # the account of lost tokens counts iterations
             growth = getattr(args, "step_batch_size_schedule", None)
             require(
                 growth is None,
@@ -286,8 +316,9 @@ def _checked(
 def _set_schedule_hooks(
     config: Any, args: Any, timers: Any, state: TrainingState
 ) -> None:
-    """Set the hooks of `train` for its schedules: a recovery runs these before a new
-    process enters `train`.
+    """Set the hooks of the pipeline schedule as `train` does.
+
+    In a new process a recovery runs schedules before the process enters `train`.
     """
     model: list[Any] = list(state.model)
     config.timers = timers
@@ -298,12 +329,13 @@ def _set_schedule_hooks(
 
 
 def _by_option(args: Any, names: Sequence[str]) -> dict[str, object]:
-    """Return the values of options by their names on a command line."""
+    """Return the values of options, by the names on a command line."""
     return {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names}
 
 
 def _by_chunk(functions: list[Any]) -> Any:
-    """Return functions of model chunks as Megatron's configuration holds them: a single
-    one is no list.
+    """Return functions of model chunks in the form of Megatron's configuration.
+
+    A single function is not put into a list.
     """
     return functions[0] if len(functions) == 1 else functions

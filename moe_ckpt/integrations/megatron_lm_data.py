@@ -1,10 +1,10 @@
 """Batches of Megatron-LM's data sets, read again from any iteration on.
 
-Owns: the data sets that the script's provider built, and the samples of each iteration:
+Owns: the data sets that the script's provider built, and the samples of each iteration.
 Megatron-LM's samplers have random access by the number of consumed samples. Reading
-never moves a generator: `iter(DataLoader)` draws a seed from torch's, which a plain run
-does once. With `--dataloader-type external` the provider returns iterators, of which
-`KeptBatches` keeps the batches that a recovery may need again.
+leaves torch's generator as it was: `iter(DataLoader)` draws a seed, which a plain run
+does once. With `--dataloader-type external` the provider returns iterators, and
+`KeptBatches` keeps the batches of an iterator that a recovery may need again.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from moe_ckpt.megatron.repeatable import require_repeatable_reads
 
 
 class IterationBatches:
-    """Iterators over training and validation samples. An iteration takes its samples
-    from all ranks together.
+    """Iterators over training and validation samples.
 
-    With virtual stages each model chunk has data sets and an iterator of its own: then
-    all are lists, by chunk. External iterators may take `keep_bytes` of host memory,
-    and as much again for validation.
+    Samples are counted on all ranks together: an iteration takes its samples from all
+    ranks. With virtual stages each model chunk has data sets and an iterator of its
+    own: all iterators are then lists, by chunk.
     """
 
     def __init__(
@@ -40,8 +39,9 @@ class IterationBatches:
         """Begin without data sets.
 
         Args:
-            training: Megatron-LM's module of this name.
-            keep_bytes: The most host memory for batches of external iterators.
+            training: The module `megatron.training.training`.
+            keep_bytes: The most host memory, in bytes, for batches of external training
+                iterators. External validation iterators may take as much again.
             tries_iterators: Whether external iterators are first opened in other
                 processes, and compared.
         """
@@ -52,11 +52,16 @@ class IterationBatches:
         self._build_datasets = self._training.build_train_valid_test_datasets
         self._train: list[Any] = []
         self._valid: list[Any] = []
-        self._loaders: list[Any] = []  # that the provider has returned
+        # external iterators that the provider has returned
+        self._loaders: list[Any] = []
 
     def build_datasets(self, *arguments: Any, **options: Any) -> Any:
-        """Stand in for Megatron-LM's function of this name, and keep its result: it is
-        called once a model chunk.
+        """Replace Megatron-LM's `build_train_valid_test_datasets`, and keep the result.
+
+        Megatron-LM calls the function once for each model chunk.
+
+        Raises:
+            ConfigError: An external iterator cannot be read again.
         """
         datasets = self._build_datasets(*arguments, **options)
         if self._is_external:
@@ -65,8 +70,8 @@ class IterationBatches:
                     datasets, lambda: self._build_datasets(*arguments, **options)
                 )
             train, valid, *rest = datasets
-            # evaluations come after the next iteration's start has been saved, with the
-            # generators as they are then
+            # an evaluation comes after the next iteration's start has been saved,
+            # together with the generators as they are before the evaluation
             datasets = (
                 self._kept(train),
                 self._kept(valid, moves_generators=False),
@@ -78,9 +83,7 @@ class IterationBatches:
 
     @property
     def data(self) -> KeptBatches | ChunkBatches | None:
-        """This rank's training batches, if they come from iterators without random
-        access.
-        """
+        """This rank's kept training batches; None if the data has random access."""
         kept = self._kept_for_training
         return ChunkBatches(kept) if len(kept) > 1 else kept[0] if kept else None
 
@@ -93,21 +96,31 @@ class IterationBatches:
         )
 
     def iteration_started(self, iteration: int, oldest: int | None) -> None:
-        """Drop external batches that no recovery may need again: those before `oldest`;
-        None: all may be needed.
+        """Drop external batches that no recovery may need again.
+
+        Args:
+            iteration: The iteration that begins, counted from 1.
+            oldest: Batches before this iteration are dropped; None: all batches stay.
         """
         for kept in (*self._train, *self._valid) if self._is_external else ():
             if kept is not None:
                 kept.iteration_started(iteration, keep_since=oldest)
 
     def draw_seeds(self, iteration: int) -> None:
-        """Draw nothing: validation sets are read without a draw, and external iterators
-        draw in their own reads.
+        """Draw nothing.
+
+        Reading validation sets draws nothing, and external iterators draw in their own
+        reads.
         """
 
     def forecast(self, iteration: int) -> list[str]:
-        """Return a line on the host memory of external batches, measured in an
-        iteration; none without such batches.
+        """Return a line about the host memory of external batches.
+
+        Args:
+            iteration: The iteration whose batches are measured.
+
+        Returns:
+            The line; empty without external batches.
         """
         of_one = sum(kept.bytes_since(iteration) for kept in self._kept_for_training)
         if not of_one:
@@ -122,10 +135,13 @@ class IterationBatches:
         ]
 
     def training_after(self, done: int) -> Any:
-        """Return an iterator from the first sample of iteration `done + 1` on; None on
-        a rank that reads no data.
+        """Return an iterator from the first sample of iteration `done + 1` on.
 
-        An external iterator's position is part of the state after `done` iterations.
+        The position of an external iterator is part of the state after `done`
+        iterations.
+
+        Returns:
+            The iterator, or a list by chunk; None on a rank that reads no data.
         """
         if self._is_external:
             return self._as_taken(
@@ -139,8 +155,12 @@ class IterationBatches:
         )
 
     def validation_after(self, done: int) -> Any:
-        """Return an iterator that starts with the first sample of the next evaluation
-        after iteration `done`.
+        """Return an iterator over the samples of evaluations after iteration `done`.
+
+        The iterator starts with the first sample of the next evaluation.
+
+        Returns:
+            The iterator, or a list by chunk; None on a rank that reads no data.
         """
         args, num_consumed = self._training.get_args(), self.num_validated(done)
         if not self._is_external:
@@ -159,9 +179,7 @@ class IterationBatches:
         )
 
     def num_validated(self, done: int) -> int:
-        """Return the samples that evaluations have read during the first `done`
-        iterations.
-        """
+        """Return the samples that evaluations read in the first `done` iterations."""
         args = self._training.get_args()
         every, first = args.eval_interval, args.start_eval_at_iter or 1
         num_evaluations = max(0, done // every - (first - 1) // every) if every else 0
@@ -176,8 +194,12 @@ class IterationBatches:
         return self._training.get_args().dataloader_type == "external"
 
     def _require_repeatable(self, datasets: Any, build: Callable[[], Any]) -> None:
-        """Raise ConfigError for an iterator without `state_dict` that gives other
-        batches in another process.
+        """Refuse an iterator that gives other batches in another process.
+
+        Only iterators without `state_dict` are checked.
+
+        Raises:
+            ConfigError: The batches differ.
         """
         for index, loader in enumerate(datasets[:2]):
             if hasattr(loader, "__next__") and not has_state(loader):
@@ -203,7 +225,7 @@ class IterationBatches:
                 f"--dataloader-type external: got {got}, wanted an iterator, which has"
                 " __next__"
             )
-        # two readers of one iterator would each miss the batches that the other one
+        # two readers of one iterator would each miss the batches that the other reader
         # takes
         is_new = all(loader is not known for known in self._loaders)
         require(
@@ -220,7 +242,7 @@ class IterationBatches:
         )
 
     def _as_taken(self, iterators: list[Any]) -> Any:
-        """Return the iterators of all chunks as the loop takes them."""
+        """Return the iterators of all chunks in the form that the loop takes."""
         is_one = self._training.get_args().virtual_pipeline_model_parallel_size is None
         return next(iter(iterators), None) if is_one else iterators
 
@@ -231,7 +253,7 @@ class IterationBatches:
 
 
 def _opened(build: Callable[[], Any], index: int) -> Any:
-    """Build the data sets, or iterators, anew; return one of them."""
+    """Build the data sets, or iterators, anew, and return one of the results."""
     return build()[index]
 
 
@@ -239,10 +261,14 @@ def build_in_turns(
     build: Callable[..., Any],
     turn: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Any:
-    """Return a function that builds data sets while it is this rank's turn.
+    """Wrap a function that builds data sets, so that ranks build in turns.
 
-    Megatron builds the indices of a data set on rank 0 while a barrier holds the
-    others; a rank that builds alone has no barrier.
+    Megatron builds the indices of a data set on rank 0, while a barrier holds the other
+    ranks. A rank that builds alone has no barrier.
+
+    Args:
+        build: Builds data sets.
+        turn: Returns a context that is entered once it is this rank's turn.
     """
 
     def built(*arguments: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Megatron-LM's options: those that are exact, each with its test, and those that are
-refused, each with its reason.
+"""Megatron-LM's options: those that are exact, and those that are refused.
 
-Owns: both tables. An option that is in neither changes neither the course of an
-iteration nor the state after it, or snapshots contain that state anyway. Pure.
+Owns: both tables, with the tests of each exact option and the reason of each refusal.
+An option in neither table changes neither the course of an iteration nor the state
+after an iteration, or snapshots contain the changed state anyway. Pure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAYER_SHAPE = (  # settings of all loops that shape the saved tensors
     ),
 )
 
-# settings of all loops that decide what a window's replay computes, beside those of the
+# settings of all loops that decide the results of a replay, besides the settings of the
 # optimizer
 COURSE = (
     *(
@@ -60,23 +60,34 @@ COURSE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """An option of Megatron-LM, by its name in the parsed arguments, its only allowed
-    values, and the reason.
-    """
+    """An option of Megatron-LM that may only have certain values."""
 
     option: str
+    """The name of the option in the parsed arguments."""
+
     allowed: tuple[Any, ...]
+    """The only allowed values; the first is assumed for a version without the option.
+    """
+
     reason: str
+    """The reason of the refusal, for an error and for docs/attach.md."""
 
     @property
     def flag(self) -> str:
+        """The option as on a command line."""
         return "--" + self.option.replace("_", "-")
 
     def require_allowed(self, setting: str, settings: object) -> None:
-        """Raise ConfigError, naming the setting, if the option has another value among
-        `settings` of a loop.
+        """Require that a loop's settings give the option an allowed value.
+
+        Args:
+            setting: The name of the setting, for an error.
+            settings: The settings of a loop, with the option as an attribute.
+
+        Raises:
+            ConfigError: The option has another value.
         """
-        # an option that this version does not have cannot be on
+        # an option that this version lacks cannot be on
         got = getattr(settings, self.option, self.allowed[0])
         wanted = " or ".join(repr(value) for value in self.allowed[:2])
         require(
@@ -89,12 +100,13 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exact:
-    """Options that are exact, as the documentation names them, and the tests that prove
-    it.
-    """
+    """Options that are exact."""
 
     options: str
+    """The options, as the documentation names them, in Markdown."""
+
     tests: tuple[str, ...]
+    """The tests that prove exactness."""
 
 
 _JOBS, _LOSSES = (
@@ -334,7 +346,9 @@ REFUSALS: Sequence[Refusal] = (
 DETERMINISTIC = "deterministic_mode"
 """The option of kernels that repeat an iteration bit for bit on a GPU."""
 
-_LIBRARIES = {  # each has an own way to start, end or checkpoint the same processes
+# by the name of a library, which has its own way to start, end or checkpoint the
+# processes: the variable and the imported module that show the library
+_LIBRARIES = {
     "lm-resiliency": ("LM_RESILIENCY_TORCHRUN_BOOTSTRAP", "lm_resiliency"),
     "nvidia-resiliency-ext's ft_launcher": ("FT_RANK_MONITOR_IPC_SOCKET", ""),
     "torchft": ("TORCHFT_LIGHTHOUSE", "torchft"),
@@ -342,11 +356,19 @@ _LIBRARIES = {  # each has an own way to start, end or checkpoint the same proce
 
 
 def require_alone(environment: Collection[str], modules: Collection[str]) -> None:
-    """Raise ConfigError if another library for fault tolerance is active: by its
-    variable, or imported by the script.
+    """Refuse other active libraries for fault tolerance.
 
-    Megatron-Core itself imports nvidia-resiliency-ext: its options are refused, and its
-    launcher shows by its variable.
+    A library is active if its variable is set or the script has imported its module.
+    For nvidia-resiliency-ext only the variable of its launcher counts, because
+    Megatron-Core itself imports the package. The options of the package are in
+    `REFUSALS`.
+
+    Args:
+        environment: The names of environment variables.
+        modules: The names of imported modules.
+
+    Raises:
+        ConfigError: Such a library is active.
     """
     for library, (variable, module) in _LIBRARIES.items():
         sign = (
@@ -362,8 +384,14 @@ def require_alone(environment: Collection[str], modules: Collection[str]) -> Non
 
 
 def require_supported(arguments: Any) -> None:
-    """Raise ConfigError for the first option of Megatron-LM's parsed arguments that
-    cannot be exact.
+    """Refuse options that cannot be exact.
+
+    Args:
+        arguments: Megatron-LM's parsed arguments.
+
+    Raises:
+        ConfigError: Such an option is set, a stage has no layers, or a stage has no
+            experts and the optimizer is not sharded.
     """
     for refusal in REFUSALS:
         refusal.require_allowed(refusal.flag, arguments)
@@ -374,8 +402,9 @@ def require_supported(arguments: Any) -> None:
 
 
 def option_table() -> list[str]:
-    """Return the exact options, then the refused ones, as lines of a Markdown table, as
-    docs/attach.md has it.
+    """Return the table of options in docs/attach.md, as lines of Markdown.
+
+    The exact options come first, then the refused options.
     """
     rows = [
         "| option | exact, or wanted | test, or reason of the refusal |",

@@ -1,5 +1,4 @@
-"""The functions of Megatron-LM's training loop that an attachment replaces, and the
-check that they are as expected.
+"""The functions of Megatron-LM's loop that an attachment replaces, and their check.
 
 Owns: the tested versions, and the names, parameters and calls that must exist.
 """
@@ -13,7 +12,7 @@ from types import ModuleType
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.loop_seams import require_seams, what_to_install
 
-# for Python 3.11 pip has 0.16.1 at most, and newer releases import `typing.override`
+# for Python 3.11 pip has 0.16.1 at most: newer releases import `typing.override`
 _OLDEST_PYTHON = (3, 12)
 _ELSE = (
     "; on Python 3.11, scripts/fetch_megatron_lm.py of the repository of moe-ckpt makes"
@@ -22,7 +21,7 @@ _ELSE = (
 _INSTALL = what_to_install("megatron-core>=0.18,<0.20", _OLDEST_PYTHON, or_newer=True)
 if sys.version_info < _OLDEST_PYTHON:
     _INSTALL += _ELSE
-# of each function those that the attachment passes or reads, in their order
+# of each function: the parameters that the attachment passes or reads, in order
 _PARAMETERS = {
     "initialize_megatron": ("allow_no_cuda",),
     "load_checkpoint": ("ddp_model", "optimizer", "opt_param_scheduler"),
@@ -53,7 +52,7 @@ _PARAMETERS = {
         *("forward_backward_func", "iteration"),
     ),
 }
-# that versions have beside these: 0.19 takes groups and a communicator of the caller
+# further parameters, by version: 0.19 takes groups and a communicator of the caller
 _MORE_PARAMETERS = {
     "0.18": {"get_forward_backward_func": ()},
     "0.19": {
@@ -62,7 +61,7 @@ _MORE_PARAMETERS = {
     },
 }
 TRIED_VERSIONS = tuple(_MORE_PARAMETERS)
-CALLS = {  # each function finds these as globals, or as methods, when it runs
+CALLS = {  # names that each function looks up as globals, or as methods, when it runs
     "pretrain": (
         "initialize_megatron",
         "setup_model_and_optimizer",
@@ -93,7 +92,11 @@ CALLS = {  # each function finds these as globals, or as methods, when it runs
 
 
 def import_training() -> ModuleType:
-    """Return `megatron.training.training` after checking its seams. Raises ConfigError."""
+    """Import `megatron.training.training` and check the seams.
+
+    Raises:
+        ConfigError: The package is missing, has another version, or a seam has moved.
+    """
     try:
         core = importlib.import_module("megatron.core")
         training = importlib.import_module("megatron.training.training")
@@ -106,13 +109,23 @@ def import_training() -> ModuleType:
 
 
 def require_training(training: ModuleType, tried: str) -> None:
-    """Require the loop's functions to be as in a tried version. Raises ConfigError."""
+    """Require the functions of the loop to be as in a tested version.
+
+    Args:
+        training: The module `megatron.training.training`.
+        tried: One of `TRIED_VERSIONS`.
+
+    Raises:
+        ConfigError: A seam has moved.
+    """
     require_seams(training, parameters_of(tried), CALLS, f"megatron-core {tried}")
 
 
 def parameters_of(tried: str) -> dict[str, tuple[str, ...]]:
-    """Return, for a tried version, the parameters of each function that the attachment
-    passes or reads.
+    """Return the parameters that the attachment passes or reads, by function.
+
+    Args:
+        tried: One of `TRIED_VERSIONS`.
     """
     more = _MORE_PARAMETERS[tried]
     return {
@@ -122,7 +135,7 @@ def parameters_of(tried: str) -> dict[str, tuple[str, ...]]:
 
 
 def _tried_version(version: str) -> str:
-    """Return the tried version that this one is a patch of."""
+    """Return the tested version of which `version` is a patch release."""
     for tried in TRIED_VERSIONS:
         if version.startswith(f"{tried}."):
             return tried

@@ -1,13 +1,14 @@
-"""Attaches to ms-swift's unmodified Megatron trainer, `swift.megatron.trainers`, whose
-`train` its pipelines call.
+"""Attaches to ms-swift's unmodified Megatron trainer, `swift.megatron.trainers`.
+
+The pipelines of ms-swift call the trainer's `train`. Owns: the replacements of the
+trainer's methods (`ms_swift_seams` names the methods), and entering `train` again after
+a recovery. All else stays ms-swift's: forward and backward of a step, logs, evaluation,
+callbacks, checkpoints.
 
     attach(base, joined, settings)    in a worker, before the script runs
 
-Owns: the methods that stand in for the trainer's (`ms_swift_seams` names them), and
-entering `train` again after a recovery. The loop itself stays ms-swift's: forward and
-backward of a step, logs, evaluation, callbacks, checkpoints.
-
-    train        join, come to one state with all ranks, enter ms-swift's `train`; again after each loss of ranks
+    train        join; come to one state with all ranks; enter ms-swift's `train`. Again
+                 after each loss of ranks
     train_step   one iteration, with the hooks of `moe_ckpt.loop`
 """
 
@@ -44,16 +45,23 @@ from moe_ckpt.run_settings import RunSettings
 def attach(
     base: Any, joined: JoinedWorker[Worker], settings: RunSettings
 ) -> Attachment:
-    """Let the trainer of this worker's process checkpoint and recover; the script that
-    runs next uses it as always.
+    """Let the trainer of this worker's process checkpoint and recover.
 
-    Process groups that are created from here on outlive the loss of ranks. Raises
-    ConfigError for a second attachment.
+    The script that runs next uses the trainer as always. Process groups that the script
+    creates from here on outlive the loss of ranks.
+
+    Args:
+        base: The module of the base class of ms-swift's trainers.
+        joined: This worker.
+        settings: The settings of the run.
+
+    Raises:
+        ConfigError: The process has an attachment already.
     """
     mark_attached(base)
     route_groups()
     attachment = Attachment(joined)
-    # keeps methods that are replaced below
+    # `AttachedSwift` keeps the methods that are replaced below
     trainer, loop = base.BaseMegatronTrainer, AttachedSwift(base, attachment)
     base.get_forward_backward_func = attachment.observing(
         base.get_forward_backward_func
@@ -82,13 +90,15 @@ class AttachedSwift:
     def data_iterators(
         self, _trainer: Any, *_datasets: Any, **_options: Any
     ) -> tuple[Any, Any]:
-        """Stand in for `_prepare_data_iterator`: both iterators stand where the
-        iteration to be entered needs them.
+        """Replace `_prepare_data_iterator`: return both iterators of the loop.
+
+        The iterators of training and validation stand where the iteration to be entered
+        needs them.
         """
         return self._iterators
 
     def train_step(self, trainer: Any, samples: Any) -> Any:
-        """Stand in for `train_step`."""
+        """Replace `train_step`: run one iteration with hooks."""
 
         def run(stepping: Stepping, held: Stepping) -> Any:
             optimizer, scheduler = trainer.optimizer, trainer.opt_param_scheduler
@@ -97,12 +107,18 @@ class AttachedSwift:
                 return self._train_step(trainer, samples)
             finally:
                 # also after a rollback: `train` is entered again with the trainer's own
+                # optimizer and scheduler
                 trainer.optimizer, trainer.opt_param_scheduler = optimizer, scheduler
 
         return self._attachment.loop.train_step(trainer.state.iteration + 1, run)
 
     def train(self, trainer: Any, train_dataset: Any, val_dataset: Any) -> Any:
-        """Stand in for `train`: return once all ranks have done all iterations."""
+        """Replace `train`: return once all ranks have done all iterations.
+
+        Raises:
+            ConfigError: The model cannot be built by a rank alone, or has done
+                iterations.
+        """
         args, config = trainer.args, trainer.config
         require_supported_model(args, config)
         require(
@@ -116,7 +132,7 @@ class AttachedSwift:
             sequence_length=args.seq_length,
             decoder_sequence_length=None,
         )
-        # this loop has none of its own
+        # ms-swift creates no such calculator of its own
         if num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
             num_microbatches_calculator.init_num_microbatches_calculator(
                 0,
@@ -147,7 +163,7 @@ class AttachedSwift:
         def enter(done: int) -> Any:
             reset_loop(SimpleNamespace(_timers={}), state)
             _reset(trainer.state, done, args.global_batch_size)
-            # `train` sets this one of its module
+            # `train` sets `finalize_model_grads_func` to this function of the module
             self._base.finalize_model_grads = config.finalize_model_grads_func
             self._iterators = (
                 batches.training_after(done),
@@ -171,14 +187,15 @@ class AttachedSwift:
 def _reset(counters: Any, done: int, batch: int) -> None:
     """Set ms-swift's `TrainerState` to its values after iteration `done`."""
     counters.iteration, counters.consumed_train_samples = done, done * batch
-    # set by an iteration that a fault cut off, they would act in the one that is
-    # entered now
+    # An iteration that a fault cut off may have set these flags. The flags would act in
+    # the iteration that is entered now.
     counters.should_log = counters.should_eval = counters.should_save = False
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that Python binds to its object, for a bound method of another
-    one.
+    """Wrap a bound method as a function that a class can hold as its own method.
+
+    Python passes the instance of that class as the first argument.
     """
 
     @functools.wraps(function)
@@ -191,8 +208,10 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 def _checked(
     initialize: Callable[..., Any], attachment: Attachment, settings: RunSettings
 ) -> Callable[..., Any]:
-    """Return an `__init__` of trainers that first refuses settings that cannot be
-    exact, before a model is built.
+    """Wrap the `__init__` of trainers with the checks of settings.
+
+    The wrapped function first refuses settings that cannot be exact, before a model is
+    built.
     """
 
     @functools.wraps(initialize)

@@ -1,11 +1,12 @@
 """Samples of ms-swift's data sets, read again from any iteration on.
 
 Owns: the positions of both iterators of the loop. A position counts this rank's
-micro-batches. Its sample indices are those that the loop's own batch sampler gives
-after as many: the samplers' own start by consumed samples is another one where ranks
-have passes of different lengths. A plain run draws a seed from torch's generator where
-a pass over a data set begins; here the training iterator draws it, and those of an
-evaluation at the first read of the iteration after it.
+micro-batches. The sample indices at a position are the indices that the loop's own
+batch sampler gives after as many micro-batches. The samplers can also start by consumed
+samples, but then give other indices if passes of ranks differ in length. A plain run
+draws a seed from torch's generator at the beginning of each pass over a data set. Here
+the training iterator draws its own seeds, and the first read of the iteration after an
+evaluation draws the seeds of that evaluation.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from moe_ckpt.integrations.consumed_samples import (
 class SwiftBatches(RandomAccess):
     """Iterators over training and validation samples of one rank.
 
-    `create` makes a loader of a data set and of an iterable of sample indices by
-    micro-batch.
+    Args:
+        create: Makes a loader, given a data set and an iterable over the sample indices
+            of micro-batches.
+        settings: The arguments of the trainer.
+        training: The loop's loader of training samples, from the first sample on.
+        validation: The loop's loader of validation samples; None without validation.
     """
 
     def __init__(
@@ -40,7 +45,6 @@ class SwiftBatches(RandomAccess):
         self.consumed = ConsumedSamples()
         self._create = create
         self._settings = settings
-        # loaders that start with the first sample
         self._training, self._validation = training, validation
         self._of_evaluation = settings.eval_iters * settings.num_microbatches
         self._of_pass = (
@@ -51,8 +55,9 @@ class SwiftBatches(RandomAccess):
         self._draws_due = 0
 
     def draw_seeds(self, iteration: int) -> None:
-        """Let this iteration's first read draw the seeds of an evaluation just before
-        it.
+        """Make the first read of an iteration draw the seeds of an evaluation.
+
+        Only an evaluation directly before the iteration has draws that are due.
         """
         done = iteration - 1
         before, after = self.num_validated(done - 1), self.num_validated(done)
@@ -61,7 +66,7 @@ class SwiftBatches(RandomAccess):
         )
 
     def training_after(self, done: int) -> Iterator[Any]:
-        """Return an iterator from the first sample of iteration `done + 1` on."""
+        """Yield training samples from the first one of iteration `done + 1` on."""
         for is_pass, samples in self._passes(
             self._training, done * self._settings.num_microbatches
         ):
@@ -74,8 +79,12 @@ class SwiftBatches(RandomAccess):
                 yield sample
 
     def validation_after(self, done: int) -> Iterator[Any] | None:
-        """Return an iterator that starts with the first sample of the next evaluation
-        after iteration `done`.
+        """Return an iterator over the samples of evaluations after iteration `done`.
+
+        The iterator starts with the first sample of the next evaluation.
+
+        Returns:
+            The iterator; None without validation.
         """
         if self._validation is None:
             return None
@@ -83,19 +92,19 @@ class SwiftBatches(RandomAccess):
         return itertools.chain.from_iterable(samples for _, samples in passes)
 
     def num_validated(self, done: int) -> int:
-        """Return the micro-batches that evaluations have read during the first `done`
-        iterations.
-        """
+        """Return the micro-batches that evaluations read in `done` iterations."""
         every = self._settings.eval_steps
         return max(done, 0) // every * self._of_evaluation if every else 0
 
     def _passes(
         self, loader: Any, position: int
     ) -> Iterator[tuple[bool, Iterator[Any]]]:
-        """Yield iterators over passes from a position on, each with whether it stands
-        at the beginning of its pass.
+        """Yield passes over a loader's data from a position on.
+
+        Yields:
+            Whether the iterator stands at the beginning of its pass, and the iterator.
         """
-        # samplers count the samples that they have given
+        # a copy, because samplers count the samples that they have given
         sampler = copy.copy(loader.batch_sampler)
         while True:
             indices = iter(sampler)

@@ -1,8 +1,8 @@
-"""Settings of ms-swift's Megatron trainer that cannot be exact, each refused by its
-name with the reason.
+"""ms-swift's settings: the refusals, and the settings that shape a run.
 
-Owns: those that Megatron-LM does not have. All others have Megatron-LM's names, and its
-reasons. Pure.
+Settings that cannot be exact are refused, each by its name and with the reason. Owns:
+the refusals of settings that Megatron-LM does not have. All other settings have the
+names of Megatron-LM's options, and the same reasons. Pure.
 """
 
 from __future__ import annotations
@@ -59,8 +59,15 @@ _SHAPING_ARGUMENTS = (
 
 
 def require_supported(trainer: str, args: Any) -> None:
-    """Raise ConfigError for another trainer than that of fine-tuning, or for an
-    argument that cannot be exact.
+    """Refuse trainers and arguments that cannot be exact.
+
+    Args:
+        trainer: The name of the trainer's class; only `TRAINER`, for fine-tuning, is
+            exact.
+        args: The arguments of the trainer.
+
+    Raises:
+        ConfigError: The trainer is another one, or an argument cannot be exact.
     """
     require(
         trainer == TRAINER,
@@ -73,8 +80,15 @@ def require_supported(trainer: str, args: Any) -> None:
 
 
 def require_supported_model(args: Any, config: Any) -> None:
-    """Raise ConfigError for a model with stages without layers, or without experts that
-    a rank builds alone.
+    """Refuse models that a rank cannot build alone.
+
+    Args:
+        args: The arguments of the trainer.
+        config: Megatron's configuration of the model.
+
+    Raises:
+        ConfigError: A stage has no layers, or a stage has no experts and the optimizer
+            is not sharded.
     """
     split = LayerSplit.of(config, CONFIG_FIELDS, "--{}")
     split.require_layers()
@@ -83,7 +97,7 @@ def require_supported_model(args: Any, config: Any) -> None:
 
 
 def shaping_of(args: Any, config: Any) -> dict[str, Any]:
-    """Return the settings that shape the saved state, by their names."""
+    """Return the settings that shape the saved state, by name."""
     of_model = {
         name: getattr(config, name, None) for name in (*LAYER_SHAPE, "num_moe_experts")
     }

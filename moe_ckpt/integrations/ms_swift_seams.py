@@ -1,5 +1,4 @@
-"""The parts of ms-swift's Megatron trainer that an attachment replaces, and the check
-that they are known.
+"""The parts of ms-swift's trainer that an attachment replaces, and their check.
 
 Owns: the tested version, and the names, parameters and calls that must exist.
 """
@@ -75,8 +74,10 @@ _FLOW_CALLS: Names = {
 
 
 def import_swift() -> Any:
-    """Return the module of ms-swift's Megatron trainer after checking the loop's seams.
-    Raises ConfigError.
+    """Import the base module of ms-swift's Megatron trainer and check the seams.
+
+    Raises:
+        ConfigError: The package is missing, has another version, or a seam has moved.
     """
     try:
         version = importlib.import_module("swift.version").__version__

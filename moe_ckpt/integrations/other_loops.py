@@ -1,9 +1,9 @@
-"""The training loops over Megatron-Core that a run is not attached to: to import one is
-an error.
+"""The training loops over Megatron-Core that a run is not attached to.
 
-Owns: their modules, and the check at each import. A run whose loop is not attached
-would train to its end without protection, and only then be found to be so. Modules for
-conversions of checkpoints, which import no loop, stay free.
+Owns: the modules of these loops, and the check at each import: importing such a loop is
+an error. Otherwise a run whose loop is not attached would train to its end without
+protection, and report the mistake only then. Modules that convert checkpoints import no
+loop and stay free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_ckpt.refused_imports import RefusedImports
 
 BRIDGE, SWIFT = "megatron.bridge.training.train", "swift.megatron.trainers.base"
 _ATTACHED = {"megatron-bridge": BRIDGE, "ms-swift": SWIFT}
-LOOPS = {  # a loop's module, its name, and the wanted alternative
+LOOPS = {  # a loop's module: the loop's name, and the wanted alternative
     BRIDGE: ("Megatron-Bridge's training loop", "--loop megatron-bridge"),
     "megatron.bridge.training.train_megatron_mimo": (
         "Megatron-Bridge's loop for multimodal models",
@@ -25,10 +25,13 @@ LOOPS = {  # a loop's module, its name, and the wanted alternative
 
 
 def refuse_other_loops(attached: str) -> None:
-    """Refuse all loops but that of the attached name, in this process and in those that
-    it forks.
+    """Refuse all loops but the attached one, in this process and in its forks.
 
-    Raises ConfigError if one is imported already.
+    Args:
+        attached: The attached loop, by the name of `--loop`.
+
+    Raises:
+        ConfigError: Another loop is imported already.
     """
     others = {
         name: words for name, words in LOOPS.items() if name != _ATTACHED.get(attached)
@@ -43,7 +46,7 @@ def refuse_other_loops(attached: str) -> None:
         }
     )
     for name in others:
-        # Python asks no finder for a module that it has already
+        # Python asks no finder for a module that is imported already
         if name in sys.modules:
             refused.find_spec(name, None)
     sys.meta_path.insert(0, refused)

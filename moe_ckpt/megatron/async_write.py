@@ -1,12 +1,13 @@
-"""One checkpoint through PyTorch's distributed checkpoint, in parts between which
-training may continue.
+"""One checkpoint, written with PyTorch's distributed checkpoint in separate phases.
+
+Training may continue between the phases.
 
 Owns: the plan of the write, this rank's file, and the metadata of all files. Must not:
-know the contents, or decide when to save. Only the training thread communicates: a
-background thread may outlive a generation of process groups.
+know the contents, or decide when to save. Only the training thread communicates,
+because a background thread may outlive a generation of process groups.
 
-    training thread      plan, with all ranks                            finish, with all ranks
-    this or another                           write, sync, checksum ----/
+    training thread      plan, with all ranks                  finish, with all ranks
+    this or another                  write, sync, checksum ----/
 """
 
 from __future__ import annotations
@@ -34,19 +35,27 @@ from moe_ckpt.types import FileRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Written:
-    """The shard that one rank has written: the place of each item, and its synced
-    files.
-    """
+    """The result of one rank's write."""
 
     results: list[WriteResult]
+    """The place of each written item in this rank's file."""
+
     files: Sequence[FileRecord]
+    """Size and checksum of each file that this rank wrote; the files are synced."""
 
 
 class PlannedWrite:
-    """This rank's part of a checkpoint of `content`, in an existing directory. The
-    constructor is collective.
+    """This rank's part of a checkpoint, planned with all ranks.
 
-    Raises CheckpointSaveError on all ranks.
+    The constructor is collective in `group`.
+
+    Args:
+        directory: An existing directory.
+        content: This rank's part of the state, in PyTorch's format.
+        group: The ranks that write the checkpoint.
+
+    Raises:
+        CheckpointSaveError: Planning failed on a rank. Raised on all ranks.
     """
 
     def __init__(
@@ -54,7 +63,7 @@ class PlannedWrite:
     ) -> None:
         self._directory = directory
         self._ranks = _DistWrapper(group, use_dist=True, coordinator_rank=0)
-        # sealing files syncs them
+        # `seal_files` syncs the files
         self._storage = dcp.FileSystemWriter(directory, sync_files=False)
         self._planner = _Planner()
         self._metadata: Metadata | None = None
@@ -64,8 +73,12 @@ class PlannedWrite:
             )
 
     def write(self) -> Written:
-        """Write this rank's file, sync it and read it back. For any thread: no
-        communication.
+        """Write this rank's file, sync the file and read it back.
+
+        Any thread may call the method, which does not communicate.
+
+        Raises:
+            CheckpointSaveError: The write was abandoned.
         """
         self._planner.require_wanted()
         writing = self._storage.write_data(
@@ -73,27 +86,32 @@ class PlannedWrite:
         )
         writing.wait()
         results = writing.value()
-        # no save begins until an abandoned one has ended: it reads nothing back
+        # do not read an abandoned file back: no other save begins until this write has
+        # ended
         self._planner.require_wanted()
         names = {str(result.storage_data.relative_path) for result in results}
         return Written(results=results, files=seal_files(self._directory, names))
 
     def abandon(self) -> None:
-        """Make `write` fail before its next tensor, or before it checks its file."""
+        """Make `write` fail before its next tensor, or before reading back its file."""
         self._planner.abandon()
 
     def finish(self, written: Callable[[], Written]) -> Sequence[FileRecord]:
-        """Write the metadata once `write` has ended on all ranks; `written` returns its
-        result or raises its error.
+        """Write the metadata once `write` has ended on all ranks. Collective.
 
-        Collective.
+        Args:
+            written: Returns the result of `write`, or raises its error.
 
-        Returns this rank's files. Raises CheckpointSaveError on all ranks if a write
-        failed on any.
+        Returns:
+            The records of this rank's files.
+
+        Raises:
+            CheckpointSaveError: A write failed on a rank. Raised on all ranks.
         """
         with self._failing_as_save():
-            # `written` raises in here, where torch hands an error on to all ranks;
-            # outside the others would wait
+            # `written` is called inside the collective, because torch passes an error
+            # that is raised there on to all ranks. After an error outside, the other
+            # ranks would wait
             self._ranks.all_reduce(
                 "write", lambda: written().results, self._finish_of_all
             )
@@ -114,7 +132,7 @@ class PlannedWrite:
         return self._storage.prepare_global_plan(plans)
 
     def _finish_of_all(self, results: list[list[WriteResult]]) -> None:
-        assert self._metadata is not None  # of the coordinator, which alone is here
+        assert self._metadata is not None  # only the coordinator calls this method
         self._storage.finish(self._metadata, results)
 
     @contextlib.contextmanager
@@ -131,8 +149,8 @@ class _Planner(MCoreSavePlanner):
     """Megatron's planner, for a write that may be abandoned."""
 
     def __init__(self) -> None:
-        # as Megatron's planner asserts: of several copies of a tensor, one rank alone
-        # names it in its content
+        # Megatron's planner asserts this value: of several copies of a tensor, only one
+        # rank names the tensor in its content
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._is_abandoned = threading.Event()
 
@@ -149,7 +167,7 @@ class _Planner(MCoreSavePlanner):
 
 
 def reason_of(error: CheckpointException) -> str:
-    """Return the causes of a PyTorch error, which wraps one per failing rank."""
+    """Return the causes of a PyTorch error, which wraps one cause per failing rank."""
     return "; ".join(
         sorted({f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()})
     )

@@ -1,9 +1,10 @@
-"""Module buffers under names that hold at every parallel layout: global layers and
-experts in place of local ones.
+"""Module buffers under names that do not depend on the parallel layout.
 
-Owns: those names, and merging the values of several ranks. Megatron saves the
-persistent buffers itself; the others (the routers' counters of an iteration) are in no
-rank's sharded state dict. Must not: write files or communicate.
+The names count global layers and global experts in place of local ones.
+
+Owns: the names, and merging the values of several ranks. Megatron saves persistent
+buffers itself. The other buffers, such as the routers' counters of an iteration, are in
+no rank's sharded state dict. Must not: write files or communicate.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import torch
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.megatron.transformer_engine import named_scaling
 
-# of rotary embeddings with YaRN: functions of the length, which a first pass may
-# replace by buffers of another shape
+# Caches of rotary embeddings with YaRN. The values are functions of the length; the
+# first pass may replace the caches by buffers of another shape
 _DERIVED = ("cos_cached", "sin_cached")
 
 
 def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's buffers, and the scales of its FP8 layers, in place; without
-    those that follow from settings.
+    """Yield a model's buffers and the scales of its FP8 layers, in place.
+
+    Buffers that follow from settings are left out.
     """
     return buffers_of(list(model.named_modules()))
 
@@ -31,11 +33,14 @@ def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def buffers_of(
     modules: Sequence[tuple[str, torch.nn.Module]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what `named_buffers` yields of the model with these modules.
+    """Yield the result of `named_buffers` for the model with these modules.
 
     Each call looks the buffers up again, so `modules` may be older than a buffer.
+
+    Args:
+        modules: Names and modules, as `named_modules` yields them.
     """
-    found: set[int] = set()  # by id: a buffer that two modules share has one name
+    found: set[int] = set()  # ids: a buffer that two modules share gets one name
     for prefix, module in modules:
         for key, buffer in module._buffers.items():
             if buffer is None or id(buffer) in found or key.endswith(_DERIVED):
@@ -46,8 +51,12 @@ def buffers_of(
 
 
 def buffers_by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return copies, on the host, of all buffers of a rank's model chunks, persistent
-    or not.
+    """Return copies of all buffers of a rank's model chunks, on the host.
+
+    Names do not depend on the layout. Buffers that are not persistent are included.
+
+    Raises:
+        CheckpointLoadError: Two buffers of one name differ.
     """
     return merge_buffers(
         {name: buffer.detach().cpu().clone()} for name, buffer in _named(chunks)
@@ -57,9 +66,14 @@ def buffers_by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor
 def restore_buffers_by_name(
     chunks: Sequence[torch.nn.Module], saved: Mapping[str, torch.Tensor]
 ) -> None:
-    """Restore the result of `buffers_by_name`, on the ranks that have the layers now.
+    """Restore the result of `buffers_by_name` into this rank's layers.
 
-    Raises CheckpointLoadError for a buffer that was not saved.
+    Args:
+        chunks: This rank's model chunks, in the current layout.
+        saved: Buffers by name; names of other ranks' layers are ignored.
+
+    Raises:
+        CheckpointLoadError: A buffer of this rank was not saved.
     """
     for name, buffer in _named(chunks):
         if name not in saved:
@@ -74,9 +88,12 @@ def merge_buffers(
 ) -> dict[str, torch.Tensor]:
     """Return the buffers of all parts together.
 
-    Raises CheckpointLoadError for a buffer that differs between parts: it belongs to a
-    rank and not to the model, and a rank of another layout could not continue with it.
-    Megatron's buffers are equal, or zero, at the end of an iteration.
+    Megatron's buffers are equal on all ranks, or zero, at the end of an iteration.
+
+    Raises:
+        CheckpointLoadError: A buffer differs between parts. Such a buffer belongs to a
+            rank and not to the model, and a rank of another layout could not continue
+            with the value.
     """
     merged: dict[str, torch.Tensor] = {}
     for part in parts:
@@ -97,15 +114,17 @@ def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tenso
 
 
 def _global_name(chunk: torch.nn.Module, name: str) -> str:
-    """Return `decoder.layers.2.x` for `module.decoder.layers.0.x` of a stage whose
-    first layer is global layer 2.
+    """Return the layout-independent name of a chunk's buffer.
+
+    In a stage whose first layer is global layer 2, `module.decoder.layers.0.x` becomes
+    `decoder.layers.2.x`.
     """
     parts: list[str] = []
     inner: Any = chunk
     experts: Sequence[int] = ()
     for part in name.split("."):
         numbered = isinstance(inner, torch.nn.ModuleList)
-        inner = getattr(inner, part, None)  # scales of FP8 layers are in no attribute
+        inner = getattr(inner, part, None)  # None for FP8 scales: no attribute
         experts = getattr(inner, "local_expert_indices", experts)
         if numbered and hasattr(inner, "layer_number"):
             parts.append(str(inner.layer_number - 1))

@@ -1,13 +1,14 @@
-"""Experts that lost tokens process more than their capacity until the loss is made up
-(MoEtion, section 6).
+"""Extra expert capacity after a fault, until lost tokens are made up.
 
-Owns: a router class for Megatron's `MoESubmodules.router`, which equals Megatron's bit
-for bit in layers without a recovering expert; and the shares of the deficit in an
-iteration. Must not: sum over ranks, or know the fault.
+Owns: a router class for Megatron's `MoESubmodules.router`, and this rank's shares of
+the deficit in an iteration. In layers without a recovering expert the router equals
+Megatron's router bit for bit. Must not: sum over ranks, or know the fault. MoEtion,
+section 6.
 
-A deficit belongs to the stage, a capacity to one rank and micro-batch: each rank stays
-within its share of the deficit in each micro-batch, so all ranks together never make up
-more than was lost. Unused shares are distributed again.
+A deficit belongs to a stage; a capacity belongs to one rank and one micro-batch. Each
+rank stays within its share of the deficit in each micro-batch, so all ranks together
+never make up more tokens than were lost. The next iteration distributes unused shares
+again.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from moe_ckpt.types import IntArray, OperatorKind
 
 
 class BoostedRouter(TopKRouter):
-    """Megatron's router, with more capacity for experts that have shares of a deficit.
+    """Megatron's router, with more capacity for experts that have a share of a deficit.
 
-    It has no further parameters or buffers. Evaluation uses Megatron's equal
+    The router has no further parameters or buffers. Evaluation uses Megatron's equal
     capacities.
     """
 
@@ -50,11 +51,15 @@ class BoostedRouter(TopKRouter):
         self.boost(None)
 
     def boost(self, shares: IntArray | None, factor: float = 0.0) -> None:
-        """Let experts process up to their share, and `factor` of the capacity, more of
-        each following micro-batch.
+        """Raise the capacity of experts in the following micro-batches.
 
-        `shares` are int64 [micro-batches, experts]; None restores Megatron's routing.
-        Resets the counts.
+        The call resets `capacity` and the count of extra tokens.
+
+        Args:
+            shares: Tokens that each expert may process beyond the capacity, int64
+                [micro-batches, experts]. None restores Megatron's routing.
+            factor: The most extra tokens of a micro-batch, as a fraction of the
+                capacity.
         """
         self._shares, self._factor = shares, factor
         self._num_forwards = self._num_recomputed = 0
@@ -62,14 +67,17 @@ class BoostedRouter(TopKRouter):
 
     @property
     def capacity(self) -> IntArray:
-        """The tokens that each expert could process, int64 [experts], in all
-        micro-batches since `boost`.
+        """Tokens that each expert could process since `boost`, int64 [experts].
+
+        The sum over all micro-batches since then.
         """
         return self._capacity
 
     def take_extra(self) -> IntArray:
-        """Return the tokens beyond Megatron's capacity that experts have processed
-        since the last call.
+        """Return the tokens that experts processed beyond Megatron's capacity.
+
+        Returns:
+            The tokens since the last call or `boost`, int64 [experts].
         """
         extra, self._extra = self._extra, self._nothing()
         return extra
@@ -77,26 +85,29 @@ class BoostedRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return probabilities and the routing map, [tokens, experts]: Megatron's at
-        each expert's own capacity.
+        """Route tokens as Megatron does, but at each expert's own capacity.
+
+        Returns:
+            Probabilities and the routing map, each [tokens, experts].
         """
         if self._shares is None or not self.training:
             return super().routing(logits, padding_mask=padding_mask)
         with self._without_capacity():
             probabilities, wanted = super().routing(logits, padding_mask=padding_mask)
         kept = self._keep(probabilities.detach(), wanted, self._capacity_for(wanted))
-        # with the tokens that are kept: Megatron's own call in `routing` would have
-        # counted those that are dropped
+        # Only kept tokens count for the expert bias. Megatron's own call in `routing`
+        # would have counted dropped tokens, too
         self._apply_expert_bias(kept, padding_mask=padding_mask)
         return probabilities * kept, kept
 
     @contextlib.contextmanager
     def _without_capacity(self) -> Iterator[None]:
-        """Keep Megatron from dropping tokens, and from counting tokens for the bias
-        that will be dropped.
+        """Disable Megatron's token dropping, and its token counts for the expert bias.
+
+        The counts would include tokens that are dropped later.
         """
         config, counts = self.config, self.enable_expert_bias
-        self.config = copy.copy(config)  # all modules of the model share the other one
+        self.config = copy.copy(config)  # all modules share the original
         self.config.moe_expert_capacity_factor = None
         self.enable_expert_bias = False
         try:
@@ -105,8 +116,9 @@ class BoostedRouter(TopKRouter):
             self.config, self.enable_expert_bias = config, counts
 
     def _capacity_for(self, wanted: torch.Tensor) -> IntArray:
-        """Return each expert's capacity for this micro-batch; the same when its
-        activations are recomputed.
+        """Return each expert's capacity for this micro-batch.
+
+        A recomputation of the micro-batch gets the same capacity.
         """
         num_tokens, num_experts = wanted.shape
         equal = get_capacity(
@@ -119,16 +131,15 @@ class BoostedRouter(TopKRouter):
         capacity = boosted_capacity(demand, share, capacity=equal, factor=self._factor)
         if not is_recomputed:
             self._capacity = self._capacity + capacity
-            # a higher capacity is no use without tokens for it
+            # `boosted_capacity` raises a capacity at most to the demand, so tokens fill
+            # all extra capacity
             self._extra = self._extra + capacity - equal
         return capacity
 
     def _next_share(self) -> tuple[IntArray, bool]:
-        """Return the share for this micro-batch, and whether the router sees it for the
-        second time.
-        """
-        # backward, which recomputes activations, takes micro-batches in the order of
-        # forward: a second count suffices
+        """Return this micro-batch's share, and whether the pass is a recomputation."""
+        # backward recomputes micro-batches in the order of forward, so a second counter
+        # suffices
         is_recomputed = torch._C._current_graph_task_id() != -1
         micro_batch = self._num_recomputed if is_recomputed else self._num_forwards
         self._num_recomputed += is_recomputed
@@ -142,19 +153,18 @@ class BoostedRouter(TopKRouter):
     def _keep(
         self, probabilities: torch.Tensor, wanted: torch.Tensor, capacity: IntArray
     ) -> torch.Tensor:
-        """Return the tokens that each expert keeps: those that Megatron would keep at
-        that capacity.
-        """
+        """Return the tokens that Megatron would keep at each expert's capacity."""
         num_tokens, num_experts = wanted.shape
         kept = torch.zeros_like(wanted)
-        # Megatron drops at one capacity for all experts: once at each, and each expert
-        # takes the result at its own
+        # Megatron drops tokens at one capacity for all experts. The loop runs
+        # Megatron's function once for each distinct capacity, and each expert takes the
+        # result at its own capacity
         for tokens in np.unique(capacity):
             at_equal_capacity = apply_router_token_dropping(
                 probabilities,
                 wanted,
                 router_topk=self.topk,
-                # Megatron rounds up
+                # Megatron rounds the capacity up
                 capacity_factor=(tokens - 0.5) * num_experts / (num_tokens * self.topk),
                 drop_policy=self.config.moe_token_drop_policy,
             )
@@ -168,16 +178,23 @@ class BoostedRouter(TopKRouter):
 
 
 class CapacityBoost:
-    """The tokens that the experts of this rank's stage have yet to make up, and the
-    routers that process them.
+    """The stage's deficit of tokens, and the routers that make up the deficit.
 
-    Call `begin_iteration`, forward and backward, `end_iteration`; the sum of its
-    results over the ranks of the stage goes to `make_up` before the next iteration. So
-    the deficit is the same on all ranks, int64 [layers, experts]. Extra tokens of a
-    micro-batch are rounded down: a capacity below 1 / `factor` has none. Layers are in
-    order from front to back; `num_micro_batches` are those of a rank in an iteration.
-    The constructor raises ConfigError if the capacity of Megatron's experts cannot be
-    raised.
+    In each iteration call `begin_iteration`, forward and backward, and `end_iteration`.
+    Then sum the results of `end_iteration` over the ranks of the stage, and pass the
+    sum to `make_up` before the next iteration. The deficit, int64 [layers, experts], is
+    therefore the same on all ranks. Layers are in order from front to back.
+
+    The extra tokens of a micro-batch are rounded down: with a capacity below 1 /
+    `factor` an expert gets no extra tokens.
+
+    Args:
+        state: This rank's training state.
+        num_micro_batches: Micro-batches of one rank in an iteration.
+        factor: The most extra tokens of a micro-batch, as a fraction of the capacity.
+
+    Raises:
+        ConfigError: The capacity of Megatron's experts cannot be raised.
     """
 
     def __init__(
@@ -208,8 +225,9 @@ class CapacityBoost:
 
     @property
     def is_capacity_limited(self) -> bool:
-        """Whether experts have a capacity; without one the deficit stays 0 and no
-        method has an effect.
+        """Whether experts have a capacity.
+
+        Without a capacity the deficit stays 0, and no method has an effect.
         """
         return bool(self._routers)
 
@@ -228,13 +246,19 @@ class CapacityBoost:
 
     @property
     def deficit(self) -> IntArray:
-        """The lost tokens of each expert that are yet to be made up, over all ranks.
-        Read-only.
+        """Lost tokens of each expert that are yet to be made up. Read-only.
+
+        The numbers are those of all ranks of the stage together, int64 [layers,
+        experts].
         """
         return self._deficit
 
     def recover(self, deficit: IntArray) -> None:
-        """Set the deficit to these tokens, from the next `begin_iteration` on."""
+        """Replace the deficit, from the next `begin_iteration` on.
+
+        Args:
+            deficit: Lost tokens, over all ranks of the stage, int64 [layers, experts].
+        """
         if not self.is_capacity_limited:
             return
         assert deficit.shape == self._deficit.shape, (
@@ -246,8 +270,9 @@ class CapacityBoost:
         self._release()
 
     def begin_iteration(self) -> None:
-        """Give this rank's shares of the deficit to the routers; drop the counts of an
-        abandoned attempt.
+        """Give this rank's shares of the deficit to the routers.
+
+        The counts of an abandoned attempt are dropped.
         """
         self._release()
         self._recovering = np.flatnonzero(self._deficit.any(axis=1)).tolist()
@@ -258,8 +283,10 @@ class CapacityBoost:
             )
 
     def end_iteration(self) -> IntArray:
-        """Return the tokens beyond capacity that this rank has sent to each expert,
-        shaped as the deficit.
+        """Return the tokens beyond capacity that this rank has sent to each expert.
+
+        Returns:
+            Extra tokens of this rank, int64 [layers, experts].
         """
         extra = np.zeros_like(self._deficit)
         for layer in self._recovering:
@@ -267,15 +294,16 @@ class CapacityBoost:
         return extra
 
     def make_up(self, extra: IntArray) -> None:
-        """Subtract the tokens that all ranks of the stage have made up, the sum of
-        `end_iteration`'s results.
+        """Subtract the tokens that all ranks of the stage have made up.
+
+        Args:
+            extra: The sum of the results of `end_iteration` over the ranks of the
+                stage.
         """
         self._deficit = made_up(self._deficit, extra)
 
     def boosted(self, iteration: int) -> CapacityBoosted | None:
-        """Return the capacities of the last iteration, or None if no expert of this
-        stage recovered.
-        """
+        """Return the capacities of the last iteration; None if no expert recovered."""
         if not self._recovering:
             return None
         return CapacityBoosted(
@@ -298,16 +326,21 @@ class CapacityBoost:
 
 
 def use_router(block: TransformerBlockSubmodules, router: type[TopKRouter]) -> None:
-    """Build the layers of a block's specification with this router, in place of
-    Megatron's.
+    """Use this router in place of Megatron's in all MoE layers of a block.
+
+    Args:
+        block: The specification of the block, which is changed in place.
+        router: The router class.
     """
     for submodules in moe_submodules(block):
         submodules.router = router
 
 
 def _check_can_be_boosted(config: Any) -> None:
-    """Raise ConfigError for settings that fix an expert's tokens, or hide the current
-    micro-batch from a router.
+    """Raise ConfigError for settings that prevent a boost.
+
+    Such settings fix the number of an expert's tokens, or hide the current micro-batch
+    from a router.
     """
     why = "where the capacity of experts is raised after a recovery"
     padded, graphs = config.moe_pad_expert_input_to_capacity, config.cuda_graph_impl
@@ -323,11 +356,10 @@ def _check_can_be_boosted(config: Any) -> None:
 
 
 def _shares_of_rank(deficit: IntArray, num_micro_batches: int) -> IntArray:
-    """Return the shares of this rank in each micro-batch, int64 [micro-batches,
-    experts].
+    """Return this rank's shares of a layer's deficit, int64 [micro-batches, experts].
 
     The remainder goes to the first micro-batch of the first ranks of the stage, then to
-    the second.
+    the second micro-batch.
     """
     rank_in_stage, num_ranks = (
         dist.get_rank(stage_group()),

@@ -1,8 +1,8 @@
-"""The part of an attached run that `moe-ckpt prove` compares: digests of the state, and
-a broken recovery.
+"""Digests of the state and a broken recovery, for runs that `moe-ckpt prove` compares.
 
-Owns: the iterations after which a rank logs digests, and the ingredient that a control
-run leaves out. Must not: change a state in any other run.
+Owns: the iterations after which a rank of an attached run logs digests, and the
+ingredient that a control run leaves out of a recovery. Must not: change the state of
+any other run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from moe_ckpt.snapshot.codec import EXP_AVG
 
 
 class StateChecks:
-    """One rank's digests, after each `every_iters`-th iteration and after recoveries to
-    such an iteration.
+    """Logs the digests of one rank's state.
+
+    Digests are due after each `digest_every_iters`-th iteration, and after a recovery
+    to such an iteration.
     """
 
     def __init__(
@@ -31,8 +33,15 @@ class StateChecks:
         self._leaves_out = config.leave_out == "moments"
 
     def begin(self, done: int, *, is_replacement: bool) -> None:
-        """The state after `done` iterations is there, for the first time or again after
-        a recovery.
+        """Log the digests of a state that has just become available, if any are due.
+
+        In a control run (`run.leave_out=moments`) a replacement process first drops
+        Adam's first moments, once.
+
+        Args:
+            done: Iterations that the state has completed.
+            is_replacement: Whether this process replaces an earlier process of the
+                rank.
         """
         if is_replacement and self._leaves_out:
             self._leaves_out = False
@@ -40,10 +49,10 @@ class StateChecks:
         self.log_where_due(done)
 
     def log_where_due(self, done: int) -> None:
-        """Log the digests of the state after `done` iterations, unless none are due.
+        """Log the digests of the state after `done` iterations, if digests are due.
 
-        Of the state before the first iteration only those of tensors: a recovery may
-        bring experts back to it.
+        For the state before the first iteration only digests of tensors are logged: a
+        recovery may bring experts back to that state.
         """
         every = self._config.digest_every_iters
         if not every or done % every:
@@ -59,18 +68,22 @@ class StateChecks:
 
 
 def job_digest(state: TrainingState) -> tuple[str, list[str]]:
-    """Return a SHA-256, in hex, over the digests of all ranks' states, and these
-    digests. Collective.
+    """Return one digest of the states of all ranks. Collective over all ranks.
+
+    Returns:
+        A SHA-256, in hex, over the digests of all ranks, and the digests by rank.
     """
     digests = TorchRanks().gather(digest_of(state))
     return hashlib.sha256("\n".join(digests).encode()).hexdigest(), digests
 
 
 def forget_first_moments(state: TrainingState) -> bool:
-    """Set Adam's first moments to zero, as a recovery or a resume without them would.
+    """Set Adam's first moments to zero, as a recovery without moments would.
+
+    A resume without moments would do the same.
 
     Returns:
-        Whether there were any.
+        Whether the optimizers have first moments.
     """
     found = False
     for optimizer in state.inner_optimizers:

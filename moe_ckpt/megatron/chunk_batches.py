@@ -1,5 +1,6 @@
-"""The micro-batches of a rank's model chunks (virtual stages), each with an iterator of
-its own, as one position.
+"""One data position for all model chunks (virtual stages) of a rank.
+
+Each chunk has an iterator of its own.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from moe_ckpt.megatron.kept_batches import KeptBatches
 
 
 class ChunkBatches:
-    """The positions of several `KeptBatches`, in the order of their chunks; at an
-    iteration's start all are alike.
+    """The positions of several `KeptBatches`, in the order of the chunks.
+
+    At the start of an iteration all positions are equal.
     """
 
     def __init__(self, chunks: Sequence[KeptBatches]) -> None:
         self._chunks = chunks
 
     def saved(self) -> dict[str, torch.Tensor]:
-        """Return all positions, and how a new process gets there."""
+        """Return all positions, and the data with which a new process reaches them."""
         return {
             f"{number}.{name}": tensor
             for number, chunk in enumerate(self._chunks)
@@ -28,15 +30,17 @@ class ChunkBatches:
         }
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Go to the positions of the result of `saved`. Raises ConfigError as
-        `KeptBatches.restore` does.
+        """Go to the positions of a result of `saved`.
+
+        Raises:
+            ConfigError: As in `KeptBatches.restore`.
         """
         for number, chunk in enumerate(self._chunks):
             chunk.restore(under(f"{number}.", saved))
 
 
 def under(prefix: str, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors whose names begin with a prefix, by the rest of their names."""
+    """Return the tensors whose names begin with a prefix, without the prefix."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in saved.items()

@@ -1,14 +1,14 @@
-"""FP8 parameters on a CPU: tensors with the attributes of Transformer Engine's, and its
-cast of master weights.
+"""FP8 parameters on a CPU: tensors with the attributes of Transformer Engine's.
 
 Owns: payload and scales of a weight (`_data`, `_scale_inv`; `_rowwise_data`,
-`_rowwise_scale_inv`), casts with the scales of each recipe, and the names under which
-Megatron-Core looks for them. Class names, attributes and the order of a cast follow
-Transformer Engine 2.9 to 2.11. Must not: multiply; `fp8_linear` does, with the values
-of `dequantize`.
+`_rowwise_scale_inv`), casts of master weights with the scales of each recipe, and the
+names under which Megatron-Core looks for the tensors. Class names, attributes and the
+order of a cast follow Transformer Engine 2.9 to 2.11. Must not: multiply. `fp8_linear`
+multiplies the values of `dequantize`.
 
-A tensor keeps its dequantized values, as those on a GPU keep a transposed copy: they
-follow a change in place only when `_reset_caches` or `update_usage` is called.
+A tensor keeps a copy of its dequantized values, as a tensor on a GPU keeps a transposed
+copy. The copy follows a change of payload or scales in place only when `_reset_caches`
+or `update_usage` is called.
 """
 
 from __future__ import annotations
@@ -31,28 +31,37 @@ _aten: Any = torch.ops.aten
 
 
 class Float8CurrentScalingQuantizer:
-    """Tensorwise: one scale, from the largest value of the whole tensor."""
+    """Tensorwise scaling: one scale, from the largest value of the whole tensor."""
 
     def scale_shape(self, _shape: torch.Size, /) -> tuple[int, ...]:
+        """Return the shape of the scales of a weight of this shape."""
         return (1,)
 
     def places(self, start: int, end: int, _shape: torch.Size, /) -> torch.Tensor:
-        """Return, for the elements `start` to `end` of a flattened tensor, the position
-        of the scale of each.
+        """Return the position of the scale of each element in a range.
+
+        Args:
+            start: First element of the range, in the flattened tensor.
+            end: End of the range.
         """
         return torch.zeros(end - start, dtype=torch.int64)
 
     def scales(self, amax: torch.Tensor) -> torch.Tensor:
-        """Return the factors that values are multiplied with, for largest values over
-        all ranks.
+        """Return the factors that multiply values before the cast.
+
+        Args:
+            amax: The largest absolute value for each scale, over all ranks, float32.
         """
         factors = (_LARGEST / amax).clamp(max=torch.finfo(torch.float32).max)
         return torch.where((amax > 0) & torch.isfinite(amax), factors, 1.0)
 
 
 class Float8Quantizer(Float8CurrentScalingQuantizer):
-    """Delayed: `scale`, float32 [1], is there before the tensor; `amax`, [1], notes its
-    largest value for later.
+    """Delayed scaling: the scale is known before the tensor.
+
+    Args:
+        scale: The scale from earlier passes, float32 [1].
+        amax: Memory in which a cast notes the largest value for later scales, [1].
     """
 
     def __init__(self, scale: torch.Tensor, amax: torch.Tensor) -> None:
@@ -64,8 +73,9 @@ class Float8Quantizer(Float8CurrentScalingQuantizer):
 
 
 class Float8BlockQuantizer(Float8CurrentScalingQuantizer):
-    """Blockwise: one scale, a power of two, for each square of `block_len` rows and
-    columns.
+    """Blockwise scaling: one scale for each square of `block_len` rows and columns.
+
+    Scales are powers of two.
     """
 
     block_len = 128
@@ -82,20 +92,21 @@ class Float8BlockQuantizer(Float8CurrentScalingQuantizer):
         )
 
     def scales(self, amax: torch.Tensor) -> torch.Tensor:
-        # without the mantissa
+        # a float32 without its mantissa is a power of two
         return (super().scales(amax).view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 class QuantizedTensor(torch.Tensor):
-    """A weight in FP8 that shows itself as a tensor of `dtype`, with the values of
-    `dequantize`.
+    """An FP8 weight that appears as a tensor of `dtype`, with dequantized values.
+
+    The values are those of `dequantize`.
     """
 
     _quantizer: Float8CurrentScalingQuantizer
     _dequantized: torch.Tensor | None
-    _stored_as: tuple[str, str]  # of payload and scales
+    _stored_as: tuple[str, str]  # attributes of payload and scales
     _views: tuple[Any, ...] = (_aten.detach.default,)
-    # the default would return results as this class again, without a payload
+    # PyTorch's default would wrap results in this class, without a payload
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -131,7 +142,7 @@ class QuantizedTensor(torch.Tensor):
         return self._quantizer
 
     def dequantize(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the values, in the nominal type, from the kept copy if there is one."""
+        """Return the values in the nominal type, from the kept copy if there is one."""
         if self._dequantized is None:
             payload, scale_inv = self._stored()
             places = self._quantizer.places(0, payload.numel(), self.shape)
@@ -140,8 +151,9 @@ class QuantizedTensor(torch.Tensor):
         return self._dequantized
 
     def get_high_precision_init_val(self) -> torch.Tensor:
-        """Return the values that the tensor was first cast from: Megatron makes its
-        master weights of them.
+        """Return the values before the first cast.
+
+        Megatron makes its master weights from these values.
         """
         return cast("Any", self).high_precision_init_val
 
@@ -173,7 +185,7 @@ class QuantizedTensor(torch.Tensor):
             )
             cast_master_weights_to_fp8([first], [source.float().view(-1)], [0], None)
             return first
-        # a change would reach the dequantized copy, and be lost with it
+        # an update in place would change the dequantized copy only, and would be lost
         assert not function._schema.is_mutable, (
             f"{function} of an FP8 parameter: got an update in place, wanted none"
         )
@@ -187,7 +199,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 class Float8Tensor(QuantizedTensor):
-    """One scale for the tensor: tensorwise and delayed."""
+    """An FP8 tensor with one scale: tensorwise and delayed scaling."""
 
     _views = (_aten.detach.default, _aten.view.default, _aten.slice.Tensor)
     _stored_as = ("_data", "_scale_inv")
@@ -197,7 +209,10 @@ class Float8Tensor(QuantizedTensor):
 
 
 class Float8BlockwiseQTensor(QuantizedTensor):
-    """A scale for each block of 128 rows and columns; no views but of the whole."""
+    """An FP8 tensor with one scale for each block of 128 rows and columns.
+
+    Views of a part of the tensor are not supported.
+    """
 
     _stored_as = ("_rowwise_data", "_rowwise_scale_inv")
 
@@ -210,8 +225,11 @@ class Float8BlockwiseQTensor(QuantizedTensor):
 def to_fp8_parameter(
     parameter: torch.nn.Parameter, quantizer: Float8CurrentScalingQuantizer
 ) -> torch.nn.Parameter:
-    """Return an FP8 parameter with these values, [rows, columns], and the attributes of
-    `parameter`.
+    """Return an FP8 parameter with the values and attributes of `parameter`.
+
+    Args:
+        parameter: Weights, [rows, columns].
+        quantizer: Selects the recipe, and computes the scales.
     """
     weights = parameter.detach()
     kind = (
@@ -237,7 +255,13 @@ def convert(
     model: torch.nn.Module,
     quantizer_of: Callable[[torch.Tensor], Float8CurrentScalingQuantizer | None],
 ) -> None:
-    """Make FP8 parameters of all parameters of a model that have a quantizer."""
+    """Replace all parameters of a model that have a quantizer by FP8 parameters.
+
+    Args:
+        model: The model, which is changed in place.
+        quantizer_of: Returns the quantizer of a parameter; None leaves the parameter as
+            it is.
+    """
     _install()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -254,10 +278,15 @@ def cast_master_weights_to_fp8(
     group: dist.ProcessGroup | None,
     *_: Any,
 ) -> None:
-    """Cast the parts that this rank has of float32 master weights, each rounded to the
-    weight's type first.
+    """Cast this rank's parts of master weights to FP8 weights. Collective in `group`.
 
-    Collective in `group`; without one the masters are whole.
+    Each master is rounded to the nominal type of its weight first.
+
+    Args:
+        weights: The FP8 weights, which are changed in place.
+        masters: This rank's part of each master, float32, flattened; None: no part.
+        starts: The first element of each part in the flattened weight; None: no part.
+        group: The ranks that hold parts of the masters; None: the masters are whole.
     """
     if not weights:
         return
@@ -286,8 +315,9 @@ def cast_master_weights_to_fp8(
 
 
 def _largest(weight: QuantizedTensor, values: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the largest values below each scale of a weight, float32, flattened; 0
-    where this rank has none.
+    """Return the largest absolute value for each scale of a weight, float32, flattened.
+
+    The value is 0 for a scale of which this rank has no elements.
     """
     places = weight._quantizer.places(start, start + values.numel(), weight.shape)
     return torch.zeros(weight._stored()[1].numel()).scatter_reduce_(
@@ -302,8 +332,9 @@ def _replace_raw_data(weight: QuantizedTensor, raw: torch.Tensor) -> None:
 
 
 def _install() -> None:
-    """Let Megatron-Core take these tensors for Transformer Engine's in this process
-    from now on. Idempotent.
+    """Make Megatron-Core treat these tensors as Transformer Engine's in this process.
+
+    Idempotent.
     """
     utilities: Any = importlib.import_module("megatron.core.fp8_utils")
     values: dict[str, object] = {
@@ -316,7 +347,8 @@ def _install() -> None:
     buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     seams = [(utilities, name, value) for name, value in values.items()]
     for module, name, value in [*seams, (buffers, "_coalescing_manager", _one_by_one)]:
-        # a renamed seam is an AttributeError here, not a silent no-op
+        # a name that Megatron has changed raises AttributeError here; `setattr` alone
+        # would have no effect
         getattr(module, name)
         setattr(module, name, value)
 
@@ -324,8 +356,9 @@ def _install() -> None:
 def _one_by_one(
     group: Any, *arguments: Any, async_ops: bool = False, **options: Any
 ) -> Any:
-    """Let gloo gather buffers of FP8 and of BF16 apart: together, it converts the bytes
-    of one to the other's type.
+    """Make gloo gather FP8 and BF16 buffers in separate operations.
+
+    In one operation gloo converts the bytes of one buffer to the other buffer's type.
     """
     if async_ops:
         return _coalescing_manager(group, *arguments, async_ops=async_ops, **options)

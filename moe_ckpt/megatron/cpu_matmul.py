@@ -1,10 +1,10 @@
-"""Products of bfloat16 and float16 matrices on processors that have no instructions for
-them.
+"""Matrix products of bfloat16 and float16 on CPUs without instructions for them.
 
-Owns: replacing PyTorch's own loops, which are some fifty times slower there than its
-float32 products (AVX2: 1 and 57 GFLOPS a core), by float32 products whose result is
-rounded once, in this process. Both sum in float32, in different orders. Must not: touch
-a processor, or a number format, for which PyTorch has fast products.
+Owns: replacing PyTorch's own loops, in this process, by float32 products whose result
+is rounded once. On such CPUs the loops are about fifty times slower than PyTorch's
+float32 products (AVX2: 1 and 57 GFLOPS a core). Both sum in float32, in different
+orders. Must not: touch a processor, or a number format, for which PyTorch has fast
+products.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ def slow_formats() -> frozenset[torch.dtype]:
 
 
 def multiply_in_float32(formats: frozenset[torch.dtype]) -> None:
-    """From now on compute CPU products of these formats in float32; other formats stay
-    as they are. Once a process.
+    """Compute CPU products of these formats in float32 from now on.
+
+    Other formats stay as they are. Only the first call in a process has an effect.
     """
     global _library
     if not formats or _library is not None:
         return
-    # kept for as long as the process lives: torch takes the kernels out again with the
-    # object
+    # the global variable keeps the object for the life of the process, because torch
+    # removes the kernels with the object
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=".*Overriding a previously registered kernel"
         )
         for name in ("mm", "bmm", "addmm", "baddbmm"):
-            # the `out` overloads keep PyTorch's own kernels; the replaced functions
+            # The `out` overloads keep PyTorch's own kernels. The replaced functions
             # would call themselves without end
             _library.impl(name, _widened(getattr(_aten, name).out, formats), "CPU")
 
@@ -53,8 +54,9 @@ def multiply_in_float32(formats: frozenset[torch.dtype]) -> None:
 def _widened(
     product: Callable[..., torch.Tensor], formats: frozenset[torch.dtype]
 ) -> Callable[..., torch.Tensor]:
-    """Return a function that multiplies its last two tensors as `product` does, or in
-    float32 for these formats.
+    """Return a function that multiplies its last two tensors as `product` does.
+
+    The function multiplies tensors of these formats in float32.
     """
 
     def multiply(*tensors: torch.Tensor, **scalars: Any) -> torch.Tensor:

@@ -1,14 +1,13 @@
-"""CPU stand-in for the parts of `torch.cuda` that Megatron-Core calls without checking
-for a GPU.
+"""CPU stand-in for the parts of `torch.cuda` that Megatron-Core calls unconditionally.
 
-Owns: training an unmodified Megatron-Core model on CPU tensors with gloo. Active only
-without CUDA; on a machine with a GPU `enable` only mends one name that a missing
-Transformer Engine leaves undefined. Must not: know models, or change the result of a
-computation, but for the order of sums in products on processors that are slow at them
-(`cpu_matmul`).
+Owns: training an unmodified Megatron-Core model on CPU tensors with gloo. The stand-in
+is active only without CUDA. On a machine with a GPU `enable` only defines one name that
+a missing Transformer Engine leaves undefined. Must not: know models, or change the
+result of a computation, except for the order of sums in products on processors that are
+slow at such products (`cpu_matmul`).
 
-The "CUDA" generator is the default CPU generator here: Megatron's RNG tracker forks and
-restores that one.
+The "CUDA" generator is the default CPU generator here, because Megatron's RNG tracker
+forks and restores the "CUDA" generator.
 """
 
 from __future__ import annotations
@@ -33,8 +32,10 @@ _active: _CudaNamesOnCpu | None = None
 
 
 class _CudaNamesOnCpu(TorchFunctionMode):
-    """Maps `device="cuda"` arguments, `.cuda()` and the names that `Tensor.type()`
-    returns.
+    """Redirects CUDA calls to the CPU.
+
+    Covers `device="cuda"` arguments, `.cuda()`, `.to("cuda")` and the names that
+    `Tensor.type()` returns.
     """
 
     def __torch_function__(
@@ -44,11 +45,12 @@ class _CudaNamesOnCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # called in few of the thousand calls of an iteration
+        # one look-up first: few of the thousand calls of an iteration are of these
+        # methods
         if func in _DEVICE_METHODS:
             if func is torch.Tensor.cuda:
                 return args[0]
-            # Megatron asserts that gradients to be clipped are of type
+            # Megatron asserts that gradients to be clipped have the type
             # `torch.cuda.FloatTensor`
             if func is torch.Tensor.type and len(args) == 1 and not kwargs:
                 return func(*args).replace("torch.", "torch.cuda.", 1)
@@ -74,8 +76,9 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 class _Stream:
-    """The stand-in of streams and events on a CPU: work is complete when a call
-    returns, so waits end at once.
+    """Stands in for streams and events on a CPU.
+
+    Work is complete when a call returns, so waits end at once.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -126,17 +129,19 @@ _CUDA_STAND_INS: Final[dict[str, Any]] = {
 
 
 def enable() -> bool:
-    """Install the stand-in in this process and thread if there is no CUDA; return
-    whether it is active.
+    """Install the stand-in in this process and thread if there is no CUDA.
 
     Call before the process groups are formed, from the training thread. Idempotent.
+
+    Returns:
+        Whether the stand-in is active.
     """
     global _active
     _skip_missing_transformer_engine()
     if torch.cuda.is_available():
         return False
     if _active is None:
-        # else Megatron spends half a second on deciding to compile nothing
+        # otherwise Megatron spends half a second on deciding to compile nothing
         torch.compiler.set_stance("force_eager")
         for path, stand_in in _CUDA_STAND_INS.items():
             _replace(path, stand_in)
@@ -154,14 +159,17 @@ def enable() -> bool:
 def _replace(path: str, value: Any) -> None:
     module, name = path.rsplit(".", 1)
     target = importlib.import_module(module)
-    # a renamed seam is an AttributeError here, not a silent no-op
+    # a name that Megatron or torch has changed raises AttributeError here; `setattr`
+    # alone would have no effect
     getattr(target, name)
     setattr(target, name, value)
 
 
 def _take_plain_split_sizes() -> None:
-    """Let the alltoall dispatcher keep split sizes in CPU tensors, which it would copy
-    from a GPU.
+    """Make `all_to_all_single` accept split sizes in CPU tensors.
+
+    Megatron's alltoall dispatcher copies split sizes from a GPU, but leaves split sizes
+    on a CPU in their tensors.
     """
     original = torch.distributed.all_to_all_single
 
@@ -190,8 +198,9 @@ def _as_list(sizes: Any) -> Any:
 
 
 def _skip_missing_transformer_engine() -> None:
-    """Define a name that moe_utils compares with None and that its failed import leaves
-    undefined.
+    """Define `te_general_gemm`, which a failed import leaves undefined in `moe_utils`.
+
+    `moe_utils` compares the name with None.
     """
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -199,8 +208,9 @@ def _skip_missing_transformer_engine() -> None:
 
 
 def _stay_active_in_backward() -> None:
-    """Keep the mode active in `Tensor.backward`, which switches it off: recomputation
-    in backward needs it.
+    """Keep the mode active in `Tensor.backward`, which switches the mode off.
+
+    Recomputation of activations in backward needs the mode.
     """
     functions = torch.autograd.function.BackwardCFunction
     original = functions.apply
@@ -214,12 +224,13 @@ def _stay_active_in_backward() -> None:
 
 
 def for_a_hook() -> contextlib.AbstractContextManager[object]:
-    """Return a context that activates the stand-in in a hook of backward, where the
-    mode is off.
+    """Return a context that activates the stand-in in a hook of backward.
+
+    The mode is off in such a hook.
     """
     return _active or contextlib.nullcontext()
 
 
 def _is_not_shared_generator_note(record: logging.LogRecord) -> bool:
-    # the two generators are one here
+    # the CPU generator and the "CUDA" generator are one here
     return "CPU RNG state changed" not in record.getMessage()

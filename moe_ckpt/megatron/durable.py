@@ -1,14 +1,14 @@
-"""The training state as a directory in Megatron's `dist_checkpointing` format
-(torch_dist).
+"""The training state as a directory in Megatron's `dist_checkpointing` format.
 
 Owns: one save at a time, in step with all ranks, and loading. Must not: name
 directories, decide when to save, or commit a checkpoint.
 
-Megatron describes and shards the state; PyTorch's distributed checkpoint writes it, in
-this process: Megatron's own writer forks processes, which costs seconds on a CPU, and
-waits for ever for a killed one. PyTorch's writer tells all ranks of a failure on any.
-An asynchronous save copies the state to host memory; a thread without collectives
-writes and checks it while training continues.
+Megatron describes and shards the state, for the backend torch_dist. PyTorch's
+distributed checkpoint writes the shards in this process, and reports a failure on any
+rank to all ranks. Megatron's own writer forks processes, which costs seconds on a CPU,
+and waits for ever for a killed process. An asynchronous save copies the state to host
+memory; a thread without collectives writes and checks the copy while training
+continues.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _log = logging.getLogger(__name__)
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _METADATA_RESERVE_BYTES = 16 << 20
-# short beside `runtime.progress_s`: a rank that waits for a slow disk must not count as
-# hung
+# short compared with `runtime.progress_s`: a rank that waits for a slow disk must not
+# count as hung
 _LOOK_AGAIN_S = 1.0
 _OTHER_SCALES = (
     "FP8 and FP16 states have a scale for each shard: at another layout they are stored"
@@ -78,7 +78,13 @@ T = TypeVar("T")
 
 
 class MegatronDurableState:
-    """Implements `ports.DurableState`."""
+    """Implements `ports.DurableState`. The constructor is collective over all ranks.
+
+    Args:
+        state: This rank's training state.
+        asynchronous: Whether a thread writes a save while training continues.
+        cpu_backend: Backend of the process group that coordinates saves.
+    """
 
     def __init__(
         self, state: TrainingState, *, asynchronous: bool, cpu_backend: str = "gloo"
@@ -86,15 +92,16 @@ class MegatronDurableState:
         self._state = state
         self._group = cast("dist.ProcessGroup", dist.new_group(backend=cpu_backend))
         self._asynchronous = asynchronous
-        # in flight, with this rank's result
+        # the save in flight, with the future result of this rank's write
         self._save: tuple[PlannedWrite, Future[Written]] | None = None
         self._abandoned: Future[Written] | None = None
-        # as the loop has seeded this rank; later a load replaces generators
+        # the seed that the loop has given to this rank: a load replaces the generators
+        # later
         self._run_seed = torch.initial_seed()
 
     def start_save(self, directory: Path, iteration: int) -> None:
         assert not self.is_writing(), "one save at a time"
-        # else weights beyond this rank's shard are those of an earlier step
+        # weights outside this rank's shard would otherwise be those of an earlier step
         gather_late_parameters(self._state)
         content = {
             "iteration": iteration,
@@ -103,8 +110,8 @@ class MegatronDurableState:
         sharded, common = cast(
             "tuple[dict[str, Any], dict[str, Any]]", save_preprocess(content)
         )
-        # before the first file: a disk that fills up in the middle of a save fails it
-        # after all of its cost
+        # check before the first file is written: on a disk that fills up during a save,
+        # the save would fail after all of its cost
         self._refuse_without_space(
             directory, sum(entry.data.nbytes for entry in _tensors_to_write(sharded))
         )
@@ -126,9 +133,10 @@ class MegatronDurableState:
         while not _true_on_all_ranks(writing.done()):
             if not wait:
                 return None
-            # then meet the others, or learn that some are lost
+            # after the wait the next vote meets the other ranks, or raises if ranks are
+            # lost
             futures.wait([writing], timeout=_LOOK_AGAIN_S)
-        self._save = None  # also where finish raises: a failed save is over
+        self._save = None  # before `finish` raises: a failed save is over
         return planned.finish(writing.result)
 
     def abandon_save(self) -> None:
@@ -154,7 +162,8 @@ class MegatronDurableState:
             for chunk in self._state.model
             for parameter in chunk.parameters()
         ):
-            # a checkpoint has no payloads: they follow from masters, over all ranks
+            # a checkpoint has no FP8 payloads: all ranks together cast them from the
+            # masters
             gather_parameters(self._state)
         if (
             num_ranks is not None
@@ -187,7 +196,7 @@ class MegatronDurableState:
         return int(loaded["iteration"])
 
     def _refuse_without_space(self, directory: Path, my_size_bytes: int) -> None:
-        """Raise on all ranks if the checkpoint does not fit on the disk."""
+        """Raise CheckpointSaveError on all ranks if the disk lacks space."""
         size_bytes = torch.tensor(my_size_bytes, dtype=torch.int64)
         dist.all_reduce(size_bytes, group=self._group)
         needed_bytes = int(size_bytes.item()) + _METADATA_RESERVE_BYTES
@@ -224,15 +233,16 @@ def _require_space(directory: Path, needed_bytes: int) -> None:
 
 
 def _write_common(directory: Path, common: dict[str, Any]) -> None:
-    # torch's own file is no OSError when the disk is full
+    # `torch.save` to a path raises no OSError when the disk is full
     with (directory / COMMON_STATE_FNAME).open("wb") as file:
         torch.save(common, file)
     save_config(_FORMAT, str(directory))
 
 
 def _host_copy(sharded: dict[str, Any]) -> dict[str, Any]:
-    """Copy the tensors, so that training may change the originals; objects are
-    serialized at once anyway.
+    """Copy the tensors to host memory, so that training may change the originals.
+
+    Objects need no copy, because they are serialized before training continues.
     """
     for entry in _tensors_to_write(sharded):
         entry.data = entry.data.detach().to("cpu", copy=True)
@@ -240,7 +250,10 @@ def _host_copy(sharded: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors_to_write(sharded: dict[str, Any]) -> list[Any]:
-    """Return the tensors that this rank writes: of several copies, only one rank's."""
+    """Return the tensors that this rank writes.
+
+    Of several copies of a tensor only one rank writes a copy.
+    """
     tensors = (
         entry for entry in nested_values(sharded) if isinstance(entry, ShardedTensor)
     )
@@ -252,23 +265,25 @@ def _tensors_to_write(sharded: dict[str, Any]) -> list[Any]:
 
 
 def _begin(call: Callable[[], T], *, in_background: bool) -> Future[T]:
-    """Call now, or in a separate thread. An error of the call is raised when the result
-    is read.
+    """Run a call now, or in a separate thread.
+
+    Returns:
+        The future result. An error of the call is raised when the result is read.
     """
     outcome: Future[T] = Future()
     device = torch.cuda.current_device()
 
     def run() -> None:
         if torch.cuda.is_available():
-            torch.cuda.set_device(device)  # the current device is a thread's own
+            torch.cuda.set_device(device)  # each thread has a current device
         try:
             outcome.set_result(call())
-        except BaseException as error:  # the top of a thread
+        except BaseException as error:  # `outcome` carries any error
             outcome.set_exception(error)
 
     if in_background:
-        # a daemon, and no pool: neither another save nor the end of the process waits
-        # for it
+        # a daemon thread and no pool: neither another save nor the end of the process
+        # waits for the thread
         threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
     else:
         run()

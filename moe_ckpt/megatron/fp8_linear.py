@@ -1,20 +1,24 @@
-"""FP8 linear layers on a CPU: what a GPU multiplies in FP8 is rounded to FP8 values
-before it is multiplied here.
+"""FP8 linear layers on a CPU: operands are rounded to FP8 values before a product.
 
 Owns: the rounding of weights and inputs (E4M3) and of gradients (E5M2), and which
 layers round. Must not: change the tensors that it rounds. Three of Transformer Engine's
-recipes:
+recipes are supported:
 
-    tensorwise  a scale is taken from the tensor itself. Scales are powers of two, so the values of an FP8 tensor are
-                BF16 numbers: a weight that was stored in FP8 and read into its BF16 parameter is the same in the next
-                forward pass. The rounding of such numbers returns them, though its scale may be half of the stored one.
-    blockwise   the same for each 128 x 128 values of a weight, and for each 128 values in a row of other tensors. A
-                GPU rounds a second copy of these along columns for the gradient of a weight; here it is the same copy.
-    delayed     a scale is taken from the largest values of earlier passes, over all ranks of the stage: it is training
-                state (`transformer_engine.named_scaling`), and weights are saved as BF16.
+    tensorwise  The scale comes from the tensor itself. Scales are powers of two, so
+                the values of an FP8 tensor are BF16 numbers: a weight that was stored
+                in FP8 and read into its BF16 parameter is the same in the next forward
+                pass. Rounding such numbers returns the same numbers, although the
+                scale may be half of the stored scale.
+    blockwise   As tensorwise, with a scale for each 128 x 128 values of a weight, and
+                for each 128 values in a row of other tensors. For the gradient of a
+                weight a GPU rounds a second copy of other tensors along columns; this
+                module uses the same copy.
+    delayed     The scale comes from the largest values of earlier passes, over all
+                ranks of the stage. Scales are training state
+                (`transformer_engine.named_scaling`), and weights are saved as BF16.
 
-FP8 parameters (`cpu_fp8_tensors`) have FP8 values already, which are multiplied as they
-are.
+FP8 parameters (`cpu_fp8_tensors`) hold FP8 values already, which are multiplied without
+rounding.
 """
 
 from __future__ import annotations
@@ -53,11 +57,17 @@ _FUNCTIONS = (
 def to_fp8(
     values: torch.Tensor, dtype: torch.dtype = E4M3, block: Block | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the FP8 payload, of the same shape, and the scales, float32, that it is to
-    be multiplied with.
+    """Cast values to FP8, with scales from the values.
 
-    There is one scale, [1], or one for each `block` (rows, columns) of the values:
-    [blocks of rows, blocks in a row].
+    Args:
+        values: The values, of any floating-point type.
+        dtype: The FP8 type.
+        block: Rows and columns of a block that has a scale of its own; None: one scale
+            for all values.
+
+    Returns:
+        The payload, of the same shape as `values`, and the scales that multiply the
+        payload: float32 [1], or [blocks of rows, blocks in a row].
     """
     largest, values = torch.finfo(dtype).max, values.detach().float()
     absmax = (
@@ -65,8 +75,9 @@ def to_fp8(
         if block is None
         else _largest_of_blocks(values, block)
     )
-    # the least power of two with which the largest value fits: a mantissa of 0.5 is a
-    # power of two itself
+    # The scale is the least power of two with which the largest value fits. For a
+    # quotient that is itself a power of two, `frexp` returns the mantissa 0.5 and the
+    # next higher exponent
     mantissa, exponent = torch.frexp(absmax / largest)
     scale = torch.exp2(
         (exponent - (mantissa == 0.5).int()).float().clamp_(-126.0, 127.0)
@@ -80,13 +91,14 @@ def to_fp8(
 def from_fp8(
     payload: torch.Tensor, scale: torch.Tensor, block: Block | None = None
 ) -> torch.Tensor:
-    """Return the values of an FP8 tensor as float32."""
+    """Return the float32 values of a payload and scales of `to_fp8`."""
     return payload.float() * spread(scale, payload.shape, block)
 
 
 def spread(scale: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:
-    """Return scales in a form that multiplies a tensor of this shape: one for each
-    value, where there are blocks.
+    """Return scales in a form that multiplies a tensor of shape `shape`.
+
+    With blocks, the result has one scale for each value.
     """
     if block is None:
         return scale
@@ -116,11 +128,15 @@ def use_fp8(
     *,
     blocks: bool = False,
 ) -> None:
-    """Let the linear layers of the decoder's layers multiply in FP8; router, embedding
-    and output layer do not.
+    """Make the linear layers of the decoder's layers multiply in FP8.
 
-    Without `delayed` each tensor's scale is taken from itself, or each block's if there
-    are `blocks`.
+    Router, embedding and output layer do not multiply in FP8.
+
+    Args:
+        model: The model, whose layers are changed in place.
+        delayed: Scales from earlier passes; None: scales come from the tensors
+            themselves.
+        blocks: Without `delayed`, whether each block has a scale of its own.
     """
     _install()
     layer = importlib.import_module(_LAYERS)
@@ -141,8 +157,9 @@ def use_fp8(
 
 
 def quantizer_of(parameter: torch.Tensor) -> Float8CurrentScalingQuantizer | None:
-    """Return how an FP8 parameter in this one's place is cast; None for a weight that
-    no layer multiplies in FP8.
+    """Return the quantizer that casts this parameter to an FP8 parameter.
+
+    None for a weight that no layer multiplies in FP8.
     """
     scaling = getattr(parameter, _SCALING, None)
     if scaling is not None:
@@ -159,29 +176,39 @@ def quantizer_of(parameter: torch.Tensor) -> Float8CurrentScalingQuantizer | Non
 
 
 def is_fp8(parameter: torch.Tensor) -> bool:
-    """Return whether forward passes use a parameter's values rounded to FP8 with scales
-    of their own.
+    """Return whether forward passes round a parameter to FP8, scaled by its values.
+
+    False for delayed scaling, whose scales come from earlier passes.
     """
     return hasattr(parameter, _BLOCKS)
 
 
 def block_of(parameter: torch.Tensor) -> Block | None:
-    """Return rows and columns of the blocks of a weight that have a scale each; None if
-    all of it has one.
+    """Return rows and columns of the blocks that have a scale each in a weight.
+
+    None if the weight has one scale.
     """
     return WEIGHT_BLOCK if getattr(parameter, _BLOCKS, False) else None
 
 
 def rounded(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return payload and scales of a weight that forward passes use rounded to FP8."""
+    """Return payload and scales of a weight that forward passes round to FP8."""
     return to_fp8(parameter, block=block_of(parameter))
 
 
 def read_rounded(
     parameter: torch.Tensor, payload: torch.Tensor, scale: torch.Tensor, owned: slice
 ) -> torch.Tensor:
-    """Return the values, float32, of the elements `owned` of a flattened weight: their
-    payload, and all its scales.
+    """Return the values of a part of a weight from payload and scales.
+
+    Args:
+        parameter: The weight.
+        payload: The FP8 payload of the part.
+        scale: All scales of the weight.
+        owned: The part's elements in the flattened weight.
+
+    Returns:
+        The values of the part, float32.
     """
     block = block_of(parameter)
     if block is None:
@@ -197,8 +224,10 @@ def read_rounded(
 
 
 def forward_tensors(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the weights that forward passes compute with, by a suffix of their name:
-    values, or payload and scales.
+    """Return the weights with which forward passes compute, by a suffix of the name.
+
+    Returns:
+        Values under "", or a payload under "" and scales under ".scale".
     """
     if is_fp8_parameter(parameter):
         return {"": payload_of(parameter), ".scale": scales_of(parameter)}
@@ -209,8 +238,15 @@ def forward_tensors(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class ScalingState:
-    """Scales of a layer's tensors: `scale`, float32 [tensors], and `amax_history`,
-    float32 [updates, tensors].
+    """Scales of a layer's tensors, with the largest values of recent passes.
+
+    `scale` is float32 [tensors]. `amax_history` is float32 [updates, tensors]; row 0
+    collects the largest values of the running pass.
+
+    Args:
+        num_tensors: The tensors that have a scale each.
+        history_len: The updates that the history remembers.
+        dtype: The FP8 type.
     """
 
     def __init__(self, num_tensors: int, history_len: int, dtype: torch.dtype) -> None:
@@ -219,8 +255,16 @@ class ScalingState:
         self._dtype = dtype
 
     def round(self, values: torch.Tensor, *, tensor: int) -> torch.Tensor:
-        """Return a tensor's values rounded with its scale, in their type; the largest
-        one is noted, also without gradients.
+        """Round a tensor with its scale, and note the largest value.
+
+        The largest value is noted also while gradients are disabled.
+
+        Args:
+            values: The tensor.
+            tensor: The position of its scale.
+
+        Returns:
+            The rounded values, in the type of `values`.
         """
         wide, scale, largest = (
             values.detach().float(),
@@ -236,10 +280,12 @@ class ScalingState:
         ).to(values.dtype)
 
     def update(self, amax: torch.Tensor) -> None:
-        """Take scales from the largest values, float32 [tensors], of the pass that is
-        done, and of those remembered.
+        """Compute new scales from the pass that has ended and the remembered passes.
 
-        Where there is none, or one is infinite, the scale stays.
+        A scale stays as it is if there is no largest value, or if one is infinite.
+
+        Args:
+            amax: The largest values of the pass over all ranks, float32 [tensors].
         """
         self.amax_history[0] = amax
         largest, past = torch.finfo(self._dtype).max, self.amax_history.amax(dim=0)
@@ -252,12 +298,15 @@ class ScalingState:
 
 
 class DelayedScaling:
-    """Scales from the largest values of `history_len` earlier passes, over all ranks of
-    `group`.
+    """Scales from the largest values of earlier passes, over all ranks of a group.
 
-    As in Transformer Engine, scales of inputs and weights follow at the end of each
-    forward pass through the decoder, those of gradients at the end of each backward
-    pass. Activations must not be computed again in backward.
+    As in Transformer Engine, scales of inputs and weights change at the end of each
+    forward pass through the decoder, and scales of gradients at the end of each
+    backward pass. Activations must not be recomputed in backward.
+
+    Args:
+        group: Returns the group over which largest values are reduced.
+        history_len: The updates that a history remembers.
     """
 
     def __init__(
@@ -267,10 +316,15 @@ class DelayedScaling:
         self._states: dict[str, list[ScalingState]] = {FORWARD: [], BACKWARD: []}
 
     def watch(self, module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
-        """Give a layer scales, where Transformer Engine's layers have them."""
-        # of an output there is none
+        """Give a layer scales, where Transformer Engine's layers have scales.
+
+        Args:
+            module: The layer.
+            weights: The weights of the layer, one for each product.
+        """
+        # input, weight and output of each product; the scale of an output is not used
         forward = ScalingState(3 * len(weights), self._history_len, E4M3)
-        # nor of an input's gradient
+        # gradients of output and input; the scale of an input's gradient is not used
         backward = ScalingState(2 * len(weights), self._history_len, E5M2)
         cast("Any", module).fp8_meta = {FORWARD: forward, BACKWARD: backward}
         self._states[FORWARD].append(forward)
@@ -279,17 +333,17 @@ class DelayedScaling:
             setattr(weight, _SCALING, (forward, backward, index))
 
     def follow(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Update scales as passes through these layers end."""
+        """Update the scales whenever a pass through these layers ends."""
 
         def backward_ends(gradient: torch.Tensor) -> torch.Tensor:
             self._update(BACKWARD)
             return gradient
 
         def entered(_: Any, arguments: Any, options: Any) -> Any:
-            # an evaluation moves no scale, as in Transformer Engine
+            # an evaluation changes no scale, as in Transformer Engine
             if not torch.is_grad_enabled():
                 return None
-            # the gradient of the first layer's input is the last one of a backward pass
+            # in a backward pass, the gradient of the first layer's input comes last
             hidden, *rest = arguments or (options.pop("hidden_states"),)
             return (_Passed.apply(hidden, None, backward_ends), *rest), options
 
@@ -315,8 +369,9 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Passed(torch.autograd.Function):
-    """Values that pass a function, as their gradient does on its way back; None leaves
-    either as it is.
+    """Applies a function to values, and another function to their gradient.
+
+    None in place of a function leaves values or gradient as they are.
     """
 
     @staticmethod
@@ -341,11 +396,16 @@ class _Passed(torch.autograd.Function):
 
 
 class _Roundings(NamedTuple):
-    """How a product's input, its weight and the gradient of its output are rounded."""
+    """How the operands of a product are rounded."""
 
     input: Rounding
+    """Rounds the input."""
+
     weight: Rounding
+    """Rounds the weight."""
+
     gradient: Rounding
+    """Rounds the gradient of the output."""
 
 
 def _round_alone(
@@ -355,7 +415,7 @@ def _round_alone(
 
 
 def _roundings(weight: torch.Tensor) -> _Roundings | None:
-    """Return what is rounded in products with a weight; None for none of it."""
+    """Return the roundings of a product with this weight; None: nothing is rounded."""
     found = _roundings_of_values(weight)
     return (
         found._replace(weight=QuantizedTensor.dequantize)
@@ -383,7 +443,7 @@ def _roundings_of_values(weight: torch.Tensor) -> _Roundings | None:
 
 
 def _install() -> None:
-    """Wrap Megatron's two linear functions, which its local layers call. Idempotent."""
+    """Wrap the two linear functions that Megatron's local layers call. Idempotent."""
     layers = importlib.import_module(_LAYERS)
     for name in _FUNCTIONS:
         function = getattr(layers, name)
@@ -394,8 +454,12 @@ def _install() -> None:
 def multiplying_fp8(
     function: Callable[..., torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
-    """Return `function(input, weight, ...)`, a product, with FP8 values where forward
-    passes use the weight in FP8.
+    """Return a product `function(input, weight, ...)` that multiplies FP8 values.
+
+    The product rounds to FP8 where forward passes use the weight in FP8.
+
+    Args:
+        function: The product to wrap.
     """
 
     def multiply(
@@ -411,7 +475,8 @@ def multiplying_fp8(
         ]
 
         def round_gradient(gradient: torch.Tensor) -> torch.Tensor:
-            # in any case: it notes the largest value, as of one that overflowed
+            # round in any case, because rounding notes the largest value, for example
+            # of a gradient that overflowed
             rounded = roundings.gradient(gradient)
             return rounded if torch.isfinite(gradient).all() else gradient
 
@@ -419,7 +484,7 @@ def multiplying_fp8(
         return _Passed.apply(output, None, round_gradient)  # type: ignore[return-value]
 
     multiply.multiplies_fp8 = True  # type: ignore[attr-defined]
-    # Megatron's function looks for its own mark under the name that is this wrapper's
-    # now
+    # Megatron's function reads its own attribute `warned` by its global name, which
+    # refers to this wrapper now
     multiply.warned = True  # type: ignore[attr-defined]
     return multiply

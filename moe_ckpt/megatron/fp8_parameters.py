@@ -1,17 +1,18 @@
-"""FP8 parameters: weights that are kept, gathered and computed with in FP8 (Megatron's
-`fp8_param_gather`), in place.
+"""FP8 parameters: weights that Megatron keeps, gathers and multiplies in FP8.
 
-Owns: where such a parameter keeps its payload and scales, and casting master weights to
-it. Must not: know snapshots. Written against Transformer Engine 2.9 to 2.11; on a CPU,
-tensors of the same shape (`cpu_fp8_tensors`) stand in.
+Owns: where an FP8 parameter (`fp8_param_gather`) keeps payload and scales, and casting
+master weights to the parameter, in place. Must not: know snapshots. Written against
+Transformer Engine 2.9 to 2.11; on a CPU, tensors with the same attributes
+(`cpu_fp8_tensors`) stand in.
 
-    recipe       payload            scales                                               cast of masters
-    delayed      `_data`            `_scale_inv`, [1], from earlier passes               with the scale that is there
-    tensorwise   `_data`            `_scale_inv`, [1]                                    scale of the whole parameter
-    blockwise    `_rowwise_data`    `_rowwise_scale_inv`, [rows / 128, columns / 128]    scales of whole blocks
+    recipe      payload          scales                cast of masters, with
+    delayed     `_data`          `_scale_inv`          the scale of earlier passes
+    tensorwise  `_data`          `_scale_inv`          a scale of the whole parameter
+    blockwise   `_rowwise_data`  `_rowwise_scale_inv`  scales of whole blocks
 
-A scale belongs to the whole parameter, so each cast reduces largest values over all
-ranks that keep a part of it. The transposed copy for backward follows from payload and
+`_scale_inv` is [1], `_rowwise_scale_inv` is [rows / 128, columns / 128]. A scale
+belongs to the whole parameter, so each cast reduces largest values over all ranks that
+keep a part of the parameter. The transposed copy for backward follows from payload and
 scales.
 """
 
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-# of delayed scaling; the other recipes have quantizers of other classes
+# quantizer of delayed scaling; the other recipes have quantizers of other classes
 _HISTORY_QUANTIZER = "Float8Quantizer"
 _SUPPORTED_QUANTIZERS = (
     _HISTORY_QUANTIZER,
@@ -35,36 +36,38 @@ _SUPPORTED_QUANTIZERS = (
 
 
 class Shard(NamedTuple):
-    """A part of a parameter's master weights: float32, flattened, from `start` on; both
-    None on a rank without one.
-    """
+    """One rank's part of a parameter's master weights."""
 
     parameter: torch.Tensor
+    """The whole FP8 parameter."""
+
     master: torch.Tensor | None
+    """The rank's master weights, float32, flattened; None on a rank without a part."""
+
     start: int | None
+    """The first element of the part in the flattened parameter; None without a part."""
 
 
 def is_fp8_parameter(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter keeps its weights in FP8, and no others."""
+    """Return whether a parameter keeps its weights in FP8 only."""
     return hasattr(parameter, "_scale_inv") or hasattr(parameter, "_rowwise_scale_inv")
 
 
 def is_supported(parameter: torch.Tensor) -> bool:
-    """Return whether the payload and scales of an FP8 parameter are where this module
-    looks for them.
-    """
+    """Return whether this module can find payload and scales of an FP8 parameter."""
     return _quantizer_of(parameter) in _SUPPORTED_QUANTIZERS
 
 
 def has_history(parameter: torch.Tensor) -> bool:
-    """Return whether an FP8 parameter was cast with a scale from earlier passes:
-    masters alone do not give it.
+    """Return whether an FP8 parameter was cast with a scale from earlier passes.
+
+    Master weights alone do not determine the values of such a parameter.
     """
     return _quantizer_of(parameter) == _HISTORY_QUANTIZER
 
 
 def payload_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the payload, uint8, flattened, in place."""
+    """Return the payload of an FP8 parameter, uint8, flattened, in place."""
     whole: Any = parameter
     return cast(
         "torch.Tensor",
@@ -73,9 +76,11 @@ def payload_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def scales_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the factors of payloads, float32, in place: [1], or one a block.
+    """Return the scales that multiply an FP8 payload, float32, in place.
 
-    Rows of blocks are padded to four scales; those without a block are left out.
+    Returns:
+        One scale, [1], or a scale for each block, [blocks of rows, blocks in a row].
+        Stored rows are padded to a multiple of four scales; the padding is left out.
     """
     whole: Any = parameter
     if not hasattr(whole, "_rowwise_scale_inv"):
@@ -85,8 +90,10 @@ def scales_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def weights_of(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that are a parameter's weights, in place: values, or payload
-    and scales.
+    """Return the tensors that hold a parameter's weights, in place.
+
+    Returns:
+        The values; of an FP8 parameter, payload and scales.
     """
     return (
         (payload_of(parameter), scales_of(parameter))
@@ -96,10 +103,12 @@ def weights_of(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def cast_masters(shards: Sequence[Shard], group: dist.ProcessGroup) -> None:
-    """Cast master weights to the parts of FP8 parameters that they belong to.
-    Collective in `group`.
+    """Cast master weights to their parts of FP8 parameters. Collective in `group`.
 
-    All ranks name the same parameters, in one order.
+    Args:
+        shards: This rank's parts. All ranks name the same parameters, in the same
+            order.
+        group: The ranks that keep parts of these parameters.
     """
     utilities: Any = importlib.import_module("megatron.core.fp8_utils")
     columns = zip(*shards, strict=True)
@@ -108,8 +117,10 @@ def cast_masters(shards: Sequence[Shard], group: dist.ProcessGroup) -> None:
 
 
 def refresh(parameters: Iterable[torch.Tensor]) -> None:
-    """Let copies in another order follow payloads and scales that were changed in
-    place.
+    """Renew the transposed copies after a change of payloads and scales in place.
+
+    Args:
+        parameters: The changed parameters; parameters that are not FP8 are ignored.
     """
     changed = [parameter for parameter in parameters if is_fp8_parameter(parameter)]
     for parameter in changed:
@@ -119,7 +130,8 @@ def refresh(parameters: Iterable[torch.Tensor]) -> None:
         else:
             whole._reset_caches()
     utilities: Any = importlib.import_module("megatron.core.fp8_utils")
-    if changed:  # before Transformer Engine 2.10 the next forward pass does it
+    # before Transformer Engine 2.10 the next forward pass makes the copies
+    if changed:
         utilities.post_all_gather_processing(changed)
 
 

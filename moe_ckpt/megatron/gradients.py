@@ -1,7 +1,7 @@
-"""A step of torch's Adam as numbers with which another process can take the same step.
+"""Adam's steps as numbers with which another process can take the same steps.
 
-Owns: the numbers of the coming step, and its gradients. Must not: take it. Clipped
-gradients stay until the next iteration.
+Owns: the numbers of the coming step. Must not: take the step. Clipped gradients stay in
+memory until the next iteration.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ _CHANGED = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "f
 
 
 def repeats_on_a_host(master: torch.Tensor) -> bool:
-    """Return whether a process without a GPU can take Adam's step of these master
-    weights bit for bit.
+    """Return whether a process without a GPU can repeat Adam's step bit for bit.
+
+    Args:
+        master: The master weights that the step changes.
     """
-    # kernels of a GPU use fused multiply-adds: a peer's step differs in its last bits,
-    # after gradients were sent for it
+    # GPU kernels use fused multiply-adds: a peer's step would differ in the last bits,
+    # after gradients were sent for the step
     return master.device.type == "cpu"
 
 
 class AdamSteps:
-    """The steps of all inner optimizers that are torch's Adam or AdamW; those of other
-    optimizers are unknown.
+    """The steps of all inner optimizers that are torch's Adam or AdamW.
+
+    The steps of other optimizers are unknown.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -40,16 +43,21 @@ class AdamSteps:
             torch_optimizer(optimizer) for optimizer in state.inner_optimizers
         ]
         self._iteration: int | None = None
-        # optimizer, masters, numbers
+        # inner optimizer, master weights, numbers of the step
         self._groups: list[tuple[Any, list[torch.Tensor], Mapping[str, Any]]] = []
-        # of that iteration, on request
+        # steps of `_iteration`, computed on request
         self._known: Mapping[int, AdamStep] | None = None
 
     def note(self, iteration: int, *, overflow: bool) -> None:
-        """The step of `iteration` follows, or is skipped because of an `overflow`."""
+        """Record the numbers of the step that follows.
+
+        Args:
+            iteration: The iteration of the step.
+            overflow: Whether gradients overflowed, so that the step is skipped.
+        """
         self._iteration, self._known = None if overflow else iteration, None
-        # copies of numbers: Megatron advances learning rate and weight decay right
-        # after the step
+        # copies, because Megatron advances learning rate and weight decay right after
+        # the step
         self._groups = [
             (
                 inner,
@@ -62,8 +70,11 @@ class AdamSteps:
         ]
 
     def require_known(self) -> None:
-        """Raise ConfigError unless the steps of all optimizers will be known, and their
-        states are FP32.
+        """Check that the steps of all optimizers will be known.
+
+        Raises:
+            ConfigError: An optimizer is not torch's Adam or AdamW, whose states are
+                FP32, or has an option that changes the arithmetic.
         """
         for inner in self._optimizers:
             wanted = (
@@ -82,8 +93,14 @@ class AdamSteps:
                 )
 
     def known(self, iteration: int) -> Mapping[int, AdamStep]:
-        """Return the steps that were taken in `iteration`, by the id of the master
-        weights.
+        """Return the steps of an iteration, by the `id` of the master weights.
+
+        Args:
+            iteration: The iteration, whose steps have been taken.
+
+        Returns:
+            The steps; empty if the step was skipped, or belongs to another iteration
+            than the noted one.
         """
         if self._iteration != iteration:
             return {}
@@ -111,6 +128,6 @@ def _step(
         weight_decay=float(numbers["weight_decay"]),
         decoupled=isinstance(inner, torch.optim.AdamW)
         or bool(numbers.get("decoupled_weight_decay")),
-        # the step has been taken, and has counted itself
+        # the optimizer has counted the step already
         steps=float(inner.state[master]["step"]) - 1,
     )

@@ -1,9 +1,10 @@
-"""All local experts of a layer in one module, on a CPU: the stand-in for Transformer
-Engine's grouped linear layers.
+"""All local experts of a layer in one module, on a CPU.
 
-Owns: one weight an expert, under the names of Megatron-Core's `TEGroupedMLP` and its
-checkpoints, and a product for each expert's tokens. Must not: know experts; biases and
-tensor parallelism are not supported.
+The module stands in for Transformer Engine's grouped linear layers.
+
+Owns: one weight for each expert, under the names of Megatron-Core's `TEGroupedMLP` and
+its checkpoints, and the product of each expert's tokens. Must not: know experts. Biases
+and tensor parallelism are not supported.
 """
 
 from __future__ import annotations
@@ -26,8 +27,21 @@ from moe_ckpt.megatron.layer_specs import moe_submodules
 
 
 class GroupedLinear(torch.nn.Module):
-    """Linear layers of the local experts, `weight0` to `weightN`, [output_size,
-    input_size] each; without biases.
+    """Linear layers of the local experts, without biases.
+
+    The parameters are `weight0`, `weight1` and so on, each [output_size, input_size].
+
+    Args:
+        num_gemms: The number of local experts.
+        input_size: Elements of a token before the product.
+        output_size: Elements of a token after the product.
+        config: Megatron's TransformerConfig.
+        init_method: Initializes a weight in place.
+        bias: Must be false.
+        pg_collection: Megatron's process groups.
+
+    Raises:
+        ConfigError: `bias` is true.
     """
 
     def __init__(
@@ -56,8 +70,8 @@ class GroupedLinear(torch.nn.Module):
                 torch.empty(output_size, input_size, dtype=config.params_dtype)
             )
             init_method(weight.data)
-            # Megatron's mark: false keeps the weight out of reductions over ranks that
-            # hold other experts
+            # Megatron's attribute: false keeps the weight out of reductions over ranks
+            # that hold other experts
             weight.allreduce = pg_collection.ep.size() == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
         self._multiply = fp8_linear.multiplying_fp8(F.linear)
@@ -71,8 +85,14 @@ class GroupedLinear(torch.nn.Module):
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: Sequence[int]
     ) -> tuple[torch.Tensor, None]:
-        """Return the products, [tokens, output_size], of tokens that are sorted by
-        expert, and no biases.
+        """Multiply the tokens of each expert by the expert's weight.
+
+        Args:
+            tokens: Tokens sorted by expert, [tokens, input_size].
+            tokens_per_expert: The number of tokens of each expert.
+
+        Returns:
+            The products, [tokens, output_size], and None in place of biases.
         """
         parts = tokens.split(list(tokens_per_expert))
         outputs = [
@@ -84,7 +104,7 @@ class GroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), *_: Any, **__: Any
     ) -> dict[str, Any]:
-        """Return the weights under the keys that experts in modules of their own have."""
+        """Return the weights under the keys of experts in separate modules."""
         first = self._groups.ep.rank() * self._num_gemms
         num_experts = self._groups.ep.size() * self._num_gemms
         found: dict[str, Any] = {}
@@ -97,17 +117,20 @@ class GroupedLinear(torch.nn.Module):
                 {f"{prefix}weight": weight}, "", {}, offsets
             )
             found[f"{prefix}weight{index}"] = entry = sharded[f"{prefix}weight"]
-            # with the data-parallel rank that Megatron puts in, only the first rank's
-            # experts would have a main copy
+            # Megatron puts the data-parallel rank in here, with which only the first
+            # rank's experts would have a main copy
             entry.replica_id = (*entry.replica_id[:2], self._groups.expt_dp.rank())
         return found
 
 
 def group_experts(block: TransformerBlockSubmodules) -> None:
-    """Build the layers of a block's specification with their local experts in one
-    module.
+    """Build each MoE layer of a block with all local experts in one module.
+
+    Args:
+        block: The specification of the block, which is changed in place.
     """
-    # megatron-core 0.17 and later have a class for the parts, and call what builds them
+    # megatron-core 0.17 and later have a class for the parts, and describe the experts
+    # by a partial
     parts = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)(
         linear_fc1=GroupedLinear, linear_fc2=GroupedLinear
     )

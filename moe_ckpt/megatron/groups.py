@@ -1,6 +1,4 @@
-"""This rank's place among the ranks of a job, and the ranks that it shares parameters
-with.
-"""
+"""This rank's place in the job, and the ranks that share parameters with this rank."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ def shard_identity() -> ShardIdentity:
 
 
 def stage_group() -> dist.ProcessGroup:
-    """Return the process group of this rank's pipeline stage: all its data-, expert-
-    and tensor-parallel ranks.
+    """Return the process group of this rank's pipeline stage.
+
+    The group has all data-, expert- and tensor-parallel ranks of the stage.
     """
     return cast(
         "dist.ProcessGroup",
@@ -37,8 +36,8 @@ def stage_group() -> dist.ProcessGroup:
 
 
 def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
-    """Return the ranks that hold copies of a parameter."""
-    # Megatron's mark: false on what expert parallelism splits
+    """Return the group of ranks that hold copies of a parameter."""
+    # Megatron sets `allreduce` to false on parameters that expert parallelism splits
     if getattr(parameter, "allreduce", True):
         return cast(
             "dist.ProcessGroup",
@@ -50,11 +49,13 @@ def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
 def shared_embedding(
     chunks: list[torch.nn.Module],
 ) -> tuple[torch.nn.Parameter, dist.ProcessGroup] | None:
-    """Return this rank's copy of a word embedding that another stage holds, too, and
-    the group of all copies.
+    """Return this rank's copy of a word embedding that another stage holds, too.
 
-    The last stage has one for its output, or for the prediction of tokens further
-    ahead. None on other stages.
+    The last stage has a copy for its output, or for the prediction of tokens further
+    ahead.
+
+    Returns:
+        The copy and the group of all ranks with a copy; None on other stages.
     """
     group: Any = parallel_state.get_embedding_group(check_initialized=False)
     if (
@@ -69,7 +70,7 @@ def shared_embedding(
             model.config, "mtp_num_layers", None
         ):
             weight = model.shared_embedding_or_output_weight()
-            # with virtual stages, only one chunk of a rank has it
+            # with virtual stages only one chunk of a rank has the weight
             if weight is not None:
                 return weight, group
     return None

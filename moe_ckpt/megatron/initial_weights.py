@@ -1,7 +1,6 @@
-"""The collective part of Megatron's model building, for a model that each rank has
-built by itself.
+"""The collective part of building a Megatron model, for ranks that built alone.
 
-Owns: making the initial weights equal to those of a collective build. Collective.
+Owns: making the initial weights equal to those of a collective build.
 """
 
 from __future__ import annotations
@@ -21,8 +20,12 @@ from moe_ckpt.megatron.state import TrainingState
 
 @torch.no_grad()
 def synchronize_fresh(state: TrainingState) -> None:
-    """Give all replicas one set of initial weights, and both ends of the pipeline one
-    embedding if they share it.
+    """Give all replicas one set of initial weights. Collective over all ranks.
+
+    If both ends of the pipeline share an embedding, both get the same embedding.
+
+    Raises:
+        ConfigError: As in `broadcast_parameters`.
     """
     if shared := shared_embedding(state.model):
         weight, group = shared
@@ -43,22 +46,24 @@ def synchronize_fresh(state: TrainingState) -> None:
         if (master := getattr(each, "main_param", None)) is not None
     ]
     kept = [(master, master.clone()) for master in masters]
-    # their masters are of weights before the broadcast
+    # the optimizers' masters were made of the weights before the broadcast
     for optimizer in state.inner_optimizers:
         cast("Any", optimizer).reload_model_params()
         renew_masters(optimizer)
-    # made of the values that parameters had before they were cast to FP8
+    # masters of FP8 parameters were made of the values before the cast to FP8
     for master, values in kept:
         master.copy_(values)
 
 
 @torch.no_grad()
 def broadcast_parameters(chunk: torch.nn.Module) -> None:
-    """Give all replicas of a chunk's parameters the weights of the first, as Megatron's
-    `broadcast_params` does.
+    """Give all replicas of a chunk's parameters the weights of the first replica.
 
-    Raises ConfigError for an FP8 parameter that differed: its master weights keep
-    values that are not sent.
+    Does the same as Megatron's `broadcast_params`. Collective.
+
+    Raises:
+        ConfigError: An FP8 parameter differed from the first replica. The master
+            weights of the parameter keep values that are not sent.
     """
     for name, parameter in bare_model(chunk).named_parameters():
         group = replicas_of(parameter)
@@ -68,7 +73,7 @@ def broadcast_parameters(chunk: torch.nn.Module) -> None:
             else []
         )
         for tensor in weights_of(parameter):
-            received = tensor.contiguous()  # a view of some blocks' scales is not
+            received = tensor.contiguous()  # views of scales are not
             dist.broadcast(received, src=dist.get_global_rank(group, 0), group=group)
             tensor.copy_(received)
         same = all(map(torch.equal, before, weights_of(parameter)))

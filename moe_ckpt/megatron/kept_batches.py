@@ -1,12 +1,13 @@
-"""A rank's micro-batches from an iterator that has no random access, kept in host
-memory so that it can go back.
+"""A rank's micro-batches from an iterator without random access, kept in host memory.
 
-Owns: the micro-batches since the oldest iteration that a recovery leads back to, and
-the position among all of them. The position is part of an iteration's start, as
-generators are: step logs, copies on peers and checkpoints hold it. A new process goes
-on from a mark, which is the loader's own state one iteration earlier, or else the
-beginning: it reads up to the position, and compares the checksum with that of the
-process before it. Must not: communicate, or write files.
+Kept micro-batches let the rank go back to an earlier position.
+
+Owns: the micro-batches since the oldest iteration to which a recovery may lead back,
+and the position among all micro-batches. The position is part of an iteration's start,
+as generators are: step logs, copies on peers and checkpoints hold the position. A new
+process continues from a mark, which is the loader's own state one iteration earlier, or
+from the beginning. The process reads up to the position, and compares the checksum with
+the checksum of the earlier process. Must not: communicate, or write files.
 
     micro-batch    0 .. 3 | 4  5 | 6  7 | 8  9 |          read so far: 10, kept: 4 to 9
                             mark   position of a start
@@ -39,37 +40,56 @@ _NOT_AGAIN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mark:
-    """A place from which a new loader goes on: micro-batches before it, their checksum,
-    and the loader's state.
-    """
+    """A place from which a new loader can continue."""
 
     position: int = 0
+    """The number of micro-batches before the mark."""
+
     checksum: int = 0
+    """The checksum of the micro-batches before the mark."""
+
     state: Any = None
+    """The loader's own state at the mark; None if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kept:
-    """A micro-batch, the checksum up to its end, and the generators after its read if
-    the read moved them.
-    """
+    """One kept micro-batch."""
 
     batch: Any
+    """A copy of the micro-batch."""
+
     checksum: int
+    """The checksum of all micro-batches up to and including this one."""
+
     generators: Sequence[Any] | None
+    """The process's generators after the read; None if the read did not move them."""
+
     size_bytes: int
+    """The bytes of the tensors."""
 
 
 class KeptBatches:
-    """The micro-batches of `loader`, an iterator over nests of tensors in host memory;
-    itself such an iterator.
+    """Iterates over the micro-batches of a loader, and can go back.
 
-    A loader that also has `state_dict` and `load_state_dict` goes on in a new process
-    from its state. All others are read from their beginning there, and have to give the
-    same micro-batches again. For one thread.
+    The iterator is for one thread. In a new process a loader with `state_dict` and
+    `load_state_dict` continues from its state. Any other loader is read from the
+    beginning, and has to give the same micro-batches again.
 
-    `moves_generators`: a read may move the process's generators; else they are
-    afterwards as before.
+    Args:
+        loader: An iterator over nests of tensors in host memory.
+        limit_bytes: The most bytes of kept micro-batches.
+        moves_generators: Whether a read may move the process's generators. If not, a
+            read leaves the generators as they were.
+
+    Example:
+        data = KeptBatches(iter(loader), limit_bytes=1 << 30)
+        state = TrainingState(
+            model=model, optimizer=optimizer, scheduler=scheduler, data=data
+        )
+        ...
+        data.iteration_started(iteration, keep_since=session.oldest_start)
+        batch = next(data)  # in each forward step
     """
 
     def __init__(
@@ -80,10 +100,10 @@ class KeptBatches:
         self._loader = loader
         self._has_state = has_state(loader)
         self._limit_bytes = limit_bytes
-        self._head = self._checksum = 0  # of all that the loader has given
+        self._head = self._checksum = 0  # of all that was read
         self._kept: dict[int, _Kept] = {}
         self._marks = [_Mark(state=self._state())]
-        self._began: dict[int, int] = {}  # positions at the starts of iterations
+        self._began: dict[int, int] = {}  # position of each iteration's start
         self._restored: tuple[int, int, _Mark] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -92,16 +112,17 @@ class KeptBatches:
     def __next__(self) -> Any:
         """Return the next micro-batch, as the loader gave it; the caller may change it.
 
-        Raises ConfigError, naming the setting, where the batches that a recovery needs
-        exceed the limit, or for a loader that does not give the same micro-batches
-        again.
+        Raises:
+            ConfigError: The micro-batches that a recovery needs exceed the limit, or
+                the loader does not give the same micro-batches again. The error names
+                the setting.
         """
         if self.position != self._head and self.position not in self._kept:
             self._catch_up()
         kept = self._kept.get(self.position)
         if kept is None:
-            # evaluations read after the next iteration's start has been saved: a
-            # recovery would not repeat their draws
+            # evaluations read after the start of the next iteration has been saved, so
+            # a recovery would not repeat draws of such a read
             with (
                 contextlib.nullcontext()
                 if self._moves_generators
@@ -122,7 +143,7 @@ class KeptBatches:
         return sum(kept.size_bytes for kept in self._kept.values())
 
     def bytes_since(self, iteration: int) -> int:
-        """Return the bytes of the kept micro-batches since the start of an iteration."""
+        """Return the bytes of the kept micro-batches since an iteration's start."""
         return sum(
             kept.size_bytes
             for position, kept in self._kept.items()
@@ -130,10 +151,12 @@ class KeptBatches:
         )
 
     def iteration_started(self, iteration: int, *, keep_since: int | None) -> None:
-        """Remember the position as the start of an iteration, and mark it.
+        """Remember the position as the start of an iteration, and set a mark.
 
-        Micro-batches before the iteration `keep_since` are dropped, as no recovery
-        leads back to them; None: all stay.
+        Args:
+            iteration: The iteration that starts.
+            keep_since: The oldest iteration to which a recovery may lead back. Earlier
+                micro-batches are dropped; None: all stay.
         """
         if keep_since is not None:
             self._keep_since(keep_since)
@@ -144,14 +167,18 @@ class KeptBatches:
             )
 
     def go_to(self, position: int) -> None:
-        """Continue with this micro-batch, counted from 0; without a check of the
-        micro-batches before it.
+        """Continue with a micro-batch, without a check of the micro-batches before it.
+
+        Args:
+            position: The number of the micro-batch, from 0.
         """
         self.position, self._restored = position, None
 
     def saved(self) -> dict[str, torch.Tensor]:
-        """Return the position, and how a new process gets there. Raises ConfigError for
-        a state of another form.
+        """Return the position, and the data with which a new process gets there.
+
+        Raises:
+            ConfigError: The loader's state has a value that cannot be stored.
         """
         checksum, mark = self._checksum_here(), self._mark_here()
         numbers = torch.tensor([self.position, checksum, mark.position, mark.checksum])
@@ -161,11 +188,13 @@ class KeptBatches:
         )
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Go to the position of the result of `saved`, here or in an earlier process;
-        reads follow when asked for.
+        """Go to the position of a result of `saved`, from this or an earlier process.
 
-        Raises ConfigError if other micro-batches than before have led to this position
-        here.
+        Reads follow when the next micro-batch is requested.
+
+        Raises:
+            ConfigError: This process has read up to the position, but other
+                micro-batches than before.
         """
         position, checksum, *marked = saved[_NUMBERS].tolist()
         state = _unpacked(saved) if _STATE in saved else None
@@ -181,7 +210,8 @@ class KeptBatches:
             )
 
     def _keep_since(self, iteration: int) -> None:
-        # replays are not noted
+        # replays do not record starts, so the newest recorded start up to `iteration`
+        # counts
         known = max(
             (begun for begun in self._began if begun <= iteration), default=None
         )
@@ -193,15 +223,15 @@ class KeptBatches:
         }
         self._drop_before(oldest)
         earlier = [mark for mark in self._marks if mark.position < oldest]
-        # and one more: a new process that goes on at the oldest start needs a mark
-        # before it
+        # keep one more mark: a new process that continues at the oldest start needs a
+        # mark before that start
         self._marks = [
             *earlier[-1:],
             *(mark for mark in self._marks if mark.position >= oldest),
         ]
 
     def _state(self) -> Any:
-        # a copy: `state_dict` may return objects that later reads change
+        # a copy, because `state_dict` may return objects that later reads change
         return copy.deepcopy(self._loader.state_dict()) if self._has_state else None
 
     def _checksum_here(self) -> int:
@@ -217,14 +247,14 @@ class KeptBatches:
     def _mark_here(self) -> _Mark:
         """Return a mark before the position."""
         # strictly before: opening a loader may draw from generators, and only reads up
-        # to the position put them back
+        # to the position restore the generators
         earlier = [mark for mark in self._marks if mark.position < self.position]
         if (
             self._restored
             and self._restored[0] == self.position
             and self.position > self._head
         ):
-            return self._restored[2]  # nothing has been read since
+            return self._restored[2]  # no read since
         return (
             earlier[-1]
             if earlier
@@ -234,9 +264,7 @@ class KeptBatches:
         )
 
     def _catch_up(self) -> None:
-        """Read up to the position, from the newest place before it that this process
-        can reach.
-        """
+        """Read up to the position, from the newest place that the loader can reach."""
         target, checksum, mark = self._restored or (self.position, None, _Mark())
         if self.position < self._head or (
             mark.state is not None and mark.position > self._head
@@ -258,7 +286,7 @@ class KeptBatches:
                 [mark],
             )
             self._drop_before(max(self._kept, default=0) + 1)
-        # the generators of this start have those draws behind them already
+        # the restored generators include the draws of these reads already
         with _generators_kept():
             while self._head < self.position:
                 self._read()
@@ -273,8 +301,8 @@ class KeptBatches:
         after = _generators()
         moved = self._moves_generators and not _are_equal(before, after)
         first = self._kept.get(self._head - 1)
-        # the first read may draw to shuffle; a second that draws as well shows draws at
-        # each
+        # The first read may draw to shuffle. If the second read draws as well, the
+        # loader draws at each read
         at_each = (
             moved
             and self._head == 1
@@ -292,7 +320,8 @@ class KeptBatches:
             wanted,
         )
         self._checksum, size_bytes = checked(batch, self._checksum)
-        # a copy: the pass may change the batch, and a replay reads it again
+        # a copy, because the pass may change the batch, and a replay reads the batch
+        # again
         self._kept[self._head] = _Kept(
             batch=_copied(batch),
             checksum=self._checksum,
@@ -303,8 +332,10 @@ class KeptBatches:
         return batch
 
     def _make_room(self, *, may_drop: bool = False) -> None:
-        """Drop the oldest micro-batches over the limit, where the loader gives them
-        again by its state.
+        """Drop the oldest micro-batches while the kept bytes exceed the limit.
+
+        Raises ConfigError if the loader has no state from which to repeat the dropped
+        micro-batches, unless `may_drop`.
         """
         while self.kept_bytes > self._limit_bytes:
             wanted = (
@@ -321,7 +352,7 @@ class KeptBatches:
 
 
 def has_state(loader: Any) -> bool:
-    """Return whether a loader can save its state, and go on from it in a new process."""
+    """Return whether a loader can save its state for a new process."""
     return callable(getattr(loader, "state_dict", None)) and hasattr(
         loader, "load_state_dict"
     )
@@ -353,10 +384,18 @@ def _copied(batch: Any) -> Any:
 
 
 def checked(batch: Any, checksum: int) -> tuple[int, int]:
-    """Return the checksum that goes on with a batch, and the batch's bytes."""
+    """Continue a checksum with a batch.
+
+    Args:
+        batch: A nest of dictionaries, lists, tuples and tensors.
+        checksum: The checksum so far.
+
+    Returns:
+        The new checksum, and the bytes of the batch's tensors.
+    """
     if isinstance(batch, torch.Tensor):
         content = batch.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        # type and shape, too: the same bytes may be other numbers
+        # type and shape, too, because the same bytes may be other numbers
         named = zlib.crc32(f"{batch.dtype}{tuple(batch.shape)}".encode(), checksum)
         return zlib.crc32(memoryview(cast("Any", content)), named), batch.nbytes
     if not isinstance(batch, dict | list | tuple):
@@ -369,7 +408,7 @@ def checked(batch: Any, checksum: int) -> tuple[int, int]:
 
 
 def _packed(state: Any) -> dict[str, torch.Tensor]:
-    """Return a loader's state as tensors, so that it travels without pickling."""
+    """Return a loader's state as tensors, which travel without pickling."""
     tensors: dict[str, torch.Tensor] = {}
 
     def plain(value: Any) -> Any:
@@ -387,7 +426,7 @@ def _packed(state: Any) -> dict[str, torch.Tensor]:
             "dictionaries with names for keys, lists, tuples, numbers, strings and"
             " tensors"
         )
-        # exact types: NumPy's float64 is a float, and would come back as another one
+        # exact types: NumPy's float64 is a float, and would come back as a Python float
         require(
             value is None or type(value) in (bool, int, float, str),
             "state_dict of the data loader",
@@ -401,7 +440,7 @@ def _packed(state: Any) -> dict[str, torch.Tensor]:
 
 
 def _unpacked(saved: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state of `_packed`."""
+    """Return the loader's state from a result of `_packed`."""
 
     def rebuilt(value: dict[str, Any]) -> Any:
         if set(value) == {_TENSOR}:

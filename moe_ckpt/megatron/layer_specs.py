@@ -1,8 +1,7 @@
-"""The MoE parts of a transformer block's specification, in the forms of megatron-core
-0.16 to 0.19.
+"""MoE parts of a block's specification, in the forms of megatron-core 0.16 to 0.19.
 
-0.16 describes an MoE layer by a ModuleSpec, and later versions by a partial of its
-class.
+megatron-core 0.16 describes an MoE layer by a ModuleSpec; later versions describe an
+MoE layer by a partial of its class.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
 
 def moe_submodules(block: TransformerBlockSubmodules) -> Iterator[MoESubmodules]:
-    """Yield the parts of each MoE layer, which may be replaced in place before the
-    block is built.
+    """Yield the parts of each MoE layer in a block's specification.
+
+    Parts may be replaced in place before the block is built.
     """
     for layer in block.layer_specs or []:
         mlp = cast("Any", layer.submodules).mlp

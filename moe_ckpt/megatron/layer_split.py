@@ -1,7 +1,7 @@
-"""The layers of each pipeline stage, by the settings that split a model.
+"""The layers of each pipeline stage, from the settings that split a model.
 
-Owns: the rule that each model chunk has a layer, and, without a sharded optimizer, each
-stage an expert. Must not: build anything.
+Owns: the rule that each model chunk has a layer, and the rule that each stage has an
+expert unless the optimizer is sharded. Must not: build anything.
 """
 
 from __future__ import annotations
@@ -49,22 +49,20 @@ class LayerSplit:
     """The settings that split a model into stages and chunks."""
 
     values: Mapping[str, Any]
-    """The settings, by the names of this module; None: not set."""
+    """The values of the settings, by the names of this module; None: not set."""
 
     flags: Mapping[str, str]
-    """The names of the settings in errors."""
+    """The names of the settings in errors, by the names of this module."""
 
     @classmethod
     def of(cls, settings: Any, fields: Mapping[str, str], flag: str) -> LayerSplit:
         """Read the settings.
 
         Args:
-            settings: An object that has them as attributes.
-            fields: Its attributes: `CONFIG_FIELDS` or `MEGATRON_LM_FIELDS`.
-            flag: The form of a setting's name in errors, as `--{}`.
-
-        Returns:
-            The settings.
+            settings: An object that has the settings as attributes.
+            fields: The names of the attributes: `CONFIG_FIELDS` or
+                `MEGATRON_LM_FIELDS`.
+            flag: The form of a setting's name in errors, such as `--{}`.
         """
         values = {
             name: getattr(settings, field, None) for name, field in fields.items()
@@ -78,7 +76,8 @@ class LayerSplit:
         """Check that each chunk of each stage has a layer.
 
         Raises:
-            ConfigError: One has none; the error names the setting.
+            ConfigError: A chunk has no layer. The error names the setting that splits
+                the model.
         """
         for stage, chunks in enumerate(self.layers()):
             for chunk, layers in enumerate(chunks):
@@ -98,11 +97,11 @@ class LayerSplit:
         """Check that each stage has experts, unless the optimizer is sharded.
 
         Args:
-            is_sharded: Whether it is.
-            setting: The name of that setting in errors.
+            is_sharded: Whether the optimizer is sharded.
+            setting: The name in errors of the setting that shards the optimizer.
 
         Raises:
-            ConfigError: A stage has none.
+            ConfigError: The optimizer is not sharded, and a stage has no experts.
         """
         if is_sharded or not self.values["num_experts"]:
             return
@@ -120,7 +119,7 @@ class LayerSplit:
     def layers(self) -> list[list[list[int]]]:
         """Return the global numbers of the layers, by stage and chunk.
 
-        A split that Megatron refuses, or of one stage, has no stages here.
+        The result is empty for one stage, and for a split that Megatron refuses.
         """
         num_stages = self.values["num_stages"] or 1
         num_layers = self.values["num_layers"]
@@ -150,7 +149,7 @@ class LayerSplit:
         counts = [
             [count // num_chunks for _ in range(num_chunks)] for count in of_stages
         ]
-        # these take the place of a layer
+        # embedding and loss each take the place of a layer
         counts[0][0] -= bool(self.values["embedding"])
         counts[-1][-1] -= bool(self.values["loss"])
         return counts
@@ -176,7 +175,7 @@ class LayerSplit:
 
     @property
     def _splitting(self) -> str:
-        """The setting to name in an error: the one that splits the model unevenly."""
+        """The setting that errors name: the one that splits the model unevenly."""
         for name in ("layout", "first", "last", "embedding", "loss"):
             value = self.values[name]
             if value is not None and value is not False:  # 0 is a number of layers
@@ -189,16 +188,17 @@ class LayerSplit:
 
 
 def require_recoverable(state: TrainingState, *, is_supervised: bool) -> None:
-    """Check the split of a model that is built: loops whose settings are not known
-    before that.
+    """Check the layer split of a model that has been built.
+
+    Some loops do not know the settings before the model is built.
 
     Args:
         state: A rank's training state.
         is_supervised: Whether a replaced rank builds its model alone.
 
     Raises:
-        ConfigError: A stage has no layer; or a replaced rank builds alone, and a stage
-            has no expert and no sharded optimizer.
+        ConfigError: A stage has no layer. Or a replaced rank builds alone, a stage has
+            no expert, and the optimizer is not sharded.
     """
     split = LayerSplit.of(bare_model(state.model[0]).config, CONFIG_FIELDS, "{}")
     split.require_layers()

@@ -1,8 +1,7 @@
-"""Makes copies of tensors whole again of which each rank of a group has loaded one
-range.
+"""Completes tensors of which each rank of a group has loaded one range.
 
-All weights of a stage at once would take their size again on a device that training
-fills: they are merged in chunks.
+Merging works in chunks. Merging all weights of a stage at once would take the size of
+the weights again, on a device that training fills.
 """
 
 from __future__ import annotations
@@ -20,16 +19,25 @@ def merge(
     group: dist.ProcessGroup,
     limit_bytes: int = CHUNK_BYTES,
 ) -> int:
-    """Merge tensors of which each rank holds one range; return the number of chunks.
-    Collective over the group.
+    """Merge tensors of which each rank holds one range. Collective in the group.
 
-    A sum of bytes, zero outside the own range, over chunks of at most `limit_bytes`.
+    The merge is a sum of bytes, which are zero outside a rank's own range.
+
+    Args:
+        pieces: Flattened tensors, which are completed in place, each with start and end
+            of this rank's range.
+        group: The ranks that hold the ranges.
+        limit_bytes: The most bytes of a chunk.
+
+    Returns:
+        The number of chunks.
     """
     num_chunks = 0
     for tensor, start, end in pieces:
         tensor[:start].zero_()
         tensor[end:].zero_()
-    # bytes and no numbers: -0.0 + 0.0 is 0.0, and a NaN may come back with other bits
+    # sum bytes and not numbers: -0.0 + 0.0 is 0.0, and a NaN may come back with other
+    # bits
     for chunk in chunks_of(
         [tensor.view(torch.uint8) for tensor, _, _ in pieces], limit_bytes
     ):
@@ -46,8 +54,9 @@ def merge(
 def chunks_of(
     tensors: Sequence[torch.Tensor], limit_bytes: int
 ) -> Iterator[list[torch.Tensor]]:
-    """Yield views of flat uint8 tensors, in order: at most `limit_bytes` each time, and
-    every byte once.
+    """Yield chunks of flat uint8 tensors, in order, as lists of views.
+
+    Each chunk has at most `limit_bytes`, and every byte is in one chunk.
     """
     chunk: list[torch.Tensor] = []
     room = limit_bytes

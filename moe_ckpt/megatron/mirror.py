@@ -1,13 +1,14 @@
-"""The reductions of Megatron's gradient buffers, which checkpoint servers capture from
-a mirror port.
+"""Reductions of Megatron's gradient buffers, as captured by checkpoint servers.
 
-Owns: the place of each parameter's gradient in the buckets that its group reduces, and
-the marks by which servers find the groups' streams. Must not: read gradients.
-FlowCheck, sections 4 and 6.1.
+Servers capture the reductions from a mirror port. FlowCheck, sections 4 and 6.1.
 
-Tapped, since no reduction has the gradient as the optimizer uses it: experts that no
-other rank holds; parameters that Megatron reduces once more over other groups (tied
-embeddings, and, with tensor parallelism, those that are replicated).
+Owns: the place of each parameter's gradient in the buckets that a group reduces, and
+the marks by which servers find the streams of the groups. Must not: read gradients.
+
+A gradient is tapped if no reduction has the gradient as the optimizer uses it. Tapped
+gradients are those of experts that no other rank holds, and of parameters that Megatron
+reduces once more over other groups (tied embeddings and, with tensor parallelism,
+replicated parameters).
 """
 
 from __future__ import annotations
@@ -36,28 +37,37 @@ _WANTED = "where ckpt.capture=mirror"
 
 @dataclass(slots=True, eq=False)
 class _Reduction:
-    """The buckets that one group reduces in each iteration, in order, and the
-    operations of the group so far.
-    """
+    """The reductions of one group."""
 
     group: ElasticGroup
+    """The group."""
+
     buckets: list[Any] = field(default_factory=list)
+    """The buckets that the group reduces in each iteration, in order."""
+
     name: str = ""
+    """The identity of the group in the last mark, in hex."""
+
     num_operations: int = 0
+    """The group's operations up to the last mark or call of `sums`."""
 
 
 class GradientMirror:
-    """Implements `engine.interfaces.Mirror` for gloo and optimizers that are not
-    sharded.
+    """Implements `engine.interfaces.Mirror` for gloo and unsharded optimizers.
 
-    Raises ConfigError for reductions that servers cannot capture.
+    Args:
+        state: This rank's training state.
+        operators: The operators of this rank.
+
+    Raises:
+        ConfigError: Servers cannot capture the reductions.
     """
 
     def __init__(self, state: TrainingState, operators: RankOperators) -> None:
         _require_capturable(state)
         of_groups: dict[ElasticGroup, _Reduction] = {}
         for bucket, group in _buckets(state):
-            if group.size() > 1:  # else no gradient crosses the network
+            if group.size() > 1:  # otherwise no gradient crosses the network
                 of_groups.setdefault(group, _Reduction(group=group)).buckets.append(
                     bucket
                 )
@@ -87,16 +97,14 @@ class GradientMirror:
                 dist.ReduceOp.MAX,
                 group=each.group,
             )
-            # after the mark's own, which belong to no iteration
+            # counted after the operations of the mark, which belong to no iteration
             each.num_operations = each.group.num_operations
 
     def sums(self) -> tuple[MirroredSums, ...]:
         return tuple(map(_sums_since, self._reductions))
 
     def note(self) -> str:
-        """Return the operators whose gradients are tapped, and their bytes, for the
-        log.
-        """
+        """Return a log line on tapped gradients: the operators, and the bytes."""
         owned = [each for each in self._operators.parameters if each.start < each.end]
         tapped = [each for each in owned if each.key(MASTER) not in self.places]
         total, names = (
@@ -114,16 +122,17 @@ class GradientMirror:
         )
 
     def _place(self, owned: OwnedParameter) -> BucketPlace | None:
-        """Return the place of the owned piece's gradient; None if no other rank holds
-        the parameter.
+        """Return the place of the owned piece's gradient.
+
+        None if the piece is empty, or if no other rank holds the parameter.
         """
         if owned.start == owned.end:
             return None
         for number, reduction in enumerate(self._reductions):
             for index, bucket in enumerate(reduction.buckets):
                 if owned.parameter in bucket.params:
-                    # by address: Megatron's gradients are views of their bucket's
-                    # memory
+                    # found by address, because Megatron's gradients are views of their
+                    # bucket's memory
                     gradient = cast("Any", owned.parameter).main_grad
                     offset = gradient.data_ptr() - bucket.grad_data.data_ptr()
                     start, rest = divmod(offset, bucket.grad_data.element_size())
@@ -136,7 +145,7 @@ class GradientMirror:
 
 
 def _sums_since(reduction: _Reduction) -> MirroredSums:
-    """Return the reductions of an iteration: among the operations since the last call."""
+    """Return the reductions of one iteration: those since the last call."""
     first, reduction.num_operations = (
         reduction.num_operations,
         reduction.group.num_operations,
@@ -152,9 +161,7 @@ def _sums_since(reduction: _Reduction) -> MirroredSums:
 
 
 def _buckets(state: TrainingState) -> Iterator[tuple[Any, ElasticGroup]]:
-    """Yield the buckets in the order in which Megatron reduces them, each with its
-    group.
-    """
+    """Yield buckets in the order in which Megatron reduces them, with their groups."""
     for bucket_group in bucket_groups(state.model):
         for bucket in bucket_group.buckets:
             yield bucket, bucket_group.data_parallel_group
@@ -216,9 +223,7 @@ def _require_capturable(state: TrainingState) -> None:
 
 
 def _reduced_again(state: TrainingState) -> set[torch.nn.Parameter]:
-    """Return the parameters whose gradients Megatron reduces over other groups after
-    their own.
-    """
+    """Return the parameters whose gradients Megatron also reduces over other groups."""
     has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
     is_tensor_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     return {

@@ -1,10 +1,9 @@
-"""The operators of one rank's Megatron-Core GPT, and reading and writing the pieces
-that this rank owns.
+"""The operators of one rank's Megatron-Core GPT, and the pieces that the rank owns.
 
 Owns: which piece of each parameter this rank snapshots, and loading pieces so that all
-copies are whole again. If several ranks hold a parameter, each snapshots the piece
-whose master weights it keeps (the distributed optimizer's own shard), or an even share
-if the optimizer is not sharded: every byte is taken once. Must not: copy to host
+copies are whole again. If several ranks hold a parameter, each rank snapshots the piece
+whose master weights the rank keeps (the distributed optimizer's shard), or an even
+share if the optimizer is not sharded. Every byte is taken once. Must not: copy to host
 memory, or decide when a piece is taken.
 """
 
@@ -49,8 +48,16 @@ _WIDENED = ({torch.float32, torch.bfloat16}, {torch.float32, torch.float16})
 
 
 class RankOperators:
-    """All operators of this rank's model chunks, and the table of its stage group. The
-    constructor is collective.
+    """Implements `engine.interfaces.Operators` for the operators of this rank's chunks.
+
+    The constructor is collective in the stage group.
+
+    Args:
+        state: This rank's training state.
+
+    Raises:
+        ConfigError: A parameter belongs to no operator, or is trained without an
+            optimizer.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -67,16 +74,18 @@ class RankOperators:
         self.table = _gather_table(self)
 
     def meet(self) -> None:
-        """Gather the table again: ranks of the stage may be new, or this process was
-        alone before.
+        """Gather the table again. Collective in the stage group.
 
-        Collective in the stage.
+        Ranks of the stage may be new, or this process may have been alone before.
         """
         self.table = _gather_table(self)
 
     def pieces(self, full: Collection[int], compute: Collection[int]) -> list[Piece]:
-        """Return the pieces of the operators at these positions of the table: whole
-        state, or compute weights.
+        """Return this rank's pieces of operators.
+
+        Args:
+            full: Positions in the table of operators whose whole state is returned.
+            compute: Positions of operators whose compute weights are returned.
         """
         wholes = {
             self.table.operators[position]: position in full
@@ -89,7 +98,10 @@ class RankOperators:
         return found
 
     def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
-        """Return the buffers of the operators at these positions, which belong to both."""
+        """Return the buffers of the operators at these positions of the table.
+
+        Buffers belong to the whole state and to the compute weights.
+        """
         wanted = {self.table.operators[position] for position in positions}
         return [buffer.piece() for buffer in self.buffers if buffer.operator in wanted]
 
@@ -100,13 +112,16 @@ class RankOperators:
         )
 
     def log_step(self, iteration: int, gradients: ReadyGradients) -> None:
-        """The step of `iteration` with these gradients follows."""
+        """Record the step of `iteration` with these gradients, which follows."""
         self._steps.note(iteration, overflow=gradients.overflow)
         self._total_norm = gradients.total_norm
 
     def require_steps(self) -> None:
-        """Raise ConfigError unless servers can repeat the optimizer's steps, and these
-        give the compute weights.
+        """Check that servers can repeat optimizer steps and derive compute weights.
+
+        Raises:
+            ConfigError: A parameter is frozen, the steps of an optimizer are not known,
+                or compute weights do not follow from master weights.
         """
         frozen = next(
             (each.name for each in self.parameters if not each.is_trained), None
@@ -126,11 +141,11 @@ class RankOperators:
         require(not underived, "fp8_recipe", underived[:1], wanted)
 
     def reduced_gradients(self) -> Mapping[PartKey, torch.Tensor]:
-        """Return the gradients of this rank's pieces, unscaled and not clipped, live
-        until the step.
+        """Return the gradients of this rank's pieces, unscaled and not clipped.
 
-        Keys are those of the master weights; tensors are flat float32, in the order of
-        `pieces`. Pieces that take no step are left out.
+        Returns:
+            Flat float32 gradients by the keys of master weights, in the order of
+            `pieces`, live until the step. Pieces that take no step are left out.
         """
         found = {each.key(MASTER): each.reduced_gradient() for each in self.parameters}
         return {
@@ -138,8 +153,10 @@ class RankOperators:
         }
 
     def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
-        """Return Adam's step of `iteration` for each piece, by the same keys; empty if
-        the step was skipped.
+        """Return Adam's step of `iteration` for each piece that took the step.
+
+        Returns:
+            Steps by the keys of master weights; empty if the step was skipped.
         """
         steps, found = self._steps.known(iteration), dict[PartKey, AdamStep]()
         for each in self.parameters if steps else ():
@@ -151,8 +168,15 @@ class RankOperators:
         return found
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:
-        """Return the gradients and steps of these operators' pieces in `iteration`;
-        None if unknown.
+        """Return the gradients and steps of operators in `iteration`.
+
+        Args:
+            full: Positions of the operators in the table.
+            iteration: The iteration, whose step has been taken.
+
+        Returns:
+            Gradients and steps of this rank's pieces, by the keys of master weights;
+            None if the step of a piece is not known.
         """
         steps = self._steps.known(iteration)
         owned = (
@@ -174,12 +198,19 @@ class RankOperators:
         compute: Collection[str],
         adam_steps: Sequence[float],
     ) -> None:
-        """Load this rank's pieces of a snapshot, then make all copies whole. Collective
-        in the stage group.
+        """Load this rank's pieces of a snapshot, then make all copies whole.
 
-        Operators in `full` get master weights, moments, step count and compute weights;
-        those in `compute` only the last; both get their buffers. Raises
-        CheckpointLoadError for a piece that is missing or has another size.
+        Collective in the stage group. All named operators get their buffers.
+
+        Args:
+            parts: The tensors of the snapshot.
+            full: Names of operators that get master weights, moments, step count and
+                compute weights.
+            compute: Names of operators that get compute weights.
+            adam_steps: The step count of each inner optimizer.
+
+        Raises:
+            CheckpointLoadError: A piece is missing, or has another size or type.
         """
         loaded = [
             owned
@@ -201,12 +232,13 @@ class RankOperators:
         )
         # after the casts, which write only the elements whose masters this rank has
         _make_whole(loaded, full)
-        # last: the copy that backward reads is made of the whole payload
+        # last, because the copy that backward reads is made from the whole payload
         fp8_parameters.refresh(each.parameter for each in loaded)
 
     def digests(self) -> dict[str, str]:
-        """Return a hash, in hex, of this rank's pieces of each operator: weights,
-        optimizer state, buffers.
+        """Return a hash, in hex, of this rank's pieces of each operator, by name.
+
+        The hash covers weights, optimizer state and buffers.
         """
         state: dict[str, list[torch.Tensor]] = defaultdict(list)
         for owned in self.parameters:
@@ -219,11 +251,12 @@ class RankOperators:
         return hashes_of(state)
 
     def freeze(self, frozen: Collection[str]) -> None:
-        """Let the weights of these operators skip their gradients, and all others
-        compute them.
+        """Skip the weight gradients of frozen operators, and compute all others.
 
-        The optimizer skips all frozen operators in any case: see
-        `drop_frozen_gradients`.
+        The optimizer skips frozen operators in any case: see `drop_frozen_gradients`.
+
+        Args:
+            frozen: Names of the operators to freeze.
         """
         self._frozen = frozenset(frozen)
         trained = [owned for owned in self.parameters if owned.is_trained]
@@ -231,20 +264,20 @@ class RankOperators:
             cast("Any", chunk).ddp_config.overlap_grad_reduce
             for chunk in self._state.model
         )
-        # Megatron waits for all gradients that it reduces during backward. And where
-        # the script has frozen parameters, no embedding may be there to lead all ranks
-        # through backward
+        # With overlap, Megatron waits for all gradients that are reduced during
+        # backward. If the script has frozen parameters, there may be no trained
+        # embedding that leads all ranks through backward
         all_compute = overlapped or len(trained) < len(self.parameters)
-        # a grouped layer asks its first weight alone whether gradients are computed:
-        # experts skip theirs all together
+        # a grouped layer asks only its first weight whether gradients are computed, so
+        # all of its experts skip gradients together
         needed = {
             grouped_name(owned.name)
             for owned in trained
             if str(owned.operator) not in frozen
         }
         for owned in trained:
-            # the embedding always: a rank without one skips backward, and its peers
-            # wait for it to exchange tokens
+            # the embedding always computes a gradient: a rank that needs no gradient at
+            # all skips backward, and the other ranks wait for its exchange of tokens
             computes = (
                 owned.operator.kind is OperatorKind.EMBEDDING
                 or grouped_name(owned.name) in needed
@@ -252,8 +285,9 @@ class RankOperators:
             owned.parameter.requires_grad_(all_compute or computes)
 
     def drop_frozen_gradients(self) -> None:
-        """Drop the gradients of frozen operators: the optimizer's next step then skips
-        them (section 3.3).
+        """Drop the gradients of frozen operators.
+
+        The optimizer's next step then skips the operators. MoEvement, section 3.3.
         """
         for owned in self.parameters:
             if (
@@ -303,10 +337,10 @@ def _updated_parameters(optimizer: MegatronOptimizer) -> Iterable[torch.nn.Param
     inner: Any = optimizer
     if getattr(inner, "is_stub_optimizer", False):  # Megatron gives a stub no buffers
         return []
-    # groups have only parameters of which this rank has a shard
+    # parameter groups have only parameters of which this rank has a shard
     if isinstance(optimizer, DistributedOptimizer):
         return [parameter for buffer in inner.buffers for parameter in buffer.params]
-    # groups of the inner optimizer have the FP32 masters of these
+    # parameter groups of the inner optimizer have the FP32 masters of these parameters
     if hasattr(inner, "float16_groups"):
         return [
             parameter
@@ -322,7 +356,7 @@ def _owned_range(
     replicas: dist.ProcessGroup,
 ) -> tuple[int, int]:
     if isinstance(optimizer, DistributedOptimizer):
-        # all of its elements are in other ranks' shards
+        # all elements are in the shards of other ranks
         if parameter not in optimizer.model_param_group_index_map:
             return 0, 0
         owned = optimizer._get_model_param_range_map(parameter)["param"]
@@ -341,10 +375,11 @@ def _buffers(state: TrainingState) -> Iterator[OwnedBuffer]:
 
 
 def _gather_table(operators: RankOperators) -> OperatorTable:
-    """Agree on the stage group's operators and on the share of each rank. Collective in
-    the stage group.
+    """Agree on the operators of the stage and the share of each rank.
+
+    Collective in the stage group.
     """
-    # in full, compute weights, moments
+    # bytes in full, bytes of compute weights, bytes of moments
     mine: dict[OperatorId, list[int]] = defaultdict(lambda: [0, 0, 0])
     for owned in operators.parameters:
         sizes = mine[owned.operator]
@@ -358,7 +393,7 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
     own = pack_rows(
         list(mine), np.array(list(mine.values()), np.int64).reshape(-1, 3).T
     )
-    # compressed: every rank gets those of all ranks of its stage
+    # compressed, because every rank gets the rows of all ranks of its stage
     packed = TorchRanks(stage_group()).gather(own)
     everyone = [
         dict(zip(held, columns.T.tolist(), strict=True))
@@ -383,20 +418,20 @@ def _gather_table(operators: RankOperators) -> OperatorTable:
 def _give_type_of_saved(
     parts: Mapping[PartKey, torch.Tensor], key: PartKey, buffer: torch.Tensor
 ) -> None:
-    """Give a buffer the type of the saved one, where Megatron itself changes it."""
+    """Give a buffer the type of the saved buffer, if Megatron changes the type."""
     part = parts.get(key)
-    # a router's first pass widens its 16-bit biases to float32: a new model may load a
+    # A router's first pass widens 16-bit biases to float32. A new model may load a
     # later state, and ranks that have trained may go back to the state before that pass
     if part is not None and {part.dtype, buffer.dtype} in _WIDENED:
         buffer.data = buffer.data.to(part.dtype)
 
 
 def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None:
-    """Give every rank that holds a copy of these parameters all pieces of it."""
+    """Give all pieces of these parameters to every rank that holds a copy."""
     tensors: dict[dist.ProcessGroup, list[tuple[torch.Tensor, int, int]]] = {}
     for owned in loaded:
         copies = [owned.weights()]
-        # of a shard no other rank has a copy
+        # no other rank has a copy of a shard
         if str(owned.operator) in full and not owned.is_sharded:
             copies = [*copies, *owned.optimizer_state().values()]
         tensors.setdefault(owned.replicas, []).extend(
@@ -408,7 +443,7 @@ def _make_whole(loaded: Iterable[OwnedParameter], full: Collection[str]) -> None
 
 
 def _cast_masters(loaded: Iterable[OwnedParameter]) -> None:
-    """Cast master weights to the FP8 parameters among these that follow from them."""
+    """Cast master weights to the FP8 parameters among `loaded`."""
     shards: dict[dist.ProcessGroup, list[Shard]] = {}
     for owned in loaded:
         if is_fp8_parameter(owned.parameter):

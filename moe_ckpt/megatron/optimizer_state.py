@@ -1,14 +1,17 @@
 """The stored optimizer state of Megatron's parameters: payloads and scales, in place.
 
-Owns: the places of master weights, moments, their scales and step counts in an inner
-optimizer, and raw access to them: a state that is read as numbers and stored again gets
-another scale. Must not: know models or snapshots.
+Owns: the places of master weights, moments, scales and step counts in an inner
+optimizer, and raw access to the stored tensors. A state that is read as numbers and
+stored again gets another scale. Must not: know models or snapshots.
 
-Three kinds of optimizers store them in different places:
+Three kinds of optimizers store the state in different places:
 
-    torch's Adam, AdamW      FP32 masters of Megatron's; moments and a step count for each parameter in `state`
-    a fused Adam             as torch's, but a step count for each group; moments may have scales in `_scales`
-    ... that holds masters   its parameters are compute weights: `state` has the masters as well
+    torch's Adam, AdamW    The parameters are Megatron's FP32 masters. `state` has
+                           moments and a step count for each parameter.
+    a fused Adam           As torch's Adam, but with a step count for each group.
+                           Moments may have scales in `_scales`.
+    a fused Adam that      The parameters are compute weights. `state` has the masters
+    holds masters          as well.
 """
 
 from __future__ import annotations
@@ -39,14 +42,18 @@ def torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | Non
 
 
 def counts_steps_per_parameter(optimizer: MegatronOptimizer) -> bool:
-    """Return whether the inner optimizer is torch's, or there is none."""
+    """Return whether the inner optimizer is torch's Adam or AdamW.
+
+    True as well if this rank has no inner optimizer.
+    """
     inner = torch_optimizer(optimizer)
     return inner is None or isinstance(inner, _TORCH_ADAMS)
 
 
 def holds_masters(optimizer: MegatronOptimizer) -> bool:
-    """Return whether the inner optimizer's parameters are compute weights, with masters
-    among its states.
+    """Return whether masters are among the states of the inner optimizer.
+
+    The parameters of such an optimizer are compute weights.
     """
     decoupled = getattr(
         optimizer.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False
@@ -55,8 +62,9 @@ def holds_masters(optimizer: MegatronOptimizer) -> bool:
 
 
 def is_rounded(optimizer: MegatronOptimizer) -> bool:
-    """Return whether masters or moments may be stored in fewer than 32 bits. Alike on
-    all ranks.
+    """Return whether masters or moments may be stored in fewer than 32 bits.
+
+    The result is the same on all ranks.
     """
     return bool(getattr(optimizer.config, "use_precision_aware_optimizer", False))
 
@@ -64,8 +72,9 @@ def is_rounded(optimizer: MegatronOptimizer) -> bool:
 def updated_tensor(
     optimizer: MegatronOptimizer, parameter: torch.nn.Parameter
 ) -> torch.Tensor:
-    """Return the tensor of a parameter in the inner optimizer's groups: this rank's
-    shard, or the whole.
+    """Return the tensor of a parameter in the parameter groups of the inner optimizer.
+
+    A sharded optimizer has this rank's shard, any other the whole.
     """
     if isinstance(optimizer, DistributedOptimizer):
         group, position = optimizer.model_param_group_index_map[parameter]
@@ -76,11 +85,11 @@ def updated_tensor(
 def stored_state(
     optimizer: MegatronOptimizer, parameter: torch.nn.Parameter
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's master weights and moments of a parameter, flattened, by role,
-    with their scales.
+    """Return this rank's master weights, moments and scales of a parameter, by role.
 
-    The tensors are the optimizer's own memory. A scale, float32 [1], has the role
-    `scale_of(role)`.
+    Returns:
+        The optimizer's own memory, flattened. A scale, float32 [1], has the role
+        `scale_of(role)`.
     """
     inner, updated = torch_optimizer(optimizer), updated_tensor(optimizer, parameter)
     states = cast("Any", inner).state[updated]
@@ -95,16 +104,19 @@ def stored_state(
 
 
 def master_values(stored: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the numbers of stored master weights that are rounded to compute weights,
-    flattened.
+    """Return the numbers from which compute weights are rounded, flattened.
+
+    Args:
+        stored: A result of `stored_state`.
     """
     master, scale = stored[MASTER], stored.get(scale_of(MASTER))
     return master if scale is None else decode(master, scale)
 
 
 def derives_compute(optimizer: MegatronOptimizer) -> bool:
-    """Return whether compute weights are the rounding of the stored master weights. See
-    `StateFormat`.
+    """Return whether compute weights are the rounding of the stored master weights.
+
+    See `StateFormat`.
     """
     if not holds_masters(optimizer):
         return True
@@ -115,7 +127,10 @@ def derives_compute(optimizer: MegatronOptimizer) -> bool:
 
 
 def keeps_remainders(optimizer: MegatronOptimizer) -> bool:
-    """Return whether a master is stored as the part, int16, that its BF16 weight lacks."""
+    """Return whether masters are stored as int16 remainders of BF16 weights.
+
+    A remainder is the part of the master that the weight lacks.
+    """
     inner, config = torch_optimizer(optimizer), cast("Any", optimizer.config)
     is_float32 = config.main_params_dtype == torch.float32
     keeps = getattr(inner, "store_param_remainders", False)
@@ -123,14 +138,13 @@ def keeps_remainders(optimizer: MegatronOptimizer) -> bool:
 
 
 def named_tensors(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors that a step depends on, under names that are stable over
-    restarts.
+    """Yield all tensors on which a step depends, by name.
 
-    These are rates and step counts, as copies, and masters, states and scales, in
-    place.
+    Names are stable over restarts. Rates and step counts are copies. Masters, states
+    and scales are in place.
     """
     inner: Any = torch_optimizer(optimizer)
-    # of a group that torch's Adam updates, a loader leaves a stale step count
+    # for a group that torch's Adam updates, a loader leaves a stale step count
     settings = ("lr",) if counts_steps_per_parameter(optimizer) else ("lr", "step")
     for group_index, group in enumerate(inner.param_groups if inner else []):
         for key in settings:
@@ -142,7 +156,7 @@ def named_tensors(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Ten
                 )
         for index, updated in enumerate(group["params"]):
             name = f"{group_index}.{index}"
-            # else it is part of a parameter of the model
+            # otherwise the tensor is part of a parameter of the model
             if not holds_masters(optimizer):
                 yield f"{name}.master", updated.data
             for key, value in sorted(inner.state[updated].items()):
@@ -157,12 +171,13 @@ def named_tensors(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Ten
 
 
 def step_count(optimizer: MegatronOptimizer) -> float:
-    """Return the number of updates of an inner optimizer; 0 if it has no parameters on
-    this rank.
+    """Return the number of updates of an inner optimizer.
+
+    The number is 0 if the optimizer has no parameters on this rank.
     """
     inner: Any = torch_optimizer(optimizer)
     for group in inner.param_groups if inner else []:
-        if group["params"]:  # fused Adams do not count the steps of an empty group
+        if group["params"]:  # fused Adams count no steps of an empty group
             if not counts_steps_per_parameter(optimizer):
                 return float(group.get("step", 0))
             return float(inner.state[group["params"][0]]["step"])
@@ -172,8 +187,9 @@ def step_count(optimizer: MegatronOptimizer) -> float:
 def write_step_count(
     optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, steps: float
 ) -> None:
-    """Set the number of updates of a parameter; fused Adams count for all of them
-    together.
+    """Set the number of updates of a parameter.
+
+    A fused Adam has one number for all parameters, which the call sets.
     """
     inner: Any = torch_optimizer(optimizer)
     if inner is not None and counts_steps_per_parameter(optimizer):
@@ -188,7 +204,7 @@ def write_step_count(
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:
-    """Give a fresh Adam zero moments and step 0, as its first step would."""
+    """Give a fresh Adam zero moments and step 0, as the first step would."""
     inner: Any = torch_optimizer(optimizer)
     for group in inner.param_groups if inner else []:
         if group["params"] and not counts_steps_per_parameter(optimizer):
@@ -199,11 +215,11 @@ def allocate(optimizer: MegatronOptimizer) -> None:
 
 
 def renew_masters(optimizer: MegatronOptimizer) -> None:
-    """Let the masters that an inner optimizer holds be its parameters' weights, if it
-    has taken no step.
+    """Set the masters of an inner optimizer that has taken no step to the weights.
 
-    Megatron makes them in the first step, of the weights that are there then, and does
-    not renew them.
+    Megatron makes these masters in the first step from the weights at that time, and
+    does not renew the masters. Without effect on an optimizer that does not hold
+    masters.
     """
     inner: Any = torch_optimizer(optimizer)
     if inner is None or not holds_masters(optimizer) or step_count(optimizer):
@@ -235,8 +251,13 @@ def _allocate(inner: Any, updated: torch.Tensor) -> None:
 def payload_and_scale(
     inner: Any, updated: torch.Tensor, name: str, role: str
 ) -> dict[str, torch.Tensor]:
-    """Return the memory of a parameter's state `name` under `role` and, if it has one,
-    of its scale.
+    """Return the memory of a state and, if there is one, of the scale.
+
+    Args:
+        inner: The inner optimizer.
+        updated: The tensor that the optimizer updates.
+        name: The name of the state in the optimizer.
+        role: The role of the payload in the result.
     """
     state = inner.state[updated][name]
     if hasattr(state, "_scale_inv"):  # Transformer Engine's Float8Tensor

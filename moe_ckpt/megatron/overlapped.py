@@ -1,10 +1,11 @@
-"""Communication that Megatron's data-parallel wrapper overlaps with computation: which
-weights are stale, what to drop.
+"""Communication that Megatron's data-parallel wrapper overlaps with computation.
 
-With `overlap_param_gather` a step leaves a rank with its own shard of new weights; the
-next forward pass gathers the others, bucket by bucket. So between a step and that pass
-only the shard is part of the state. Owns: that rule, and the wrapper's records of
-collectives that it has started. Must not: communicate.
+With `overlap_param_gather` a step leaves a rank with new weights in its own shard only.
+The next forward pass gathers the other weights, bucket by bucket. Between a step and
+the next forward pass, only the shard is part of the state.
+
+Owns: this rule, and the wrapper's records of collectives that the wrapper has started.
+Must not: communicate.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 
 def gathers_in_forward(chunk: torch.nn.Module) -> bool:
-    """Return whether the next forward pass gathers the weights of a wrapped model
-    chunk.
-    """
+    """Return whether the next forward pass gathers the weights of a wrapped chunk."""
     return bool(getattr(cast("Any", chunk).ddp_config, "overlap_param_gather", False))
 
 
 def shards(optimizers: Iterable[MegatronOptimizer]) -> dict[torch.nn.Parameter, slice]:
-    """Return this rank's range of the flattened weights of each parameter that a
-    sharded optimizer updates.
+    """Return this rank's range of the flattened weights of each sharded parameter.
+
+    Returns:
+        Ranges of all parameters that a sharded optimizer updates. A range may be empty.
     """
     found: dict[torch.nn.Parameter, slice] = {}
     for optimizer in optimizers:
         inner: Any = optimizer
         if isinstance(optimizer, DistributedOptimizer) and not inner.is_stub_optimizer:
-            # also parameters without an element in this rank's shard: this rank gathers
-            # all of them in forward
+            # also parameters without an element in this rank's shard, because this rank
+            # gathers all of their weights in forward
             found |= {
                 parameter: slice(0, 0)
                 for buffer in inner.buffers
@@ -46,24 +47,26 @@ def shards(optimizers: Iterable[MegatronOptimizer]) -> dict[torch.nn.Parameter, 
 
 
 def forget_communication(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let the wrapper begin as a new one does: no collective is under way, and the
-    order of gradients is unknown.
+    """Reset the wrapper's records to those of a new wrapper.
+
+    Afterwards no collective is under way, and the order of gradients is unknown.
     """
     for group in bucket_groups(chunks):
-        # a pass that was cut off leaves handles behind, and the next one would wait for
-        # them
+        # a pass that was cut off leaves handles behind, and the next pass would wait
+        # for the handles
         group.grad_reduce_handle = group.param_gather_handle = None
         group.param_gather_dispatched = group.grad_reduce_finished = False
         group.golden_per_param_grad_ready_counts = {}
         group.per_param_grad_ready_counts = {}
-        # a replaced rank reduces its first gradients at the end of its first pass; a
+        # A replaced rank reduces its first gradients at the end of its first pass. A
         # rank that overlaps already would reduce buckets in another order
         group.is_first_batch = group.is_last_microbatch = True
 
 
 def mark_gathered(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let the next forward pass gather nothing: all ranks of the stage have whole
-    weights.
+    """Make the next forward pass gather no weights.
+
+    Call when all ranks of the stage have whole weights.
     """
     for group in bucket_groups(chunks):
         group.param_gather_handle = None
@@ -71,8 +74,10 @@ def mark_gathered(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def bucket_groups(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
-    """Yield the groups of gradient buckets of wrapped model chunks, in the order in
-    which Megatron reduces them.
+    """Yield the groups of gradient buckets in the order of Megatron's reductions.
+
+    Args:
+        chunks: Model chunks with their data-parallel wrappers.
     """
     for chunk in chunks:
         wrapper = cast("Any", chunk)

@@ -1,8 +1,7 @@
-"""The piece of a parameter that this rank snapshots, and its copies of module buffers:
-reading them, and loading them.
+"""The pieces of parameters that this rank snapshots, and copies of module buffers.
 
-Owns: the tensors of a piece, compute weights and the state of its optimizer, and the
-gradient of the coming step. Must not: communicate.
+Owns: reading and loading the tensors of a piece (compute weights and optimizer state),
+and the gradient of the coming step. Must not: communicate.
 """
 
 from __future__ import annotations
@@ -42,21 +41,38 @@ from moe_ckpt.types import OperatorId
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnedParameter:
-    """A parameter of this rank and the range of its flattened elements that this rank
-    snapshots (may be empty).
+    """A parameter of this rank, and the range of elements that this rank snapshots.
 
-    One that the script has frozen has no optimizer: its state is its compute weights.
+    A parameter that the script has frozen has no optimizer: its state is its compute
+    weights.
     """
 
     operator: OperatorId
+    """The operator to which the parameter belongs."""
+
     name: str
+    """A name that is unique in the rank: the model chunk and the parameter's name."""
+
     parameter: torch.nn.Parameter
+    """The whole parameter of the model."""
+
     optimizer: MegatronOptimizer | None
+    """The inner optimizer that updates the parameter; None: the parameter is frozen."""
+
     optimizer_index: int | None
+    """The position of `optimizer` among the inner optimizers; None: frozen."""
+
     start: int
+    """The first element of the range in the flattened parameter."""
+
     end: int
+    """The end of the range; equal to `start` if the range is empty."""
+
     replicas: dist.ProcessGroup
+    """The ranks that hold copies of the parameter."""
+
     is_gathered_later: bool = False
+    """Whether the next forward pass gathers the weights (`overlap_param_gather`)."""
 
     @property
     def is_trained(self) -> bool:
@@ -73,8 +89,9 @@ class OwnedParameter:
 
     @property
     def derives_compute(self) -> bool:
-        """Whether compute weights follow from the stored master weights: snapshots in
-        full leave them out then.
+        """Whether compute weights follow from the stored master weights.
+
+        Snapshots in full then leave out the compute weights.
         """
         has_history = fp8_parameters.has_history(self.parameter)
         return (
@@ -88,8 +105,9 @@ class OwnedParameter:
         return fp8_parameters.weights_of(self.parameter)[0].view(-1)
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's master weights and moments, flattened, by role: its shard,
-        or all of them.
+        """Return this rank's master weights and moments, flattened, by role.
+
+        A sharded optimizer has this rank's shard, any other has all elements.
         """
         if self.optimizer is None or (self.is_sharded and self.start == self.end):
             return {}
@@ -98,8 +116,9 @@ class OwnedParameter:
     def pieces(self, *, full: bool) -> Iterator[Piece]:
         """Yield the owned piece of the whole state, or of the compute weights.
 
-        The whole state includes compute weights if they are not the rounding of the
-        stored master weights.
+        Args:
+            full: Whether to yield the whole state. The whole state includes compute
+                weights if they are not the rounding of the stored master weights.
         """
         if full:
             yield from self._state_pieces()
@@ -107,12 +126,17 @@ class OwnedParameter:
             yield from self._compute_pieces()
 
     def load(self, parts: Mapping[PartKey, torch.Tensor], steps: float | None) -> None:
-        """Load the owned piece of a snapshot: the whole state, after so many steps, or
-        the compute weights.
+        """Load the owned piece of a snapshot: the whole state, or the compute weights.
 
         FP8 parameters that follow from masters are left to `cast_masters`, which needs
-        all ranks. Raises CheckpointLoadError for a part that is missing or differs in
-        size.
+        all ranks.
+
+        Args:
+            parts: The tensors of the snapshot.
+            steps: The step count of the whole state; None: load compute weights only.
+
+        Raises:
+            CheckpointLoadError: A part is missing, or has another size or type.
         """
         state = {} if steps is None else self.optimizer_state()
         for key, tensor, _ in self._state_pieces() if state else ():
@@ -120,7 +144,7 @@ class OwnedParameter:
         if steps is None or not self.derives_compute:
             self._load_compute(parts)
         elif state and not is_fp8_parameter(self.parameter):
-            # rounded by `copy_`, as Megatron rounds its masters: the same bits
+            # `copy_` rounds as Megatron rounds its masters, to the same bits
             self.weights()[self.start : self.end].copy_(
                 master_values(state)[self._held()]
             )
@@ -128,8 +152,8 @@ class OwnedParameter:
             write_step_count(self.trained_by, self.parameter, steps)
 
     def _load_compute(self, parts: Mapping[PartKey, torch.Tensor]) -> None:
-        # into new memory: the pieces of a weight that forward passes round are no view
-        # of the parameter
+        # load into new memory, because the pieces of a weight that forward passes round
+        # are no view of the parameter
         loaded = {
             key.role: torch.empty_like(tensor)
             for key, tensor, _ in self._compute_pieces()
@@ -160,8 +184,14 @@ class OwnedParameter:
     def gradient(
         self, steps: Mapping[int, AdamStep]
     ) -> tuple[torch.Tensor, AdamStep] | None:
-        """Return the gradient of the owned piece, and its step, if that is one of
-        `steps` and repeats on a host.
+        """Return the float32 gradient of the owned piece, and its step.
+
+        Args:
+            steps: Known steps, by the `id` of the master weights.
+
+        Returns:
+            None if the step is not known or does not repeat on a host, if the gradient
+            is not float32, or if compute weights do not follow from the masters.
         """
         if self.optimizer is None:
             return None
@@ -172,16 +202,14 @@ class OwnedParameter:
             or master.grad.dtype != torch.float32
         ):
             return None
-        # else another process would have the new masters, and the old compute weights
+        # another process would have the new masters, but the old compute weights
         if not self.derives_compute or not repeats_on_a_host(master):
             return None
         return master.grad.view(-1)[self._held()], steps[id(master)]
 
     def reduced_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of the owned piece, float32, flattened; None if there is
-        none.
-        """
-        # with a sharded optimizer only another rank knows it
+        """Return the flattened float32 gradient of the owned piece; None if absent."""
+        # with a sharded optimizer, only another rank has the gradient of an empty piece
         if self.optimizer is None or self.start == self.end:
             return None
         master = updated_tensor(self.optimizer, self.parameter)
@@ -191,12 +219,14 @@ class OwnedParameter:
         return master.grad.view(-1)[self._held()]
 
     def clipped_by(self, total_norm: float | None) -> float:
-        """Return the factor by which Megatron multiplies the gradient before the step,
-        for a norm over all ranks.
+        """Return the factor by which Megatron multiplies the gradient before the step.
+
+        Args:
+            total_norm: The gradient norm over all ranks; None: unknown, no clipping.
         """
         most = self.trained_by.config.clip_grad
-        # Megatron's expression and constant: another order of operations has other last
-        # bits
+        # Megatron's expression and constant: another order of operations gives other
+        # last bits
         scale = (
             most / (total_norm + 1.0e-6)
             if total_norm is not None and most > 0.0
@@ -205,11 +235,11 @@ class OwnedParameter:
         return scale if scale < 1.0 else 1.0
 
     def forward_tensors(self) -> list[torch.Tensor]:
-        """Return the weights with which forward passes compute, flattened; of an FP8
-        parameter, payload and scales.
+        """Return the weights with which forward passes compute, flattened.
 
-        Of weights that the next pass gathers, the shard: the others are still those of
-        an earlier step.
+        An FP8 parameter has payload and scales. If the next pass gathers the weights,
+        only this rank's shard is returned: other elements are still those of an earlier
+        step.
         """
         found = [
             tensor.reshape(-1)
@@ -222,14 +252,12 @@ class OwnedParameter:
         )
 
     def _held(self) -> slice:
-        """Return the range of the owned piece within this rank's part of the
-        optimizer's state.
-        """
+        """Return the range of the owned piece within this rank's optimizer state."""
         return slice(None) if self.is_sharded else slice(self.start, self.end)
 
     def _state_pieces(self) -> Iterator[Piece]:
         for role, tensor in self.optimizer_state().items():
-            # a scale: each rank has its own, of its own part
+            # a scale: each rank has the scale of its own part
             if role != scaled_role(role):
                 yield self.key(role), tensor, (0, 1)
             else:
@@ -261,8 +289,13 @@ class OwnedBuffer:
     """A module buffer, of which every rank snapshots its own copy."""
 
     operator: OperatorId
+    """The operator to which the buffer belongs."""
+
     name: str
+    """A name that is unique in the rank: the model chunk and the buffer's name."""
+
     buffer: torch.Tensor
+    """The buffer of the model."""
 
     def piece(self) -> Piece:
         key = PartKey(operator=str(self.operator), tensor=self.name, role=BUFFER)
@@ -272,12 +305,14 @@ class OwnedBuffer:
 def copy_part(
     parts: Mapping[PartKey, torch.Tensor], key: PartKey, target: torch.Tensor
 ) -> None:
-    """Copy one part of a snapshot. Raises CheckpointLoadError if it is missing or
-    differs in size or type.
+    """Copy one part of a snapshot to a tensor.
+
+    Raises:
+        CheckpointLoadError: The part is missing, or has another size or type.
     """
     part = parts.get(key)
-    # types, too: `copy_` converts without an error, and a state of another format would
-    # be rounded
+    # types, too: `copy_` converts without an error, and would round a state of another
+    # format
     if part is None or part.numel() != target.numel() or part.dtype != target.dtype:
         got = "nothing" if part is None else f"{part.numel()} elements of {part.dtype}"
         raise CheckpointLoadError(

@@ -1,9 +1,8 @@
-"""Transfers between pipeline stages, seen through Megatron's seam: a `P2PCommunicator`
-that its schedules take.
+"""Transfers between pipeline stages: a `P2PCommunicator` for Megatron's schedules.
 
-Owns: counting and logging what this rank sends, measuring its waits for neighbours,
-and, in a replay, giving the schedule the logged tensors of neighbours in place of
-receiving them. Every schedule calls `_communicate` for every transfer, so one override
+Owns: counting and logging sent tensors, measuring waits for neighbours, and, in a
+replay, giving the schedule the logged tensors of neighbours in place of received
+tensors. Every schedule calls `_communicate` for every transfer, so one override
 suffices. Must not: keep or fetch logs.
 """
 
@@ -24,32 +23,47 @@ from moe_ckpt.snapshot.bubbles import PipelineBubbles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """Bytes sent to neighbour stages, and seconds of logging, since the communicator
-    was made.
-    """
+    """Transfers of this rank since the communicator was made."""
 
     activation_bytes: int
+    """Bytes of activations that this rank sent to the next stage."""
+
     gradient_bytes: int
+    """Bytes of gradients that this rank sent to the previous stage."""
+
     logging_s: float
+    """Seconds that the training thread spent on logging sent tensors."""
 
 
 class StageCommunicator(P2PCommunicator):
-    """Megatron's communicator, which counts and logs sent tensors and can replay
-    received ones.
+    """Megatron's communicator, which logs sent tensors and can replay received tensors.
+
+    Args:
+        pp_group: The process group of the pipeline.
+        config: Megatron's TransformerConfig. The constructor sets `batch_p2p_sync` to
+            false.
+
+    Example:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        communicator = StageCommunicator(groups.pp, config)
+        get_forward_backward_func()(
+            ..., p2p_communicator=communicator, pg_collection=groups
+        )
     """
 
     def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any) -> None:
         super().__init__(pp_group, config)
-        # else each transfer waits for all streams of the device, also for the copies of
-        # a whole snapshot; Megatron does so for a race in old releases of torch
+        # Otherwise each transfer waits for all streams of the device, also for the
+        # copies of a whole snapshot. Megatron waits because of a race in old releases
+        # of torch
         config.batch_p2p_sync = False
         self._activation_bytes = 0
         self._gradient_bytes = 0
         self.log: BoundaryLog | None = None
         self.bubbles: PipelineBubbles | None = None
-        # the second dimension of each tensor, where lengths of sequences vary
+        # the second dimension of each tensor, if sequence lengths vary
         self.rows: int | None = None
-        # logged tensors that a replay takes
+        # logged tensors that a replay takes in place of received tensors
         self._from_previous: deque[torch.Tensor] | None = None
         self._from_next: deque[torch.Tensor] | None = None
 
@@ -63,8 +77,10 @@ class StageCommunicator(P2PCommunicator):
         )
 
     def tensor_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that cross a stage boundary for a micro-batch of this many
-        tokens.
+        """Return the bytes that cross a stage boundary for one micro-batch.
+
+        Args:
+            num_tokens: Tokens of the micro-batch.
         """
         config: Any = self.config
         # a sequence-parallel rank sends its own part of each sequence
@@ -80,8 +96,13 @@ class StageCommunicator(P2PCommunicator):
 
     @contextlib.contextmanager
     def replaying(self, ends: LoggedEnds) -> Iterator[None]:
-        """Within the context, transfers at a logged end take the logged tensors, in
-        order, and send nothing there.
+        """Take logged tensors in place of transfers, within the context.
+
+        Transfers at a logged end take the logged tensors in order, and send nothing.
+        Other transfers are not changed.
+
+        Args:
+            ends: The logs of the neighbours.
         """
         before, after = (
             None if end is None else deque(end)
@@ -108,7 +129,7 @@ class StageCommunicator(P2PCommunicator):
         tensor_shape: Any,
         **options: Any,
     ) -> Any:
-        # logged in replays as well: a later fault needs it again
+        # replays are logged as well, because a later fault needs the log again
         self._observe(tensor_send_next, tensor_send_prev)
         before, after = self._from_previous, self._from_next
         live = {
@@ -148,11 +169,13 @@ class StageCommunicator(P2PCommunicator):
                 self.log.record(direction, tensor)
 
     def _logged(self, queue: deque[torch.Tensor], shape: Any) -> torch.Tensor:
-        """Return the next logged tensor as if received: on the device, a leaf that
-        accumulates a gradient.
+        """Return the next logged tensor in the form of a received tensor.
+
+        The tensor is on the device, and is a leaf that accumulates a gradient.
         """
         stored = queue.popleft()
-        # Megatron then gives no shape: stages exchange it before each tensor
+        # Megatron gives no shape here, because stages exchange the shape before each
+        # tensor
         if self.config.variable_seq_lengths:
             assert self.rows is not None, "require_replayable refuses this"
             hidden_size = cast("Any", self.config).hidden_size
@@ -164,5 +187,5 @@ class StageCommunicator(P2PCommunicator):
             device=torch.cuda.current_device(),
         )
         tensor.view(-1).view(torch.uint8).copy_(stored)
-        # as Megatron's receive buffers: the stage before gets the gradient
+        # as in Megatron's receive buffers: the previous stage gets the gradient
         return tensor.requires_grad_()

@@ -1,5 +1,6 @@
-"""The operators of a Megatron-Core GPT, from the names of its parameters and buffers,
-by global layer and expert.
+"""Maps parameters and buffers of a Megatron-Core GPT to operators, by name.
+
+Operators have the numbers of global layers and global experts.
 """
 
 from __future__ import annotations
@@ -40,10 +41,15 @@ def bare_model(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def locate(model: torch.nn.Module, name: str) -> OperatorId:
-    """Return the operator of a parameter or buffer of a bare GPT model.
+    """Return the operator of a parameter or buffer.
 
-    Raises ConfigError for a name that belongs to none, and for experts that share one
-    weight (Megatron's legacy GroupedMLP).
+    Args:
+        model: A bare GPT model.
+        name: The name of the parameter or buffer in the model.
+
+    Raises:
+        ConfigError: The name belongs to no operator, or to experts that share one
+            weight (Megatron's legacy GroupedMLP).
     """
     root = name.partition(".")[0]
     if root in _EDGES:
@@ -73,7 +79,7 @@ def _locate_in_layer(
         return OperatorId(kind=OperatorKind.GATE, **place)
     if rest.startswith("mlp.experts."):
         match = _SEQUENTIAL_EXPERT.match(rest) or _GROUPED_EXPERT.match(rest)
-        # a grouped layer has scales for all of its experts in one tensor
+        # a grouped layer has the scales of all of its experts in one tensor
         if match is None and is_scaling(rest):
             return OperatorId(kind=OperatorKind.BLOCK, **place)
         if match is None:
@@ -90,8 +96,10 @@ def _locate_in_layer(
 
 
 def front_to_back(operator: OperatorId) -> tuple[int, ...]:
-    """Return a sort key: embedding, layers (block, gate, experts), final norm, MTP
-    modules, output.
+    """Return a key that sorts operators from the front of the model to the back.
+
+    The order is embedding, layers (block, gate, experts), final norm, MTP modules,
+    output.
     """
     in_layer = operator.layer is not None
     section = OperatorKind.BLOCK if in_layer else operator.kind
@@ -110,14 +118,16 @@ def front_to_back(operator: OperatorId) -> tuple[int, ...]:
 
 
 def is_grouped(name: str) -> bool:
-    """Return whether a parameter is the weight of an expert in a layer of all local
-    experts.
+    """Return whether a parameter is one expert's weight in a grouped layer.
+
+    A grouped layer has all local experts in one module.
     """
     return _GROUPED_EXPERT.search(name) is not None
 
 
 def grouped_name(name: str) -> str:
-    """Return a name without a grouped expert's number: weights of one name all compute
-    gradients, or none.
+    """Return a name without the number of a grouped expert.
+
+    Weights of one such name all compute gradients, or none of them does.
     """
     return re.sub(r"(linear_fc[12]\.(?:weight|bias))\d+$", r"\1", name)

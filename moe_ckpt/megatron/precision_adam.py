@@ -1,15 +1,17 @@
-"""Adam whose master weights and moments are stored in FP16 or FP8: the CPU reference of
-Transformer Engine's FusedAdam.
+"""Adam with master weights and moments stored in FP16 or FP8, on a CPU.
 
-Owns: the arithmetic of a step (FP32; a state is rounded as it is stored), the scale of
-each stored tensor, and where Megatron-Core looks for its Adam. Constructor arguments,
+Owns: the arithmetic of a step (FP32; a state is rounded when the step stores the
+state), the scale of each stored tensor, and the names under which Megatron-Core looks
+for its Adam.
+
+This Adam is the CPU reference of Transformer Engine's FusedAdam. Constructor arguments,
 state names and numerics follow FusedAdam of Transformer Engine 2.9, which runs on a GPU
-only: `state[parameter]` has the payloads, `_scales[parameter]` their scales, a float32
-[1] each, and a parameter group the step count, which is there from the first step on.
+only. `state[parameter]` has the payloads, and `_scales[parameter]` has their scales,
+float32 [1] each. A parameter group has the step count, from the first step on.
 
-Of FusedAdam's own there is no FP8 master weight (MoEvement, Table 7, last row): the
-compute weight is rounded from the stored master then. Other compute weights are rounded
-from the master before it is stored.
+FusedAdam itself has no FP8 master weight (MoEvement, Table 7, last row). With such
+masters, compute weights are rounded from the stored master. All other compute weights
+are rounded from the master before the master is stored.
 """
 
 from __future__ import annotations
@@ -26,17 +28,21 @@ import torch
 E4M3 = torch.float8_e4m3fn
 MASTER_PARAM = "master_param"
 _STATES = (MASTER_PARAM, "exp_avg", "exp_avg_sq")
-# FusedAdam's `dtype_to_range_map`, half of FP16's range included
+# as in FusedAdam's `dtype_to_range_map`, which has half of FP16's range
 _LARGEST = {E4M3: 448.0, torch.float16: torch.finfo(torch.float16).max / 2}
-"""The largest element of a scaled tensor."""
+"""The largest element of a scaled tensor, by type."""
 
 
 def encode(values: torch.Tensor, payload: torch.Tensor, scale: torch.Tensor) -> None:
-    """Store float32 values in `payload`, scaled if that is FP16 or FP8; `scale` is
-    float32 [1].
+    """Store float32 values, scaled if the payload is FP16 or FP8.
 
-    A tensor of zeros keeps a scale of 0 (FP16) or 1 (FP8): FusedAdam divides by zero
+    A tensor of zeros gets a scale of 0 (FP16) or 1 (FP8); FusedAdam divides by zero
     there.
+
+    Args:
+        values: The values.
+        payload: Memory for the stored values, of any type.
+        scale: Memory for the scale, float32 [1]; not changed for other types.
     """
     largest = _LARGEST.get(payload.dtype)
     if largest is None:
@@ -65,8 +71,9 @@ def decode(payload: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bfloat16 weight and the int16 remainder that are a float32 master
-    together; ties round away.
+    """Split float32 masters into bfloat16 weights and int16 remainders.
+
+    Both together are the master. Ties round away from zero.
     """
     bits = master.view(torch.int32)
     low = (bits & 0xFFFF).to(torch.int32)
@@ -76,18 +83,28 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Return the float32 master that `split_master` split."""
+    """Return the float32 masters that `split_master` split."""
     high = (weight.view(torch.int16) - (remainder < 0).to(torch.int16)).to(torch.int32)
     return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
 class PrecisionAwareAdam(torch.optim.Optimizer):
-    """FusedAdam's arguments: dtypes of states are float32, bfloat16, float16, or uint8,
-    which stands for FP8 (E4M3).
+    """Adam with the arguments and state types of FusedAdam.
 
-    With `master_weights` the parameters are compute weights, and the optimizer holds
-    their masters; without, they are the masters. `use_decoupled_grad` reads gradients
-    from `parameter.decoupled_grad`.
+    Types of states are float32, bfloat16, float16, or uint8, which stands for FP8
+    (E4M3). Arguments that are not listed are those of Adam.
+
+    Args:
+        adam_w_mode: Whether weight decay is decoupled, as in AdamW.
+        master_weights: Whether the parameters are compute weights, and the optimizer
+            holds their masters. If not, the parameters are the masters.
+        use_decoupled_grad: Whether to read gradients from `parameter.decoupled_grad`.
+        store_param_remainders: Whether float32 masters of bfloat16 weights are stored
+            as int16 remainders.
+        master_weight_dtype: Type of the masters.
+        exp_avg_dtype: Type of the first moments.
+        exp_avg_sq_dtype: Type of the second moments.
+        capturable: Must be false: CUDA graphs are not supported.
     """
 
     def __init__(
@@ -106,7 +123,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
-        capturable: bool = False,  # megatron-core 0.19 passes it
+        capturable: bool = False,  # an argument of megatron-core 0.19
     ) -> None:
         assert not capturable, "CUDA graphs"
         defaults = {
@@ -132,7 +149,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def initialize_state(self, param: torch.Tensor, *_: object) -> None:
-        """Give a parameter zero moments, and the master that its compute weight is now."""
+        """Give a parameter zero moments, and a master from its compute weight."""
         for name in _STATES if self.master_weights else _STATES[1:]:
             dtype = self._dtypes[name]
             if name == MASTER_PARAM and self._has_remainder(param):
@@ -151,11 +168,10 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             self.set_scaled_state(param, MASTER_PARAM, param.float())
 
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a state as float32 values, in memory of their own unless it is stored
-        as such.
+        """Return a state as float32 values.
 
-        The remainder of a master is returned as it is, int16, as Transformer Engine
-        does.
+        Float32 states are returned in place, other states in memory of their own. The
+        int16 remainder of a master is returned as stored, as Transformer Engine does.
         """
         payload = self.state[param][name]
         is_plain = payload.dtype in (torch.float32, torch.int16)
@@ -165,10 +181,14 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
     def set_scaled_state(
         self, param: torch.Tensor, name: str, values: torch.Tensor
     ) -> None:
-        """Store float32 values as a state with a scale of their own, which may differ
-        from that of the read state.
+        """Store values as a state, with a scale from these values.
 
-        Those of a remainder are int16.
+        The scale may differ from the scale of a state that was read.
+
+        Args:
+            param: The parameter.
+            name: The name of the state.
+            values: float32 values; int16 values for a remainder.
         """
         if name not in self.state[param]:
             self.initialize_state(param)
@@ -185,8 +205,9 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             encode(values.view(payload.shape), payload, self._scales[param][name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over settings, and states as they are stored: torch's own would cast
-        them to the parameters' type.
+        """Take over settings, and states as stored.
+
+        torch's own method would cast the states to the parameters' type.
         """
         super().load_state_dict({**state_dict, "state": {}})  # groups only
         for index, param in enumerate(
@@ -199,7 +220,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step with the gradients that are there."""
+        """Take one step with the gradients that are present."""
         loss = closure() if closure else None
         for group in self.param_groups:
             if not group["params"]:  # FusedAdam counts no steps of an empty group
@@ -276,10 +297,12 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Let Megatron-Core use this Adam in this process from now on, as if it were
-    Transformer Engine's. Idempotent.
+    """Make Megatron-Core use this Adam in this process. Idempotent.
 
-    Raises RuntimeError if Transformer Engine is installed: its own must be used then.
+    Megatron-Core treats the class as Transformer Engine's Adam.
+
+    Raises:
+        RuntimeError: Transformer Engine is installed, whose own Adam must be used.
     """
     optimizer = importlib.import_module("megatron.core.optimizer")
     sharded = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
@@ -304,15 +327,17 @@ def install() -> None:
     }
     for module, values in names.items():
         for name, value in values.items():
-            # a renamed seam is an AttributeError here, not a silent no-op
+            # a name that Megatron has changed raises AttributeError here; `setattr`
+            # alone would have no effect
             getattr(module, name)
             setattr(module, name, value)
 
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
-    """Within the context, `transformer_engine.pytorch.optimizers.FusedAdam` is this
-    Adam: Megatron looks there.
+    """Provide this Adam as Transformer Engine's FusedAdam, within the context.
+
+    Megatron imports `transformer_engine.pytorch.optimizers.FusedAdam`.
     """
     names = (
         "transformer_engine",

@@ -1,8 +1,8 @@
 """A hash of the samples that a pass has read.
 
-A replay must read the samples that the iteration has read before: a stage that is
-replayed over other samples gets another state, which no checksum of a snapshot shows.
-Each iteration's step record therefore holds this hash.
+A replay must read the samples that the iteration has read before. A stage that is
+replayed over other samples gets another state, and no checksum of a snapshot shows the
+difference. Each iteration's step record therefore holds this hash.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class ReadBatches:
         self._on_devices: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """An iteration, or its replay, begins: forget the micro-batches of earlier
-        ones, and of evaluations.
+        """Forget all earlier micro-batches, when an iteration or a replay begins.
+
+        Earlier micro-batches are those of other iterations and of evaluations.
         """
         self._host = xxhash.xxh3_128()
         self._on_devices = []
@@ -43,16 +44,21 @@ class ReadBatches:
         return total.hexdigest()
 
     def observed(self, argument: Any) -> Any:
-        """Return an iterator that hashes the micro-batches it yields; anything else is
-        returned unchanged.
+        """Return an iterator that hashes the micro-batches it yields.
+
+        Args:
+            argument: The iterator to observe. Any other value is returned unchanged.
         """
         return _Observed(argument, self) if hasattr(argument, "__next__") else argument
 
     def add(self, batch: Any) -> None:
-        """Add a micro-batch: a nest of mappings, dataclasses, lists and tuples.
+        """Add a micro-batch to the hash.
 
         Of leaves that are neither tensors, arrays nor plain values, only the type
         counts.
+
+        Args:
+            batch: A nest of mappings, dataclasses, lists and tuples.
         """
         if isinstance(batch, torch.Tensor):
             self._add_tensor(batch)
@@ -72,7 +78,7 @@ class ReadBatches:
         self._add_text(f"{tensor.dtype}{tuple(tensor.shape)}")
         if tensor.device.type == "cpu":
             self._host.update(bytes_of(tensor).numpy().data)
-        else:  # a sum, for which nobody waits now
+        else:  # a sum on the device, fetched in `hash`
             self._on_devices.append(sums_on_device([tensor], tensor.device))
 
     def _add_text(self, text: str) -> None:
@@ -80,7 +86,7 @@ class ReadBatches:
 
 
 def _parts_of(nest: Any) -> list[tuple[object, Any]]:
-    """Return the parts of a nest by name or number; none of anything else."""
+    """Return the parts of a nest by name or number; none for any other value."""
     if isinstance(nest, Mapping):
         return list(nest.items())
     if isinstance(nest, list | tuple):
@@ -91,7 +97,7 @@ def _parts_of(nest: Any) -> list[tuple[object, Any]]:
 
 
 class _Observed:
-    """An iterator, with all other attributes of the one that it observes."""
+    """Hashes the micro-batches of an iterator, and has all of its other attributes."""
 
     def __init__(self, batches: Iterator[Any], read: ReadBatches) -> None:
         self._batches = batches

@@ -1,8 +1,8 @@
-"""Tries, before the first iteration, whether an iterator gives the same again in a new
-process.
+"""Checks before the first iteration that an iterator repeats itself in a new process.
 
-Owns: two forked processes, which open the iterator anew with other generators each and
-compare checksums. Must not: read the iterator of this process, or move its generators.
+Owns: two forked processes, which open the iterator anew with other generators each, and
+comparing the checksums of both. Must not: read the iterator of this process, or move
+the generators of this process.
 
     this process   fork, fork                                                    compare
     each fork      close sockets | seed | open | read | checksums --> pipe --> exit
@@ -41,17 +41,17 @@ def require_repeatable_reads(
 ) -> None:
     """Check that an iterator, opened in new processes, gives the same micro-batches.
 
-    An iterator that cannot be tried so is let through with a warning: a fork has no
-    communication and no GPU.
+    A forked process has no communication and no GPU. An iterator that fails without
+    them is accepted with a warning.
 
     Args:
         open_iterator: Opens the iterator anew.
         setting: The name of the setting in errors.
-        num_batches: The micro-batches that are compared.
-        deadline_s: The time that a process may take.
+        num_batches: The number of micro-batches to compare.
+        deadline_s: Seconds that each process may take.
 
     Raises:
-        ConfigError: Two processes get other micro-batches.
+        ConfigError: Two processes get different micro-batches.
     """
     found: list[list[int]] = []
     for seed in _SEEDS:
@@ -80,7 +80,7 @@ def require_repeatable_reads(
 
 
 def _read(open_iterator: Callable[[], Any], num_batches: int, seed: int) -> list[int]:
-    # a pool of threads of the process that was forked does not exist here: its waits
+    # the pool of threads of the forked process does not exist here: a wait for the pool
     # would not end
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -100,8 +100,8 @@ def _read(open_iterator: Callable[[], Any], num_batches: int, seed: int) -> list
 def _in_new_process(
     compute: Callable[[], list[int]], deadline_s: float
 ) -> list[int] | str:
-    """Return the result of a forked process, or the reason why there is none."""
-    # the open iterator, which no pickle can hold, is the subject
+    """Return the result of a forked process, or the reason for its absence."""
+    # a fork, because no pickle can hold the open iterator
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(compute, sender))
@@ -122,20 +122,21 @@ def _in_new_process(
 
 
 def _answer(compute: Callable[[], list[int]], sender: Connection) -> None:
-    """Send the result, or the reason why there is none."""
+    """Send the result, or the reason for its absence."""
     _close_sockets()
     null = os.open(os.devnull, os.O_RDWR)
-    for standard in (1, 2):  # what the user's code prints has been printed already
+    for standard in (1, 2):  # user code has printed once already
         os.dup2(null, standard)
     try:
         sender.send(compute())
-    except Exception as error:  # of any type: the iterator is the user's
+    except Exception as error:  # the iterator is user code
         sender.send(f"{type(error).__name__}: {error}")
 
 
 def _close_sockets() -> None:
-    """Close inherited connections: bytes that this process sent would be those of its
-    parent.
+    """Close inherited connections.
+
+    Bytes that this process sent would appear to come from its parent.
     """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

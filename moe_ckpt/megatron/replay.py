@@ -1,13 +1,17 @@
-"""Replays one iteration of one stage, alone or with its neighbours, through the same
-schedule (MoEvement, 3.3, 3.4).
+"""Replays one iteration of one stage through the schedule of training.
 
-Owns: the start of an iteration, the values that cross stages in it beside activations
-and gradients, and the update with logged facts in place of collectives over all stages.
-Must not: decide which iterations run, or fetch their inputs.
+The stage replays alone or with its neighbours (MoEvement, 3.3, 3.4).
 
-    begin       generators, loss scalers, schedule position, buffers          -> restored if the iteration is undone
-    gradients   forward, backward, reduced; sums over stages                  -> logged, or taken from the log
-    finish      norm, overflow                                                -> logged, or taken from the log
+Owns: the start of an iteration, the values that cross stages in an iteration beside
+activations and gradients, and the update with logged facts in place of collectives over
+all stages. Must not: decide which iterations run, or fetch their inputs.
+
+    begin       generators, loss scalers, schedule,      -> restored if the iteration
+                buffers                                     is undone
+    gradients   forward, backward, reduced; sums over    -> logged, or taken from the
+                stages                                      log
+    finish      norm, overflow                           -> logged, or taken from the
+                                                            log
 """
 
 from __future__ import annotations
@@ -63,11 +67,15 @@ from moe_ckpt.types import ReadyGradients
 
 
 class StageReplay:
-    """Records the facts that this rank's stage needs to replay an iteration, and
-    replays it.
+    """Implements `engine.interfaces.Stage`: records an iteration's facts, and replays.
 
-    `forward_backward` runs the loop's schedule over the batch of an iteration, with the
-    communicator given here, and lets `batches` see what it reads.
+    Args:
+        state: This rank's training state.
+        operators: The operators of this rank.
+        communicator: Carries the transfers between stages.
+        forward_backward: Runs the loop's schedule over the batch of an iteration, with
+            `communicator`, and shows `batches` the micro-batches.
+        batches: Hashes the micro-batches that a pass reads.
     """
 
     def __init__(
@@ -82,7 +90,7 @@ class StageReplay:
         self._communicator = communicator
         self._forward_backward = forward_backward
         self._batches = batches
-        # iterations whose replays have read other samples than before
+        # iterations whose replays have read other samples than training
         self._read_others: list[int] = []
         self._operators = operators
         self._sums = _StageSums(state, operators)
@@ -96,8 +104,10 @@ class StageReplay:
         return self._sums.tied_bytes
 
     def begin(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        """Return the state that `iteration` starts from beside parameters and moments;
-        buffers are remembered here.
+        """Return the state from which `iteration` starts, except the large tensors.
+
+        Parameters and moments are left out. Buffers and the modes of modules are
+        remembered in this object.
         """
         self._began, self._buffers = iteration, buffers(self._state)
         self._modes = [module.training for _, module in self._state.modules]
@@ -106,8 +116,12 @@ class StageReplay:
     def restore_start(
         self, start: Mapping[str, torch.Tensor], *, undo: int | None = None
     ) -> None:
-        """Restore the start of an iteration; with `undo`, also the buffers that this
-        iteration has changed since.
+        """Restore the start of an iteration.
+
+        Args:
+            start: A result of `begin`.
+            undo: The last iteration that began, to restore the buffers that the
+                iteration has changed as well; None: buffers stay as they are.
         """
         restore_small_state(self._state, start)
         if undo is not None:
@@ -115,8 +129,8 @@ class StageReplay:
                 f"asked for the buffers before iteration {undo}, got those of"
                 f" {self._began}"
             )
-            # forward changes them (counts of tokens, FP8 histories), and the iteration
-            # will run again
+            # forward changes buffers (counts of tokens, FP8 histories), and the
+            # iteration will run again
             restore_buffers(self._state, self._buffers)
 
     def record(self, iteration: int, gradients: ReadyGradients) -> StepRecord:
@@ -138,18 +152,24 @@ class StageReplay:
         whole_model: bool,
         before_update: Callable[[], None],
     ) -> None:
-        """Run the record's iteration again, from the state before it. Collective over
-        the stages that replay together.
+        """Run the record's iteration again, from the state before the iteration.
 
-        `whole_model`: all stages replay; then only the update's facts come from a log.
-        `before_update` is called once gradients are complete: only buffers and
-        generators have changed until then.
+        Collective over the stages that replay together.
+
+        Args:
+            record: The facts of the iteration.
+            start: The start of the iteration.
+            ends: The logs of neighbours that do not replay.
+            whole_model: Whether all stages replay. Then only the facts of the update
+                come from a log.
+            before_update: Called once gradients are complete. Until then only buffers
+                and generators have changed.
         """
         restore_small_state(self._state, start)
         clear_gradients(self._state)
         mark_gathered(self._state.model)
         config: Any = cast("Any", self._state.model[0]).config
-        # they may wait for all ranks of the job
+        # timers may wait for all ranks of the job
         timers, config.timers = config.timers, None
         gather, config.param_sync_func = config.param_sync_func, None
         try:
@@ -162,20 +182,22 @@ class StageReplay:
             if record.batches is not None and self._batches.hash() != record.batches:
                 self._read_others.append(record.iteration)
             unscale_gradients(self._state)
-            # after it: Megatron makes the optimizer's gradients of the model's there,
-            # also those of frozen operators
+            # after unscaling, in which Megatron makes the optimizer's gradients from
+            # the model's, also for frozen operators
             self._operators.drop_frozen_gradients()
             before_update()
             self.update(record.gradients)
             self.gather()
         finally:
             config.timers, config.param_sync_func = timers, gather
-        # last: forward and unscaling use the scale before the step
+        # last, because forward and unscaling use the scale before the step
         advance_scalers(self._state, record.gradients)
 
     def require_same_samples(self) -> None:
-        """Raise DataError if a replay since the last call has read other samples than
-        its iteration had read.
+        """Check that replays since the last call have read the samples of training.
+
+        Raises:
+            DataError: A replay has read other samples than its iteration had read.
         """
         iterations, self._read_others = self._read_others, []
         if iterations:
@@ -186,10 +208,11 @@ class StageReplay:
             )
 
     def abandon_pass(self) -> None:
-        """Clean up after a pass that was cut off: Megatron's globals, and modules in
-        evaluation mode.
+        """Clean up Megatron's globals and modules after a pass that was cut off.
+
+        A pass that was cut off may leave modules in evaluation mode.
         """
-        # none before the first iteration has begun
+        # there are no modes before the first iteration has begun
         for (_, module), training in zip(
             self._state.modules, self._modes, strict=False
         ):
@@ -197,7 +220,7 @@ class StageReplay:
         forget_communication(self._state.model)
         forget_shared_experts(self._state.model)
         forget_pass()
-        # it sets and unsets a flag around what it recomputes later
+        # Megatron sets and unsets a flag around code that is recomputed later
         tensor_parallel.random._unset_checkpointing()
 
     def update(self, gradients: ReadyGradients) -> None:
@@ -212,10 +235,10 @@ class StageReplay:
 
 
 class _StageSums:
-    """The sums over stages that finish an iteration's gradients.
+    """The sums over stages that complete an iteration's gradients.
 
-    They are the gradient of a word embedding that first and last stage share, and the
-    number of tokens by which a loss per token divides all gradients.
+    The sums are the gradient of a word embedding that first and last stage share, and
+    the number of tokens by which a loss per token divides all gradients.
     """
 
     def __init__(self, state: TrainingState, operators: RankOperators) -> None:
@@ -231,19 +254,19 @@ class _StageSums:
         self._logged: StepRecord | None = None
         config = cast("Any", state.model[0]).config
         if self._owned is not None or config.calculate_per_token_loss:
-            # schedules call it once, after all micro-batches: it reduces a stage's own
-            # gradients, then sums over stages
+            # Schedules call this function once, after all micro-batches. The function
+            # reduces a stage's own gradients, then sums over stages
             self._finalize = config.finalize_model_grads_func
             config.finalize_model_grads_func = self._finalize_observed
 
     @property
     def num_tokens(self) -> int | None:
-        """The tokens of all ranks' batches, if gradients were divided by them."""
+        """The tokens of all ranks' batches; None if tokens do not divide gradients."""
         return None if self._tokens is None else int(self._tokens)
 
     @property
     def tied_gradient(self) -> torch.Tensor | None:
-        """The shared gradient of the last pass, on the host."""
+        """The shared gradient of the last pass, on the host; None if there is none."""
         return None if self._copied is None else self._copied.result()
 
     @property
@@ -252,8 +275,10 @@ class _StageSums:
 
     @contextlib.contextmanager
     def replaying(self, logged: StepRecord | None) -> Iterator[None]:
-        """Within the context, take the sums from a record and communicate with no other
-        stage; None: no change.
+        """Take the sums from a record within the context, without other stages.
+
+        Args:
+            logged: The record; None: the sums are computed as in training.
         """
         self._logged = logged
         try:
@@ -274,24 +299,25 @@ class _StageSums:
             self._finalize(model, num_tokens, pg_collection=groups, **options)
             self._tokens = num_tokens  # Megatron sums them in place
         else:
-            # the caller keeps its groups
+            # a copy, because the caller keeps its groups
             self._finalize_logged(model, self._logged, copy.copy(groups), **options)
         if self._owned is not None:
-            # hundreds of MB: the device is not there yet
+            # the gradient may have hundreds of MB, and the device has not computed the
+            # gradient yet
             self._copied = PendingCopy(self._gradient())
 
     def _finalize_logged(
         self, model: Any, logged: StepRecord, groups: Any, **options: Any
     ) -> None:
         if self._owned is not None:
-            # Megatron skips a group of one, for which nothing has to be formed; with
-            # None it would take the job's
+            # Megatron skips a group of one, for which nothing has to be formed. With
+            # None Megatron would use the job's group
             groups.embd = cast("Any", dist.ProcessGroup)(0, 1)
-        # no tokens: Megatron would fetch them from the last stage, which may not take
-        # part
+        # no tokens, because Megatron would fetch the number from the last stage, which
+        # may not take part
         self._finalize(model, None, pg_collection=groups, **options)
         num_tokens = logged.gradients.num_tokens
-        # in Megatron's types and order of operations, for the same bits
+        # in Megatron's types and order of operations, to get the same bits
         if num_tokens is not None:
             self._tokens = torch.tensor(
                 num_tokens, dtype=torch.int, device=torch.cuda.current_device()
@@ -299,17 +325,18 @@ class _StageSums:
             for chunk in model:
                 chunk.scale_gradients(1.0 / torch.clamp(self._tokens, min=1))
         if self._owned is not None:
-            # after the division: the logged gradient is divided already
+            # after the division, because the logged gradient is divided already
             mine = self._gradient()
-            # else this rank's shard of the optimizer has no part of the embedding, nor
-            # has its record
+            # if empty, this rank's shard of the optimizer has no part of the embedding,
+            # and the record has no gradient
             if mine.numel():
                 assert logged.tied_gradient is not None, logged.iteration
                 mine.copy_(logged.tied_gradient)
 
     def _gradient(self) -> torch.Tensor:
-        """Return the part of the reduced gradient that this rank's optimizer uses,
-        flattened.
+        """Return the reduced gradient that this rank's optimizer uses, flattened.
+
+        A sharded optimizer uses a part of the gradient.
         """
         assert self._owned is not None
         gradient = cast("Any", self._owned.parameter).main_grad.view(-1)
@@ -321,8 +348,9 @@ class _StageSums:
 
 
 def forget_shared_experts(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let shared experts that overlap with the dispatcher begin as new ones do, where a
-    pass was cut off in them.
+    """Reset shared experts that overlap with the dispatcher.
+
+    Call after a pass was cut off, possibly in such an expert.
     """
     for module in (
         module
@@ -338,11 +366,16 @@ def forget_shared_experts(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def require_replayable(state: TrainingState, *, rows: int | None = None) -> None:
-    """Raise ConfigError for options that cross stages, or change state, in a way that
-    no log here covers.
+    """Check that replays can repeat the training.
 
-    `rows` is the second dimension of the tensors between stages, where lengths of
-    sequences may vary.
+    Args:
+        state: This rank's training state.
+        rows: The second dimension of the tensors between stages, needed if sequence
+            lengths may vary.
+
+    Raises:
+        ConfigError: An option crosses stages, or changes state, in a way that no log
+            covers.
     """
     config = cast("Any", state.model[0]).config
     ddp_config = cast("Any", state.model[0]).ddp_config
@@ -351,7 +384,7 @@ def require_replayable(state: TrainingState, *, rows: int | None = None) -> None
         (config, "mtp_standalone"),
         # gradients are clipped by a norm of their own, which no record has
         (config, "mtp_detach_heads"),
-        # routers draw in evaluations, too, of which no log tells
+        # routers draw in evaluations, too, and no log has these draws
         (config, "moe_input_jitter_eps"),
         *(
             (config, f"moe_router_force_{what}")
@@ -365,9 +398,9 @@ def require_replayable(state: TrainingState, *, rows: int | None = None) -> None
             for name in ("fp4", "fp8_dot_product_attention", "fp8_multi_head_attention")
         ),
         *((config, name) for name in ("enable_cuda_graph", "external_cuda_graph")),
-        # its modules keep scales where no snapshot looks
+        # modules of the fuser keep scales where no snapshot looks
         (config, "use_transformer_engine_op_fuser"),
-        # user buffers that belong to one communicator, which a generation replaces
+        # user buffers belong to one communicator, which a generation replaces
         (config, "tp_comm_overlap"),
         (ddp_config, "nccl_ub"),
         (ddp_config, "reuse_grad_buf_for_mxfp8_param_ag"),
@@ -405,7 +438,7 @@ def require_replayable(state: TrainingState, *, rows: int | None = None) -> None
     require(
         captured == "none", "snapshots in memory: cuda_graph_impl", captured, "none"
     )
-    # DeepEP and HybridEP key buffers by group
+    # DeepEP and HybridEP key their buffers by group
     dispatcher = getattr(config, "moe_token_dispatcher_type", "alltoall")
     known = dispatcher in ("alltoall", "allgather")
     require(
@@ -425,8 +458,10 @@ def require_replayable(state: TrainingState, *, rows: int | None = None) -> None
 
 
 def _require_known_generators() -> None:
-    """Refuse generators for captured graphs: their state is a handle, of which a copy
-    would lose a part.
+    """Raise ConfigError for generators of captured graphs.
+
+    The state of such a generator is a handle, and a copy of the handle would lose a
+    part of the state.
     """
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     for name, generator in tracker.get_states().items():
@@ -440,9 +475,7 @@ def _require_known_generators() -> None:
 
 
 def _require_known_parameters(state: TrainingState) -> None:
-    """Raise ConfigError for parameters whose stored form, or whose cast from masters,
-    is not covered.
-    """
+    """Raise ConfigError for parameters of an unknown stored form or cast."""
     for chunk in state.model:
         parameters = dict(bare_model(chunk).named_parameters())
         for name, parameter in parameters.items():
@@ -471,9 +504,7 @@ def _require_known_parameters(state: TrainingState) -> None:
 
 
 def _require_cast_by_megatron(state: TrainingState, chunk: torch.nn.Module) -> None:
-    """Raise ConfigError unless Megatron holds the masters of FP8 parameters and casts
-    them.
-    """
+    """Raise ConfigError unless Megatron holds and casts masters of FP8 parameters."""
     gather = cast("Any", chunk).ddp_config.fp8_param_gather
     require(
         gather,
@@ -501,9 +532,9 @@ def _require_cast_by_megatron(state: TrainingState, chunk: torch.nn.Module) -> N
             " fp8_recipe tensorwise or blockwise"
         )
         got = f"{optimizer.config.main_params_dtype} in FusedAdam"
-        # FusedAdam sets the scale of a parameter on ranks only that keep a part of its
-        # master, and takes 16-bit remainders for masters; with FP16 masters and a
-        # recipe other than delayed Megatron gives it no parameters
+        # FusedAdam sets the scale of a parameter only on ranks that keep a part of its
+        # master, and takes 16-bit remainders for masters. With FP16 masters and a
+        # recipe other than delayed, Megatron gives FusedAdam no parameters
         require(
             not holds_masters(optimizer),
             "snapshots in memory: main_params_dtype",

@@ -1,15 +1,18 @@
-"""Loads a state that was saved by ranks of another parallel layout.
+"""Loads a state that ranks of another parallel layout have saved.
 
-Owns: the parts that have another form at each layout beside the tensors that
+Owns: the parts whose form depends on the layout, beside the tensors that
 `dist_checkpointing` cuts anew: the number of optimizers that Megatron chains, the
 places of buffers, the padding of the vocabulary, the seeds of the generators. Must not:
 know directories without a checkpoint, or runs.
 
     saved by rank       here
-    0  optimizer 0, 1   step count, loss scaler -> all optimizers here       (experts have their own where EP > 1)
-    r  buffers          by global layer -> the ranks that have the layer     (rank 0 reads all, and broadcasts)
+    0  optimizer 0, 1   step count, loss scaler -> all optimizers here
+                        (experts have their own where EP > 1)
+    r  buffers          by global layer -> the ranks that have the layer
+                        (rank 0 reads all, and broadcasts)
     r  generators       not loaded: seeded as at a run's start, for the iteration
-    r  stored states    not loaded: scales belong to shards; numbers are stored again with the scales of those here
+    r  stored states    not loaded: scales belong to shards; numbers are stored again
+                        with the scales of the shards here
 """
 
 from __future__ import annotations
@@ -48,8 +51,12 @@ _OPTIMIZER, _SAVED_BUFFERS = "optimizer here", "buffers of all ranks"
 
 
 class Reshard:
-    """One load of a checkpoint that `num_ranks` ranks of another layout have saved.
-    Collective over all ranks.
+    """One load of a checkpoint from another layout. Collective over all ranks.
+
+    Args:
+        state: The training state of this rank, into which the checkpoint is loaded.
+        directory: The checkpoint.
+        num_ranks: The number of ranks that saved the checkpoint.
     """
 
     def __init__(self, state: TrainingState, directory: str, num_ranks: int) -> None:
@@ -60,8 +67,9 @@ class Reshard:
     def template(self) -> dict[str, Any]:
         """Return the request for `dist_checkpointing`.
 
-        Raises CheckpointLoadError on all ranks if the vocabulary was padded to another
-        size, or if data loaders have a position of their own on each rank.
+        Raises:
+            CheckpointLoadError: The vocabulary was padded to another size, or data
+                loaders have a position of their own on each rank. Raised on all ranks.
         """
         if DATA in self._here:
             raise CheckpointLoadError(
@@ -76,7 +84,7 @@ class Reshard:
         asked = {
             key: part for key, part in self._here.items() if key not in _NOT_AS_SAVED
         }
-        # apart: what common.pt has of optimizers is of another form
+        # a key of its own, because the part of optimizers in common.pt has another form
         asked[_OPTIMIZER] = self._here["optimizer"]
         readers, saved = (
             range(self._num_ranks) if dist.get_rank() == 0 else (),
@@ -89,20 +97,23 @@ class Reshard:
         return asked
 
     def adapt(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Return the argument of `load_sharded_state`, without generators, from the
-        loaded state.
+        """Return the argument of `load_sharded_state`, without generators.
 
-        Raises CheckpointLoadError on all ranks for buffers that differed between the
-        ranks that saved them.
+        Args:
+            loaded: The state that `dist_checkpointing` has loaded.
+
+        Raises:
+            CheckpointLoadError: Buffers differed between the ranks that saved them.
+                Raised on all ranks.
         """
         parts = loaded.pop(_SAVED_BUFFERS, {})
         buffers = broadcast_result(
             TorchRanks(), lambda: merge_buffers(parts.values()), CheckpointLoadError
         )
-        # the others are in the loaded part, and `merge` refuses a value that is there
-        # twice
+        # non-persistent parts are in the loaded part, and `merge` refuses a value that
+        # is there twice
         _, persistent = extract_nonpersistent(self._here["optimizer"])
-        # what is beside tensors: groups, their settings, loss scalers
+        # the part without tensors: groups, their settings, loss scalers
         unsharded = extract_sharded_base(persistent)[1]
         optimizer = cast("dict[Any, Any]", merge(unsharded, loaded.pop(_OPTIMIZER)))
         _take_over_counts(_chained(optimizer), _chained(loaded["optimizer"]))
@@ -110,13 +121,14 @@ class Reshard:
 
 
 def reseed(run_seed: int, iteration: int) -> None:
-    """Seed all generators of this rank as at a run's start, but for continuing after
-    `iteration`.
+    """Seed all generators of this rank as at a run's start, for continuing a run.
 
-    `run_seed` is the seed that the loop has given this rank's generators: equal in a
-    stage, different between stages.
+    Args:
+        run_seed: The seed that the loop has given to this rank's generators: equal in a
+            stage, different between stages.
+        iteration: The iteration after which the run continues.
     """
-    # Megatron adds to it
+    # 31 bits, because Megatron adds to the seed
     seed = (
         int.from_bytes(hashlib.sha256(f"{run_seed} {iteration}".encode()).digest()[:4])
         >> 1
@@ -128,16 +140,17 @@ def reseed(run_seed: int, iteration: int) -> None:
 
 
 def _require_same_padding(here: Mapping[str, Any], directory: str) -> None:
-    """Refuse a padding that Megatron would change: rows that pad a vocabulary take part
-    in every loss.
+    """Raise CheckpointLoadError for a padding that Megatron would change.
+
+    Rows that pad a vocabulary take part in every loss.
     """
     padded = [
         entry
         for entry in nested_values(cast("Any", here))
         if getattr(entry, "allow_shape_mismatch", False)
     ]
-    # torch's reader: megatron-core's load_tensors_metadata (0.16 to 0.19) fails with
-    # torch 2.15
+    # torch's reader, because megatron-core's load_tensors_metadata (0.16 to 0.19) fails
+    # with torch 2.15
     saved = (
         FileSystemReader(directory).read_metadata().state_dict_metadata
         if padded
@@ -157,8 +170,9 @@ def _require_same_padding(here: Mapping[str, Any], directory: str) -> None:
 
 
 def _chained(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a saved optimizer; Megatron stores a single one without a
-    list.
+    """Return the parts of a saved optimizer.
+
+    Megatron stores a single part without a list.
     """
     return (
         [optimizer[index] for index in sorted(optimizer)]
@@ -170,10 +184,11 @@ def _chained(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
 def _take_over_counts(
     mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
 ) -> None:
-    """Give these optimizers the step count and the loss scaler of the saved ones.
+    """Give step count and loss scaler of the saved optimizers to these optimizers.
 
-    All of them count steps alike. If two become one, the first one's scaler stays:
-    losses are multiplied by it, while the experts' scaler only divides.
+    All optimizers count steps alike. If two optimizers become one, the scaler of the
+    first stays: losses are multiplied by this scaler, while the experts' scaler only
+    divides.
     """
     for index, part in enumerate(mine):
         saved = theirs[min(index, len(theirs) - 1)]
@@ -183,8 +198,10 @@ def _take_over_counts(
 
 
 def _take_over_step(mine: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Set the step count where Megatron keeps it: in the groups, or, of unsharded torch
-    Adams, beside the moments.
+    """Set the step count in the place where Megatron keeps the count.
+
+    Megatron keeps the count in the groups, or, for unsharded torch Adams, beside the
+    moments.
     """
     steps = [group["step"] for group in saved["param_groups"] if "step" in group]
     assert len({float(step) for step in steps}) <= 1, steps

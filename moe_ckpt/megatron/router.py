@@ -1,10 +1,13 @@
-"""Counts the tokens that the routers of this rank's stage give to each expert
-(MoEvement, section 3.5 and Appendix B).
+"""Counts the tokens that routers of this rank's stage give to each expert.
 
-Owns: forward hooks on Megatron's routers and the counts of the running iteration. Must
-not: rank experts, or sum over ranks. Recomputed forwards are not counted again. Soft
-counts sum the gate's probabilities of all experts: those that a router returns are zero
-outside the top k, and with k = 1 would equal hard counts.
+MoEvement, section 3.5 and Appendix B.
+
+Owns: forward hooks on Megatron's routers, and the counts of the running iteration. Must
+not: rank experts, or sum over ranks.
+
+Recomputed forwards are not counted again. Soft counts sum the gate's probabilities of
+all experts. The probabilities that a router returns are zero outside the top k;
+for k=1 the sums of these probabilities would equal hard counts.
 """
 
 from __future__ import annotations
@@ -32,29 +35,35 @@ from moe_ckpt.types import (
 )
 
 _Layer = tuple[int | None, int | None]
-"""A layer's number, and the depth of its module of multi-token prediction; None: the
-layer is in no such module.
+"""A layer's number, and the depth of its module of multi-token prediction.
+
+The depth is None for a layer in no such module.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _LayerExperts:
-    """The experts of a layer that a table has."""
+    """The experts of one layer that a table has."""
 
     positions: IntArray
-    """Positions among the experts of all layers, in the table's order, int64 [experts].
+    """Positions among the experts of all layers, int64 [experts].
+
+    Positions are in the table's order.
     """
 
     numbers: IntArray
-    """Numbers in the layer, as routers count them, int64 [experts]."""
+    """Numbers in the layer, as routers count the experts, int64 [experts]."""
 
 
 class RouterCounts:
-    """Counts of the experts of a stage's table, in the table's order, from the tokens
-    on this rank.
+    """Counts the tokens on this rank for each expert of a stage's table.
 
-    Soft counts are zero unless requested: they take another pass over the gate's
-    scores.
+    Args:
+        state: This rank's training state.
+        table: The operators of the stage. Counts are in the order of the table's
+            experts.
+        soft: Whether to compute soft counts, which take another pass over the gate's
+            scores. If not, soft counts are zero.
     """
 
     def __init__(
@@ -84,7 +93,7 @@ class RouterCounts:
     def end(self) -> ExpertCounts:
         """Stop counting and return the counts."""
         self._counting = False
-        # one transfer an iteration
+        # one transfer to the host in each iteration
         fetched = TRANSFERS.fetch([*self._hard.values(), *self._soft.values()])
         hard = dict(zip(self._hard, fetched, strict=False))
         soft = dict(zip(self._soft, fetched[len(hard) :], strict=True))
@@ -102,8 +111,9 @@ class RouterCounts:
         self._count(self._hard, gate, lambda: routed[1])
 
     def _watch_scores(self, gate: OperatorId, router: Router) -> None:
-        """Count the gate's scores before the router takes the top k: no hook of
-        Megatron's sees them.
+        """Count the gate's scores before the router takes the top k.
+
+        Megatron has no hook that sees these scores.
         """
         gating: Callable[[torch.Tensor], torch.Tensor] = router.gating
 
@@ -122,10 +132,10 @@ class RouterCounts:
         gate: OperatorId,
         values: Callable[[], torch.Tensor],
     ) -> None:
-        # in backward: activations are recomputed
+        # activations are recomputed in backward
         if not self._counting or torch._C._current_graph_task_id() != -1:
             return
-        # float64 adds counts exactly: their sums over ranks are the same in any order
+        # float64 adds counts exactly: sums over ranks are the same in any order
         total = values().sum(dim=0, dtype=torch.float64)
         counts[gate] = counts[gate] + total if gate in counts else total
 
@@ -152,8 +162,9 @@ def _by_layer(experts: Sequence[OperatorId]) -> dict[_Layer, _LayerExperts]:
 
 
 def _probabilities(scores: torch.Tensor, router: Router) -> torch.Tensor:
-    """Return the gate's probability of every expert, float32 [tokens, experts]; those
-    of a token sum to 1.
+    """Return the gate's probability of every expert, float32 [tokens, experts].
+
+    The probabilities of a token sum to 1.
     """
     flat = scores.reshape(-1, scores.shape[-1]).float()
     if cast("Any", router).config.moe_router_score_function == "softmax":
@@ -168,7 +179,7 @@ def router_top_k(state: TrainingState) -> int:
 
 
 def routers_of(state: TrainingState) -> Iterator[tuple[OperatorId, Router]]:
-    """Yield the gates of this rank's MoE layers, from front to back, and their routers."""
+    """Yield the gates of this rank's MoE layers with their routers, front to back."""
     for chunk in state.model:
         model = bare_model(chunk)
         for name, module in model.named_modules():

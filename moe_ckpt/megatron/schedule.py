@@ -1,11 +1,11 @@
-"""The lengths of a learning-rate schedule: those with which a run began, also when it
-goes on for longer.
+"""The lengths of a learning-rate schedule, which stay as the run began.
 
-Loops derive the lengths of warmup and decay from the iterations of a run. With the
-lengths of a longer run the iterations before the load would have had other learning
-rates, and a replay of them would lead to another state. So the lengths are a part of
-each iteration's start and of each checkpoint: a load restores them, and a new length
-takes effect from there on, if asked for.
+Loops derive the lengths of warmup and decay from the iterations of a run. A run that is
+continued for longer would derive longer lengths. With longer lengths, the iterations
+before the load would have had other learning rates, and a replay would lead to another
+state. The lengths are therefore part of each iteration's start and of each checkpoint.
+A load restores the lengths. A new length takes effect from the load on, if the start
+asks for it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import torch
 from moe_ckpt.config import require
 
 LENGTHS = ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
-"""Attributes of Megatron's `OptimizerParamScheduler`, in iterations or samples, as the
-loop counts.
+"""Length attributes of Megatron's `OptimizerParamScheduler`.
+
+The unit is iterations or samples, as the loop counts.
 """
 
 OF_GROUPS = ("max_lr", "min_lr", "betas", "eps")
-"""Hyperparameters that Megatron's optimizers load with their state; a start's own are
-those of its settings.
+"""Hyperparameters that Megatron's optimizers load with their state.
+
+A start restores the values of its own settings after a load.
 """
 
 _OF_OPTIMIZER = (
@@ -54,18 +56,22 @@ _OF_SCHEDULE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthsUsed:
-    """What a load has made of the lengths of the schedule, as lines for the log."""
+    """The effect of a load on the lengths of the schedule, as lines for the log."""
 
     kept: Sequence[str] = ()
-    """Lengths that stay as the run began, and not as this start has built them."""
+    """Lengths that stay as the run began, although this start has built others."""
 
     changed: Sequence[str] = ()
-    """Lengths of this start that take effect from here on, as it asks for them."""
+    """Lengths of this start that take effect from the load on, as the start asks."""
 
 
 def settings_of_optimizer(state: Any) -> dict[str, Any]:
-    """Return the settings of optimizer and schedule that decide its steps, beside the
-    lengths of the schedule.
+    """Return the settings of optimizer and schedule that determine a step.
+
+    The lengths of the schedule are left out.
+
+    Args:
+        state: A `TrainingState`.
     """
     config, scheduler = state.inner_optimizers[0].config, state.scheduler
     of_optimizer = {
@@ -77,8 +83,10 @@ def settings_of_optimizer(state: Any) -> dict[str, Any]:
 
 
 def asked_by_override(scheduler: Any) -> dict[str, str]:
-    """Return the lengths that a start asks for by Megatron's own option, as `attach`
-    takes them.
+    """Return the lengths that a start asks for by Megatron's own option.
+
+    Returns:
+        The name of the option by length, as `attach` takes the lengths.
     """
     return (
         dict.fromkeys(LENGTHS, "override_opt_param_scheduler")
@@ -88,8 +96,9 @@ def asked_by_override(scheduler: Any) -> dict[str, str]:
 
 
 def lengths_of(scheduler: Any) -> torch.Tensor:
-    """Return the lengths, float64 [len(LENGTHS)]: Megatron-LM's warmup may be a
-    fraction.
+    """Return the lengths of a schedule, float64 [len(LENGTHS)].
+
+    Megatron-LM's warmup may be a fraction.
     """
     return torch.tensor(
         [float(getattr(scheduler, name)) for name in LENGTHS], dtype=torch.float64
@@ -97,14 +106,15 @@ def lengths_of(scheduler: Any) -> torch.Tensor:
 
 
 def set_lengths(scheduler: Any, lengths: torch.Tensor) -> None:
-    """Set the result of `lengths_of`."""
+    """Set the lengths of a schedule to a result of `lengths_of`."""
     for name, length in zip(LENGTHS, lengths.tolist(), strict=True):
         _set_length(scheduler, name, length)
 
 
 def load_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    """Load a schedule's state from a checkpoint: its position and its lengths; rates
-    are those of this start.
+    """Load a schedule's position and lengths from a checkpoint.
+
+    Rates are those of this start.
     """
     for name in LENGTHS:
         setattr(scheduler, name, saved.get(name, getattr(scheduler, name)))
@@ -114,16 +124,19 @@ def load_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
 def settle_lengths(
     scheduler: Any, built: torch.Tensor, asked: Mapping[str, str]
 ) -> LengthsUsed:
-    """Decide, after a load, between the lengths that were loaded and those that this
-    start has built.
+    """Decide after a load between the loaded lengths and those of this start.
 
     Args:
         scheduler: The schedule, with the lengths of the loaded state.
-        built: The lengths of this start.
-        asked: The settings that ask for lengths by a number, by the name of the length.
+        built: The lengths that this start has built, as in `lengths_of`.
+        asked: The settings that ask for a length of this start, by the name of the
+            length.
+
+    Returns:
+        The decisions, for the log.
 
     Raises:
-        ConfigError: A warmup that is asked for does not end before the decay.
+        ConfigError: The resulting warmup does not end before the decay.
     """
     kept: list[str] = []
     changed: list[str] = []

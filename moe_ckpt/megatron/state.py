@@ -1,7 +1,6 @@
-"""The state of one rank's Megatron-Core training: its parts, its digest, its sharded
-form.
+"""The state of one rank's Megatron-Core training: parts, digest and sharded form.
 
-Owns: the list of every tensor and number that the next iteration depends on -
+Owns: the list of every tensor and number on which the next iteration depends:
 parameters, FP32 master weights, Adam moments and step counts, module buffers
 (persistent or not), loss scaler, learning-rate schedule, RNG states. Must not: write
 files or communicate, except through Megatron's own gathering of a sharded optimizer.
@@ -51,32 +50,47 @@ BUFFERS, RNG_STATE, STORED_STATES, DATA = (
 )
 _LENGTHS = "scheduler.lengths"
 _SHARDING_METADATA: dict[str, Any] = {
-    # loads at another layout of ranks, too
+    # can be loaded at another layout of ranks
     "distrib_optim_sharding_type": "fully_reshardable",
-    # names without an optimizer's number: layouts differ in how many there are
+    # names without an optimizer's number, because layouts differ in the number of
+    # optimizers
     "chained_optim_avoid_prefix": True,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The objects that a training loop built with Megatron-Core.
+    """The objects that a training loop has built with Megatron-Core.
 
-    `model` holds this rank's chunks, wrapped for data parallelism. An update advances
-    the schedule by `schedule_increment`: iterations, or the samples of one, as the loop
-    counts. It is a function, called at the end of each pass, if iterations differ in
-    it. `data` is there if batches are not a function of the iteration: the position in
-    it is then part of each iteration's start.
+    Example:
+        state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler)
     """
 
     model: list[torch.nn.Module]
+    """This rank's model chunks, each in Megatron's wrapper for data parallelism."""
+
     optimizer: MegatronOptimizer
+    """The optimizer of all chunks."""
+
     scheduler: OptimizerParamScheduler
+    """The schedule of learning rate and weight decay."""
+
     schedule_increment: int | Callable[[], int] = 1
+    """The number by which an update advances the schedule.
+
+    The unit is iterations, or the samples of an iteration, as the loop counts. If
+    iterations differ in the number, a function that is called at the end of each pass.
+    """
+
     data: KeptBatches | ChunkBatches | None = None
+    """The data, if batches are not a function of the iteration; otherwise None.
+
+    The position in the data is then part of each iteration's start.
+    """
 
     @property
     def increment_of_this_iteration(self) -> int:
+        """The number by which this iteration's update advances the schedule."""
         return (
             self.schedule_increment()
             if callable(self.schedule_increment)
@@ -85,17 +99,19 @@ class TrainingState:
 
     @property
     def inner_optimizers(self) -> list[MegatronOptimizer]:
+        """The optimizers that Megatron chains, or the only optimizer."""
         if isinstance(self.optimizer, ChainedOptimizer):
             return list(self.optimizer.chained_optimizers)
         return [self.optimizer]
 
     @cached_property
     def modules(self) -> Sequence[tuple[str, torch.nn.Module]]:
-        """The modules of all chunks, named with the number of the chunk in front.
+        """The modules of all chunks; a name begins with the number of the chunk.
 
-        Walked once: a walk takes 1 ms, several times an iteration, and a model that is
-        trained gets no other modules: the optimizer has the parameters of these.
-        Buffers and FP8 scales may be assigned anew, and are looked up in the modules.
+        The list is made once: a walk takes 1 ms, and would be made several times an
+        iteration. A model that is trained gets no other modules, because the optimizer
+        has the parameters of these modules. Buffers and FP8 scales may be assigned
+        anew, so callers look them up in the modules.
         """
         numbered = enumerate(self.model)
         return [
@@ -106,11 +122,10 @@ class TrainingState:
 
 
 def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor that the next iteration depends on, under a name that is
-    stable over restarts.
+    """Yield every tensor on which the next iteration depends, by name.
 
-    Of weights that the next forward pass gathers, the rank's shard: others are still
-    those of an earlier step.
+    Names are stable over restarts. Of weights that the next forward pass gathers, only
+    the rank's shard is yielded: other elements are still those of an earlier step.
     """
     held = shards(state.inner_optimizers)
     for index, chunk in enumerate(state.model):
@@ -130,7 +145,7 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"optimizer{index}.scaler.{key}", value
     yield "scheduler.num_steps", torch.tensor(state.scheduler.num_steps)
     yield "rng.cpu", torch.get_rng_state()
-    # else the CPU stand-in's "CUDA" generator is the CPU's, which is there already
+    # without CUDA, the "CUDA" generator of the CPU stand-in is the CPU's, yielded above
     if torch.cuda.is_available():
         yield "rng.cuda", torch.cuda.get_rng_state()
     for name, rng_state in sorted(_rng_tracker().get_states().items()):
@@ -138,24 +153,26 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def digest_of(state: TrainingState) -> str:
-    """Return a SHA-256, in hex, over names, types, shapes and bytes of this rank's
-    whole state.
+    """Return a SHA-256, in hex, of this rank's whole state.
+
+    The digest covers names, types, shapes and bytes.
     """
     return whole_digest(named_state(state))
 
 
 def tensor_digests(state: TrainingState) -> dict[str, str]:
-    """Return the start of a SHA-256, in hex, of each tensor of this rank's whole state,
-    by its name.
+    """Return a digest of each tensor of this rank's whole state, by name.
+
+    A digest is the start of a SHA-256, in hex.
     """
     return digests_by_name(named_state(state))
 
 
 def allocate_optimizer_state(state: TrainingState) -> None:
-    """Give a fresh Adam zero moments and step 0, as its first step would.
+    """Give a fresh Adam zero moments and step 0, as the first step would.
 
-    Megatron can neither save nor load an Adam that has not stepped yet: a fresh one, or
-    one whose steps all overflowed.
+    Megatron can neither save nor load an Adam that has not stepped yet: a fresh Adam,
+    or an Adam whose steps all overflowed.
     """
     for optimizer in state.inner_optimizers:
         optimizer_state.allocate(optimizer)
@@ -164,8 +181,13 @@ def allocate_optimizer_state(state: TrainingState) -> None:
 def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
     """Return the state as a sharded state dict for `dist_checkpointing`. Collective.
 
-    Model and optimizer are in Megatron's own form, which its other tools load; values
-    that Megatron leaves out and exactness needs are in per-rank objects beside it.
+    Model and optimizer are in Megatron's own form, which Megatron's other tools load.
+    Values that exactness needs and Megatron leaves out are in additional objects, one
+    for each rank.
+
+    Args:
+        state: This rank's training state.
+        is_loading: Whether the state dict is the template of a load.
     """
     model = {
         key: module.sharded_state_dict(metadata=_SHARDING_METADATA)
@@ -178,7 +200,7 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
     optimizer = state.optimizer.sharded_state_dict(
         model, is_loading=is_loading, metadata=_SHARDING_METADATA
     )
-    # FP8 parameters are cast again from their masters: `gather_parameters`
+    # a load casts FP8 parameters again from their masters, in `gather_parameters`
     force_all_tensors_to_non_fp8(model)
     return {
         **model,
@@ -193,8 +215,8 @@ def sharded_state(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
 
 def _stored_states(state: TrainingState) -> dict[str, ShardedObject]:
     """Return optimizer states in their stored form, for a load at the same layout."""
-    # Megatron saves the numbers that they represent, and numbers that are stored again
-    # get another scale
+    # Megatron saves the numbers that the states represent, and numbers that are stored
+    # again get another scale
     if not any(
         optimizer_state.is_rounded(optimizer) for optimizer in state.inner_optimizers
     ):
@@ -211,10 +233,11 @@ def _optimizer_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def _count_steps_without_parameters(state: TrainingState) -> None:
-    """Set the step count of torch's Adam on a rank where it has no parameters, as the
-    experts' on a dense stage.
+    """Set the step count of each torch Adam that has no parameters on this rank.
+
+    An example is the experts' Adam on a dense stage.
     """
-    # Megatron reads the count off a parameter, and saves rank 0's for all ranks
+    # Megatron reads the count from a parameter, and saves rank 0's count for all ranks
     num_steps = max(map(optimizer_state.step_count, state.inner_optimizers))
     for optimizer in state.inner_optimizers:
         inner = torch_optimizer(optimizer)
@@ -229,8 +252,14 @@ def _count_steps_without_parameters(state: TrainingState) -> None:
 
 
 def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
-    """Load a sharded state dict; generators that it lacks stay as they are. FP8
-    parameters are cast by the caller.
+    """Load a sharded state dict.
+
+    The caller has to cast FP8 parameters afterwards.
+
+    Args:
+        state: This rank's training state.
+        loaded: The state dict. If generators are missing, the generators stay as they
+            are.
     """
     for key, module in _keyed_modules(state):
         module.load_state_dict(loaded[key])
@@ -260,8 +289,9 @@ def load_sharded_state(state: TrainingState, loaded: dict[str, Any]) -> None:
 
 
 def _keyed_modules(state: TrainingState) -> list[tuple[str, Any]]:
-    """Return the chunks without their data-parallel wrapper, under the keys that
-    Megatron's checkpoints use.
+    """Return the chunks without their data-parallel wrapper, by key.
+
+    Keys are those of Megatron's checkpoints.
     """
     alone = len(state.model) == 1
     return [
@@ -281,26 +311,30 @@ def _per_rank(name: str, value: Any) -> ShardedObject:
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
-    """Load one inner optimizer around three faults of Megatron's with torch's Adam,
-    whose step count is a tensor.
+    """Load one inner optimizer, around three faults of Megatron.
+
+    The faults concern torch's Adam, whose step count is a tensor.
     """
     sharded, inner = part.pop("param_state", None), torch_optimizer(optimizer)
     if sharded is None and inner and counts_steps_per_parameter(optimizer):
-        # Megatron does not save a count of 0: that of a run whose steps all overflowed
+        # Megatron does not save a count of 0, which is the count of a run whose steps
+        # all overflowed
         part.get("optimizer", part).setdefault("state", {}).setdefault(
             "common_step", torch.tensor(0.0)
         )
     optimizer.load_state_dict(part)
     slots = list(cast("Any", inner).state.values()) if inner else []
-    # copies: Megatron hands one tensor to all parameters, and Adam would count it up
-    # once for each of them. Set aside: Megatron looks for step counts among a sharded
-    # optimizer's tensors, where it did not save them
+    # Copies, because Megatron gives one tensor to all parameters, and Adam would count
+    # the tensor up once for each parameter. The counts are set aside, because Megatron
+    # looks for step counts among a sharded optimizer's tensors, where Megatron has not
+    # saved them
     steps = [
         slot.pop("step").detach().clone() if torch.is_tensor(slot.get("step")) else None
         for slot in slots
     ]
     if sharded is not None:
-        # Megatron saves all states as FP32, and FusedAdam takes these as int16 only
+        # Megatron saves all states as FP32, and FusedAdam takes remainders as int16
+        # only
         if keeps_remainders(optimizer):
             for entry in sharded.values():
                 entry["param"] = entry["param"].to(torch.int16)
@@ -311,11 +345,11 @@ def _load_optimizer(optimizer: MegatronOptimizer, part: dict[str, Any]) -> None:
 
 
 def small_state(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Return copies, on the host, of an iteration's start, beside parameters, moments
-    and buffers.
+    """Return copies, on the host, of an iteration's start without the large tensors.
 
-    These are the states of all generators, the loss scalers, and the positions in the
-    learning-rate schedule and in data without random access.
+    The copies are the states of all generators, the loss scalers, and the positions in
+    the learning-rate schedule and in data without random access. Parameters, moments
+    and buffers are left out.
     """
     saved = {f"rng.{name}": tensor for name, tensor in _rng_tensors().items()}
     saved["scheduler.num_steps"] = torch.tensor(state.scheduler.num_steps)
@@ -333,12 +367,13 @@ def small_state(state: TrainingState) -> dict[str, torch.Tensor]:
 def restore_small_state(
     state: TrainingState, saved: Mapping[str, torch.Tensor]
 ) -> None:
-    """Restore the result of `small_state`; learning rates follow from the position in
-    the schedule.
+    """Restore a result of `small_state`.
+
+    Learning rates follow from the position in the schedule.
     """
     _restore_rng_tensors(under("rng.", saved))
     state.scheduler.num_steps = int(saved["scheduler.num_steps"])
-    if _LENGTHS in saved:  # else an older version has saved it
+    if _LENGTHS in saved:  # older versions have saved no lengths
         set_lengths(state.scheduler, saved[_LENGTHS])
     # learning rates of the groups follow from the position
     state.scheduler.step(increment=0)
@@ -363,8 +398,8 @@ def _restore_scaler_state(
         values = under(f"scaler{index}.", saved)
         if values:
             scaler = cast("Any", optimizer).grad_scaler
-            # counters as plain numbers: as a tensor, Megatron's `+= 1` would change the
-            # saved one in place
+            # counters as plain numbers: Megatron's `+= 1` would change a saved tensor
+            # in place
             scaler.load_state_dict(
                 {
                     key: value if value.ndim else value.item()
@@ -374,17 +409,17 @@ def _restore_scaler_state(
 
 
 def buffers(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Return copies, on the host, of all module buffers, persistent or not, and of
-    scales of FP8 layers.
+    """Return copies, on the host, of all module buffers and the scales of FP8 layers.
 
-    One transfer for all of them: this is part of each iteration.
+    Buffers that are not persistent are included. All copies share one transfer, because
+    each iteration makes them.
     """
     named = _buffers(state)
     return dict(zip(named, TRANSFERS.fetch(list(named.values())), strict=True))
 
 
 def restore_buffers(state: TrainingState, saved: Mapping[str, torch.Tensor]) -> None:
-    """Restore the result of `buffers`."""
+    """Restore a result of `buffers`."""
     for name, buffer in _buffers(state).items():
         buffer.copy_(saved[name])
 
@@ -398,15 +433,14 @@ def _rng_tracker() -> Any:
 
 
 def _rng_tensors() -> dict[str, torch.Tensor]:
-    """Return the states of all generators as tensors, so that they travel without
-    pickling.
-    """
+    """Return the states of all generators as tensors, which travel without pickling."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = cast(
         "tuple[Any, ...]", np.random.get_state()
     )
     return {
-        # by way of NumPy: torch takes four times as long for a list of 626 numbers
+        # by way of NumPy, because torch takes four times as long for a list of 626
+        # numbers
         "python": torch.from_numpy(np.array([version, *words], np.int64)),
         "python_gauss": torch.tensor(
             [] if gauss is None else [gauss], dtype=torch.float64

@@ -1,9 +1,8 @@
-"""Loses a rank's training state on purpose, as if the process had been replaced
-(`fault=state_loss`).
+"""Loses a rank's training state on purpose, as if the process had been replaced.
 
 Owns: overwriting all state that is trained or counted with values that training never
-has, at a chosen moment of an iteration. Snapshots in host memory stay: they outlive a
-worker.
+has, at a chosen moment of an iteration (`fault=state_loss`). Snapshots in host memory
+stay, because they outlive a worker.
 """
 
 from __future__ import annotations
@@ -27,13 +26,15 @@ from moe_ckpt.megatron.state import (
     small_state,
 )
 
-# like fresh weights: values that reach other stages from a stage that lost its state
-# stay finite
+# like fresh weights, so that values stay finite that reach other stages from a stage
+# that lost its state
 _LOST_STD = 0.02
 
 
 class StateWiper:
-    """Overwrites parameters, masters, moments, step counts, buffers, gradients,
+    """Implements `engine.interfaces.FaultInjector`.
+
+    Overwrites parameters, masters, moments, step counts, buffers, gradients,
     generators, scalers and schedule.
     """
 
@@ -62,7 +63,7 @@ class StateWiper:
                 group.update({"step": 0} if "step" in group else {})
         for tensor in tensors:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * _LOST_STD)
-        # the copies that backward reads have to be lost as well
+        # the copies that backward reads must be lost as well
         refresh(parameters)
         for chunk in state.model:
             for _, buffer in named_buffers(chunk):
@@ -72,8 +73,11 @@ class StateWiper:
     def arm(self, phase: str, callback: Callable[[], None]) -> None:
         """Call back once, in the next forward or backward pass.
 
-        `forward`: before the first micro-batch enters the stage's first layer;
-        `backward`: when the first gradient comes back to that layer's output.
+        Args:
+            phase: `forward`: before the first micro-batch enters the stage's first
+                layer. `backward`: when the first gradient comes back to the output of
+                this layer.
+            callback: Called without arguments.
         """
 
         def entered(*_: Any) -> None:
@@ -86,7 +90,7 @@ class StateWiper:
 
         def left(_: Any, __: Any, outputs: Any) -> None:
             hidden = outputs[0] if isinstance(outputs, tuple) else outputs
-            # not in a pass that is recomputed later
+            # skip a pass that is recomputed later
             if hidden.requires_grad and torch.is_grad_enabled():
                 handle.remove()
                 hidden.register_hook(came_back)
@@ -114,6 +118,7 @@ def _forgotten(name: str, tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Te
     if name.startswith(("rng.cpu", "rng.cuda", "rng.tracker.")):
         return fresh if tensor.shape == fresh.shape else torch.zeros_like(tensor)
     if name.startswith(("rng.", f"{DATA}.")):
-        # Python's and NumPy's: seeded above; the data loader is not in device memory
+        # generators of Python and NumPy are seeded above; the data loader is not in
+        # device memory
         return tensor
-    return torch.ones_like(tensor)  # loss scalers, and the position in the schedule
+    return torch.ones_like(tensor)  # scalers, position in the schedule

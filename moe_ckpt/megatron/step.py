@@ -1,13 +1,14 @@
 """Megatron's optimizer step, split at the points that fault tolerance needs.
 
-    finish_gradients    unscale, look for overflow, total gradient norm           (communicates)
-    apply_update        clip by that norm, Adam                                   (local)
-    gather_parameters   master -> own compute weights, and those of other ranks   (communicates; may be repeated)
+    finish_gradients    unscale, detect overflow, gradient norm   (communicates)
+    apply_update        clip by that norm, Adam                   (local)
+    gather_parameters   master -> own compute weights, and those  (communicates;
+                        of other ranks                            may be repeated)
 
-Called one after another they equal `MegatronOptimizer.step`, bit for bit. A replay
-calls `apply_update` with a logged norm in place of a measured one. FP8 parameters are
-cast with scales that all ranks of the stage agree on, so masters become compute weights
-in the part that communicates.
+Called one after another, the functions equal `MegatronOptimizer.step`, bit for bit. A
+replay calls `apply_update` with a logged norm in place of a measured norm. FP8
+parameters are cast with scales on which all ranks of the stage agree, so masters become
+compute weights in the part that communicates.
 """
 
 from __future__ import annotations
@@ -34,11 +35,25 @@ def clear_gradients(state: TrainingState) -> None:
 
 
 def finish_gradients(state: TrainingState) -> ReadyGradients:
-    """Finish the reduced gradients and measure them. Collective over all ranks."""
-    # before scalers adapt to this iteration
+    """Unscale the reduced gradients, detect overflow and compute the norm.
+
+    Collective over all ranks.
+
+    Returns:
+        The facts that `apply_update` needs, equal on all ranks.
+
+    Example:
+        clear_gradients(state)
+        forward_backward(...)  # Megatron's schedule, which reduces the gradients
+        gradients = finish_gradients(state)
+        apply_update(state, gradients)
+        advance_schedule(state, gradients)
+        gather_parameters(state)
+    """
+    # read before the scalers adapt to this iteration
     loss_scale = float(state.optimizer.get_loss_scale().item())
-    # each alone: a chain of optimizers returns one flag, and each scaler adapts to its
-    # own
+    # each optimizer alone: a chain of optimizers returns one flag, but each scaler
+    # adapts to its own overflow
     overflows = tuple(
         bool(cast("Any", optimizer).prepare_grads())
         for optimizer in state.inner_optimizers
@@ -55,8 +70,15 @@ def finish_gradients(state: TrainingState) -> ReadyGradients:
 def describe_step(
     state: TrainingState, iteration: int, loss: float, gradients: ReadyGradients
 ) -> IterationCommitted:
-    """Return the event of the step that takes these gradients, as it is before the step
-    has cost time or bytes.
+    """Return the event of the step that takes these gradients, before the step.
+
+    The event has no time and no bytes yet.
+
+    Args:
+        state: The training state before the step.
+        iteration: The iteration of the step.
+        loss: The loss of the iteration.
+        gradients: The result of `finish_gradients`.
     """
     return IterationCommitted(
         iteration=iteration,
@@ -75,10 +97,12 @@ def describe_step(
 
 
 def mean_over_job(losses: Sequence[dict[str, torch.Tensor]]) -> float:
-    """Return the mean of the first reported loss over all micro-batches and ranks; only
-    the last stage reports any.
+    """Return the mean loss over all micro-batches and ranks. Collective over all ranks.
 
-    A report is a mean, or a sum and the number of tokens. Collective over all ranks.
+    Args:
+        losses: The reports of this rank's micro-batches; only the last stage has any.
+            The first loss of a report counts: a mean, or a sum and the number of
+            tokens.
     """
     total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
     for reported in losses:
@@ -93,8 +117,13 @@ def mean_over_job(losses: Sequence[dict[str, torch.Tensor]]) -> float:
 
 
 def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
-    """Clip by the given norm and update this rank's shard, unless the gradients
-    overflowed. Without communication.
+    """Clip gradients and update this rank's shard, without communication.
+
+    Does nothing if the gradients overflowed.
+
+    Args:
+        state: This rank's training state.
+        gradients: The facts of the step, with the norm by which gradients are clipped.
     """
     if gradients.overflow:
         return
@@ -106,16 +135,16 @@ def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
         )
         decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         name = "decoupled_grad" if decoupled else "grad"
-        # in a replay all of one optimizer may be frozen; Transformer Engine's kernel
-        # reads the first of an empty list
+        # In a replay all parameters of one optimizer may be frozen. Transformer
+        # Engine's kernel would read the first element of an empty list
         updated = [
             parameter
             for parameter in parameters
             if getattr(parameter, name, None) is not None
         ]
         if updated and config.clip_grad > 0.0:
-            # the norm of the whole job: by its own one each rank would scale its shard
-            # differently
+            # the norm of the whole job: by norms of their own, ranks would scale their
+            # shards differently
             clip_grad_by_total_norm_fp32(
                 updated, config.clip_grad, gradients.total_norm, decoupled
             )
@@ -123,17 +152,16 @@ def apply_update(state: TrainingState, gradients: ReadyGradients) -> None:
         if not isinstance(optimizer, DistributedOptimizer):
             optimizer.step_with_ready_grads()
         elif not optimizer.is_stub_optimizer:
-            # its own step casts and gathers parameters as well
+            # the step of a sharded optimizer would cast and gather parameters as well
             cast("Any", optimizer).optimizer.step()
 
 
 @torch.no_grad()
 def gather_parameters(state: TrainingState) -> None:
-    """Make compute weights of masters, and gather those of other ranks. Collective in
-    the stage; may be repeated.
+    """Make compute weights from masters, and gather the weights of other ranks.
 
-    Does nothing if no optimizer is sharded. Weights that the next forward pass gathers
-    are left to it.
+    Collective in the stage; may be repeated. Does nothing if no optimizer is sharded.
+    Weights that the next forward pass gathers are left to that pass.
     """
     sharded: list[Any] = [
         inner
@@ -142,7 +170,7 @@ def gather_parameters(state: TrainingState) -> None:
     ]
     for optimizer in sharded:
         if not optimizer.is_stub_optimizer:
-            # each time: a gather that was cut off leaves anything here
+            # cast each time: a gather that was cut off leaves arbitrary weights here
             optimizer._copy_main_params_to_model_params()
     for chunk in state.model if sharded else ():
         if not gathers_in_forward(chunk):
@@ -151,24 +179,34 @@ def gather_parameters(state: TrainingState) -> None:
 
 @torch.no_grad()
 def gather_late_parameters(state: TrainingState) -> None:
-    """Gather the weights that the next forward pass would gather; it then gathers none.
-    Collective in the stage.
+    """Gather the weights that the next forward pass would gather.
+
+    The next forward pass then gathers none. Collective in the stage.
     """
     for chunk in filter(gathers_in_forward, state.model):
-        mark_gathered([chunk])  # a handle may be there of a collective that was cut off
+        # drops the handle of a collective that was cut off
+        mark_gathered([chunk])
         cast("Any", chunk).start_param_sync(force_sync=True)
 
 
 def advance_schedule(state: TrainingState, gradients: ReadyGradients) -> None:
-    """Advance the learning rate after an update; a skipped update leaves it unchanged."""
+    """Advance the learning rate after an update.
+
+    A skipped update leaves the learning rate unchanged.
+
+    Args:
+        state: This rank's training state.
+        gradients: The facts of the step, with the increment of the schedule.
+    """
     if not gradients.overflow:
         state.scheduler.step(increment=gradients.schedule_increment)
 
 
 @torch.no_grad()
 def unscale_gradients(state: TrainingState) -> None:
-    """Finish the reduced gradients without measuring them: no communication, loss
-    scalers stay as they are.
+    """Unscale the reduced gradients, without overflow check and norm.
+
+    The function does not communicate, and leaves loss scalers as they are.
     """
     for optimizer in state.inner_optimizers:
         inner: Any = optimizer
@@ -180,7 +218,8 @@ def unscale_gradients(state: TrainingState) -> None:
         inner.prepare_grads()
         inner.grad_scaler = scaler
         if not inner.is_stub_optimizer:
-            # of this stage alone: overflow is in the step's facts
+            # the result for this stage alone is ignored: the step's facts have the
+            # overflow
             ignored = torch.zeros_like(scaler.inv_scale)
             gradients = inner._collect_main_grad_data_for_unscaling()
             torch._amp_foreach_non_finite_check_and_unscale_(
@@ -189,11 +228,12 @@ def unscale_gradients(state: TrainingState) -> None:
 
 
 def advance_scalers(state: TrainingState, gradients: ReadyGradients) -> None:
-    """Adapt the loss scalers to a step as `finish_gradients` does, from the step's
-    facts alone.
+    """Adapt the loss scalers to a step, from the facts of the step alone.
+
+    The result is the same as that of `finish_gradients`.
     """
-    # each by its own overflow: Megatron gives the optimizer of experts a scaler of its
-    # own
+    # each scaler by its own overflow, because Megatron gives the experts' optimizer a
+    # scaler of its own
     for optimizer, overflow in zip(
         state.inner_optimizers, gradients.overflows, strict=True
     ):

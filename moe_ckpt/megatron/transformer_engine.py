@@ -1,9 +1,8 @@
-"""The state of FP8 layers between iterations: the scales and histories of delayed
-scaling.
+"""The state of FP8 layers between iterations: scales and histories of delayed scaling.
 
-Owns: its place (`fp8_meta` of each module), its allocation before the first forward
-pass, and cleaning up after a pass that was cut off. The CPU reference
-(`fp8_linear.DelayedScaling`) keeps its state in the same places; the code is written
+Owns: the place of the state (`fp8_meta` of each module), its allocation before the
+first forward pass, and cleaning up after a pass that was cut off. The CPU reference
+(`fp8_linear.DelayedScaling`) keeps its state in the same places. The code is written
 against Transformer Engine 2.9 and later. Must not: know snapshots, which take these
 tensors as buffers.
 
@@ -25,7 +24,7 @@ _TENSORS = ("scale", "amax_history")
 
 
 def is_scaling(name: str) -> bool:
-    """Return whether a name is one of `named_scaling`'s."""
+    """Return whether a name is a name of `named_scaling`."""
     return f".{FORWARD}." in name or f".{BACKWARD}." in name
 
 
@@ -34,13 +33,17 @@ def named_scaling(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of delayed scaling, float32, in place.
 
-    Names are `linear.scaling_fwd.scale`, `...amax_history`. A module that multiplies n
-    times has scales of [3n] tensors in forward (inputs, weights, outputs), and [2n] in
-    backward; a history has a row for each update that it remembers.
+    Names are `linear.scaling_fwd.scale`, `linear.scaling_fwd.amax_history` and so on. A
+    module that multiplies n times has scales of [3n] tensors in forward (inputs,
+    weights, outputs), and of [2n] tensors in backward. A history has a row for each
+    update that it remembers.
+
+    Args:
+        modules: Names and modules, as `named_modules` yields them.
     """
     for name, module in modules:
-        # no `getattr`: torch searches three dictionaries before it says that there is
-        # none
+        # no `getattr`, with which torch searches three dictionaries for a missing
+        # attribute
         meta = vars(module).get("fp8_meta")
         if meta is None:
             continue
@@ -52,11 +55,11 @@ def named_scaling(
 
 
 def allocate_scaling(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let Transformer Engine's layers allocate now what the first forward pass would
-    allocate.
+    """Allocate the scaling state of Transformer Engine's layers before the first pass.
 
-    A snapshot taken before that pass would lack it, and a longer history would be cut
-    in place.
+    Without this call the first forward pass allocates the state. A snapshot that is
+    taken before that pass would lack the state, and a longer history would be cut in
+    place.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return
@@ -67,7 +70,7 @@ def allocate_scaling(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         config: Any = cast("Any", chunk).config
         if getattr(config, "fp8", None) and config.fp8_recipe == "delayed":
-            # without gradients, leaving it updates no scale
+            # without gradients, leaving the context updates no scale
             with torch.no_grad(), utilities.get_fp8_context(config):
                 for module in chunk.modules():
                     if isinstance(module, base):
@@ -77,10 +80,10 @@ def allocate_scaling(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _num_products(module: torch.nn.Module) -> int:
-    """Return the matrix products of a layer: 3 of attention, 2 of a fused MLP, one an
-    expert of a grouped layer.
+    """Return the number of matrix products of a layer.
 
-    Attention has scales even where it does not use FP8.
+    Attention has 3 products, a fused MLP has 2, a grouped layer has one for each
+    expert. Attention has scales even if it does not use FP8.
     """
     if hasattr(module, "fused_attention"):
         return 3
@@ -88,27 +91,29 @@ def _num_products(module: torch.nn.Module) -> int:
 
 
 def forget_noted(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-    """Drop the largest values of inputs and outputs that were noted since the last
-    update: those of an evaluation.
+    """Drop the largest values of inputs and outputs that an evaluation has noted.
 
-    Transformer Engine notes them without gradients, too, and the next training pass
-    would take its scales from them: after a recovery, which repeats no evaluation, it
-    would take others. Those of weights stay: the cast of FP8 weights notes them after a
-    step, and an evaluation the same as the pass after it.
+    Transformer Engine notes largest values without gradients, too, and the next
+    training pass would take its scales from them. A recovery repeats no evaluation, and
+    would take other scales.
+
+    Largest values of weights stay: the cast of FP8 weights notes these values after a
+    step, and an evaluation notes the same values as the next pass.
     """
     named = named_scaling(modules)
     forward = [
         tensor for name, tensor in named if name.endswith(f"{FORWARD}.amax_history")
     ]
-    # of input, weight, output, ...
+    # columns are input, weight, output of each product
     noted = [history[0, first::3] for history in forward for first in (0, 2)]
     if noted:
         torch._foreach_zero_(noted)
 
 
 def forget_pass() -> None:
-    """Drop the scales that a pass, now cut off, had stored for activations that are
-    computed again in backward.
+    """Drop the scales that a pass has stored for recomputation in backward.
+
+    Call when the pass was cut off.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return
@@ -124,6 +129,6 @@ def forget_pass() -> None:
     for kept in getattr(
         manager, "quantization_state", manager
     ).fp8_tensors_recompute_buffer:
-        kept.clear()  # the next pass would use them as its own
+        kept.clear()  # the next pass would use them
     distributed: Any = importlib.import_module(f"{pytorch.__name__}.distributed")
     distributed.activation_recompute_forward._is_first_fp8_module.clear()

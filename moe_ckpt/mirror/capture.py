@@ -1,22 +1,22 @@
-"""The thread of a checkpoint server that reads a mirror port, and the gradients that it
-has captured.
+"""The thread of a checkpoint server that reads a mirror port and captures gradients.
 
-Owns: the thread, and waits for frames that are still on their way. Must not: interpret
+Owns: the thread, and waits for frames that are still in transit. Must not: interpret
 frames (`mirror.watcher` does).
 
-    thread            read -> see, see, ... -> merge; nothing came for 20 ms: what is missing is lost
+    thread            read -> see, see, ... -> merge
+                      no frame for 20 ms: missing bytes are lost
     any other thread  sums(iteration): complete by now, or complete soon, or lost
 
 Frames are parsed and concatenated as they come (FlowCheck, section 6.1). The optimizer
-cannot follow at once: ranks clip by the norm of all gradients, which they reduce after
-the last of them, and decide then whether to step at all.
+cannot follow at once. Ranks clip by the norm of all gradients, which they reduce after
+the last gradient, and only then decide whether to step at all.
 
-    ranks    reduce i ........ norm of i, step i, facts of i -> servers     reduce i + 1 ....
-    thread   parse, merge i                                                 parse, merge i + 1
-    updater                                             facts of i: sums(i) -> Adam of i ...... state i
+    ranks    reduce i ... norm, step, facts of i -> servers   reduce i + 1 ...
+    thread   parse, merge i                                   parse, merge i + 1
+    updater                           facts of i: sums(i) -> Adam of i ...... state i
 
 So two iterations are in memory: the sums of i leave the watcher as a whole, and Adam
-takes them, without its lock, while the thread captures i + 1.
+takes these sums without the lock of the capture, while the thread captures i + 1.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _log = logging.getLogger(__name__)
 
 
 class MirrorCapture:
-    """The sums that a server captures, for any thread.
+    """Sums that a server captures, for any thread.
 
-    When they are asked for, the training ranks have received all of them: bytes that
-    the port does not deliver within `wait_s` are lost. The results of the last
-    `keep_iters` iterations of a group stay, for the other ranks of its ring that this
-    server watches.
+    When a caller asks for sums, the training ranks have received all of them. Bytes
+    that the port does not deliver within `wait_s` from then on are therefore lost. The
+    results of a group's last iterations stay, for the other ranks of the group's ring
+    that this server watches.
     """
 
     def __init__(
@@ -54,6 +54,14 @@ class MirrorCapture:
         keep_iters: int,
         wait_s: float = 2.0,
     ) -> None:
+        """Start the thread, which reads the port until `close`.
+
+        Args:
+            port: Source of the frames.
+            watcher: Assembles the sums.
+            keep_iters: Number of iterations per group whose results stay.
+            wait_s: Seconds to wait for bytes that are still in transit.
+        """
         self._port = port
         self._watcher = watcher
         self._keep_iters = keep_iters
@@ -62,7 +70,7 @@ class MirrorCapture:
         self._results: OrderedDict[str, OrderedDict[int, list[bytearray] | None]] = (
             OrderedDict()
         )
-        """By group, by end of the iteration; None: incomplete."""
+        """Results by group, then by `end` of the iteration; None: incomplete."""
         self._failure: BaseException | None = None
         self._is_closed = False
         self._thread = Thread(target=self._read_all, name="mirror-capture", daemon=True)
@@ -71,7 +79,11 @@ class MirrorCapture:
     def sums(self, wanted: MirroredSums) -> list[bytearray]:
         """Return the results of an iteration's all-reduces.
 
-        Raises CheckpointLoadError if any of their bytes is lost.
+        Returns:
+            Bytes of each bucket, in order.
+
+        Raises:
+            CheckpointLoadError: Bytes of the results are lost.
         """
         with self._changed:
             found = self._await(wanted)
@@ -80,7 +92,7 @@ class MirrorCapture:
             return found
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and close the port."""
         self._is_closed = True
         self._thread.join()
         self._port.close()
@@ -101,7 +113,7 @@ class MirrorCapture:
 
     def _keep(self, wanted: MirroredSums, found: list[bytearray] | None) -> None:
         results = self._results[wanted.group]
-        # a failure stays as well: the other ranks of the ring must get the same answer
+        # a failure stays too: the other ranks of the ring must get the same answer
         results[wanted.end] = found
         self._results.move_to_end(wanted.group)
         self._watcher.drop(wanted)
@@ -139,7 +151,7 @@ class MirrorCapture:
                         self._watcher.flush()
                         self._watcher.limit()
                     self._changed.notify_all()
-        except Exception as error:  # the top of a thread: all later requests get it
+        except Exception as error:  # top of a thread: later requests raise the error
             _log.exception("the mirror port is not read any more")
             with self._changed:
                 self._failure = error

@@ -1,8 +1,7 @@
-"""Reads TCP segments from the frames of a mirror port: Ethernet, one VLAN tag at most,
-IPv4. Pure.
+"""Reads TCP segments from the frames of a mirror port. Pure.
 
-Checksums are ignored: frames between hosts on one machine carry none, since network
-cards would add them.
+Frames are Ethernet, with one VLAN tag at most, and IPv4. Checksums are ignored: frames
+between hosts on one machine carry none, since network cards would add checksums.
 """
 
 from __future__ import annotations
@@ -17,31 +16,50 @@ _ETHERNET_BYTES, _LEAST_HEADER_BYTES = 14, 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """One direction of a TCP connection: addresses as in the header, 4 bytes each."""
+    """One direction of a TCP connection."""
 
     source: bytes
+    """Address of the sender as in the header, 4 bytes."""
+
     source_port: int
+    """Port of the sender."""
+
     target: bytes
+    """Address of the receiver as in the header, 4 bytes."""
+
     target_port: int
+    """Port of the receiver."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TcpSegment:
-    """The part of a stream in one frame. `opens`: the first packet of the end that
-    opened the connection.
-    """
+    """Part of a stream in one frame."""
 
     stream: Stream
+    """Stream that the segment belongs to."""
+
     sequence: int
+    """Sequence number in the header."""
+
     payload: bytes
+    """Bytes of the stream."""
+
     begins: bool = False
+    """Whether the segment begins the stream (SYN)."""
+
     opens: bool = False
+    """Whether this is the first packet of the end that opened the connection (SYN
+    without ACK).
+    """
+
     ends: bool = False
+    """Whether the segment ends the stream (FIN or RST)."""
 
 
 def segment_of(frame: bytes) -> TcpSegment | None:
-    """Return the TCP segment of a frame; None for other frames, fragments, and frames
-    that were cut off.
+    """Return the TCP segment of a frame.
+
+    None for other frames, fragments, and frames that were cut off.
     """
     packet = _ipv4_packet(frame)
     if packet is None:
@@ -70,7 +88,10 @@ def segment_of(frame: bytes) -> TcpSegment | None:
 
 
 def _ipv4_packet(frame: bytes) -> bytes | None:
-    """Return a whole, unfragmented IPv4 packet without the padding of short frames."""
+    """Return a whole, unfragmented IPv4 packet without the padding of short frames.
+
+    None for other frames.
+    """
     start = _ETHERNET_BYTES
     if frame[12:14] == _VLAN.to_bytes(2, "big"):
         start += 4
@@ -82,7 +103,7 @@ def _ipv4_packet(frame: bytes) -> bytes | None:
         return None
     version, header_bytes = packet[0] >> 4, 4 * (packet[0] & 15)
     total_bytes, _, fragment = struct.unpack_from(">HHH", packet, 2)
-    # segmentation is offloaded, and the packet larger than the field
+    # 0 if segmentation is offloaded: the packet is larger than the field can say
     total_bytes = total_bytes or len(packet)
     # 0x3FFF: a fragment has the flag MF or an offset; DF, the bit above, only forbids
     # fragments

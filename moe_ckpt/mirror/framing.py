@@ -1,15 +1,16 @@
-"""The messages that gloo sends over one TCP connection, in one direction (torch 2.13).
-Pure.
+"""Parses the messages that gloo sends over a TCP connection (torch 2.13). Pure.
 
-Owns: the start and end of each message, also after gaps. Must not: know the purpose of
-a message.
+Owns: the start and end of each message in one direction, also after gaps. Must not:
+interpret the purpose of a message.
 
-    8 bytes, from the end that has opened the connection     | message | message | ...
-    message: six little-endian 64-bit numbers - its bytes with these, opcode, slot, offset, length, offset there -
-             then `length` bytes where the opcode is 1; 2 and 3 announce that the other side may send
+    8 bytes, from the end that opened the connection | message | message | ...
+    message: six little-endian 64-bit numbers (bytes of the message including these six,
+             opcode, slot, offset, length, offset there), then `length` bytes if the
+             opcode is 1; 2 and 3 announce that the other side may send
 
-A preamble is accepted only if all its numbers are consistent. After a gap that may have
-contained one, the parser searches for the next byte by byte, and assumes nothing.
+The parser accepts a preamble (the six numbers) only if all numbers are consistent.
+After a gap that may have contained a preamble, the parser searches for the next
+preamble byte by byte, and assumes nothing.
 """
 
 from __future__ import annotations
@@ -30,25 +31,31 @@ _OPCODE_OFFSET = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FramedMessage:
-    """A message with data. `pieces`: the positions within its `length` bytes that were
-    captured, with the bytes.
-
-    `skipped_bytes`: the bytes of the stream before it that were lost together with the
-    position; None if none were, -1 if the stream's beginning was not captured.
-    """
+    """A message with data."""
 
     slot: int
+    """gloo's slot, which names the operation."""
+
     length: int
+    """Bytes of data in the message."""
+
     pieces: tuple[tuple[int, bytes], ...]
+    """Captured bytes of the data, each piece with its position in the data."""
+
     skipped_bytes: int | None = None
+    """Bytes of the stream since the parser lost the position in the stream. None if the
+    position was not lost before this message; `UNKNOWN` (-1) if the bytes cannot be
+    counted, since the beginning of the stream was not captured.
+    """
 
     @property
     def is_whole(self) -> bool:
+        """Whether all bytes of the data were captured."""
         return sum(len(piece) for _, piece in self.pieces) == self.length
 
 
 UNKNOWN = -1
-"""Skipped bytes that cannot be counted."""
+"""Value of `skipped_bytes` if the bytes cannot be counted."""
 
 
 @dataclass(slots=True)
@@ -63,7 +70,7 @@ class _Open:
 
 
 class Framing:
-    """One direction of one connection."""
+    """Parser of one direction of one connection."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()  # may be the beginning of a preamble
@@ -78,7 +85,11 @@ class Framing:
         self._skip = OPENING_BYTES if opened else 0
 
     def feed(self, chunk: Chunk) -> Iterator[FramedMessage]:
-        """Yield the messages with data that end with these bytes."""
+        """Yield the messages with data that end with these bytes.
+
+        Args:
+            chunk: Next bytes or gap of the stream, or the beginning of a connection.
+        """
         if isinstance(chunk, Begin):
             self._begin(opened=chunk.opened)
             return
@@ -110,7 +121,7 @@ class Framing:
             over, self._skip = num_bytes - self._skip, max(0, self._skip - num_bytes)
             num_bytes = over
         if num_bytes > 0:
-            # the buffer's bytes are lost as well: the preamble that they begin lacks
+            # the buffer's bytes are lost as well: the preamble that begins there lacks
             # its end
             self._lose(num_bytes + len(self._buffer))
 
@@ -121,7 +132,7 @@ class Framing:
         self._skipped = UNKNOWN if is_unknown else num_bytes + (self._skipped or 0)
 
     def _look_for_preamble(self, chunk: bytes) -> bytes:
-        """Begin a message if its preamble is complete; return the bytes behind it."""
+        """Begin a message if a preamble is complete; return the bytes behind it."""
         self._buffer += chunk
         while len(self._buffer) >= PREAMBLE_BYTES:
             found = _read(bytes(self._buffer[:PREAMBLE_BYTES]))
@@ -135,8 +146,8 @@ class Framing:
 
     def _begin_message(self, slot: int, length: int | None) -> None:
         if length is None:  # an announcement
-            # part of the bytes from which `operations` counts the messages that are
-            # missing
+            # counted: from the skipped bytes `operations` finds the number of missing
+            # messages
             if self._skipped not in (None, UNKNOWN):
                 self._skipped += PREAMBLE_BYTES
             return
@@ -146,9 +157,7 @@ class Framing:
         self._skipped = None
 
     def _next_candidate(self) -> int:
-        """Return the number of leading bytes of the buffer that cannot start a
-        preamble.
-        """
+        """Return how many leading bytes of the buffer cannot start a preamble."""
         found = self._buffer.find(_DATA.to_bytes(1, "little"), _OPCODE_OFFSET + 1)
         others = [
             self._buffer.find(bytes([code]), _OPCODE_OFFSET + 1)
@@ -178,8 +187,10 @@ class Framing:
 
 
 def _read(preamble: bytes) -> tuple[int, int | None] | None:
-    """Return the slot, and the length of the data if there is any; None if the bytes
-    are not a preamble.
+    """Return the slot of a preamble, and the length of the data.
+
+    The length is None for a message without data. Returns None if the bytes are no
+    preamble.
     """
     num_bytes, opcode, slot, offset, length, offset_there = _PREAMBLE.unpack(preamble)
     if offset or offset_there or length > MOST_PAYLOAD_BYTES:
@@ -192,8 +203,9 @@ def _read(preamble: bytes) -> tuple[int, int | None] | None:
 
 
 def data_length(preamble: bytes) -> int | None:
-    """Return the bytes of data that follow a preamble; None if these bytes are not one
-    of a message with data.
+    """Return the bytes of data that follow a preamble.
+
+    None if the bytes are not the preamble of a message with data.
     """
     found = _read(preamble) if len(preamble) == PREAMBLE_BYTES else None
     return found[1] if found else None

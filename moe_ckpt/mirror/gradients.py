@@ -10,7 +10,7 @@ from bisect import bisect_left
 
 
 class Spans:
-    """A set of numbers from 0 on, as spans that do not touch."""
+    """A set of integers from 0 on, stored as spans that do not touch."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int]] = []
@@ -30,7 +30,7 @@ class Spans:
         self._spans[first:last] = [(start, end)]
 
     def within(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the spans of the set between two numbers."""
+        """Return the spans of the set from `start` to before `end`."""
         cut = [(max(start, first), min(end, last)) for first, last in self._spans]
         return [(first, last) for first, last in cut if first < last]
 
@@ -40,8 +40,10 @@ class Spans:
 
 
 class Gradient:
-    """The captured part of one all-reduce's result. `differs`: captures have different
-    bytes of it.
+    """Captured part of one all-reduce's result.
+
+    Attributes:
+        differs: Whether two captures have different bytes of the result.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -50,8 +52,14 @@ class Gradient:
         self.differs = False
 
     def put(self, start: int, data: bytes) -> None:
-        """Add the bytes of one capture; bytes that another capture delivered before
-        must be equal.
+        """Add the bytes of one capture.
+
+        Bytes that another capture has delivered before must be equal; otherwise
+        `differs` becomes True.
+
+        Args:
+            start: Position of the bytes in the result.
+            data: The bytes.
         """
         end = start + len(data)
         assert 0 <= start <= end <= len(self._bytes), (start, end, len(self._bytes))
@@ -65,13 +73,15 @@ class Gradient:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole result."""
         return len(self._bytes)
 
     @property
     def is_complete(self) -> bool:
+        """Whether all bytes were captured, and all captures agree."""
         return not self.differs and self._there.covers(len(self._bytes))
 
     def take(self) -> bytearray:
-        """Return the complete result, which must not change."""
+        """Return the complete result, which must not change afterwards."""
         assert self.is_complete
         return self._bytes

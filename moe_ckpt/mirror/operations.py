@@ -1,12 +1,11 @@
-"""The all-reduces of one stream: their messages, and the places of these in the result.
-Pure.
+"""All-reduces of one stream: their messages, and the messages' places in the result.
 
-gloo numbers the collective operations of a process group, and each message names its
-operation. So a loss never hides an iteration boundary: the messages that follow it say
-which operation they belong to. The number of a message within its operation is the
-count of those before it; after a loss it follows from the lost bytes, which are
-messages of known lengths and announcements. If that leaves two possibilities, the rest
-of the operation counts as lost.
+Pure. gloo numbers the collective operations of a process group, and each message names
+its operation. So a loss never hides an iteration boundary: the messages after the loss
+name the operation that they belong to. The number of a message within its operation is
+the count of earlier messages. After a loss the number follows from the lost bytes,
+which are messages of known lengths and announcements. If two numbers remain possible,
+the rest of the operation counts as lost.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from moe_ckpt.mirror.ring import RingSend
 _PREFIX_SHIFT, _NUMBER_SHIFT, _NUMBER_MASK = 56, 24, 0xFFFFFFFF
 _ALL_REDUCE = 4
 _AHEAD = 4
-"""Messages that either side may announce before it sends them: gloo's ring has two
-under way in each direction.
+"""Messages that either side may announce before sending: gloo's ring has two under way
+in each direction.
 """
 
 
 class StreamRecord:
-    """The all-reduces of one stream, by their numbers among the operations of the
-    group.
+    """All-reduces of one stream, by their numbers among the operations of the group.
+
+    Attributes:
+        size_bytes: Captured bytes of all recorded messages.
     """
 
     def __init__(self) -> None:
@@ -38,8 +39,8 @@ class StreamRecord:
     def add(self, message: FramedMessage) -> None:
         """Add the next message of the stream.
 
-        Operations whose messages alternate are dropped: after a loss their messages
-        could not be counted.
+        If the messages of two operations alternate, both operations are dropped: after
+        a loss these messages could not be counted.
         """
         number = (message.slot >> _NUMBER_SHIFT) & _NUMBER_MASK
         if number < self._newest:
@@ -56,7 +57,7 @@ class StreamRecord:
         return self._messages.get(operation, ())
 
     def operations(self) -> list[int]:
-        """Return the numbers of all all-reduces of which there are messages, in order."""
+        """Return the numbers of all all-reduces that have messages, in order."""
         return sorted(self._messages)
 
     def drop_up_to(self, operation: int) -> None:
@@ -74,15 +75,16 @@ def _captured_bytes(message: FramedMessage) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """The messages of an operation with their places. `left`: those that follow the
-    last one; None if unknown.
-    """
+    """Messages of an operation with their places."""
 
     messages: tuple[tuple[RingSend, FramedMessage], ...]
+    """Captured messages, each with its place in the ring."""
+
     left: tuple[RingSend, ...] | None
+    """Messages of the ring after the last captured message; None if unknown."""
 
     def final_sums(self) -> Iterator[tuple[int, bytes]]:
-        """Yield captured bytes of the result, each with its place."""
+        """Yield captured bytes of the result, each with its position in the result."""
         for sent, message in self.messages:
             if sent.is_final:
                 for start, piece in message.pieces:
@@ -94,11 +96,16 @@ def place_all(
     sends: Sequence[RingSend],
     before: Sequence[RingSend] | None,
 ) -> Placed | None:
-    """Return the places of an operation's messages, which are those of `sends`; None if
-    they are not.
+    """Return the places of an operation's messages.
 
-    `before`: the messages that were still to come of the operation before this one;
-    None if that is unknown.
+    Args:
+        messages: Captured messages of the operation, in order.
+        sends: Messages that the sender sends in the operation, in order.
+        before: Messages of the preceding operation that were still to come; None if
+            unknown.
+
+    Returns:
+        The places; None if the captured messages are not those of `sends`.
     """
     placed: list[tuple[RingSend, FramedMessage]] = []
     position: int | None = 0
@@ -124,7 +131,7 @@ def _position_after(
     position: int | None,
     message: FramedMessage,
 ) -> int | None:
-    """Return the place of a message after lost bytes; None if it is not certain."""
+    """Return the place of a message after lost bytes; None if it is uncertain."""
     if before is None or position is None or message.skipped_bytes in (None, UNKNOWN):
         return None
     ahead = [*before, *sends[position:]]
@@ -137,6 +144,6 @@ def _position_after(
         if is_announced and sent.num_bytes == message.length:
             fitting.append(position + number - len(before))
         left -= PREAMBLE_BYTES + sent.num_bytes
-    # below 0 it would be a message of the operation before, whose number it does not
-    # have
+    # a place below 0 would be in the operation before, whose number the message does
+    # not have
     return fitting[0] if len(fitting) == 1 and fitting[0] >= 0 else None

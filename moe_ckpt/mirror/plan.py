@@ -1,8 +1,8 @@
-"""The part of an iteration's gradients that a checkpoint server takes from mirrored
-frames. Values and their JSON form.
+"""Gradients of an iteration that a checkpoint server takes from mirrored frames.
 
-Owns: the place of each parameter's gradient in the buckets that a group reduces. Must
-not: know Megatron or torch. FlowCheck, sections 4 and 6.1.
+Values and their JSON form. Owns: the place of each parameter's gradient in the buckets
+that a group reduces. Must not: depend on Megatron or torch. FlowCheck, sections 4 and
+6.1.
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MirroredSums:
-    """The all-reduces of one group in one iteration: `buckets` of bytes, in order, each
-    of elements of `dtype`.
-
-    `group` is the mark's group, in hex, and `size` its ranks. The operations are those
-    from number `first` to before `end` of the group, among which others may be.
-    """
+    """All-reduces of one group in one iteration."""
 
     group: str
+    """Name of the group in the mark, in hex."""
+
     size: int
+    """Number of ranks in the group."""
+
     buckets: tuple[int, ...]
+    """Bytes of each bucket, in the order of reduction."""
+
     dtype: str
+    """Dtype of the elements, a key of ELEMENT_BYTES."""
+
     first: int
+    """Number of the first operation of the group that can be one of the all-reduces.
+    Other operations may lie between `first` and `end`.
+    """
+
     end: int
+    """Number of the first operation of the group after the all-reduces."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES or len(bytes.fromhex(self.group)) != 16:
@@ -48,23 +56,29 @@ class MirroredSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlace:
-    """The place of a gradient: the number of the group in `Mirrored`, of its bucket,
-    and of the first element there.
-    """
+    """Place of a gradient."""
 
     group: int
+    """Index of the group in `Mirrored.groups`."""
+
     bucket: int
+    """Index of the bucket in `MirroredSums.buckets`."""
+
     start: int
+    """Index of the gradient's first element in the bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mirrored:
-    """The gradients that servers capture. `places`: for each master weight that takes a
-    step, in the header's order; None for one whose gradient is tapped.
-    """
+    """Gradients that servers capture."""
 
     groups: tuple[MirroredSums, ...]
+    """All-reduces of each group."""
+
     places: tuple[BucketPlace | None, ...]
+    """Place of the gradient of each master weight that takes a step, in the order of
+    the header; None for a weight whose gradient is tapped.
+    """
 
 
 def mirrored_to_json(mirrored: Mirrored | None) -> Any:
@@ -78,8 +92,10 @@ def mirrored_to_json(mirrored: Mirrored | None) -> Any:
 
 
 def mirrored_from_json(value: Any) -> Mirrored | None:
-    """Return the value that `mirrored_to_json` wrote. Raises ValueError, TypeError or
-    KeyError for any other.
+    """Return the value that `mirrored_to_json` wrote.
+
+    Raises:
+        ValueError, TypeError, KeyError: The value is any other one.
     """
     if value is None:
         return None

@@ -1,9 +1,8 @@
-"""A mirror port: the network interface on which a switch repeats the traffic of
-training ranks.
+"""A mirror port: the network interface on which a switch repeats training traffic.
 
-Owns: the raw socket. Must not: look into frames. The loopback interface is the mirror
-port of all ranks of one machine, where each frame leaves and arrives: only its arrival
-is read.
+Owns: the raw socket. Must not: look into frames. On one machine the loopback interface
+is the mirror port of all ranks. On loopback each frame leaves and arrives, and only the
+arrival is read.
 """
 
 from __future__ import annotations
@@ -22,33 +21,45 @@ _SO_RCVBUFFORCE = 33
 _BUFFER_BYTES = 64 << 20
 _SOL_PACKET, _ADD_MEMBERSHIP, _PROMISCUOUS, _IGNORE_OUTGOING = 263, 1, 1, 23
 _ARPHRD_LOOPBACK = 772
-# beyond 64 KiB: where segmentation is offloaded, a packet exceeds the length in its
-# header (see `frames`)
+# beyond 64 KiB: if segmentation is offloaded, a packet exceeds the length in its header
+# (see `frames`)
 _LARGEST_FRAME_BYTES = 1 << 17
-# bounded: the caller takes them under a lock that requests for sums need, too
+# bounded: the caller handles the frames under a lock that requests for sums need too
 _MOST_FRAMES = 256
 
 
 class FrameSource(Protocol):
-    """Frames, one after another."""
+    """Source of frames, in the order of arrival."""
 
     def read(self, timeout_s: float) -> list[bytes]:
-        """Return the frames that have come, in order; wait up to `timeout_s` seconds
-        for the first.
+        """Return the frames that have arrived, in order.
+
+        Args:
+            timeout_s: Seconds to wait for the first frame.
+
+        Returns:
+            The frames; none if no frame has arrived in time.
         """
         ...
 
     def close(self) -> None:
-        """End; `read` returns nothing from now on."""
+        """Release the source. `read` must not be called afterwards."""
         ...
 
 
 class MirrorPort:
-    """Reads all frames of an interface. Raises ConfigError without the privilege, or
-    without the interface.
-    """
+    """Reads all frames of a network interface."""
 
     def __init__(self, interface: str) -> None:
+        """Open the interface.
+
+        Args:
+            interface: Name of the network interface.
+
+        Raises:
+            ConfigError: The process lacks the privilege CAP_NET_RAW, or the interface
+                does not exist or cannot be read.
+        """
         self._socket = _open(interface)
 
     def read(self, timeout_s: float) -> list[bytes]:
@@ -92,7 +103,8 @@ def _open(interface: str) -> socket.socket:
         ) from error
     try:
         port.bind((interface, 0))
-        # else a second copy fills in what `ckpt.capture_loss` drops
+        # loopback: otherwise a second copy of a frame fills in for the copy that
+        # `ckpt.capture_loss` drops
         if port.getsockname()[3] == _ARPHRD_LOOPBACK:
             port.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
         # mirrored frames are addressed to other hosts
@@ -100,7 +112,8 @@ def _open(interface: str) -> socket.socket:
             "iHH8s", socket.if_nametoindex(interface), _PROMISCUOUS, 0, b""
         )
         port.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, request)
-        # it needs CAP_NET_ADMIN; frames are then lost earlier
+        # the larger buffer needs CAP_NET_ADMIN; without that privilege frames are lost
+        # earlier
         with contextlib.suppress(PermissionError):
             port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
     except OSError as error:

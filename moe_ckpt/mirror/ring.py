@@ -1,13 +1,14 @@
-"""gloo's ring all-reduce: the messages that carry bytes of the result, and those that
-carry partial sums. Pure.
+"""gloo's ring all-reduce: messages that carry final sums or partial sums. Pure.
 
-The bytes are cut into segments, at least two for each of N ranks and of at most 1 MiB;
-a rank sends to the one before it. First come (N - 1) / N of the segments with partial
-sums (reduce-scatter), then as many with final ones (all-gather), in the order that its
-rank in the group gives. So a capture at one rank has (N - 1) / N of the result: two are
-needed. FlowCheck, sections 2.1 and 6.1. Algorithm 1 as printed counts packets from the
-start of the iteration and finds the steps of a layer by the whole count, which is right
-for the first layer only; here each all-reduce counts from its own start.
+The bytes are cut into segments of at most 1 MiB, at least two for each of N ranks. A
+rank sends to the rank before it. First come (N - 1) / N of the segments with partial
+sums (reduce-scatter), then as many with final sums (all-gather), in the order that the
+sender's rank in the group gives. A capture at one rank thus has (N - 1) / N of the
+result, and two captures are needed. FlowCheck, sections 2.1 and 6.1.
+
+Algorithm 1 as printed counts packets from the start of the iteration, and finds the
+steps of a layer by the whole count. Such a count is right for the first layer only, so
+here each all-reduce counts from its own start.
 """
 
 from __future__ import annotations
@@ -20,27 +21,34 @@ _LARGEST_SEGMENT_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingSend:
-    """One message: `num_bytes` of the buffer from `start` on; final sums, or partial
-    ones.
-    """
+    """One message of a ring."""
 
     start: int
+    """Position of the message's bytes in the buffer."""
+
     num_bytes: int
+    """Bytes of the message."""
+
     is_final: bool
+    """Whether the message carries final sums, not partial sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """An all-reduce of `num_bytes` over `size` ranks, whose elements have
-    `element_bytes`.
-    """
+    """An all-reduce over the ranks of a group."""
 
     num_bytes: int
+    """Bytes of the buffer."""
+
     size: int
+    """Number of ranks in the group."""
+
     element_bytes: int = 4
+    """Bytes of an element."""
 
     @cached_property
     def segments_per_rank(self) -> int:
+        """Segments of the buffer for each rank."""
         largest = self.element_bytes * max(
             1, _LARGEST_SEGMENT_BYTES // self.element_bytes
         )
@@ -49,12 +57,14 @@ class Ring:
 
     @cached_property
     def segment_bytes(self) -> int:
+        """Bytes of a segment, a multiple of `element_bytes`."""
         num_bytes = -(-self.num_bytes // (self.segments_per_rank * self.size))
         return -(-num_bytes // self.element_bytes) * self.element_bytes
 
     def sends(self, rank: int) -> list[RingSend]:
-        """Return the messages that a rank of the group sends, in order; empty segments
-        are not sent.
+        """Return the messages that a rank of the group sends, in order.
+
+        Empty segments are not sent.
         """
         num_segments = self.segments_per_rank * self.size
         sent: list[RingSend] = []

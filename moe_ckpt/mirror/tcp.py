@@ -1,8 +1,8 @@
 """Puts the segments of one TCP stream in order, and reports lost bytes. Pure.
 
-A mirror port repeats nothing: bytes that another host has received, and the capture has
-not, remain a gap. A gap is reported once `patience_bytes` after it are held, so
-reordering and retransmission within that have no effect.
+A mirror port repeats nothing: bytes that another host has received, but the capture has
+not, remain a gap. A gap is reported once more than `patience_bytes` after the gap are
+held, so reordering and retransmission within that range have no effect.
 
     segments 5-9, 1-4, 1-4, 15-19, ...      ->  1-4, 5-9, gap of 5, 15-19
 """
@@ -21,32 +21,40 @@ _WINDOW = 1 << 30  # a sequence number further ahead does not belong to this str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """Bytes of the stream that no frame contained; not counted if the beginning of the
-    stream was not captured.
-    """
+    """Bytes of the stream that no frame contained."""
 
     num_bytes: int
+    """Number of bytes; 0 if the number is unknown, since the beginning of the stream
+    was not captured.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begin:
-    """The connection begins; `opened`: by the end whose stream this is."""
+    """Beginning of the connection."""
 
     opened: bool
+    """Whether the sender of this stream opened the connection."""
 
 
 Chunk = bytes | Gap | Begin
 
 
 class Reassembly:
-    """One stream. `start`: the sequence number from which on it is read; None: that of
-    the first segment.
+    """Reassembly of one stream.
 
-    Bytes have positions, counted from the first; sequence numbers are these, modulo 2
-    ** 32.
+    Bytes have positions, counted from the first byte that is read. A sequence number is
+    a position plus a constant, modulo 2 ** 32.
     """
 
     def __init__(self, patience_bytes: int, start: int | None = None) -> None:
+        """Begin before the first segment.
+
+        Args:
+            patience_bytes: Bytes to hold after a gap before the gap is reported.
+            start: Sequence number from which the stream is read; None to read from the
+                first segment.
+        """
         self._patience_bytes = patience_bytes
         self._start = start  # the sequence number of position 0
         self._first: int | None = None
@@ -56,9 +64,13 @@ class Reassembly:
         self._held_bytes = 0
 
     def feed(self, segment: TcpSegment) -> Iterator[Chunk]:
-        """Yield the bytes and gaps that follow in order now."""
+        """Yield the bytes and gaps that follow in order now.
+
+        Args:
+            segment: Next captured segment of the stream.
+        """
         if segment.begins:
-            if segment.sequence != self._first:  # else it was retransmitted
+            if segment.sequence != self._first:  # else a retransmission
                 self._begin(segment.sequence)
                 yield Begin(opened=segment.opens)
             return
@@ -76,12 +88,12 @@ class Reassembly:
                 yield from self._give_up()
 
     def flush(self) -> Iterator[Chunk]:
-        """Yield all held bytes: nothing more comes in time."""
+        """Yield all held bytes with the gaps before them: no more come in time."""
         while self._order:
             yield from self._give_up()
 
     def _begin(self, sequence: int) -> None:
-        # SYN has a sequence number of its own (RFC 9293)
+        # a SYN takes one sequence number (RFC 9293)
         self._first, self._start, self._next = sequence, (sequence + 1) % _MODULUS, 0
         self._held, self._order, self._held_bytes = {}, [], 0
 
@@ -101,7 +113,7 @@ class Reassembly:
         yield from self._take(b"")
 
     def _take(self, payload: bytes) -> Iterator[Chunk]:
-        """Yield bytes that are next, and those held that follow."""
+        """Yield bytes that are next, and the held bytes that follow."""
         if payload:
             self._next += len(payload)
             yield payload
@@ -115,11 +127,12 @@ class Reassembly:
                 yield following
 
     def _ahead(self, sequence: int) -> int:
-        """Return how far a sequence number is ahead of the next one; below 0: behind
-        it.
+        """Return how far a sequence number is ahead of the next one.
+
+        Below 0 the sequence number is behind.
         """
         assert self._start is not None
-        # the shorter way around: sequence numbers begin anew every 4 GiB
+        # the shorter way around: sequence numbers start again every 4 GiB
         return (
             sequence - self._start - self._next + _MODULUS // 2
         ) % _MODULUS - _MODULUS // 2

@@ -1,10 +1,11 @@
-"""Follows the watched ranks of marked groups through the frames of a mirror port, and
-assembles their sums. Pure.
+"""Assembles the sums of marked groups from the frames of a mirror port. Pure.
 
-Owns: the streams, by five-tuple, and their captured messages until a server has asked
-for them. Must not: read a port, or wait. FlowCheck, sections 6.1 and 6.2.
+Owns: the streams of watched ranks, by five-tuple, and the captured messages until a
+server has asked for them. Must not: read a port, or wait. FlowCheck, sections 6.1 and
+6.2.
 
-    frame -> segment -> stream of a watched rank -> messages by operation -> sums(iteration) from all watched ranks
+    frame -> segment -> stream of a watched rank -> messages by operation
+          -> sums(iteration) from all watched ranks
 
 `merge` concatenates while frames come, by the buckets of the iteration before.
 """
@@ -32,14 +33,14 @@ _MOST_OPERATIONS = 1 << 32
 
 
 class _WatchedStream:
-    """The stream from one watched rank of a group to the one before it."""
+    """Stream from one watched rank of a group to the rank before it."""
 
     def __init__(self, start: int) -> None:
         self._reassembly = Reassembly(_PATIENCE_BYTES, start)
         self._framing = Framing()
         self.record = StreamRecord()
         self.left: dict[int, tuple[RingSend, ...] | None] = {}
-        """By operation that was placed: the messages that were still to come."""
+        """Messages that were still to come, by operation that was placed."""
 
     def feed(self, segment: TcpSegment) -> None:
         for chunk in self._reassembly.feed(segment):
@@ -59,9 +60,7 @@ class _WatchedStream:
 
 
 class _Merge:
-    """One bucket's sums, put together message by message, as long as no message is
-    lost.
-    """
+    """Sums of one bucket, put together message by message while no message is lost."""
 
     def __init__(
         self, number: int, num_bytes: int, sends: Sequence[Sequence[RingSend]]
@@ -101,21 +100,26 @@ class _Merge:
 
 @dataclass(slots=True)
 class _Group:
-    """The watched streams of a group, by the sender's rank in it."""
+    """Watched streams of one group."""
 
     streams: dict[int, _WatchedStream] = field(default_factory=dict)
+    """Streams by the sender's rank in the group."""
+
     before: MirroredSums | None = None
-    """The iteration that was asked for last: the next one has the same buckets."""
+    """The iteration that was asked for last. The next iteration has the same buckets.
+    """
+
     merges: dict[int, _Merge] = field(default_factory=dict)
-    """By operation, of the iteration that arrives."""
+    """Merges of the iteration that arrives, by operation."""
 
     @property
     def size_bytes(self) -> int:
         return sum(stream.record.size_bytes for stream in self.streams.values())
 
     def merge(self) -> None:
-        """Put together all final sums that are here, bucket after bucket; after a loss,
-        `results` finds the places.
+        """Put together all final sums that have arrived, bucket after bucket.
+
+        After a loss, `Watcher.results` finds the places.
         """
         if self.before is None:
             return
@@ -143,8 +147,12 @@ class _Group:
 
 
 class Watcher:
-    """Watches the first `captures` ranks of each marked group. Each capture loses a
-    share `loss` of its frames.
+    """Watches the first ranks of each marked group.
+
+    Attributes:
+        num_frames: Segments of any stream so far.
+        num_watched: Segments with data of watched streams so far.
+        num_dropped: Watched segments that were dropped to simulate loss.
     """
 
     def __init__(
@@ -155,18 +163,26 @@ class Watcher:
         seed: int = 0,
         most_bytes: int = _MOST_BYTES,
     ) -> None:
+        """Begin without groups.
+
+        Args:
+            captures: Number of ranks that are watched in each group.
+            loss: Share of the frames that each capture loses, to simulate loss.
+            seed: Seed of the simulated loss.
+            most_bytes: Captured bytes above which `limit` forgets groups.
+        """
         self._captures = captures
         self._loss = loss
         self._random = random.Random(seed)
         self._most_bytes = most_bytes
         self._groups: dict[str, _Group] = {}  # in the order of their marks
-        # None: of a rank that is not watched
+        # None: the stream of a rank that is not watched
         self._streams: dict[Stream, tuple[str, _WatchedStream | None]] = {}
         self.num_frames = 0
         self.num_watched = self.num_dropped = 0
 
     def see(self, frame: bytes) -> None:
-        """Add a frame of the port; frames may come in any order."""
+        """Add a frame of the port. Frames may come in any order."""
         segment = segment_of(frame)
         if segment is not None:
             self.see_segment(segment)
@@ -184,15 +200,16 @@ class Watcher:
         if mark and mark.group.hex() != group:
             stream = self._watch(segment, mark)
         # ports are used again: a later connection of the same five-tuple is followed
-        # from a mark of its own
+        # from its own mark
         if segment.begins or segment.ends:
             self._streams.pop(segment.stream, None)
         if stream is not None and not segment.begins:
             stream.feed(segment)
 
     def merge(self) -> None:
-        """Put together the final sums that have come, so that little is left to do once
-        an iteration is asked for.
+        """Put together the final sums that have arrived.
+
+        Little is then left to do once a server asks for an iteration.
         """
         for group in self._groups.values():
             group.merge()
@@ -210,7 +227,7 @@ class Watcher:
 
     @property
     def merged_bytes(self) -> int:
-        """Bytes of sums that are put together before a server asks for their iteration."""
+        """Bytes of sums that are put together before a server asks for the sums."""
         merges = [
             merge for group in self._groups.values() for merge in group.merges.values()
         ]
@@ -221,11 +238,12 @@ class Watcher:
         return group in self._groups
 
     def sums(self, wanted: MirroredSums) -> list[bytearray] | None:
-        """Return the results of an iteration's all-reduces; None unless all of their
-        bytes were captured.
+        """Return the results of an iteration's all-reduces.
 
-        Two captures that differ, and operations of which more than the wanted ones fit,
-        count as incomplete.
+        Returns:
+            Bytes of each bucket; None unless all bytes were captured. The results also
+            count as incomplete if two captures differ, or if more operations fit than
+            are wanted.
         """
         results = self.results(wanted)
         complete = len(results) == len(wanted.buckets) and all(
@@ -234,8 +252,11 @@ class Watcher:
         return [result.take() for result in results] if complete else None
 
     def results(self, wanted: MirroredSums) -> list[Gradient]:
-        """Return the results of the all-reduces that were found, with their captured
-        parts; none if there are more.
+        """Return the captured parts of the results of an iteration's all-reduces.
+
+        Returns:
+            Results that were found, in the order of the buckets; none if more
+            operations fit than are wanted.
         """
         group = self._groups.get(wanted.group)
         if group is None:
@@ -246,8 +267,8 @@ class Watcher:
             group.before is not None
             and replace(group.before, first=wanted.first, end=wanted.end) == wanted
         )
-        # merges follow the buckets of the iteration before: with other buckets their
-        # sums are wrong
+        # merges follow the buckets of the iteration before: with other buckets the sums
+        # are wrong
         merges = group.merges if is_same else {}
         results: list[Gradient] = []
         for operation in group.operations(range(wanted.first, wanted.end)):
@@ -284,8 +305,9 @@ class Watcher:
         }
 
     def limit(self) -> None:
-        """Forget groups until their captured bytes fit into the limit, the largest
-        first: no server asks for it.
+        """Forget groups, the largest first, until captured bytes fit into the limit.
+
+        No server asks for the sums of such a group.
         """
         while self.size_bytes > self._most_bytes:
             self._drop(
@@ -293,7 +315,11 @@ class Watcher:
             )
 
     def _watch(self, segment: TcpSegment, mark: StreamMark) -> _WatchedStream | None:
-        """Follow a stream from its mark on."""
+        """Follow a stream from its mark on.
+
+        Returns:
+            The stream; None if the rank is not watched.
+        """
         name = mark.group.hex()
         stream = None
         if mark.rank < self._captures:
@@ -311,7 +337,7 @@ class Watcher:
         }
 
 
-# every iteration has the same buckets
+# cached: every iteration has the same buckets
 @lru_cache(maxsize=64)
 def _sends(
     buckets: tuple[int, ...], size: int, element_bytes: int
@@ -331,8 +357,17 @@ def _place(
     *,
     remember: bool,
 ) -> list[Placed] | None:
-    """Return the places of an operation's messages in all streams; None if it is not
-    the all-reduce of `sends`.
+    """Return the places of an operation's messages in all streams.
+
+    Args:
+        group: Group of the operation.
+        operation: Number of the operation.
+        sends: Messages of the all-reduce, by the sender's rank.
+        remember: Whether to keep the messages that are still to come, for the next
+            operation.
+
+    Returns:
+        The places; None if the operation is not the all-reduce of `sends`.
     """
     found: dict[int, Placed] = {}
     for rank, stream in group.streams.items():

@@ -12,20 +12,25 @@ from moe_ckpt.types import Measured, SnapshotPlan
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """`ckpt=none`."""
+    """Policy of `ckpt=none`: saves nothing."""
 
-    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - whatever they are
+    # ARG002: the plan is the same for all iterations and measurements
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002
         return SnapshotPlan(durable=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EveryInterval:
-    """`ckpt=dense`: after every `every_iters`-th iteration, and after the last one."""
+    """Policy of `ckpt=dense`: saves at an interval, and after the last iteration."""
 
     every_iters: int
-    last_iteration: int
+    """Iterations between two checkpoints, at least 1."""
 
-    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - needs nothing
+    last_iteration: int
+    """The last iteration of the run, after which a checkpoint is always saved."""
+
+    # ARG002: the plan needs no measurements
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002
         return SnapshotPlan(
             durable=iteration % self.every_iters == 0
             or iteration == self.last_iteration
@@ -33,7 +38,11 @@ class EveryInterval:
 
 
 def make_policy(config: CkptConfig, *, last_iteration: int) -> Policy:
-    """Return the policy of a configuration with whole checkpoints or none."""
+    """Return the policy of a configuration with whole checkpoints or no checkpoints.
+
+    Raises:
+        AssertionError: The configured policy keeps snapshots in host memory.
+    """
     match config:
         case NoneConfig():
             return Never()

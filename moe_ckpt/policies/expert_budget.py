@@ -1,10 +1,10 @@
-"""The number of experts of each layer that a link can carry in an iteration: budgets,
-and their division among layers.
+"""The number of experts of each layer that a link can carry in an iteration.
 
-Pure. A budget belongs to one link (to host memory, to peers), a popularity to the
-experts on that link: their tokens since they were last copied there, so each
-destination has its own. `expert_selection.most_popular` chooses the experts. MoEtion,
-sections 4.2 and 4.3, Algorithm 1.
+Pure. The module computes budgets and divides budgets among layers. A budget belongs to
+one link (to host memory or to peers). A popularity counts the tokens of an expert since
+the expert was last copied over that link, so each destination has a popularity of its
+own. `expert_selection.most_popular` chooses the experts. MoEtion, sections 4.2 and 4.3,
+Algorithm 1.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from moe_ckpt.types import IntArray
 
 
 def budget_bytes(bytes_per_s: float, iteration_s: float) -> int:
-    """Return the bytes that a link carries in an iteration: 25e9 bytes/s for 0.5 s are
-    12500000000. Section 4.2.
+    """Return the bytes that a link carries in an iteration.
+
+    25e9 bytes/s for 0.5 s are 12500000000 bytes. MoEtion, section 4.2.
     """
     return int(bytes_per_s * iteration_s)
 
@@ -25,14 +26,24 @@ def budget_bytes(bytes_per_s: float, iteration_s: float) -> int:
 def affordable_experts(
     budget: int, *, expert_bytes: int, other_bytes: int, setting: str
 ) -> int:
-    """Return how many experts fit into a budget in bytes, beside the rest that every
-    snapshot holds.
+    """Return the number of experts that fit into a budget.
 
-    100 bytes, experts of 30 and 35 others make 2. Algorithm 1 as printed (S_total = B /
-    C_expert) has no `other_bytes`; but section 4.2 makes the budget the limit of the
-    whole checkpoint, which always holds all state but experts (section 4.1), so
-    training would stall. Pass 0 if peers keep that state anyway (section 5.1). Raises
-    ConfigError naming `setting`, the source of the budget, if not even one fits.
+    Every snapshot also holds state that belongs to no expert. A budget of 100 bytes,
+    experts of 30 bytes and 35 other bytes give 2 experts.
+
+    Algorithm 1 as printed (S_total = B / C_expert) has no `other_bytes`. Section 4.2,
+    however, makes the budget the limit of the whole checkpoint, which always holds all
+    state except experts (section 4.1). Without `other_bytes`, training would stall.
+
+    Args:
+        budget: The bytes that the link carries.
+        expert_bytes: The bytes of an expert.
+        other_bytes: The bytes of all state except experts. Pass 0 if peers keep that
+            state in any case (section 5.1).
+        setting: The source of the budget, for the error message.
+
+    Raises:
+        ConfigError: Not even one expert fits. The message names `setting`.
     """
     assert expert_bytes > 0, expert_bytes
     least = other_bytes + expert_bytes
@@ -48,16 +59,25 @@ def affordable_experts(
 
 
 def allocate(popularity: IntArray, num_total: int) -> IntArray:
-    """Return how many experts of each layer to take, int64 [layers]: `num_total` in
-    all, or every expert there is.
+    """Return the number of experts to take of each layer, int64 [layers].
 
-    In proportion to the token risk, a layer's sum of `popularity` (int64 [layers,
-    experts]), rounded down; the largest remainders get the rest, of equals the first
-    layers. A layer that is due all its experts or more gets those, and the others share
-    the excess; layers without risk share equally what is left. Of 7, risks of 50, 30
-    and 20 get 4, 2 and
-    1. Algorithm 1, ComputeS, which does not define how to adjust the sum, nor a full
-       layer.
+    The numbers sum to `num_total`, or to the number of all experts if that is less.
+    Each number is proportional to the token risk of its layer and rounded down; the
+    layers with the largest remainders get the rest, and of equal remainders the first
+    layers. The token risk of a layer is the sum of the popularity of the layer's
+    experts.
+
+    A layer that is due all its experts or more gets exactly all its experts, and the
+    other layers share the excess. Layers without risk share equally if no open layer
+    has any risk. Of 7 experts, layers with risks of 50, 30 and 20 get 4, 2 and 1.
+
+    Algorithm 1, ComputeS, defines neither the adjustment of the sum nor the treatment
+    of a full layer.
+
+    Args:
+        popularity: The tokens of each expert since its last copy, int64 [layers,
+            experts].
+        num_total: The number of experts of all layers together.
     """
     num_layers, num_experts = popularity.shape
     left = min(num_total, popularity.size)
@@ -68,8 +88,8 @@ def allocate(popularity: IntArray, num_total: int) -> IntArray:
         weights = (
             risk[open_layers] if risk[open_layers].any() else np.ones_like(open_layers)
         )
-        # products of integers: a layer that is due exactly all its experts has to count
-        # as full
+        # integer products are exact: a layer that is due exactly all its experts must
+        # count as full
         full = open_layers[left * weights >= num_experts * weights.sum()]
         if not full.size:
             share[open_layers] += _in_proportion(weights, left)
@@ -81,8 +101,9 @@ def allocate(popularity: IntArray, num_total: int) -> IntArray:
 
 
 def _in_proportion(weights: IntArray, num_total: int) -> IntArray:
-    """Return `num_total` divided in proportion to weights by largest remainders,
-    exactly: int64 [weights].
+    """Divide `num_total` in proportion to weights, exactly; int64 [weights].
+
+    Largest remainders get the rest.
     """
     share, remainders = np.divmod(num_total * weights, weights.sum())
     order = np.argsort(-remainders, kind="stable")

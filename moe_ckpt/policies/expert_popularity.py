@@ -1,7 +1,7 @@
-"""The popularity of each expert, and the change after which operators are ordered anew.
+"""The popularity of each expert, and the change that triggers a new operator order.
 
-Pure arithmetic on counts that routers report; the caller collects them and sums them
-over ranks. MoEvement, section 3.5 and Appendix B.
+Pure arithmetic on counts that routers report. The caller collects the counts and sums
+them over ranks. MoEvement, section 3.5 and Appendix B.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ KINDS = ("hard", "soft", "decayed")
 def accumulate(
     kind: str, so_far: Array, hard: Counts, soft: Counts, *, decay: float
 ) -> Array:
-    """Return the popularity (float64, one value per expert, any shape) after one more
-    iteration.
+    """Return the popularity of each expert after one more iteration, float64.
 
-    `hard` are the tokens routed to each expert, `soft` the sums of its gating
-    probabilities. `hard` adds the former, `soft` the latter; `decayed` is decay *
-    so_far + (1 - decay) * hard: 10, then 20 at a decay of 0.9 make 11. Linear in all
-    three: ranks may accumulate what they see and sum the results later. MoEvement,
-    section 3.5 and Appendix B.
+    Kind `hard` adds the routed tokens, and kind `soft` adds the gating probabilities.
+    Kind `decayed` returns decay * so_far + (1 - decay) * hard: 10, then 20 with a decay
+    of 0.9 give 11. The result is linear in all three arrays, so ranks may accumulate
+    their own counts and sum the results later. MoEvement, section 3.5 and Appendix B.
+
+    Args:
+        kind: One of `KINDS`.
+        so_far: The popularity before the iteration, one value per expert, of any shape.
+        hard: The tokens routed to each expert in the iteration.
+        soft: The sum of each expert's gating probabilities in the iteration.
+        decay: The weight of `so_far` for kind `decayed`; other kinds ignore the value.
     """
     assert kind in KINDS, kind
     if kind == "decayed":
@@ -35,26 +40,32 @@ def accumulate(
 
 
 def carried_over(kind: str, popularity: Array) -> Array:
-    """Return the start of a new window's counts: zeros, or with `decayed` the average
-    so far (float64, a copy).
+    """Return the popularity with which a new window starts counting, float64.
+
+    Kind `decayed` carries a copy of the average so far; other kinds start from zeros.
     """
     assert kind in KINDS, kind
     return popularity.copy() if kind == "decayed" else np.zeros_like(popularity)
 
 
 def has_shifted(reference: Counts, now: Counts, *, change: float, share: float) -> bool:
-    """Return whether at least `share` of the experts changed their popularity by more
-    than the share `change`.
+    """Return whether enough experts changed their popularity.
 
-    Both count as frequencies (sum 1), since windows differ in length: from [10, 10, 20]
-    to [6, 5, 9] the changes are +20 %, 0 and -10 %. From 0 to anything is a change;
-    arrays of zeros stay zeros; no experts never shift. MoEvement, section 3.5: 10 % for
-    25 % of the experts.
+    Popularities are compared as frequencies (sum 1), because windows differ in length:
+    from [10, 10, 20] to [6, 5, 9] the changes are +20 %, 0 and -10 %. A rise from 0 to
+    any value is a change. The frequencies of an array of zeros are zeros. Without
+    experts the result is False. MoEvement, section 3.5: 10 % for 25 % of the experts.
+
+    Args:
+        reference: The popularity of each expert at the last reordering.
+        now: The popularity of each expert now.
+        change: The relative change beyond which an expert counts as changed.
+        share: The share of the experts that must have changed.
     """
     if reference.size == 0:
         return False
-    # Multiplied with each other's sum instead of divided by their own: exact for
-    # counts, so that equal ones stay equal.
+    # Each array is multiplied by the sum of the other array, not divided by its own
+    # sum: products of counts are exact, so that equal frequencies compare equal.
     before, after = reference * _sum_or_one(now), now * _sum_or_one(reference)
     changed = np.abs(after - before) > change * before
     return bool(np.count_nonzero(changed) / changed.size >= share)

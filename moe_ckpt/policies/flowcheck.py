@@ -1,8 +1,8 @@
-"""`ckpt=flowcheck`: every iteration's state on checkpoint servers, which compute it
-from gradients (FlowCheck).
+"""`ckpt=flowcheck`: checkpoint servers compute every iteration's state from gradients.
 
-Owns: the plan, which is everything in every iteration, and the host memory for it. All
-ranks compute the same plan. Must not: know how a state reaches the servers.
+The module owns the plan, which takes everything in every iteration, and the forecast of
+host memory. All ranks compute the same plan. The module must not know how a state
+reaches the servers. FlowCheck.
 """
 
 from __future__ import annotations
@@ -19,14 +19,23 @@ from moe_ckpt.policies.stage_profile import StageProfile, everything_at
 from moe_ckpt.types import Measured, SnapshotPlan
 
 GRADIENT_SHARE = 3
-"""The bytes of FP32 masters and moments, as a multiple of those of FP32 gradients."""
+"""Bytes of FP32 masters and moments, as a multiple of the bytes of FP32 gradients."""
 
 
 class ServerSnapshots(StageForecasts[StageProfile]):
-    """Each rank's state is on its own node's server and on those of `num_copies` other
-    nodes, or on hosts of their own.
+    """Policy that keeps each rank's state on checkpoint servers.
 
-    Raises ConfigError, with the numbers, if the memory budget does not allow that.
+    The state of a rank is on the server of the rank's own node and on the servers of
+    `num_copies` other nodes, or on servers that train nothing (`config.on_hosts`).
+
+    Args:
+        config: The settings.
+        stages: The profiles of all stages.
+        own_stage: The number of this rank's stage.
+        num_copies: The number of other nodes whose servers hold the state of a rank.
+
+    Raises:
+        ConfigError: The memory budget is too small; the message contains the numbers.
     """
 
     def __init__(
@@ -38,13 +47,15 @@ class ServerSnapshots(StageForecasts[StageProfile]):
     ) -> None:
         super().__init__(stages, own_stage)
         self._config = config
-        # on a training node, of a rank's own and others'
+        # states that servers on training nodes hold for each rank: the rank's own state
+        # and those of other nodes' ranks
         self._num_servers = 0 if config.on_hosts else 1 + num_copies
         self._has_begun = False
         require_budget(config.memory_budget_bytes, self.forecast())
 
-    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002 - nothing varies
-        """Return the plan for the state after `iteration` steps: servers get all of it."""
+    # ARG002: the plan depends on no measurements
+    def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:  # noqa: ARG002
+        """Return the plan after `iteration` steps: servers get all state."""
         every = self._config.durable_every_iters
         # no whole checkpoint at the first snapshot, which also follows a load
         durable = self._has_begun and every > 0 and iteration % every == 0
@@ -59,22 +70,20 @@ class ServerSnapshots(StageForecasts[StageProfile]):
         where = f"its own node's and {self._num_servers - 1} on other nodes"
         if self._config.on_hosts:
             where = f"{copies} on machines that train nothing"
+        waits = f"which may lag {lag} iterations" if lag else "which training waits for"
+        servers = "each iteration servers make a rank's state of its gradients"
         return [
-            (
-                "each iteration servers make a rank's state of its gradients:"
-                f" {where}, "
-                f"{f'which may lag {lag} iterations' if lag else 'which training waits for'}"
-            ),
+            f"{servers}: {where}, {waits}",
             "host memory of the largest rank:",
             *self.forecast().lines(),
         ]
 
     def _forecast(self, stage: StageProfile) -> MemoryForecast:
-        """Return the memory of a rank: at most two whole snapshots, and gradients on
-        their way to servers that lag.
+        """Return the memory of a rank.
 
-        A server holds the states from the newest that all servers have to its own
-        newest, and the one in progress.
+        A rank holds at most two whole snapshots, and gradients on their way to servers
+        that lag. A server holds the states from the newest state that all servers have
+        up to its own newest state, and the state in progress.
         """
         size, largest = (
             stage.dense_bytes,

@@ -1,8 +1,8 @@
-"""`ckpt=gemini` and `ckpt=checkfreq`: the whole state into host memory every few
-iterations.
+"""`ckpt=gemini` and `ckpt=checkfreq`: the whole state into host memory at an interval.
 
-Owns: the interval and its changes. All ranks compute the same plan, from sizes known at
-the start and from measurements that ranks agree on. Must not: measure.
+The module owns the interval and its changes. All ranks compute the same plan, from
+sizes known at the start and from measurements that ranks agree on. The module must not
+measure.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ _STALE_ITERS = 64
 
 
 class WholeSnapshots(StageForecasts[StageProfile]):
-    """A snapshot of everything at first, then one at every interval.
+    """Policy that takes a snapshot of everything at first, then one at every interval.
 
-    Snapshots of `num_copies` other ranks are kept, too.
+    Args:
+        config: The settings.
+        stages: The profiles of all stages.
+        own_stage: The number of this rank's stage.
+        num_copies: The number of other ranks whose snapshots a rank also keeps.
 
-    Raises ConfigError, with the numbers, if the memory budget does not allow that.
+    Raises:
+        ConfigError: The memory budget is too small; the message contains the numbers.
     """
 
     def __init__(
@@ -56,14 +61,18 @@ class WholeSnapshots(StageForecasts[StageProfile]):
         require_budget(config.memory_budget_bytes, self.forecast())
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` steps: everything, or
-        nothing.
+        """Return the plan after `iteration` steps: everything, or nothing.
 
-        Asks for measurements if a snapshot is due and every_iters=auto. Until the cost
-        of a snapshot has been measured, it is the wait that its size and the rate of
-        copies predict, and the interval is `profile_iters` or longer. If copies were
-        made in all of the last _STALE_ITERS iterations, the next snapshot comes an
-        iteration later: the time of an iteration without copies may have changed.
+        With every_iters=auto the plan asks for measurements when a snapshot is due.
+        Until the cost of a snapshot is measured, the plan uses the wait predicted by
+        the size of a snapshot and the rate of copies, and the interval is
+        `profile_iters` or longer. If ranks copied in each of the last _STALE_ITERS
+        iterations, the next snapshot comes one iteration later, because the time of an
+        iteration without copies may have changed.
+
+        Args:
+            iteration: The number of steps of the state.
+            measure: Returns the measurements. Collective.
         """
         every = self._config.durable_every_iters
         # no whole checkpoint at the first snapshot, which also follows a load
@@ -103,9 +112,7 @@ class WholeSnapshots(StageForecasts[StageProfile]):
         return self._config.every_iters == AUTO
 
     def _choose(self, measured: Measured) -> IntervalChoice | None:
-        """Set the interval by measurements; without any, return None and set no
-        interval.
-        """
+        """Set the interval from measurements; without any, return None and set none."""
         if measured.iteration_s <= 0:
             return None
         cost_s, least_iters, is_measured = (
@@ -115,7 +122,7 @@ class WholeSnapshots(StageForecasts[StageProfile]):
         )
         if cost_s is None:
             cost_s, least_iters = self._wait_s(measured), self._config.profile_iters
-            if cost_s == 0:  # what slows training is not known yet
+            if cost_s == 0:  # the other costs of a snapshot are not known yet
                 self._every_iters = 0
                 return None
         copy_s = self._largest_bytes / measured.copy_bytes_per_s
@@ -124,7 +131,8 @@ class WholeSnapshots(StageForecasts[StageProfile]):
             copying_interval(iteration_s=measured.iteration_s, copy_s=copy_s),
             self._interval(iteration_s=measured.iteration_s, checkpoint_s=cost_s),
         )
-        # a prediction binds no measurement
+        # hysteresis only between two measured or two predicted intervals: a predicted
+        # interval must not hold back a measured one
         holds = self._every_iters > 0 and self._is_measured == is_measured
         self._every_iters = (
             refit(self._every_iters, best, drift=self._config.interval_drift)
@@ -151,7 +159,7 @@ class WholeSnapshots(StageForecasts[StageProfile]):
         return forecast(
             window_bytes=stage.dense_bytes,
             period_iters=1,
-            # and the one that is being written to the local disk
+            # a snapshot that is being written to the local disk also stays in memory
             keep_windows=1 + (self._config.disk_every_iters > 1),
             log_bytes_per_iteration=0,
             dense_bytes=stage.dense_bytes,
@@ -162,8 +170,9 @@ class WholeSnapshots(StageForecasts[StageProfile]):
 
 
 def _aim(config: GeminiConfig | CheckfreqConfig) -> tuple[str, Callable[..., int]]:
-    """Return the aim of an interval in words, and the interval for seconds of an
-    iteration and of a checkpoint.
+    """Return the aim of an interval in words, and the function for the interval.
+
+    The function takes the seconds of an iteration and of a checkpoint.
     """
     match config:
         case GeminiConfig(mtbf_s=mtbf_s):

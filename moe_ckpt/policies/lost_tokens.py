@@ -1,9 +1,8 @@
-"""The tokens that experts have lost: exact counts along a run's iterations, and the
-papers' shares of them.
+"""Exact counts of the tokens that experts have lost, and the papers' shares of them.
 
-Owns the arithmetic; the caller counts tokens and stores the arrays. Pure, int64
-[layers, experts]. MoC, section 3.1.2 and equation (7): PLT. MoEtion, section 4.1 and
-equation (6): MLT.
+The module owns the arithmetic along the iterations of a run. The caller counts tokens
+and stores the arrays. Pure, int64 [layers, experts]. MoC, section 3.1.2 and equation
+(7): PLT. MoEtion, section 4.1 and equation (6): MLT.
 """
 
 from __future__ import annotations
@@ -18,30 +17,36 @@ from moe_ckpt.types import IntArray
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenLoss:
-    """The change of each expert by a recovery, int64 [layers, experts], nothing below
-    zero.
-
-    `lost`: tokens that the state before the fault had seen and the restored one has
-    not. `repeated`: tokens that the restored state has seen and will process again, of
-    an expert from a later snapshot than the rest of the model.
-    """
+    """The change of each expert's tokens by a recovery."""
 
     lost: IntArray
+    """Tokens that the state before the fault had seen and the restored state has not
+    seen, int64 [layers, experts], at least 0.
+    """
+
     repeated: IntArray
+    """Tokens that the restored state has seen and will process again, int64 [layers,
+    experts], at least 0. An expert repeats tokens if its snapshot is newer than the
+    snapshot of the rest of the model.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenLedger:
-    """The tokens of each expert after an iteration, int64 [layers, experts]; arrays are
-    read-only.
+    """The tokens of each expert after an iteration; arrays are read-only.
 
-    `processed` are its tokens in the iterations that led here, without rolled-back
-    iterations; `seen` are the tokens that its present state has been trained with.
-    Without a loss they are equal.
+    `processed` and `seen` are equal as long as no token is lost.
     """
 
     processed: IntArray
+    """Tokens of each expert in the iterations that led to this iteration, without
+    rolled-back iterations, int64 [layers, experts].
+    """
+
     seen: IntArray
+    """Tokens that the present state of each expert has been trained with, int64
+    [layers, experts].
+    """
 
     def __post_init__(self) -> None:
         assert self.processed.shape == self.seen.shape, (
@@ -60,7 +65,7 @@ class TokenLedger:
 
     @classmethod
     def from_array(cls, array: IntArray) -> TokenLedger:
-        """Return the ledger of an `as_array`."""
+        """Return the ledger of an array that `as_array` returned."""
         processed, seen = array
         return cls(processed=processed, seen=seen)
 
@@ -69,47 +74,60 @@ class TokenLedger:
         return np.stack([self.processed, self.seen])
 
     def after(self, tokens: IntArray) -> TokenLedger:
-        """Return the ledger after one more iteration, in which each expert was trained
-        with its `tokens`.
+        """Return the ledger after one more iteration.
+
+        Args:
+            tokens: The tokens that each expert was trained with in the iteration, int64
+                [layers, experts].
         """
         return TokenLedger(processed=self.processed + tokens, seen=self.seen + tokens)
 
     def restored(self, seen_in_state: IntArray) -> tuple[TokenLedger, TokenLoss]:
-        """Return the ledger and the loss of a run that goes on from here, the iteration
-        rolled back to.
+        """Return the ledger and the loss of a run that continues from a restored state.
 
-        `seen_in_state` is what each expert's restored state had seen when it was taken:
-        the ledger's `seen` of that time. One that had seen 40 tokens by the iteration
-        rolled back to and comes back from a snapshot at 25 loses 15; what it lost
-        before stays lost and is not counted again. Counts tell tokens apart only along
-        one line: they are exact unless a snapshot is used that an earlier recovery has
-        passed over for an older one.
+        The present ledger must be the ledger of the iteration to which the run rolls
+        back. An expert that had seen 40 tokens by that iteration and is restored from a
+        snapshot taken at 25 tokens loses 15. Tokens that an expert lost earlier stay
+        lost and are not counted again.
+
+        Counts cannot tell apart the tokens of different histories: the counts are exact
+        unless a recovery uses a snapshot that an earlier recovery passed over for an
+        older one.
+
+        Args:
+            seen_in_state: The tokens that each expert's restored state had seen when
+                the snapshot was taken, which is the ledger's `seen` of that time, int64
+                [layers, experts].
         """
-        # of `seen`: a difference to `processed` would count the losses of earlier
-        # faults again
+        # the difference to `seen`: a difference to `processed` would count the losses
+        # of earlier faults again
         missing = self.seen - seen_in_state
         loss = TokenLoss(lost=np.maximum(missing, 0), repeated=np.maximum(-missing, 0))
         return TokenLedger(processed=self.processed, seen=seen_in_state), loss
 
 
 def proportion_of_lost_tokens(lost: IntArray, tokens: IntArray, top_k: int) -> float:
-    """Return PLT, the mean over MoE layers of lost tokens by all that a router may send
-    to experts.
+    """Return PLT: the mean over MoE layers of the share of lost tokens.
 
-    `lost` over all faults and `tokens` that entered the layer in training are int64
-    [layers]; 2 layers of 100 tokens and top-2 that lost 10 and 30 make 0.1. As printed,
-    `tokens * top_k` counts what a capacity drops, too: with drops PLT is below the
-    share of the tokens that experts processed. MoC, equation (7).
+    The share divides the lost tokens of a layer by all tokens that a router may send to
+    experts. 2 layers of 100 tokens with top-2 that lost 10 and 30 tokens give 0.1. As
+    printed in the paper, `tokens * top_k` includes tokens that a capacity drops. With
+    drops, PLT is below the share of the tokens that experts processed. MoC, equation
+    (7).
+
+    Args:
+        lost: The lost tokens of all faults, int64 [layers].
+        tokens: The tokens that entered the layer in training, int64 [layers].
+        top_k: The number of experts that a router chooses for a token.
     """
     return float(np.mean(_by_layer(lost, tokens, top_k)))
 
 
 def moementary_lost_tokens(lost: IntArray, tokens: IntArray, top_k: int) -> float:
-    """Return MLT, as PLT but with the sum over MoE layers in place of the mean, as
-    printed.
+    """Return MLT: as PLT, but the sum over MoE layers instead of the mean.
 
-    So it is PLT times the number of MoE layers, and may exceed 1. MoEtion, equation
-    (6).
+    As printed in the paper, MLT is PLT times the number of MoE layers and may exceed 1.
+    MoEtion, equation (6). Arguments as for `proportion_of_lost_tokens`.
     """
     return float(np.sum(_by_layer(lost, tokens, top_k)))
 

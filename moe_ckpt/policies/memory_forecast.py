@@ -1,5 +1,6 @@
-"""The host memory that snapshots and logs will take. Pure arithmetic over sizes
-(MoEvement, section 3.2).
+"""The host memory that snapshots and logs will take.
+
+Pure arithmetic over sizes (MoEvement, section 3.2).
 """
 
 from __future__ import annotations
@@ -17,21 +18,33 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryForecast:
-    """Host memory that a rank will need, in bytes, with what two dense checkpoints
-    would need for comparison.
-    """
+    """Host memory that a rank will need, in bytes."""
 
     snapshots_bytes: int
+    """Bytes of the rank's own snapshots, persisted and in flight."""
+
     boundary_log_bytes: int
+    """Bytes of boundary logs, which hold tensors sent to neighbouring stages."""
+
     step_log_bytes: int
+    """Bytes of step logs."""
+
     copies_bytes: int
+    """Bytes of snapshots and logs that the rank keeps for other ranks."""
+
     total_bytes: int
+    """Sum of all bytes that the rank will need."""
+
     double_buffered_dense_bytes: int
+    """Bytes that two dense checkpoints would need, for comparison. Not part of the
+    total.
+    """
 
     @property
     def shared_bytes(self) -> int:
-        """The bytes in `runtime.shared_memory`: all but boundary logs, which end with
-        their worker.
+        """The bytes in `runtime.shared_memory`: all except boundary logs.
+
+        Boundary logs end with their worker.
         """
         return self.total_bytes - self.boundary_log_bytes
 
@@ -53,8 +66,11 @@ class MemoryForecast:
 
 
 class StageForecasts(ABC, Generic[S]):
-    """The host memory that a policy needs, by that of each stage; `own_stage` is the
-    number of this rank's stage.
+    """The host memory that a policy needs, derived from the need of each stage.
+
+    Args:
+        stages: All stages.
+        own_stage: The number of this rank's stage.
     """
 
     def __init__(self, stages: Sequence[S], own_stage: int) -> None:
@@ -66,7 +82,7 @@ class StageForecasts(ABC, Generic[S]):
         """Return the most host memory that a rank of a stage can need."""
 
     def forecast(self) -> MemoryForecast:
-        """Return the most host memory that a rank can need."""
+        """Return the most host memory that a rank of any stage can need."""
         return max(
             map(self._forecast, self._stages), key=lambda needed: needed.total_bytes
         )
@@ -91,17 +107,30 @@ def forecast(
     num_copies: int = 0,
     largest_window_bytes: int = 0,
 ) -> MemoryForecast:
-    """Return the bytes of a rank's snapshots and logs once `keep_windows` are persisted
-    and one is nearly complete.
+    """Return the host memory of a rank's snapshots, logs and copies at their peak.
 
-    A window begins every `period_iters` iterations. Logs reach from the start of the
-    oldest window to the current iteration. With 2 bytes of compute weights and 12 of
-    full state a parameter and W equal slots, a window takes 12 + (W - 1) bytes a
-    parameter: W = 3 and one kept window make 28, where two dense checkpoints take 24
-    (MoEvement, section 3.2). A rank also keeps all that for `num_copies` others, whose
-    windows take up to `largest_window_bytes`.
+    The peak is reached when `keep_windows` windows are persisted and the next window is
+    nearly complete. Logs reach from the start of the oldest window to the current
+    iteration.
+
+    With 2 bytes of compute weights and 12 bytes of full state per parameter, and W
+    equal slots, a window takes 12 + (W - 1) bytes per parameter. W = 3 and one kept
+    window take 28 bytes per parameter, where two dense checkpoints take 24 (MoEvement,
+    section 3.2).
+
+    Args:
+        window_bytes: The bytes of a window of the rank.
+        period_iters: The iterations from the start of a window to the start of the
+            next.
+        keep_windows: The number of persisted windows that are kept.
+        log_bytes_per_iteration: The bytes that the rank adds to its boundary log.
+        dense_bytes: The bytes of the rank's whole state.
+        step_log_bytes_per_iteration: The bytes that the rank adds to its step log.
+        num_copies: The number of other ranks whose windows and step logs the rank also
+            keeps.
+        largest_window_bytes: The largest window of these other ranks, in bytes.
     """
-    # the next window is nearly complete before an older one is dropped
+    # the next window is nearly complete before the oldest one is dropped
     num_windows = keep_windows + 1
     num_logged = num_windows * period_iters + 1
     snapshots_bytes = num_windows * window_bytes
@@ -122,7 +151,15 @@ def forecast(
 
 
 def require_budget(budget_bytes: int | None, needed: MemoryForecast) -> None:
-    """Raise ConfigError if a rank may need more than its budget."""
+    """Check that no rank may need more memory than its budget.
+
+    Args:
+        budget_bytes: `ckpt.memory_budget_bytes`; None: no limit.
+        needed: The forecast of the rank that needs the most.
+
+    Raises:
+        ConfigError: The forecast exceeds the budget.
+    """
     if budget_bytes is not None and needed.total_bytes > budget_bytes:
         wanted = f"at least {needed.total_bytes}:\n  " + "\n  ".join(needed.lines())
         raise ConfigError(
@@ -135,30 +172,31 @@ class SharedUse:
     """One rank's use of a memory that several ranks may share."""
 
     memory: str
-    """The name of the memory: the same for ranks that share one."""
+    """Name of the memory; ranks that share a memory have the same name."""
 
     free_bytes: int
-    """The bytes that are free there."""
+    """Free bytes of the memory."""
 
     held_bytes: int
-    """The bytes that the rank has there already, as after torchrun has started it
-    again.
+    """Bytes that the rank already holds in the memory, for example after torchrun has
+    restarted the rank.
     """
 
     needed_bytes: int
-    """The bytes that the rank will have there."""
+    """Bytes that the rank will need in the memory, in all."""
 
 
 def require_room(uses: Sequence[SharedUse]) -> None:
-    """Check that each memory has room for all ranks that share it.
+    """Check that each memory has room for all ranks that share the memory.
 
-    Two ranks that need 40 each fit into 60 free bytes if each holds 10 already.
+    Two ranks that need 40 bytes each fit into 60 free bytes if each rank already holds
+    10 bytes.
 
     Args:
         uses: The use of each rank, by rank.
 
     Raises:
-        ConfigError: A memory has less room, with its ranks.
+        ConfigError: A memory has too little room. The message names the ranks.
     """
     for memory in dict.fromkeys(use.memory for use in uses):
         ranks = [rank for rank, use in enumerate(uses) if use.memory == memory]

@@ -1,8 +1,8 @@
-"""`ckpt=moc`: K_snapshot experts of each layer to host memory, K_persist of them to
-storage (MoC, sections 3 and 5).
+"""`ckpt=moc`: partial snapshots of K experts of each layer (MoC, sections 3 and 5).
 
-Owns: the experts of each snapshot, and K. All ranks compute the same plan. Must not:
-measure.
+Snapshots take K_snapshot experts of each layer to host memory and K_persist of these
+experts to storage. The module owns the experts of each snapshot, and K. All ranks
+compute the same plan. The module must not measure.
 """
 
 from __future__ import annotations
@@ -38,9 +38,19 @@ _MOST_SHOWN = 16
 
 
 class PartialExperts(PartialSnapshots):
-    """A checkpoint of everything at first, then partial ones.
+    """Policy that takes a checkpoint of everything at first, then partial checkpoints.
 
-    Experts take turns, or those with the most unsaved tokens first. Raises ConfigError.
+    Experts take turns, or the experts with the most unsaved tokens go first.
+
+    Args:
+        config: The settings.
+        stages: The profiles of all stages.
+        own_stage: The number of this rank's stage.
+        ep: The number of EP ranks.
+
+    Raises:
+        ConfigError: The model has no experts, a setting asks for more experts than a
+            layer has, or the memory budget is too small.
     """
 
     def __init__(
@@ -66,18 +76,24 @@ class PartialExperts(PartialSnapshots):
 
     @property
     def facts(self) -> tuple[float, ...]:
-        """The facts that snapshots hold for `went_back`: K, and the tokens lost before
-        K took its value.
+        """The facts that snapshots store for `went_back`.
+
+        The first fact is K. The second is the loss of tokens before K took its value,
+        in iterations' worth of tokens.
         """
         return float(self._k), self._lost_before_k_iters
 
     def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
-        """All ranks have gone back to `iteration`, with these facts; `plt` is the loss
-        of all faults so far.
+        """Update K after all ranks have gone back to `iteration`.
 
-        With Dynamic-K the number of experts doubles if faults since its last change
-        have cost too much: earlier losses count in iterations' worth of tokens, as PLT
-        falls while training continues.
+        With Dynamic-K the number of experts doubles if the faults since the last change
+        of K have cost too much. Earlier losses are stored in iterations' worth of
+        tokens (PLT times iterations), because PLT falls while training continues.
+
+        Args:
+            facts: The facts of the restored snapshot.
+            plt: The PLT of all faults so far.
+            iteration: The iteration of the restored state.
         """
         k, self._lost_before_k_iters = facts
         self._k = int(k)
@@ -140,7 +156,7 @@ class PartialExperts(PartialSnapshots):
         memory = self._select(self._k_of(measured), to_disk=to_disk)
         on_disk = nothing
         if to_disk:
-            # turns, in place of tokens
+            # sequential selection counts turns instead of tokens
             self._unsaved_on_disk += 1 if self._is_sequential else 0
             on_disk = most_unsaved_of(
                 memory, self._unsaved_on_disk, self._config.k_persist, ep=self._ep
@@ -153,10 +169,10 @@ class PartialExperts(PartialSnapshots):
 
     def _select(self, k: int, *, to_disk: bool) -> Selection:
         if not self._is_sequential:
-            # section 3.2
+            # MoC, section 3.2
             return most_popular(self._unsaved_in_memory, [k] * self._stage.num_layers)
-        # turns apart: if each write takes as long as some snapshots, one count would
-        # keep the same experts from storage
+        # separate turns for storage: if a write takes as long as several snapshots, a
+        # common turn would never bring some experts to storage
         turn = self._turn_to_disk if to_disk else self._turn
         self._turn_to_disk, self._turn = (
             self._turn_to_disk + to_disk,
@@ -171,13 +187,15 @@ class PartialExperts(PartialSnapshots):
         )
 
     def _k_of(self, measured: Measured) -> int:
-        """Return K_snapshot: the configured one, or that of Dynamic-K; for auto at
-        least what is copied in time.
+        """Return K_snapshot: the configured K, or the K of Dynamic-K.
+
+        With k_snapshot=auto K is at least the number of experts that are copied in
+        time.
         """
         if self._config.k_snapshot != AUTO or measured.iteration_s <= 0:
             return self._k
         rate, overlap_s = measured.copy_bytes_per_s, measured.iteration_s
-        # of the stage that copies most: all ranks wait for the slowest one
+        # the minimum over stages: all ranks wait for the stage that copies most
         fitting = min(
             fitting_k(each, copy_bytes_per_s=rate, overlap_s=overlap_s)
             for each in self._bottlenecks
@@ -186,8 +204,9 @@ class PartialExperts(PartialSnapshots):
 
     @cached_property
     def _bottlenecks(self) -> list[IntArray]:
-        """By number of experts, the most bytes that a rank copies, for each stage with
-        experts.
+        """The most bytes that a rank copies, by number of experts.
+
+        One array for each stage with experts.
         """
         return [
             bottleneck_by_k(

@@ -1,10 +1,10 @@
-"""`ckpt=moetion`: the experts with the most tokens at risk, as many as each link
-carries (MoEtion, section 4).
+"""`ckpt=moetion`: snapshots of the experts with the most tokens at risk.
 
-Owns: the experts of each snapshot, and their destinations. All ranks of a stage compute
-the same plan. The experts that all links of a stage carry together are divided among
-its layers; of these, each rank's link takes only as many as it carries by itself. Must
-not: measure.
+A snapshot takes as many experts as each link can carry (MoEtion, section 4). The module
+owns the experts of each snapshot and their destinations. All ranks of a stage compute
+the same plan. The number of experts that all links of a stage carry together is divided
+among the stage's layers. Of these experts, the link of each rank takes only as many as
+that link carries. The module must not measure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,18 @@ from moe_ckpt.types import ExpertChoice, IntArray, Measured
 
 
 class PopularExperts(PartialSnapshots):
-    """A checkpoint of everything at first, then partial ones. Raises ConfigError."""
+    """Policy that takes a checkpoint of everything at first, then partial checkpoints.
+
+    Args:
+        config: The settings.
+        stages: The profiles of all stages.
+        own_stage: The number of this rank's stage.
+        num_copies: The number of other ranks that keep copies of a rank's experts.
+
+    Raises:
+        ConfigError: The model has no experts, a setting asks for more experts than a
+            layer has, or the memory budget is too small.
+    """
 
     def __init__(
         self,
@@ -63,12 +74,14 @@ class PopularExperts(PartialSnapshots):
 
     @property
     def facts(self) -> tuple[float, ...]:
-        """The facts that snapshots hold for `went_back`: none."""
+        """The facts that snapshots store for `went_back`: none."""
         return ()
 
-    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:  # noqa: ARG002 - no use for them
-        """All ranks have gone back to a checkpoint: peers' states belong to another
-        epoch.
+    # ARG002: the policy needs no facts and no losses
+    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:  # noqa: ARG002
+        """Forget the experts on peers after all ranks have gone back to a checkpoint.
+
+        The states on peers belong to another epoch.
         """
         self._on_peers = self._stage.nothing
 
@@ -108,7 +121,7 @@ class PopularExperts(PartialSnapshots):
             if self._num_copies
             else stage.nothing
         )
-        # apart: a newer copy in memory leaves the one on peers as old as it was
+        # separate counts: a newer copy in memory does not make the copy on peers newer
         for place, selection in (("memory", memory), ("peers", on_peers)):
             self._at_risk[place][marked(selection, self._at_risk[place].shape)] = 0
         before, self._on_peers = self._on_peers, on_peers
@@ -128,13 +141,14 @@ class PopularExperts(PartialSnapshots):
 
     @property
     def _sends_gradients(self) -> bool:
-        # a peer's step leads on from the state of the iteration before, and from no
-        # older one
+        # a peer can apply gradients only to the state of the previous iteration
         return self._config.send_gradients and self._config.every_iters == 1
 
     def _select(self, place: str, among: Selection, measured: Measured) -> Selection:
-        """Return the experts for a destination: of `among`, those with the most tokens
-        since their last copy there.
+        """Return the experts for one destination.
+
+        The experts are those of `among` with the most tokens since their last copy to
+        the destination.
         """
         is_memory = place == "memory"
         asked = self._config.experts if is_memory else self._config.remote_experts
@@ -150,7 +164,7 @@ class PopularExperts(PartialSnapshots):
             allocate(np.where(is_candidate, at_risk, 0), num_total),
             is_candidate.sum(axis=1),
         )
-        # -1: behind candidates that have no tokens at risk
+        # -1 sorts experts outside `among` behind candidates without tokens at risk
         tokens = np.where(is_candidate, at_risk, -1)
         if asked != AUTO or _is_unknown(rate, measured):
             return most_popular(tokens, num_taken.tolist())
@@ -165,11 +179,13 @@ class PopularExperts(PartialSnapshots):
         )
 
     def _affordable(self, bytes_per_s: float, measured: Measured, place: str) -> int:
-        """Return how many experts of the stage the next snapshot can copy; all while
-        that is unknown.
+        """Return the number of experts of the stage that the next snapshot can copy.
 
-        Raises ConfigError the first time if a stage has no room for one; later one is
-        taken.
+        Returns all experts as long as the rate or the iteration time is unknown. After
+        a first successful decision, returns 1 if a stage has no room for one expert.
+
+        Raises:
+            ConfigError: At the first decision, a stage has no room for one expert.
         """
         if _is_unknown(bytes_per_s, measured):
             return self._stage.num_layers * self._stage.num_experts
@@ -198,9 +214,7 @@ def _is_unknown(bytes_per_s: float, measured: Measured) -> bool:
 
 
 def _affordable(stage: MoeStage, budget: int, setting: str) -> int:
-    """Return how many experts fit into a stage if each of its ranks has a budget of
-    this many bytes.
-    """
+    """Return the number of a stage's experts that fit if each rank has this budget."""
     return affordable_experts(
         budget * len(stage.core_bytes),
         expert_bytes=int(stage.expert_bytes.sum(axis=0).max()),

@@ -1,9 +1,9 @@
-"""`ckpt=moevement`: the operators that each iteration's snapshot takes (MoEvement,
-section 3.5 and Algorithm 1).
+"""`ckpt=moevement`: the operators of each iteration's snapshot in a sparse window.
 
-Owns: the window, the pause after it, its order, and their changes. All ranks compute
-the same plan, from the sizes of all stages' operators and from measurements that ranks
-agree on. Must not: measure.
+MoEvement, section 3.5 and Algorithm 1. The module owns the window, the pause after the
+window, the order of operators, and all changes of the three. All ranks compute the same
+plan, from the sizes of all stages' operators and from measurements that ranks agree on.
+The module must not measure.
 """
 
 from __future__ import annotations
@@ -38,27 +38,35 @@ from moe_ckpt.types import (
     WindowChoice,
 )
 
-# between windows of which the cost is measured: iterations without copies to compare
-# with
+# pause after a trial window: iterations without copies, for comparison
 _TRIAL_PAUSE_ITERS = 2
-# every other one has so many times the slots: bytes and number of snapshots cost each
-# its own
+# every other trial window has this many times the slots, to separate the cost of a
+# byte from the cost of a snapshot
 _TRIAL_FACTOR = 4
-# of the time, for trials: a small price for a choice that serves the rest of the job
+# share of the time that trials may take: small, for a choice that serves the rest of
+# the job
 _TRIAL_SHARE = 0.03
 _STALE_ITERS = 16
 
 
 class SparseWindows:
-    """One window after another: a base that holds everything, then sparse ones.
-    `num_copies` others' are kept, too.
+    """Policy that takes a base snapshot of everything, then sparse windows.
 
-    A stage is expected to replay an iteration in `alone_share` of its time, until that
-    has been measured. With `window=auto` the window and the pause after it are those
-    that lose the least time. The first windows are trials, by which that is measured.
-    `sizes` are those of the same stages, if an earlier policy had them. Raises
-    ConfigError, with the numbers, if operators or the memory budget do not allow the
-    configured window.
+    With `window=auto`, the window and the pause after it are those that lose the least
+    time. The first windows are trials, which measure the costs of windows.
+
+    Args:
+        config: The settings.
+        stages: The profiles of all stages.
+        own_stage: The number of this rank's stage.
+        num_copies: The number of other ranks whose windows a rank also keeps.
+        alone_share: The expected time in which a stage replays an iteration by itself,
+            as a share of an iteration. Used until a replay has been measured.
+        sizes: The sizes of the same stages, if an earlier policy has computed them.
+
+    Raises:
+        ConfigError: The operators or the memory budget do not allow the configured
+            window; the message contains the numbers.
     """
 
     def __init__(
@@ -73,8 +81,8 @@ class SparseWindows:
         self._config = config
         own = stages[own_stage]
         self._own_stage = own_stage
-        # without logs all stages replay together, and wait for each other as in
-        # training
+        # without boundary logs all stages replay together, and stages wait for each
+        # other as in training
         self._alone_share = alone_share if config.boundary_log else 1.0
         self._table = own.table
         self._fixed = schedule.fixed_order(self._table.operators)
@@ -98,13 +106,18 @@ class SparseWindows:
         return self._sizes.max_slots
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` steps: everything at first,
-        then slot after slot.
+        """Return the plan for the state after `iteration` steps.
 
-        Asks for measurements at the start of a window, and for window=auto also at
-        first: without earlier measurements, windows begin after `profile_iters`
-        iterations; with them, and a window that all ranks still keep, they go on from
-        that one. An iteration that does not follow the last begins a window, too.
+        The first plan takes everything; later plans take slot after slot. The policy
+        asks for measurements at the start of a window, and with window=auto also at the
+        first plan. Without earlier measurements, windows then begin after
+        `profile_iters` iterations. With earlier measurements and a window that all
+        ranks still keep, windows continue from that window, without a base. An
+        iteration that does not follow the previous one also begins a window.
+
+        Args:
+            iteration: The number of steps of the state.
+            measure: Returns the measurements. Collective.
         """
         choice = None
         every = self._config.durable_every_iters
@@ -122,7 +135,7 @@ class SparseWindows:
             or iteration != self._next_iteration
             or iteration >= self._start + self._num_slots
         ):
-            # those that the base asked for serve its first window, and no other
+            # measurements that the base asked for serve only the first window after it
             measured, self._known = self._known or measure(), None
             choice = self._begin(iteration, measured)
         assert self._window is not None
@@ -151,7 +164,7 @@ class SparseWindows:
 
     @property
     def sizes(self) -> WindowSizes:
-        """The bytes of windows, for the policy of a later generation."""
+        """The sizes of windows, for the policy of a later generation."""
         return self._sizes
 
     def forecast(self, num_slots: int, pause_iters: int = 0) -> MemoryForecast:
@@ -165,8 +178,9 @@ class SparseWindows:
         )
 
     def start_forecast(self) -> MemoryForecast:
-        """Return the host memory of a rank of this stage with the windows that training
-        begins with.
+        """Return the host memory that a rank of this stage needs as training begins.
+
+        The windows are those that training begins with.
         """
         return self._sizes.forecast_of(
             self._own_stage, self._first_slots, self._pause_iters
@@ -187,7 +201,7 @@ class SparseWindows:
     def _base(self, iteration: int, measured: Measured | None) -> SnapshotPlan:
         plan, before_window_iters = everything_at(iteration, self._table), 0
         if measured is not None:
-            if measured.iteration_s > 0:  # before a fault
+            if measured.iteration_s > 0:  # measured before a fault
                 before_window_iters = self._copying_pause(1, measured)
                 plan = replace(plan, pause_iters=before_window_iters)
                 self._known = None if before_window_iters else measured
@@ -197,8 +211,10 @@ class SparseWindows:
         return SnapshotPlan(sparse=plan)
 
     def _can_go_on(self, measured: Measured) -> bool:
-        """Return whether all ranks keep a window of the last generation, and know how
-        long iterations take.
+        """Return whether windows can continue without a base.
+
+        All ranks must keep a window of the last generation and have measured
+        iterations.
         """
         return (
             measured.kept_since is not None
@@ -207,11 +223,12 @@ class SparseWindows:
         )
 
     def _go_on(self, iteration: int, measured: Measured) -> WindowChoice:
-        """Choose the window that follows the newest one of the last generation; a base
-        would stop training for longer.
+        """Choose the window that follows the newest window of the last generation.
 
-        It begins a period after that one, or now if that is past. It has fewer slots if
-        it would not end within two periods, for which memory has room for logs.
+        A base would stop training for longer. The next window begins one period after
+        the newest window, or now if that time is past. The next window has fewer slots
+        if it would not end within two periods of the newest window, for which memory
+        has room for logs.
         """
         assert measured.kept_since is not None
         choice = self._begin(iteration, measured)
@@ -227,11 +244,11 @@ class SparseWindows:
         return replace(choice, num_slots=self._num_slots, pause_iters=self._pause_iters)
 
     def _copying_pause(self, num_slots: int, measured: Measured) -> int:
-        """Return the pause in which a window of so many slots reaches peers, within
-        those that memory allows.
+        """Return the pause in which a window of `num_slots` slots reaches peers.
 
-        A window that followed at once would make training wait for them; 0 where they
-        have it with its last slot.
+        Without this pause the next window would wait for replication to finish. Returns
+        0 if replication already keeps up. The pause is at most the longest that memory
+        allows.
         """
         if self._config.paper_exact:
             return 0
@@ -253,8 +270,8 @@ class SparseWindows:
             or self._window is None
             or self._window.num_slots != self._num_slots
         ):
-            # a cut follows from the order and the number of slots, and sorts all pairs
-            # of a rank and an operator
+            # a cut depends only on the order and the number of slots, and is expensive:
+            # it sorts all pairs of a rank and an operator
             self._window = self._kind.cut(self._order, self._num_slots)
         return WindowChoice(
             num_slots=self._num_slots,
@@ -267,9 +284,7 @@ class SparseWindows:
         )
 
     def _choose(self, measured: Measured) -> WindowTerms | None:
-        """Set the slots and the pause; return their expected costs, once these are
-        known.
-        """
+        """Set the slots and the pause; return their expected costs once known."""
         if self._config.paper_exact:
             windows = [
                 _paper_window(kind.stage.table, measured) for kind in self._sizes.kinds
@@ -288,7 +303,7 @@ class SparseWindows:
         best = cheapest_window(
             self._sizes.candidates, job, overhead=self._config.overhead
         )
-        # the window so far, at the price by these measurements and not by earlier ones
+        # the current window is priced by the present measurements, not by earlier ones
         if self._terms:
             current = window_terms(
                 self._sizes.size(self._terms.num_slots), job, self._terms.pause_iters
@@ -303,25 +318,25 @@ class SparseWindows:
             ):
                 best = current
         self._terms, self._num_slots = best, best.num_slots
-        # what iterations take by themselves may have changed since one was last
-        # measured without copies
+        # the time of an iteration without copies may have changed since the last
+        # iteration without copies
         is_stale = best.pause_iters == 0 and measured.iters_since_quiet >= _STALE_ITERS
         self._pause_iters = self._within_pauses(1) if is_stale else best.pause_iters
         return best
 
     def _try(self, job: JobCost) -> None:
-        """Set a window whose cost will be measured, and a pause that keeps trials
-        within a share of the time.
+        """Set a trial window, whose cost will be measured, and the pause after it.
 
-        Its slots are the best for the costs so far, or four times as many in every
-        other trial.
+        The slots are the best for the costs so far, or four times as many in every
+        other trial. The pause keeps trials within a share of the time.
         """
         share = min(_TRIAL_SHARE, self._config.overhead)
         best = cheapest_window(
             self._sizes.candidates, job, overhead=self._config.overhead
         )
         longer = self._sizes.size(min(_TRIAL_FACTOR * best.num_slots, self.max_slots))
-        # faults may be so frequent that replays of a longer trial exceed the share
+        # faults may be so frequent that replays of a longer trial take more than the
+        # share
         is_longer = (
             self._num_trials % 2 == 1
             and window_terms(longer, job, 0).replay_share <= share
@@ -329,7 +344,7 @@ class SparseWindows:
         self._num_slots = longer.num_slots if is_longer else best.num_slots
         size = self._sizes.size(self._num_slots)
         best = cheapest_window([size], job, overhead=self._config.overhead)
-        # of the first trial's price only the waits for copies are known
+        # at the first trial only the waits for copies are known, not the other costs
         pause_iters = min(best.pause_iters, shortest_pause(size, job, overhead=share))
         self._pause_iters = self._within_pauses(max(_TRIAL_PAUSE_ITERS, pause_iters))
         self._num_trials += 1
@@ -339,8 +354,9 @@ class SparseWindows:
         return min(max(pause_iters, size.least_pause_iters), size.most_pause_iters)
 
     def _job_cost(self, measured: Measured) -> JobCost:
-        """Return the measured costs; snapshots whose price is unknown cost nothing but
-        waits for copies.
+        """Return the costs of the job.
+
+        A snapshot whose cost is unmeasured costs nothing except waits for copies.
         """
         empty_s, dense_s = (
             measured.empty_snapshot_s or 0.0,
@@ -364,8 +380,8 @@ class SparseWindows:
         )
 
     def _reorder(self, popularity: npt.NDArray[np.float64]) -> bool:
-        # against the popularity of the last order: from window to window a slow drift
-        # would never exceed the limit
+        # compare with the popularity of the last order: from window to window, a slow
+        # drift would never exceed the limit
         change, share = self._config.reorder_change, self._config.reorder_share
         if self._reference is not None and not has_shifted(
             self._reference, popularity, change=change, share=share
@@ -378,8 +394,9 @@ class SparseWindows:
         return True
 
     def _is_within_forecast(self, order: IntArray) -> bool:
-        """Return whether the budget allows an order: its windows may be larger than the
-        forecast for another order.
+        """Return whether the memory budget allows an order.
+
+        The windows of the order may be larger than those of the order in the forecast.
         """
         if self._config.memory_budget_bytes is None:
             return True
@@ -388,15 +405,16 @@ class SparseWindows:
 
 
 def _paper_window(table: OperatorTable, measured: Measured) -> int:
-    """Return W of Algorithm 1 for the rank with the most bytes, with all operators of
-    equal size.
+    """Return W of Algorithm 1 for the rank with the most bytes.
+
+    All operators count as equally large.
     """
     num_operators, owned = len(table.operators), table.owned
     window, _ = schedule.paper_window(
         num_operators=num_operators,
         compute_bytes=float(owned.by_rank(owned.compute).max()) / num_operators,
         master_bytes=float(owned.by_rank(owned.full).max()) / num_operators,
-        optimizer_bytes=0.0,  # in the above
+        optimizer_bytes=0.0,  # included in master_bytes
         iteration_s=measured.iteration_s,
         copy_bytes_per_s=measured.copy_bytes_per_s,
     )

@@ -1,7 +1,7 @@
-"""The common part of partial policies: a stage as MoE layers and the rest, plans of its
-units, and their iterations.
+"""The common part of partial policies: stages as MoE layers and the rest, and plans.
 
-The core is all state but experts, in every snapshot; every expert is a unit of its own.
+The core is all state except experts and is part of every snapshot. Every expert is a
+unit of its own. The module owns the plans of the units and the iterations of snapshots.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from moe_ckpt.types import (
 )
 
 PARTIAL_STATE = ("both", "weights", "moments")
-"""The part of an expert that is a unit; the rest is in the core.
+"""The choices for the part of an expert that is a unit; the rest is in the core.
 
-Not MoC's W, O and WO (section 6.3): its W is the 2-byte weights, which follow from the
-masters here and are in no snapshot, so a checkpoint that leaves them out loses nothing.
+The choices differ from MoC's W, O and WO (section 6.3). MoC's W is the 2-byte weights,
+which this library derives from the master weights and stores in no snapshot, so a
+checkpoint that leaves MoC's W out loses nothing.
 """
 
 
 class MoeStage:
-    """The operators of a stage: experts by MoE layer, and all others; sizes in bytes of
-    full state.
+    """The operators of a stage: experts by MoE layer, and all others.
 
-    `expert_bytes` is int64 [ranks, layers, experts], `core_bytes` int64 [ranks].
+    Args:
+        table: The operators, and each rank's bytes of them.
+        partial_state: The part of an expert that is a unit, one of `PARTIAL_STATE`.
     """
 
     def __init__(self, table: OperatorTable, partial_state: str = "both") -> None:
@@ -71,9 +73,11 @@ class MoeStage:
         self.expert_bytes: IntArray = of_experts.reshape(
             num_ranks, self.num_layers, self.num_experts
         )
+        """Bytes of each expert's unit on each rank, int64 [ranks, layers, experts]."""
         self.core_bytes: IntArray = table.full_bytes.sum(
             axis=1
         ) - self.expert_bytes.sum(axis=(1, 2))
+        """Bytes of the core on each rank, int64 [ranks]."""
 
     @property
     def everything(self) -> Selection:
@@ -92,7 +96,14 @@ class MoeStage:
         core_on_disk: bool,
         facts: Sequence[float],
     ) -> SlotPlan:
-        """Return the plan of a snapshot; the core goes to peers if there are any."""
+        """Return the plan of a snapshot; the core goes to peers if there are any.
+
+        Args:
+            iteration: The number of steps of the state.
+            places: The experts of each destination.
+            core_on_disk: Whether the core also goes to disk.
+            facts: The facts of the policy, which a recovery restores.
+        """
         return SlotPlan(
             window_start=iteration,
             units=(self._core(on_disk=core_on_disk), *self._expert_units(places)),
@@ -101,9 +112,7 @@ class MoeStage:
         )
 
     def snapshot_bytes(self, selection: Selection) -> IntArray:
-        """Return the bytes of a snapshot with these experts on each rank, int64
-        [ranks].
-        """
+        """Return the bytes of a snapshot of these experts by rank, int64 [ranks]."""
         taken = marked(selection, (self.num_layers, self.num_experts))
         return self.core_bytes + (self.expert_bytes * taken).sum(axis=(1, 2))
 
@@ -160,7 +169,7 @@ class MoeStage:
 
     @cached_property
     def _checkpoint(self) -> tuple[UnitPlan, ...]:
-        """All units, the same for every snapshot."""
+        """All units of a checkpoint, the same for every snapshot."""
         nothing = self.nothing
         in_memory = ExpertChoice(
             memory=self.everything,
@@ -172,12 +181,20 @@ class MoeStage:
 
 
 class PartialSnapshots(StageForecasts[MoeStage]):
-    """Partial snapshots: their iterations, those of them that go to disk, and the
-    iterations of whole checkpoints.
+    """Base class of policies that take partial snapshots.
 
-    All ranks compute the same plan. The constructor raises ConfigError unless the model
-    has experts, and if one of the settings named in `counts` asks for more experts of a
-    layer than there are.
+    The class decides the iterations of snapshots, the snapshots that go to disk, and
+    the iterations of whole checkpoints. All ranks compute the same plan.
+
+    Args:
+        config: The settings of the intervals, and those named in `counts`.
+        stages: All stages.
+        own_stage: The number of this rank's stage.
+        counts: The names of the settings that give a number of experts per layer.
+
+    Raises:
+        ConfigError: The model has no experts, or a setting named in `counts` asks for
+            more experts than a layer has.
     """
 
     def __init__(
@@ -210,18 +227,23 @@ class PartialSnapshots(StageForecasts[MoeStage]):
     @property
     @abstractmethod
     def facts(self) -> tuple[float, ...]:
-        """The facts that snapshots hold for a return to their iteration."""
+        """The facts that snapshots store for a return to their iteration."""
 
     @abstractmethod
     def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
         """Return the experts of a snapshot; at first all, for all destinations."""
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
-        """Return the plan for the state after `iteration` steps; at first everything,
-        to all destinations.
+        """Return the plan for the state after `iteration` steps.
 
-        Everything again if that snapshot has failed: units that were not taken since
-        would be missing.
+        The first snapshot takes everything to all destinations. If units are missing in
+        the newest checkpoint of any rank, the snapshot takes everything again, because
+        units that were not taken since would stay missing.
+
+        Args:
+            iteration: The number of steps of the state.
+            measure: Returns the measurements. Collective; called when a snapshot is
+                due.
         """
         every = self._intervals.durable_every_iters
         # no whole checkpoint at the first snapshot, which also follows a load
@@ -231,7 +253,7 @@ class PartialSnapshots(StageForecasts[MoeStage]):
         measured, disk_every = measure(), self._intervals.disk_every_iters
         if measured.lacks_units:
             self._newest = self._newest_on_disk = None
-        # a rank may still write the one before
+        # a rank may still be writing the previous snapshot to disk
         to_disk = (
             is_due(iteration, self._newest_on_disk, disk_every)
             and not measured.is_persisting
@@ -268,12 +290,17 @@ def marked(selection: Selection, shape: tuple[int, int]) -> np.ndarray:
 def forecast_units(
     stage: MoeStage, num_copies: int, *, by_gradient: bool = False
 ) -> MemoryForecast:
-    """Return the most host memory that a rank of a stage can need: three copies of
-    everything.
+    """Return the most host memory that a rank of a stage can need.
 
-    These are the newest of each unit, the one in flight, and the one on disk or on
-    peers (MoC, section 5.2: three buffers); for `num_copies` other ranks the newest and
-    the next; with `by_gradient` the gradients of all experts on their way.
+    A rank keeps three copies of everything (MoC, section 5.2: three buffers): the
+    newest copy of each unit, the copy in flight, and the copy on its way to disk or to
+    peers. For `num_copies` other ranks, a rank keeps the newest and the next copy.
+
+    Args:
+        stage: The stage.
+        num_copies: The number of other ranks whose units a rank keeps.
+        by_gradient: Whether the gradients of all experts are also on their way to
+            peers.
     """
     dense_bytes = int((stage.core_bytes + stage.expert_bytes.sum(axis=(1, 2))).max())
     gradient_bytes = (

@@ -1,5 +1,6 @@
-"""A stage before training, as all policies with snapshots in host memory use it, and
-due iterations. Pure.
+"""The profile of a stage before training, and due iterations.
+
+All policies with snapshots in host memory use the profile. Pure.
 """
 
 from __future__ import annotations
@@ -13,30 +14,26 @@ from moe_ckpt.types import OperatorTable, OwnedBytes, SlotPlan, UnitPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageProfile:
-    """A stage before training: its operators, and the bytes that one of its ranks logs
-    in an iteration.
-    """
+    """A stage before training: its operators, and the bytes that its ranks log."""
 
     table: OperatorTable
-    """The operators, and each rank's bytes of them."""
+    """The operators of the stage, and each rank's bytes of them."""
 
     boundary_log_bytes: int
-    """The bytes that one of its ranks adds to the boundary log in an iteration."""
+    """Bytes that one rank of the stage adds to the boundary log in an iteration."""
 
     step_log_bytes: int
-    """The bytes that one of its ranks adds to the step log in an iteration."""
+    """Bytes that one rank of the stage adds to the step log in an iteration."""
 
     @property
     def dense_bytes(self) -> int:
-        """The whole state of the rank with the most bytes."""
+        """The bytes of the whole state on the rank with the most bytes."""
         owned = self.table.owned
         return int(owned.by_rank(owned.full).max())
 
 
 def have_equal_bytes(one: StageProfile, other: StageProfile) -> bool:
-    """Return whether two stages have the same kinds of operators with the same bytes,
-    and equal logs.
-    """
+    """Return whether two stages have equal kinds of operators, bytes and logs."""
     kinds = [
         [operator.kind for operator in each.table.operators] for each in (one, other)
     ]
@@ -49,7 +46,7 @@ def have_equal_bytes(one: StageProfile, other: StageProfile) -> bool:
 
 
 def _are_equal(one: OwnedBytes, other: OwnedBytes) -> bool:
-    # stages of one description share their bytes
+    # stages with the same description share one `OwnedBytes`
     if one is other:
         return True
     fields = ("ranks", "operators", "full", "compute")
@@ -59,7 +56,13 @@ def _are_equal(one: OwnedBytes, other: OwnedBytes) -> bool:
 
 
 def is_due(iteration: int, newest: int | None, every_iters: int) -> bool:
-    """Return whether an action every `every_iters` iterations (0: never) is due now."""
+    """Return whether an action every `every_iters` iterations (0: never) is due now.
+
+    Args:
+        iteration: The present iteration.
+        newest: The iteration of the previous action; None: there was none.
+        every_iters: The iterations between two actions.
+    """
     return every_iters > 0 and (newest is None or iteration - newest >= every_iters)
 
 

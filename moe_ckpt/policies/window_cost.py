@@ -1,9 +1,9 @@
-"""The share of time that a job is expected to lose by its windows: snapshots without
-faults, replays after faults.
+"""The expected share of time that a job loses by its windows.
 
-Pure arithmetic over sizes and measured seconds. A longer window makes snapshots smaller
-and a replay longer; a pause between two windows makes both snapshots and replays rarer
-and longer.
+A job loses time by snapshots without faults and by replays after faults. Pure
+arithmetic over sizes and measured seconds. A longer window makes snapshots smaller and
+replays longer. A pause between two windows makes snapshots and replays rarer and
+longer.
 """
 
 from __future__ import annotations
@@ -21,34 +21,54 @@ Array = npt.NDArray[np.float64] | IntArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobCost:
-    """Seconds and rates of a job, each of the slowest rank.
+    """Times and rates of a job, each of the slowest rank.
 
-    A snapshot adds `per_snapshot_s + per_byte_s * bytes` to training beside waits for
-    copies; `replay_share` is the time of a replayed iteration as a share of
-    `iteration_s`. The update waits for copies to host memory that take longer than
-    `overlap_s`.
+    A snapshot adds `per_snapshot_s + per_byte_s * bytes` seconds to training, beside
+    waits for copies.
     """
 
     iteration_s: float
+    """Seconds of an iteration."""
+
     overlap_s: float
+    """Seconds of a copy to host memory for which the update need not wait. The update
+    waits for the rest of a longer copy.
+    """
+
     per_snapshot_s: float
+    """Seconds that a snapshot of no bytes adds to training."""
+
     per_byte_s: float
+    """Seconds that each byte of a snapshot adds to training."""
+
     host_bytes_per_s: float
+    """Rate of copies to host memory, in bytes per second."""
+
     peer_bytes_per_s: float
+    """Rate of copies to peers, in bytes per second."""
+
     replay_share: float
+    """Time of a replayed iteration, as a share of `iteration_s`."""
+
     mtbf_s: float
+    """Mean time between failures of the job, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSize:
-    """Bytes of each slot and of a whole window, on the ranks with the most of each, and
-    the allowed pauses.
-    """
+    """Sizes of the slots of a window, and the allowed pauses after the window."""
 
     slot_bytes: tuple[int, ...]
+    """Bytes of each slot on the rank with the most bytes of that slot."""
+
     window_bytes: int
+    """Bytes of the whole window on the rank with the most bytes."""
+
     least_pause_iters: int
+    """Shortest allowed pause, in iterations."""
+
     most_pause_iters: int
+    """Longest allowed pause, in iterations."""
 
     @property
     def num_slots(self) -> int:
@@ -57,14 +77,19 @@ class WindowSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowTerms:
-    """A window and the pause after it, with the expected shares of time that snapshots
-    and replays take.
-    """
+    """A window and the pause after it, with the expected shares of time."""
 
     num_slots: int
+    """Number of slots of the window."""
+
     pause_iters: int
+    """Iterations of the pause after the window."""
+
     snapshot_share: float
+    """Expected share of time that snapshots take."""
+
     replay_share: float
+    """Expected share of time that replays take."""
 
     @property
     def lost_share(self) -> float:
@@ -72,24 +97,26 @@ class WindowTerms:
 
 
 def alone_share(num_micro_batches: int, num_stages: int) -> float:
-    """Return the time in which one of several stages replays an iteration by itself, as
-    a share of an iteration.
+    """Return the replay time of one stage alone, as a share of an iteration's time.
 
-    A replay from logs has no bubbles: M / (M + S - 1). MoEvement, Appendix C. Two
-    stages and two micro-batches: 2/3.
+    A replay from logs has no bubbles: M / (M + S - 1), MoEvement, Appendix C. Two
+    stages and two micro-batches give 2/3.
     """
     return num_micro_batches / (num_micro_batches + num_stages - 1)
 
 
 def window_terms(size: WindowSize, job: JobCost, pause_iters: int) -> WindowTerms:
-    """Return the costs of windows of one size with pauses of this many iterations.
+    """Return the costs of windows of one size with pauses of `pause_iters` iterations.
 
-    With W slots and a pause of G iterations, W snapshots are taken in W + G iterations.
-    A fault finds the newest complete window between W and 2 W + G iterations old, from
-    its start: 1.5 W + G / 2 on average. The update waits for copies to host memory that
-    are not complete before it, and the next window for copies to peers. 10 ms a
-    snapshot, W = 2, G = 8, iterations of 1 s: 0.002; at an MTBF of 1000 s replays add
-    0.007. MoEvement, Appendix C, with a pause and with the measured costs of snapshots.
+    With W slots and a pause of G iterations, a job takes W snapshots in W + G
+    iterations. A fault finds the start of the newest complete window between W and 2 W
+    + G iterations old, which is 1.5 W + G / 2 iterations on average. The update waits
+    for copies to host memory that are not complete before it, and the next window waits
+    for copies to peers.
+
+    With 10 ms per snapshot, W = 2, G = 8 and iterations of 1 s, the snapshot share is
+    0.002. With an MTBF of 1000 s, the replay share is 0.007. MoEvement, Appendix C,
+    extended by a pause and by the measured costs of snapshots.
     """
     snapshot_shares, replay_shares = _shares(size, job, np.array([pause_iters]))
     return WindowTerms(
@@ -103,11 +130,15 @@ def window_terms(size: WindowSize, job: JobCost, pause_iters: int) -> WindowTerm
 def cheapest_window(
     sizes: Iterable[WindowSize], job: JobCost, *, overhead: float
 ) -> WindowTerms:
-    """Return the window and pause that lose the least, among those whose snapshots take
-    at most `overhead`, a share.
+    """Return the window and the pause that lose the least time within `overhead`.
 
-    If none stays within `overhead`, the one whose snapshots take the least. Of equals
-    the shorter window and pause.
+    If no window stays within `overhead`, the function returns the one whose snapshots
+    take the least time. Of equal windows, the shorter window and pause win.
+
+    Args:
+        sizes: The windows to choose from.
+        job: The costs of the job.
+        overhead: The largest time that snapshots may take, as a share of the time.
     """
     terms = [best for size in sizes for best in _candidates(size, job, overhead)]
     allowed = [each for each in terms if each.snapshot_share <= overhead]
@@ -117,11 +148,10 @@ def cheapest_window(
 
 
 def shortest_pause(size: WindowSize, job: JobCost, *, overhead: float) -> int:
-    """Return the shortest pause with which windows of one size take at most `overhead`,
-    a share of the time.
+    """Return the shortest pause with a snapshot share of at most `overhead`.
 
-    Returns the longest allowed pause if none is enough. A snapshot that adds 1 s to
-    iterations of 2 s takes 0.05 of the time with W = 1 and G = 9.
+    If no allowed pause is long enough, the function returns the longest. A snapshot
+    that adds 1 s to iterations of 2 s takes 0.05 of the time with W = 1 and G = 9.
     """
     pauses = np.arange(size.least_pause_iters, size.most_pause_iters + 1)
     snapshot_shares, _ = _shares(size, job, pauses)
@@ -130,8 +160,10 @@ def shortest_pause(size: WindowSize, job: JobCost, *, overhead: float) -> int:
 
 
 def _candidates(size: WindowSize, job: JobCost, overhead: float) -> list[WindowTerms]:
-    """Return the pause that loses the least within `overhead`, and the pause whose
-    snapshots take the least.
+    """Return the pauses of a window that may win.
+
+    One pause loses the least time within `overhead`, and one pause makes snapshots take
+    the least time.
     """
     pauses = np.arange(size.least_pause_iters, size.most_pause_iters + 1)
     snapshot_shares, replay_shares = _shares(size, job, pauses)
@@ -139,19 +171,19 @@ def _candidates(size: WindowSize, job: JobCost, overhead: float) -> list[WindowT
         snapshot_shares <= overhead, snapshot_shares + replay_shares, np.inf
     )
     chosen = {int(pauses[np.argmin(lost)]), int(pauses[np.argmin(snapshot_shares)])}
-    # `min` takes the first of equals
+    # sorted, because `min` takes the first of equal pauses
     return [window_terms(size, job, pause) for pause in sorted(chosen)]
 
 
 def _shares(size: WindowSize, job: JobCost, pauses: Array) -> tuple[Array, Array]:
-    """Return the shares of time that snapshots and replays take, each float64 [pauses]."""
+    """Return the shares of time of snapshots and of replays, float64 [pauses]."""
     num_slots, period_s = size.num_slots, (size.num_slots + pauses) * job.iteration_s
     added_s = num_slots * job.per_snapshot_s + size.window_bytes * job.per_byte_s
     host_wait_s = sum(
         max(0.0, nbytes / job.host_bytes_per_s - job.overlap_s)
         for nbytes in size.slot_bytes
     )
-    # peers' copies go on while the update waits for those of the host
+    # copies to peers continue while the update waits for copies to host memory
     peer_wait_s = np.maximum(
         0.0, size.window_bytes / job.peer_bytes_per_s - period_s - host_wait_s
     )

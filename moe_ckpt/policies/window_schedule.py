@@ -1,10 +1,9 @@
-"""The operators of each snapshot of a window: their order, the slots, and the bytes of
-each slot.
+"""The operators of each snapshot of a window: order, slots, and bytes of each slot.
 
 Pure: all ranks of a stage group compute the same schedule from the same table and the
-same summed counts. Arrays, not lists, so that a million operators take a fraction of a
-second. MoEvement, Algorithm 1, section 3.5 and Appendix E; paper_window and
-paper_schedule are Algorithm 1 to the letter.
+same summed counts. Arrays instead of lists, so that a million operators take a fraction
+of a second. MoEvement, Algorithm 1, section 3.5 and Appendix E; `paper_window` and
+`paper_schedule` are Algorithm 1 to the letter.
 """
 
 from __future__ import annotations
@@ -24,34 +23,37 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FixedOrder:
-    """The part of the order that popularity does not change: positions in the
-    OperatorTable, both int64 [number].
+    """The part of the order that popularity does not change.
 
-    `experts` in the order of the table; `others` in the order of their snapshots.
+    Both arrays hold positions in the OperatorTable.
     """
 
     experts: IntArray
+    """Positions of the experts in the order of the table, int64 [experts]."""
+
     others: IntArray
+    """Positions of all other operators in the order of their snapshots, int64 [others].
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WindowSchedule:
-    """The slot of a window in which each operator is taken with its whole state;
-    `slot_of` is int64 [operators].
-    """
+    """The slot of a window in which each operator is taken with its whole state."""
 
     num_slots: int
+    """Number of slots of the window."""
+
     slot_of: IntArray
+    """The slot of each operator, int64 [operators]."""
 
     def full(self, slot: int) -> tuple[int, ...]:
-        """Return the ascending positions of the operators that `slot` takes with their
-        whole state.
-        """
+        """Return the ascending positions of operators with whole state in `slot`."""
         return tuple(np.flatnonzero(self.slot_of == slot).tolist())
 
     def compute(self, slot: int) -> tuple[int, ...]:
-        """Return the ascending positions of the operators that `slot` takes with
-        compute weights: those to come.
+        """Return the ascending positions of operators with compute weights in `slot`.
+
+        The whole state of these operators is in later slots.
         """
         return tuple(np.flatnonzero(self.slot_of > slot).tolist())
 
@@ -59,9 +61,10 @@ class WindowSchedule:
 def fixed_order(operators: Sequence[OperatorId]) -> FixedOrder:
     """Return the experts of a table, and its other operators in snapshot order.
 
-    These are the gates from the last to the first, then the rest from back to front, so
-    that the fewest operators are active behind the operator whose gradient is needed. A
-    dense model has only the rest. MoEvement, section 3.5, Appendix E.
+    The other operators are the gates from the last to the first, then the rest from
+    back to front. In this order the fewest operators are active behind the operator
+    whose gradient is needed. A dense model has only the rest. MoEvement, section 3.5,
+    Appendix E.
     """
     special = (OperatorKind.EXPERT, OperatorKind.GATE)
     experts = [
@@ -86,26 +89,32 @@ def fixed_order(operators: Sequence[OperatorId]) -> FixedOrder:
 
 
 def order_operators(fixed: FixedOrder, popularity: Array) -> IntArray:
-    """Return the positions of all operators (int64) in snapshot order.
+    """Return the positions of all operators in snapshot order, int64 [operators].
 
-    Experts by ascending popularity (float64 [experts], as in `fixed.experts`; equals
-    stay in that order), so that popular ones stay frozen longest in a replay; then the
-    others. Popularities 5, 1, 5 of experts at 2, 3, 4 and others 1, 0 make 3, 2, 4, 1,
-    0. MoEvement, section 3.5: OrderOperators.
+    Experts come first, by ascending popularity, so that popular experts stay frozen
+    longest in a replay. The other operators follow. Popularities of 5, 1, 5 of experts
+    at positions 2, 3, 4 and others 1, 0 give 3, 2, 4, 1, 0. MoEvement, section 3.5:
+    OrderOperators.
+
+    Args:
+        fixed: The part of the order that popularity does not change.
+        popularity: The popularity of each expert in the order of `fixed.experts`,
+            float64 [experts]. Equally popular experts keep that order.
     """
     assert popularity.shape == fixed.experts.shape, (
         popularity.shape,
         fixed.experts.shape,
     )
-    # stable: all ranks of a stage have to break ties alike, or they cut other slots
+    # stable: all ranks of a stage must break ties alike, to cut the same slots
     return np.concatenate(
         [fixed.experts[np.argsort(popularity, kind="stable")], fixed.others]
     )
 
 
 class StageBytes:
-    """Windows of a stage are cut and added up over the pairs of a rank and an operator
-    with bytes.
+    """Cuts windows of a stage, and adds up their bytes.
+
+    The bytes are given by the pairs of a rank and an operator that have bytes.
 
     Args:
         table: The operators, and each rank's bytes of them.
@@ -140,9 +149,9 @@ class StageBytes:
     def slot_bytes(self, schedule: WindowSchedule) -> IntArray:
         """Return the bytes that each rank copies in each slot, int64 [slots, ranks].
 
-        12 bytes a parameter of operators that the slot takes whole and 2 of those with
-        later slots: three operators of one parameter and three slots make 12 + 4, 12 +
-        2, 12. MoEvement, section 3.2.
+        A slot takes 12 bytes per parameter of operators with their whole state and 2
+        bytes per parameter of operators of later slots. Three operators of one
+        parameter and three slots give 12 + 4, 12 + 2 and 12. MoEvement, section 3.2.
         """
         owned = self._owned
         cells = schedule.slot_of[owned.operators] * owned.num_ranks + owned.ranks
@@ -155,49 +164,49 @@ class StageBytes:
 
         compute = by_slot(owned.compute)
         still_to_come = compute.sum(axis=0) - np.cumsum(compute, axis=0)
-        # slot 0 has compute weights of nearly all operators: it is the largest
+        # slot 0 has compute weights of nearly all operators, and is the largest slot
         return by_slot(owned.full) + still_to_come
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Middles:
-    """Where the middle of each operator's bytes lies in an order, by pairs of a rank
-    and an operator.
+    """Where the middle of each operator's bytes lies in an order.
+
+    Arrays are indexed by pairs of a rank and an operator.
     """
 
     num_operators: int
-    """The operators of the stage."""
+    """Number of operators of the stage."""
 
     operators: npt.NDArray[np.int32]
     """The operator of each pair, int32 [pairs]; the ranks of pairs ascend."""
 
     before: Array
-    """The bytes of the rank before the middle of the operator's, float64 [pairs]."""
+    """Bytes of the rank before the middle of the operator, float64 [pairs]."""
 
     totals: Array
     """All bytes of the rank, float64 [pairs]."""
 
     shares: Array
-    """The part of an operator's bytes that the rank has, float64 [pairs]."""
+    """Part of the operator's bytes that the rank has, float64 [pairs]."""
 
     def cut(self, num_slots: int) -> WindowSchedule:
-        """Cut the order into slots that hold about as many bytes as each other on every
-        rank.
+        """Cut the order into slots with about equally many bytes on every rank.
 
-        Along the order, an operator's slot follows from where the middle of its bytes
-        lies among all bytes of the rank that has them: of 10, 10, 20 bytes and 2 slots,
-        the middles 5, 15, 30 of 40 lie in slots 0, 0, 1. Where several ranks have a
-        share of an operator, it is the mean over its bytes; an operator without bytes
-        is in slot 0. There may be more slots than operators, for another stage's sake:
-        some are empty then.
+        An operator's slot follows from the position of the middle of its bytes among
+        all bytes of the rank, along the order. For operators of 10, 10 and 20 bytes and
+        2 slots, the middles 5, 15 and 30 of 40 lie in slots 0, 0 and 1. Where several
+        ranks share an operator, the position is the mean over the operator's bytes. An
+        operator without bytes is in slot 0. There may be more slots than operators, for
+        the sake of another stage; some slots are then empty.
 
         Raises:
-            ConfigError: There are fewer slots than 1.
+            ConfigError: `num_slots` is less than 1.
         """
         require_at_least("ckpt.window", num_slots, 1)
-        # by the bytes of each rank: cut by count, as in Algorithm 1, some ranks have
-        # slots of twice the bytes of others. Added rank by rank: every rank of a stage
-        # has to round alike
+        # By the bytes of each rank: with a cut by count, as in Algorithm 1, slots of
+        # some ranks would have twice the bytes of others. Added rank by rank, so that
+        # every rank of a stage rounds alike.
         places = self.shares * (num_slots * self.before / self.totals)
         slot_of = np.bincount(
             self.operators, weights=places, minlength=self.num_operators
@@ -209,10 +218,10 @@ class Middles:
 
 
 def refit(current: int, fitting: int, *, drift: float) -> int:
-    """Return the next number of slots: `fitting` if it is off by more than `drift` of
-    `current`, else `current`.
+    """Return the next number of slots: `fitting`, or `current` if that is close.
 
-    With a drift of 0.25, 8 slots stay 8 until 5 or 11 would fit.
+    The current number stays unless `fitting` differs from `current` by more than
+    `drift` of `current`. With a drift of 0.25, 8 slots stay 8 until 5 or 11 slots fit.
     """
     return fitting if abs(fitting - current) > drift * current else current
 
@@ -226,12 +235,20 @@ def paper_window(
     iteration_s: float,
     copy_bytes_per_s: float,
 ) -> tuple[int, int]:
-    """Return (W_sparse, O_active) of Algorithm 1 to the letter, for operators of equal
-    size (bytes per operator).
+    """Return (W_sparse, O_active) of Algorithm 1 to the letter.
 
-    As printed, it never tests whether 2 active operators fit. 6 operators of 2 + 4 + 8
-    bytes, 32 bytes an iteration: 2 active ones copy 2 * 12 + 4 * 2 = 32, so 3 slots.
+    All operators have equal size. As printed, the algorithm never tests whether 2
+    active operators fit. For 6 operators of 2 + 4 + 8 bytes and 32 bytes per iteration,
+    2 active operators copy 2 * 12 + 4 * 2 = 32 bytes, so the window has 3 slots.
     MoEvement, Algorithm 1: FindWindowSize.
+
+    Args:
+        num_operators: The number of operators.
+        compute_bytes: Bytes of the compute weights of an operator.
+        master_bytes: Bytes of the master weights of an operator.
+        optimizer_bytes: Bytes of the optimizer's state of an operator.
+        iteration_s: Seconds of an iteration.
+        copy_bytes_per_s: Rate of copies of a rank.
     """
     assert num_operators >= 1, num_operators
     active = np.arange(num_operators, 2, -1)
@@ -246,11 +263,10 @@ def paper_window(
 def paper_schedule(
     order: IntArray, *, num_slots: int, num_active: int
 ) -> WindowSchedule:
-    """Give each slot the next `num_active` operators of the order until none are left;
-    later slots are empty.
+    """Return a schedule whose slots each take the next `num_active` operators.
 
-    5 operators, 2 active: slots of 2, 2 and 1. MoEvement, Algorithm 1:
-    GenerateSchedule.
+    Later slots are empty once no operators are left. 5 operators with 2 active give
+    slots of 2, 2 and 1. MoEvement, Algorithm 1: GenerateSchedule.
     """
     assert num_slots * num_active >= len(order), (num_slots, num_active, len(order))
     slot_of = np.empty(len(order), np.int64)

@@ -1,8 +1,8 @@
-"""Bytes of windows over all stages: copies and memory for each number of slots, and the
-windows that a budget allows.
+"""Bytes of windows over all stages, and the windows that a memory budget allows.
 
-Pure: every rank computes the same from the profiles of all stages. Sizes are those of
-the order without popularity. MoEvement, section 3.2.
+The module computes copies and memory for each number of slots. Pure: every rank
+computes the same from the profiles of all stages. Sizes are those of the order without
+popularity. MoEvement, section 3.2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_ckpt.policies.stage_profile import StageProfile, have_equal_bytes
 from moe_ckpt.policies.window_cost import WindowSize
 from moe_ckpt.types import IntArray
 
-# the factor between numbers of slots that are compared, beyond the first few
+# factor between the numbers of slots that are compared, beyond the first few
 _GROWTH = 1.25
 MOST_PAUSE_ITERS = 1024  # a longer pause saves less than a thousandth of a snapshot
 
@@ -33,24 +33,24 @@ class StageWindow:
     """The bytes of a window of one stage."""
 
     slot_bytes: IntArray
-    """The bytes of each slot on the rank that copies most in it, int64 [slots]."""
+    """Bytes of each slot on the rank that copies most in that slot, int64 [slots]."""
 
     window_bytes: int
-    """The bytes of the window on the rank with the most."""
+    """Bytes of the window on the rank with the most bytes."""
 
 
 class StageKind:
-    """Stages of equal bytes, which have equal windows before any popularity is known.
+    """Stages with equal bytes, which have equal windows until a popularity is known.
 
     Args:
-        stage: One of them.
+        stage: One of the stages.
         is_paper_exact: Whether slots are those of Algorithm 1, which counts operators.
     """
 
     def __init__(self, stage: StageProfile, *, is_paper_exact: bool) -> None:
         self.stage = stage
         fixed = schedule.fixed_order(stage.table.operators)
-        # before any popularity is known, and to compare numbers of slots
+        # the order until a popularity is known, and for comparing numbers of slots
         self.natural = schedule.order_operators(fixed, np.zeros(len(fixed.experts)))
         self._is_paper_exact = is_paper_exact
         self._bytes = schedule.StageBytes(stage.table)
@@ -82,13 +82,12 @@ class StageKind:
 
 
 class WindowSizes:
-    """Bytes of the windows of all stages, which are computed once for each kind of
-    stage.
+    """Bytes of the windows of all stages, computed once for each kind of stage.
 
     Args:
         config: The settings.
-        stages: All stages.
-        num_copies: The other ranks whose windows each rank keeps, too.
+        stages: The profiles of all stages.
+        num_copies: The number of other ranks whose windows each rank also keeps.
 
     Raises:
         ConfigError: The configured window has more slots than the largest stage has
@@ -100,11 +99,11 @@ class WindowSizes:
     ) -> None:
         self._config = config
         self._num_copies = num_copies
-        # a window that is being written to the local disk stays in memory beside those
-        # that are kept
+        # a window that is being written to the local disk stays in memory beside the
+        # kept windows
         self._keep_windows = config.keep_windows + (config.disk_every_iters > 0)
         self.kinds: list[StageKind] = []
-        """One of each kind of stage."""
+        """All kinds of stages."""
         self.kind_of = [self._find(stage) for stage in stages]
         """The kind of each stage."""
         self.max_slots = self._fitting_in_memory()
@@ -118,18 +117,19 @@ class WindowSizes:
 
     @cached_property
     def candidates(self) -> Sequence[WindowSize]:
-        """The windows to choose from: some numbers of slots up to `max_slots`, with the
-        pauses that memory allows.
+        """The windows to choose from, with the pauses that memory allows.
+
+        The windows have some of the numbers of slots up to `max_slots`.
         """
         return [self._size(num_slots) for num_slots in _trials(self.max_slots)]
 
     @cached_property
     def dense_bytes(self) -> int:
-        """The whole state of the rank with the most bytes."""
+        """The bytes of the whole state on the rank with the most bytes."""
         return max(kind.stage.dense_bytes for kind in self.kinds)
 
     def size(self, num_slots: int) -> WindowSize:
-        """Return the size of windows of this many slots."""
+        """Return the size of windows of `num_slots` slots."""
         return next(
             (each for each in self.candidates if each.num_slots == num_slots), None
         ) or self._size(num_slots)
@@ -176,8 +176,9 @@ class WindowSizes:
         )
 
     def _pauses(self, num_slots: int) -> tuple[int, int]:
-        """Return the shortest and the longest pause: the configured one, or those that
-        memory allows.
+        """Return the shortest and the longest pause.
+
+        Both are the configured pause, or the limits that memory allows.
         """
         if self._config.pause_iters != AUTO:
             return int(self._config.pause_iters), int(self._config.pause_iters)
@@ -186,10 +187,10 @@ class WindowSizes:
     def _most_pause_of(self, kind: StageKind, num_slots: int) -> int:
         profile, shortest = kind.stage, self._forecast_of(kind, num_slots)
         budget = self._config.memory_budget_bytes
-        num_windows = self._keep_windows + 1  # logs of the one in progress, too
+        num_windows = self._keep_windows + 1  # kept, and the window in progress
         log_bytes = profile.boundary_log_bytes + profile.step_log_bytes
-        # logs up to the whole state: a pause needs no more memory than a second dense
-        # snapshot
+        # without a budget, logs may take as many bytes as the whole state: a pause
+        # needs no more memory than a second dense snapshot
         if budget is None:
             free_bytes = (
                 profile.dense_bytes
@@ -204,7 +205,11 @@ class WindowSizes:
         return min(MOST_PAUSE_ITERS, max(0, free_bytes // (num_windows * log_bytes)))
 
     def _fitting_in_memory(self) -> int:
-        """Return the most slots that operators and the memory budget allow."""
+        """Return the most slots that operators and the memory budget allow.
+
+        Raises:
+            ConfigError: The configured window has too many slots, or no window fits.
+        """
         most = max(len(kind.natural) for kind in self.kinds)
         window, budget = self._config.window, self._config.memory_budget_bytes
         pause_iters = (
@@ -222,9 +227,10 @@ class WindowSizes:
         def needed_bytes(num_slots: int) -> int:
             return self.forecast(num_slots, pause_iters).total_bytes
 
-        # in a window of more slots no operator's slot comes earlier (each step of
-        # `Middles.cut` rounds monotonically), so that its compute weights are in no
-        # fewer slots: a window has no fewer bytes, and logs reach no less far back
+        # Bisection needs monotone memory. With more slots, no operator's slot comes
+        # earlier (each step of `Middles.cut` rounds monotonically), so its compute
+        # weights are in no fewer slots: windows do not shrink, and logs do not reach
+        # less far back.
         num_fitting = bisect_right(range(fewest, most + 1), budget, key=needed_bytes)
         if num_fitting:
             return fewest + num_fitting - 1
@@ -237,9 +243,7 @@ class WindowSizes:
 
 
 def _trials(limit: int) -> Iterator[int]:
-    """Yield numbers of slots to compare: all of the first few, then each a quarter
-    larger.
-    """
+    """Yield numbers of slots to compare: the first few, then each a quarter more."""
     num_slots = 1
     while num_slots < limit:
         yield num_slots

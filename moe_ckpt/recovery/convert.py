@@ -1,10 +1,11 @@
-"""Converts one window's sparse snapshots into a dense state: operators to load,
-iterations to run.
+"""Converts one window's sparse snapshots into a dense state. Pure.
 
-Pure: a plan of names and numbers. `engine.stage_recovery` loads, replays with the
-logged inputs and norms, and compares digests. MoEvement, section 3.3, Figures 7 and 8:
+A conversion is a plan of names and numbers: operators to load, iterations to run.
+`engine.stage_recovery` loads, replays with the logged inputs and norms, and compares
+digests. MoEvement, section 3.3, Figures 7 and 8:
 
-    load 10: E1 E2 active    run 11    load 11: E3 E4 too    run 12    load 12: all active    run 13
+    load 10: E1 E2 active    run 11    load 11: E3 E4 too    run 12
+    load 12: all active      run 13
 """
 
 from __future__ import annotations
@@ -18,46 +19,59 @@ from moe_ckpt.errors import CheckpointLoadError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotContents:
-    """The contents of one sparse snapshot: the state after `iteration` steps, slot
-    `slot` of `num_slots` of its window.
-
-    `full` are the names of operators with their whole state, `compute` of those with
-    compute weights only.
-    """
+    """Contents of one sparse snapshot: the state after `iteration` steps."""
 
     iteration: int
+    """Number of steps in the state."""
+
     window_start: int
+    """Iteration of the window's slot 0."""
+
     slot: int
+    """Slot of the snapshot, from 0."""
+
     num_slots: int
+    """Number of slots of the window."""
+
     full: tuple[str, ...]
+    """Names of the operators with whole state."""
+
     compute: tuple[str, ...]
+    """Names of the operators with compute weights only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayStep:
-    """Load a snapshot, then train one iteration.
-
-    `load_iteration` is None once all snapshots are loaded; `run_iteration` is None in a
-    last step that only loads. `frozen` names the operators of which only compute
-    weights are loaded so far; all others are active.
-    """
+    """Load a snapshot, then train one iteration."""
 
     load_iteration: int | None
+    """Iteration of the snapshot to load; None once all snapshots are loaded."""
+
     frozen: tuple[str, ...]
+    """Names of the operators of which only compute weights are loaded so far. All
+    others are active.
+    """
+
     run_iteration: int | None
+    """Iteration to train; None in a last step that only loads."""
 
 
 def plan_conversion(
     snapshots: Sequence[SnapshotContents], target_iteration: int
 ) -> tuple[ReplayStep, ...]:
-    """Return the steps after which every operator is active, at the state after
-    `target_iteration`.
+    """Return the steps after which every operator is active, at the target iteration.
 
-    The snapshots are those of one window, in any order. Iterations count from 1;
-    snapshot s is loaded, then iteration s + 1 runs: snapshots 10, 11, 12 and target 14
-    make (10, 11), (11, 12), (12, 13), (None, 14), target 12 makes (10, 11), (11, 12),
-    (12, None). Raises CheckpointLoadError if the snapshots do not make a complete
-    window that ends at or before the target. MoEvement, section 3.3.
+    Iterations count from 1. Snapshot s is loaded, then iteration s + 1 runs. Snapshots
+    10, 11, 12 and target 14 make (10, 11), (11, 12), (12, 13), (None, 14). Target 12
+    makes (10, 11), (11, 12), (12, None). MoEvement, section 3.3.
+
+    Args:
+        snapshots: Snapshots of one window, in any order.
+        target_iteration: Iteration after which the state is wanted.
+
+    Raises:
+        CheckpointLoadError: The snapshots do not make a complete window that ends at or
+            before the target.
     """
     window = sorted(snapshots, key=lambda snapshot: snapshot.slot)
     _check_window(window)
@@ -78,7 +92,7 @@ def plan_conversion(
         )
         for snapshot in window
     ]
-    # iteration last + 1 runs after the window's last snapshot
+    # iteration last + 1 already follows the load of the window's last snapshot
     beyond = range(last + 2, target_iteration + 1)
     return (
         *replay,
@@ -90,8 +104,11 @@ def plan_conversion(
 
 
 def _check_window(window: Sequence[SnapshotContents]) -> None:
-    """Raise unless the snapshots hold every slot of one window once, at consecutive
-    iterations.
+    """Check that every slot of one window is there once, at consecutive iterations.
+
+    Raises:
+        CheckpointLoadError: A slot is missing or superfluous, or iterations are not
+            consecutive.
     """
     if not window:
         raise CheckpointLoadError(
@@ -121,8 +138,13 @@ def _check_window(window: Sequence[SnapshotContents]) -> None:
 
 
 def _check_operators(window: Sequence[SnapshotContents]) -> None:
-    """Raise unless every operator is whole in one slot and present with compute weights
-    in all slots before it.
+    """Check that every operator is whole in one slot.
+
+    All slots before that slot must hold the operator's compute weights.
+
+    Raises:
+        CheckpointLoadError: An operator is missing in one of these places, or is there
+            twice.
     """
     times = Counter(name for snapshot in window for name in snapshot.full)
     for name, count in times.items():
@@ -139,8 +161,8 @@ def _check_operators(window: Sequence[SnapshotContents]) -> None:
                 f"conversion: got operators {never} whole in no slot, wanted each whole"
                 " in one"
             )
-        # frozen operators take part in forward, and would do so with compute weights of
-        # another iteration
+        # frozen operators take part in forward, and without these weights would use
+        # compute weights of another iteration
         if sorted(snapshot.compute) != sorted(still_to_come):
             raise CheckpointLoadError(
                 f"conversion: got compute weights of {sorted(snapshot.compute)} in the"

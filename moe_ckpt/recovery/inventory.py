@@ -1,5 +1,6 @@
-"""The sources of a recovery: windows in a rank's own memory and in its peers' memory,
-and boundary logs. Pure.
+"""Sources of a recovery: windows in own memory and in peers' memory, and boundary logs.
+
+Pure.
 """
 
 from __future__ import annotations
@@ -10,18 +11,25 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowRef:
-    """A complete, verified sparse window in the memory of some rank, with the step log
-    that belongs to it.
+    """A complete, verified sparse window in some rank's memory, with its step log.
 
-    The window begins with the state after iteration `start`; its rank can be rebuilt
-    from it at every iteration from `end` to `steps_to`. `cut` identifies the assignment
-    of operators to slots: all ranks of a stage need the same one.
+    The window begins with the state after iteration `start`. From the window its rank
+    can be rebuilt at every iteration from `end` to `steps_to`.
     """
 
     start: int
+    """Iteration of the first snapshot."""
+
     num_slots: int
+    """Number of slots, at least 1."""
+
     steps_to: int
+    """Last iteration to which the window's step log leads."""
+
     cut: str
+    """Identifies the assignment of operators to slots. All ranks of a stage need the
+    same cut.
+    """
 
     def __post_init__(self) -> None:
         assert self.num_slots >= 1, self
@@ -29,17 +37,19 @@ class WindowRef:
 
     @property
     def end(self) -> int:
+        """Iteration of the last snapshot."""
         return self.states[-1]
 
     @property
     def states(self) -> range:
-        """The iterations after which the snapshots were taken. Windows that are used
-        together have equal `states`.
+        """Iterations after which the snapshots were taken.
+
+        Windows that are used together have equal `states`.
         """
         return range(self.start, self.start + self.num_slots)
 
     def is_of(self, other: WindowRef) -> bool:
-        """Whether two ranks of one stage can use these two windows together."""
+        """Return whether two ranks of one stage can use these two windows together."""
         return (self.states, self.cut) == (other.states, other.cut)
 
     def __str__(self) -> str:
@@ -48,33 +58,48 @@ class WindowRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedState:
-    """The live state of a rank whose replay was cut off: the window of `states` and
-    `cut`, replayed to `iteration`.
-    """
+    """Live state of a rank whose replay was cut off."""
 
     states: range
+    """`states` of the replayed window."""
+
     cut: str
+    """`cut` of the replayed window."""
+
     iteration: int
+    """Iteration that the replay has reached."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """The sources on one rank: its own `windows`, the copies `held` for other ranks (by
-    owner), and its boundary log.
+    """Sources on one rank.
 
-    No two windows of one owner have the same start. The log covers all iterations from
-    `logged_from` to `logged_to`; it is empty if `logged_from` exceeds `logged_to`.
-    `replayed`: the rank's state, if a recovery was cut off between two of its
-    iterations.
+    No two windows of one owner have the same start.
     """
 
     global_rank: int
+    """Rank in the job."""
+
     stage: int
+    """Pipeline stage of the rank."""
+
     windows: tuple[WindowRef, ...]
+    """The rank's own windows."""
+
     held: Mapping[int, tuple[WindowRef, ...]]
+    """Copies of windows that the rank holds for other ranks, by owner."""
+
     logged_from: int
+    """First iteration that the boundary log covers. The log covers all iterations up to
+    `logged_to`, and is empty if `logged_from` exceeds `logged_to`.
+    """
+
     logged_to: int
+    """Last iteration that the boundary log covers."""
+
     replayed: ReplayedState | None = None
+    """State of the rank, if a recovery was cut off between two iterations of a replay.
+    """
 
     def __post_init__(self) -> None:
         assert self.global_rank not in self.held, self
@@ -82,8 +107,10 @@ class Inventory:
             assert len({window.start for window in windows}) == len(windows), self
 
     def leads_to(self, iteration: int | None) -> bool:
-        """Whether a window of this rank's own can rebuild it at `iteration`, or at any
-        iteration (None).
+        """Return whether an own window can rebuild the rank at `iteration`.
+
+        Args:
+            iteration: An iteration; None for any iteration.
         """
         return any(
             iteration is None or window.end <= iteration <= window.steps_to
@@ -92,29 +119,35 @@ class Inventory:
 
 
 Memories = Mapping[int, Mapping[int, tuple[WindowRef, ...]]]
-"""Windows by the rank that they belong to, then by the rank in whose memory they are.
+"""Windows by the rank that the windows belong to, then by the rank in whose memory the
+windows are.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageInventory:
-    """The sources that all ranks of a stage have in common.
-
-    `windows`, by their states: the windows that each rank can get from some memory,
-    with the steps that all ranks have for them; among several cuts, the one with the
-    most steps. The boundary logs of all ranks cover `logged_from` to `logged_to`.
-    `replayed`: the state of all ranks, if a replay was cut off at the same iteration on
-    all of them.
-    """
+    """Sources that all ranks of a stage have in common."""
 
     windows: Mapping[range, WindowRef]
+    """Windows that each rank can get from some memory, by `states`, with the steps that
+    all ranks have for the window. Among several cuts, the cut with the most steps.
+    """
+
     logged_from: int
+    """First iteration that the boundary logs of all ranks cover."""
+
     logged_to: int
+    """Last iteration that the boundary logs of all ranks cover."""
+
     replayed: ReplayedState | None = None
+    """State of all ranks, if a replay was cut off at the same iteration on all of them.
+    """
 
     def has_replayed(self, states: range) -> int | None:
-        """Return the iteration that a replay of the window with these states has
-        reached, or None.
+        """Return the iteration that a replay of a window has reached, or None.
+
+        Args:
+            states: `states` of the window.
         """
         replayed = self.replayed
         is_of_window = replayed is not None and (replayed.states, replayed.cut) == (
@@ -124,15 +157,19 @@ class StageInventory:
         return replayed.iteration if replayed is not None and is_of_window else None
 
     def has_logged(self, first: int, last: int) -> bool:
-        """Whether all ranks logged the iterations from `first` to `last`.
+        """Return whether all ranks logged the iterations from `first` to `last`.
 
-        An empty range (`last` = `first` - 1) is logged.
+        An empty range (`last` = `first` - 1) counts as logged.
         """
         return first > last or self.logged_from <= first <= last <= self.logged_to
 
 
 def find_memories(inventories: Iterable[Inventory]) -> Memories:
-    """Return the ranks whose memory holds windows of each rank, with these windows."""
+    """Return, for each rank, the ranks whose memory holds windows of that rank.
+
+    Returns:
+        The windows, by owner, then by holder.
+    """
     memories = {
         inventory.global_rank: {inventory.global_rank: inventory.windows}
         for inventory in inventories
@@ -148,9 +185,13 @@ def combine_stages(
 ) -> tuple[StageInventory, ...]:
     """Return the common sources of each stage, from the first stage to the last.
 
-    Rank 0 has a window of 10 to 12 and steps to 14; rank 1 of the same stage has a copy
-    of its own window in rank 5's memory, with steps to 13: the stage has the window,
-    with steps to 13.
+    For example, rank 0 has a window of 10 to 12 and steps to 14. Rank 1 of the same
+    stage has a copy of its own window in rank 5's memory, with steps to 13. The stage
+    then has the window, with steps to 13.
+
+    Args:
+        inventories: Sources of all ranks.
+        memories: Result of `find_memories`.
     """
     num_stages = 1 + max(inventory.stage for inventory in inventories)
     return tuple(
@@ -164,7 +205,8 @@ def _combine(inventories: Sequence[Inventory], memories: Memories) -> StageInven
         _longest(memories[inventory.global_rank]) for inventory in inventories
     ]
     shared = set(first).intersection(*others)
-    # the ranks of a stage replay together: the one with the fewest steps ends it
+    # the ranks of a stage replay together: the rank with the fewest steps ends the
+    # replay
     least = [
         replace(
             first[key],
@@ -173,7 +215,8 @@ def _combine(inventories: Sequence[Inventory], memories: Memories) -> StageInven
         for key in shared
     ]
     return StageInventory(
-        # by cut, too: of two with as many steps all ranks have to take the same one
+        # sorted by cut too: of two cuts with as many steps all ranks must take the same
+        # cut
         windows={
             window.states: window
             for window in sorted(
@@ -191,7 +234,7 @@ def _combine(inventories: Sequence[Inventory], memories: Memories) -> StageInven
 def _longest(
     memories: Mapping[int, tuple[WindowRef, ...]],
 ) -> dict[tuple[range, str], WindowRef]:
-    """Return each window of a rank from the memory that has the most steps for it."""
+    """Return each window of a rank from the memory with the most steps for it."""
     windows = [window for memory in memories.values() for window in memory]
     return {
         (window.states, window.cut): window

@@ -1,9 +1,9 @@
-"""The plan of a recovery: stages that roll back, their windows, and ranks that fetch.
-Pure.
+"""Plan of a recovery: stages that roll back, their windows, and ranks that fetch. Pure.
 
-MoEvement, 3.4 and Appendix A.
+MoEvement, section 3.4 and Appendix A.
 
-    inventories -> the fewest stages that logs lead to the target, else the whole model -> fetches
+    inventories -> the fewest stages that logs lead to the target, else the whole model
+                -> fetches
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from moe_ckpt.recovery.inventory import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback:
-    """A segment, which is neighbouring pipeline `stages` that recover together, and the
-    window that it rolls back to.
-
-    The window's snapshots were taken after the iterations `states`.
-
-    `resumed_at`: the iteration that an earlier replay of this window reached before it
-    was cut off, on all ranks of the segment; their states are still there. None: load
-    the window.
-    """
+    """Rollback of a segment: neighbouring pipeline stages that recover together."""
 
     stages: range
+    """Stages of the segment."""
+
     states: range
+    """Iterations after which the snapshots of the segment's window were taken."""
+
     resumed_at: int | None = None
+    """Iteration that an earlier replay of this window had reached when the replay was
+    cut off, on all ranks of the segment. The ranks still have the state of that
+    iteration. None: load the window.
+    """
 
     @property
     def window_start(self) -> int:
+        """Start of the window to which the segment rolls back."""
         return self.states.start
 
     @property
     def starts_from(self) -> int:
-        """The iteration after which the replay starts."""
+        """Iteration after which the replay starts."""
         return self.window_start if self.resumed_at is None else self.resumed_at
 
     def neighbours(self, num_stages: int) -> tuple[int, ...]:
         """Return the stages next to the segment in a pipeline of `num_stages`."""
-        # on both sides: the stage before sends activations, the one behind gradients
+        # on both sides: the stage before sends activations, the stage behind sends
+        # gradients
         return tuple(
             stage
             for stage in (self.stages.start - 1, self.stages.stop)
@@ -60,25 +62,33 @@ class Rollback:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetch:
-    """A rank copies its window and the step log of that window from a rank that holds a
-    copy.
-    """
+    """Fetch of a rank's window with its step log, from a rank that holds a copy."""
 
     global_rank: int
+    """Rank that fetches its window."""
+
     source_rank: int
+    """Rank that holds the copy."""
+
     window_start: int
+    """Start of the window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryPlan:
-    """Rollbacks in the order of stages, and fetches in the order of ranks. All ranks
-    end at the target iteration.
-    """
+    """Rollbacks and fetches after which all ranks are at the target iteration."""
 
     target_iteration: int
+    """Iteration at which all ranks end."""
+
     num_stages: int
+    """Number of pipeline stages."""
+
     rollbacks: tuple[Rollback, ...]
+    """Rollbacks in the order of stages."""
+
     fetches: tuple[Fetch, ...]
+    """Fetches in the order of ranks."""
 
     def rollback_of(self, stage: int) -> Rollback | None:
         """Return the rollback in which a stage takes part, or None."""
@@ -87,7 +97,7 @@ class RecoveryPlan:
         )
 
     def lines(self) -> list[str]:
-        """Return a readable description of the plan, one fact a line."""
+        """Return a readable description of the plan, one fact per line."""
         rolling = {stage for rollback in self.rollbacks for stage in rollback.stages}
         sending = {
             stage
@@ -132,8 +142,9 @@ class RecoveryPlan:
 
 
 def _segments(stages: Collection[int]) -> list[range]:
-    """Return the runs of neighbours among stages, in order: stages 1, 2 and 5 make the
-    segments 1 to 2 and 5.
+    """Return the runs of neighbours among stages, in order.
+
+    Stages 1, 2 and 5 make the segments 1 to 2 and 5.
     """
     firsts = sorted(stage for stage in stages if stage - 1 not in stages)
     lasts = sorted(stage for stage in stages if stage + 1 not in stages)
@@ -147,32 +158,40 @@ def plan_recovery(
     target_iteration: int | None,
     boundary_log: bool,
 ) -> RecoveryPlan:
-    """Return a plan in which as few stages as possible roll back, each to its newest
-    window.
+    """Return a plan in which as few stages as possible roll back.
 
-    `inventories`: of all ranks.
+    Each run of neighbouring lost stages recovers on its own from its newest window, fed
+    by the logs of the stages next to the run: stages 1, 2 and 5 of 8 recover as 1 to 2
+    and as 5. If stage 3 did not log the boundary, 1 to 3 roll back, fed by stages 0 and
+    4. A segment whose replay of its newest window was cut off continues that replay.
 
-    Each run of neighbouring lost stages recovers on its own, fed by the logs of the
-    stages next to it: stages 1, 2 and 5 of 8 recover as 1 to 2 and as 5. If stage 3 did
-    not log the boundary, 1 to 3 roll back, fed by stage 4. A segment whose replay of
-    its newest window was cut off goes on with it. All stages roll back to the newest
-    window that all ranks can get if logs do not suffice, without `boundary_log`, or if
-    no rank has state (`target_iteration` is None). The job may then end up at another
-    iteration: a window of 10 to 12 with steps to 13 leads to 13 if 14 was the target,
-    and to 12 if 11 or None was. After a further loss, plan again. MoEvement, Appendix
-    A.
+    In three cases all stages roll back to the newest window that all ranks can get: if
+    logs do not suffice, if stages are lost without `boundary_log`, or if no rank has
+    state. The job may then end at another iteration: a window of 10 to 12 with steps to
+    13 leads to 13 if 14 was the target, and to 12 if 11 or None was.
 
-    Raises NothingLeftError, with a list of the sources, if no such window exists.
+    After a further loss, plan again. MoEvement, Appendix A.
+
+    Args:
+        lost_stages: Stages that must be rebuilt.
+        inventories: Sources of all ranks, in any order.
+        target_iteration: Iteration that all ranks should reach; None if no rank has
+            state.
+        boundary_log: Whether stages log the tensors that they send.
+
+    Raises:
+        NothingLeftError: There is no window that all ranks can get. The error lists the
+            sources.
     """
-    # every rank plans for itself, and all have to come to the same plan, whatever the
-    # order of inventories
+    # every rank makes the plan by itself, and all ranks must come to the same plan,
+    # whatever the order of inventories
     ranks = sorted(inventories, key=lambda inventory: inventory.global_rank)
     memories = find_memories(ranks)
     stages = combine_stages(ranks, memories)
     lost = set(lost_stages)
     assert lost <= set(range(len(stages))), (sorted(lost), len(stages))
     target, rollbacks = target_iteration, None
-    # without logs, any loss takes all stages back
+    # without logs, any loss rolls all stages back
     if target is not None and (boundary_log or not lost):
         rollbacks = _plan_local(lost, stages, target)
     if target is None or rollbacks is None:
@@ -180,7 +199,8 @@ def plan_recovery(
         if not whole:
             raise NothingLeftError(_nothing_found(lost, target, ranks, memories))
         states = _newest(whole)
-        # not at the target where the common steps end before it, or the window after it
+        # another target if the common steps end before the target, or the window after
+        # it
         target = max(
             states[-1], min(states[-1] if target is None else target, whole[states])
         )
@@ -197,8 +217,9 @@ def plan_recovery(
 def _plan_local(
     lost: set[int], stages: Sequence[StageInventory], target: int
 ) -> tuple[Rollback, ...] | None:
-    """Return the rollbacks of the fewest stages that reach the target by logs, or None
-    if logs do not suffice.
+    """Return the rollbacks of the fewest stages that reach the target by logs.
+
+    None if logs do not suffice.
     """
     rolling = set(lost)
     while True:
@@ -218,15 +239,15 @@ def _plan_local(
                 Rollback(stages=segment, states=_newest(usable)), stages, target
             )
             rollbacks.append(rollback)
-            # logs are needed from the first iteration that runs: the state before it is
+            # logs are needed from the first iteration that runs: the state before is
             # loaded
             neighbours, first = (
                 rollback.neighbours(len(stages)),
                 rollback.starts_from + 1,
             )
-            # no choice to make: a log that does not cover the newest window of a
-            # segment covers no older one either, nor one of a larger segment, which has
-            # no newer window: so the neighbour has to roll back
+            # no other choice: a log that does not cover the newest window of a segment
+            # covers neither an older window nor a window of a larger segment, which is
+            # never newer. So the neighbour has to roll back
             missing |= {
                 stage
                 for stage in neighbours
@@ -238,8 +259,10 @@ def _plan_local(
 
 
 def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
-    """Return the windows that all these stages have, by states, with the last iteration
-    of their common steps.
+    """Return the windows that all these stages have.
+
+    Returns:
+        Last iteration of the common steps, by `states` of the window.
     """
     shared = set(stages[0].windows).intersection(*(stage.windows for stage in stages))
     return {
@@ -249,23 +272,23 @@ def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
 
 
 def _newest(windows: Iterable[range]) -> range:
-    # of one start the window with fewer slots: the replay begins at the same iteration
-    # and has fewer frozen ones
+    # among equal starts the window with fewer slots: the replay begins at the same
+    # iteration, and fewer of its iterations have frozen operators
     return max(windows, key=lambda states: (states.start, -len(states)))
 
 
 def _resumed(
     rollback: Rollback, stages: Sequence[StageInventory], target: int
 ) -> Rollback:
-    """Return the rollback from the state of a replay that was cut off, if the whole
-    segment has that state.
+    """Return the rollback, resumed at the state of a replay that was cut off.
 
-    So a stage goes on with its recovery when a stage that is no neighbour fails
-    meanwhile. MoEvement, Appendix A.
+    The rollback is unchanged unless the whole segment has that state. A stage thus
+    continues its recovery when a stage that is no neighbour fails meanwhile. MoEvement,
+    Appendix A.
     """
     reached = {stages[stage].has_replayed(rollback.states) for stage in rollback.stages}
     resumed_at = reached.pop() if len(reached) == 1 else None
-    # a state past the target cannot be taken back: the segment loads its window
+    # a state past the target cannot be undone: the segment loads its window
     return (
         rollback
         if resumed_at is None or resumed_at > target
@@ -280,8 +303,9 @@ def _plan_fetches(
     rollbacks: Iterable[Rollback],
     target: int,
 ) -> tuple[Fetch, ...]:
-    """Return the fetches of ranks that lack their window or steps up to the target,
-    each from the least used holder.
+    """Return the fetches of ranks that lack their window, or steps up to the target.
+
+    Each rank fetches from the holder with the fewest fetches so far.
     """
     states = {
         stage: rollback.states for rollback in rollbacks for stage in rollback.stages
@@ -292,8 +316,8 @@ def _plan_fetches(
         if rank.stage not in states:
             continue
         wanted = stages[rank.stage].windows[states[rank.stage]]
-        # with all steps to the target: a window of an older copy would end the replay
-        # before it
+        # only holders with all steps to the target: an older copy of the window would
+        # end the replay earlier
         holders = [
             holder
             for holder, windows in memories[rank.global_rank].items()
@@ -323,15 +347,15 @@ def after_fetches(
 ) -> list[Inventory]:
     """Return the sources that are left after fetches of which some have failed.
 
-    A fetch that succeeded has replaced its rank's own windows; one that failed has left
-    them. The copy is still on its holder, and the next plan may need another window of
-    it.
+    A successful fetch has replaced the own windows of its rank. A failed fetch has left
+    the own windows. After a success the copy is still on its holder, and the next plan
+    may need another window of that copy.
 
     Args:
-        inventories: The sources before, by rank.
+        inventories: The sources before the fetches, by rank.
         fetches: The fetches of the plan.
-        failed: The ranks whose fetches have failed.
-        emptied: The ranks among these whose own windows are gone all the same.
+        failed: Ranks whose fetches have failed.
+        emptied: Ranks among `failed` whose own windows are gone nevertheless.
 
     Returns:
         The sources, by rank.

@@ -1,12 +1,13 @@
-"""The target iteration of all ranks after a fault, and the stages that cannot reach it
-by themselves. Pure.
+"""Target iteration of all ranks after a fault, and stages that need help to reach it.
 
-    gradients complete on all ranks -> vote of all ranks -> local update -> parameter all-gather
-          prepared                                             reached            whole
+Pure.
 
-A rank steps only after all ranks have voted, so if one rank took a step, every live
-rank was prepared for it: the highest iteration that a rank has reached is within reach
-of all ranks that have state.
+    gradients complete on all ranks -> all vote -> local update -> parameter all-gather
+              prepared                               reached             whole
+
+A rank steps only after all ranks have voted. So if one rank took a step, every live
+rank was prepared for that step. All ranks that have state can therefore reach the
+highest iteration that any rank has reached.
 """
 
 from __future__ import annotations
@@ -17,53 +18,64 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """The position of one rank as a generation starts.
-
-    `reached`: the number of optimizer steps in its state; None without state (a fresh
-    process, or a rollback that was cut off). `prepared`: the rank holds the complete
-    gradients of iteration `reached` + 1 and has voted for its step. `whole`: the rank
-    has gathered its weights from its peers since its last step.
-    """
+    """Position of one rank as a generation starts."""
 
     stage: int
+    """Pipeline stage of the rank."""
+
     reached: int | None
+    """Number of optimizer steps in the rank's state. None without state: in a fresh
+    process, or after a rollback that was cut off.
+    """
+
     prepared: bool
+    """Whether the rank holds the complete gradients of iteration `reached` + 1, and has
+    voted for the step of that iteration.
+    """
+
     whole: bool
+    """Whether the rank has gathered its weights from its peers since its last step."""
 
     def gets_to(self, iteration: int) -> bool:
-        """Whether the rank is at `iteration`, or can take the last step to it without
-        other ranks.
+        """Return whether the rank can reach `iteration` without other ranks.
+
+        True at `iteration`, and one step before `iteration` if the rank is prepared.
         """
         return self.reached == iteration or (
             self.reached == iteration - 1 and self.prepared
         )
 
     def is_done_with(self, iteration: int) -> bool:
-        """Whether the rank is at `iteration` and its weights are gathered."""
+        """Return whether the rank is at `iteration` with gathered weights."""
         return self.reached == iteration and self.whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The target iteration of all ranks, and the stages that have work to do to reach
-    it.
-
-    `lost_stages` must be rebuilt. `finishing_stages` have all that they need: the ranks
-    that are behind take the step, then the whole stage gathers its weights.
-    """
+    """Target iteration of all ranks, and the stages that have work to do."""
 
     iteration: int
+    """Iteration that all ranks are to reach."""
+
     lost_stages: frozenset[int]
+    """Stages that must be rebuilt."""
+
     finishing_stages: frozenset[int]
+    """Stages that have all they need: the ranks that are behind take the step, then the
+    whole stage gathers its weights.
+    """
 
 
 def plan_target(standings: Sequence[Standing]) -> Target | None:
-    """Return the target of a recovery, or None if no rank has state. `standings` are
-    those of all ranks.
+    """Return the target of a recovery, or None if no rank has state.
 
-    Example: stage 0 is at 7 and 8, stage 1 at 8 and dead, stage 2 at 8 and 8. If the
-    first rank is prepared for 8, the target is 8, stage 1 is lost and stage 0 is
-    finishing; if it is not, stage 0 is lost as well.
+    For example, the ranks of stage 0 are at 7 and 8, those of stage 1 at 8 and dead,
+    those of stage 2 at 8 and 8. If the rank at 7 is prepared for 8, the target is 8,
+    stage 1 is lost, and stage 0 is finishing. If the rank at 7 is not prepared, stage 0
+    is lost as well.
+
+    Args:
+        standings: Positions of all ranks.
     """
     reached = [
         standing.reached for standing in standings if standing.reached is not None

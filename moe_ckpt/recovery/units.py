@@ -1,11 +1,10 @@
-"""A plan to restore partial checkpoints: the version that all ranks load, and the place
-of each unit. Pure.
+"""Plan to restore partial checkpoints: the version to load, and the place of each unit.
 
-The cores of all ranks are of one iteration, since parameters of different iterations do
-not fit each other. Any other unit may be older, but all ranks that have a piece of it
-take the same version. Recovery has two levels: a rank that has lost its memory takes
-units from peers or disk, and only those units may be as old as their copies there (MoC,
-section 5.1).
+Pure. The cores of all ranks are of one iteration, since parameters of different
+iterations do not fit each other. Any other unit may be older, but all ranks that have a
+piece of the unit take the same version. Recovery has two levels: a rank that has lost
+its memory takes units from peers or disk, and only those units may be as old as their
+copies there (MoC, section 5.1).
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ Units = Mapping[str, Collection[Version]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitInventory:
-    """The units of one rank by place, the nearest place first.
-
-    `needed`: for each version of the core, the names of the units that the rank needs
-    with it.
-    """
+    """Units of one rank."""
 
     global_rank: int
+    """Rank in the job."""
+
     places: Mapping[str, Units]
+    """Units in each place, the nearest place first."""
+
     needed: Mapping[Version, frozenset[str]]
+    """Names of the units that the rank needs with each version of the core."""
 
     def versions(self, name: str) -> frozenset[Version]:
         """Return the versions of a unit in all places."""
@@ -48,14 +48,16 @@ class UnitInventory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitRecovery:
-    """All ranks go back to `version`.
-
-    `units`: the version of each unit by name; `sources`: its place, by rank and name.
-    """
+    """Units with which all ranks go back to one version."""
 
     version: Version
+    """Version of the core on all ranks."""
+
     units: Mapping[str, Version]
+    """Version of each unit, by name."""
+
     sources: Mapping[int, Mapping[str, str]]
+    """Place of each unit, by rank and name."""
 
     def lines(self) -> list[str]:
         """Return a readable description of the versions and their places."""
@@ -81,12 +83,14 @@ class UnitRecovery:
 
 
 def plan_units(inventories: Sequence[UnitInventory]) -> UnitRecovery | None:
-    """Return the newest version that all ranks can load, or None. `inventories` are
-    those of all ranks.
+    """Return the newest version that all ranks can load, or None.
 
-    Rank 0 has the core at 6 and 9 and expert 3 at 4 and 8. Rank 1 has lost its memory;
-    its disk has the core at 6 and expert 3, of which both ranks have a piece, at 2 and
-    4. All ranks go back to 6, with expert 3 at 4.
+    For example, rank 0 has the core at 6 and 9, and expert 3 at 4 and 8. Rank 1 has
+    lost its memory; its disk has the core at 6, and expert 3 at 2 and 4. Both ranks
+    have a piece of expert 3. All ranks go back to 6, with expert 3 at 4.
+
+    Args:
+        inventories: Units of all ranks.
     """
     cores = frozenset[Version].intersection(
         *(inventory.versions(CORE) for inventory in inventories)
@@ -99,7 +103,7 @@ def plan_units(inventories: Sequence[UnitInventory]) -> UnitRecovery | None:
 
 
 def newest_epoch(inventories: Sequence[UnitInventory]) -> int:
-    """Return the highest epoch number among all versions, 0 if there are none."""
+    """Return the highest epoch among all versions; 0 if there are none."""
     lines = (
         version.epoch
         for inventory in inventories
@@ -111,8 +115,9 @@ def newest_epoch(inventories: Sequence[UnitInventory]) -> int:
 
 
 def _at(version: Version, inventories: Sequence[UnitInventory]) -> UnitRecovery | None:
-    """Return the plan for a version whose core all ranks have; None if a unit that it
-    needs has no common version.
+    """Return the plan for a version whose core all ranks have.
+
+    None if a unit that the version needs has no common version.
     """
     units: dict[str, Version] = {}
     for name in sorted(
@@ -125,11 +130,10 @@ def _at(version: Version, inventories: Sequence[UnitInventory]) -> UnitRecovery 
             *(inventory.versions(name) for inventory in needing)
         )
         fitting = [each for each in common if _fits(name, each, version)]
-        # an older core may still do: the units that it needs need not be those of this
-        # one
+        # an older core may still be possible: that core may need other units
         if not fitting:
             return None
-        # the newer an expert, the fewer of its tokens are lost
+        # the newer an expert, the fewer of the expert's tokens are lost
         units[name] = max(fitting)
     sources = {
         inventory.global_rank: {
@@ -144,6 +148,6 @@ def _at(version: Version, inventories: Sequence[UnitInventory]) -> UnitRecovery 
 def _fits(name: str, unit: Version, core: Version) -> bool:
     if name == CORE:
         return unit == core
-    # after a return an iteration runs again from another state: its units fit no core
-    # of the epoch before
+    # after a rollback an iteration runs again from another state: units of the new
+    # epoch fit no core of the epoch before
     return unit.epoch == core.epoch and unit.iteration <= core.iteration

@@ -1,18 +1,21 @@
-"""Admission to a server: both ends prove that they have the run's token, and neither
-sends it.
+"""Admission to a server: both ends prove that they have the run's token.
+
+No end sends the token.
 
     server -> client   Challenge: a random nonce
-    client -> server   Hello: the run, a nonce of its own, HMAC of "client", the server's address and both nonces
+    client -> server   Hello: the run, a nonce of the client, and a proof: HMAC of
+                       "client", the run, the server's address and both nonces,
                        under the token
-    server -> client   Welcome: HMAC of "server", the address and both nonces; or Refused
+    server -> client   Welcome: HMAC of "server", the run, the address and both
+                       nonces; or Refused
 
-The address is that to which the client has connected and which the server has
-announced. So a process that puts its own address into the job's store, and passes on
-all bytes between a client and a server, is admitted by neither.
+The address is the one to which the client has connected and which the server has
+announced. If a process puts its own address into the job's store and passes on all
+bytes between a client and a server, both ends therefore refuse the connection.
 
-Before that, messages have at most MOST_GREETING_BYTES. With `Ticket.tls` all of it is
-inside TLS. A server whose strangers are too many closes a connection without an answer
-(`strangers`): the client then connects again.
+Messages before admission have at most MOST_GREETING_BYTES bytes. With `Ticket.tls` all
+messages are inside TLS. A server with too many connections that wait for admission
+closes one without an answer (`strangers`). The client then connects again.
 """
 
 from __future__ import annotations
@@ -39,9 +42,9 @@ from moe_ckpt.replication.tls import describe_refusal
 
 MOST_GREETING_BYTES = 4096
 _NONCE_BYTES = 16
-# before a client that was not admitted connects again
+# pauses before a client that was not admitted connects again
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-_LEAST_S = 0.001  # 0 would be no wait at all
+_LEAST_S = 0.001  # a timeout of 0 would be no wait at all
 _CLOSED = (
     ConnectionResetError,
     ConnectionAbortedError,
@@ -57,21 +60,24 @@ def open_connection(
     timeout_s: float,
     pause: Callable[[float], object] = time.sleep,
 ) -> Connection:
-    """Connect to a server and be admitted; a server that accepts and closes the
-    connection is tried again.
+    """Connect to a server and be admitted.
+
+    If the server accepts and then closes the connection, the client tries again.
 
     Args:
         address: The server's address.
-        ticket: The run, and its secret.
-        timeout_s: The time for all attempts; what is left is for later messages.
-        pause: Waits for some seconds between attempts, or raises OSError to end them.
+        ticket: The run, and the run's secret.
+        timeout_s: Time for all attempts, in seconds. Later messages may use the time
+            that is left.
+        pause: Waits for some seconds between attempts, or raises OSError to end the
+            attempts.
 
     Returns:
         The connection.
 
     Raises:
         OSError: Nothing listens at the address, or the time is over.
-        RefusedError: One end does not have the other's token, run, or authority of
+        RefusedError: One end does not have the other end's token, run, or authority of
             certificates.
     """
     until_s = time.monotonic() + timeout_s
@@ -93,7 +99,7 @@ def open_connection(
 def _admitted(
     link: Connection, address: Address, ticket: Ticket, until_s: float
 ) -> Connection:
-    """Return a new connection once it is admitted; close it after a failure."""
+    """Return a new connection once admitted. Close the connection after a failure."""
     try:
         link.allow(until_s - time.monotonic())
         with _naming_refusals():
@@ -108,7 +114,7 @@ def _admitted(
 
 @contextlib.contextmanager
 def _naming_refusals() -> Iterator[None]:
-    """Turn a refusal of TLS into RefusedError: another attempt would fail as well."""
+    """Raise RefusedError for a refusal of TLS: another attempt would fail as well."""
     try:
         yield
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
@@ -143,13 +149,14 @@ def admit(link: Connection, address: Address, ticket: Ticket) -> str | None:
     Args:
         link: The connection.
         address: The address that this server has announced.
-        ticket: The run, and its secret.
+        ticket: The run, and the run's secret.
 
     Returns:
-        None, or the reason of a refusal, which the client got as well.
+        None if the client is admitted; otherwise the reason of the refusal. The client
+        gets the refusal, too.
 
     Raises:
-        OSError: The connection has ended, or its time is over.
+        OSError: The connection has ended, or the connection's time is over.
     """
     if ticket.tls:
         try:
@@ -175,13 +182,14 @@ def admit(link: Connection, address: Address, ticket: Ticket) -> str | None:
 def _proof(
     ticket: Ticket, role: str, address: Address, server_nonce: str, client_nonce: str
 ) -> str:
-    """Return an HMAC-SHA-256, in hex; `role` keeps one end's proof from serving as the
-    other's.
+    """Return an HMAC-SHA-256, in hex.
+
+    `role` keeps one end's proof from serving as the other end's proof.
     """
     content = f"{role}|{ticket.run_id}|{address}|{server_nonce}|{client_nonce}"
     return hmac.new(ticket.token.encode(), content.encode(), hashlib.sha256).hexdigest()
 
 
 def _equal(one: str, other: str) -> bool:
-    # in constant time: the duration of `==` tells how much of a proof is right
+    # in constant time: the duration of `==` would reveal how much of a proof is right
     return hmac.compare_digest(one.encode(), other.encode())

@@ -1,8 +1,8 @@
-"""The worker's end of the socket to the replica daemon of its rank.
+"""Worker's end of the socket to the replica daemon of the worker's rank.
 
 Owns: the requests that have no answer yet. Must not: wait for the daemon on the
 training thread. When a daemon dies, its unanswered requests fail; the next request
-connects to its successor.
+connects to the daemon's successor.
 """
 
 from __future__ import annotations
@@ -37,19 +37,23 @@ _log = logging.getLogger(__name__)
 
 
 def daemon_socket(rank_folder: Path) -> Path:
-    """Return the path of the socket at which the daemon of a rank serves its worker."""
+    """Return the path of the socket at which a rank's daemon serves the worker."""
     return rank_folder / "daemon.sock"
 
 
 class DaemonClient:
-    """Sends requests to the daemon of `rank_folder`, from any thread.
+    """Client of a rank's daemon, for any thread.
 
-    `timeout_s` limits the time to hand over a request.
-
-    The daemon executes requests in their order.
+    The daemon receives requests in the order in which the client sends them.
     """
 
     def __init__(self, rank_folder: Path, *, timeout_s: float) -> None:
+        """Create a client that connects on the first request.
+
+        Args:
+            rank_folder: The rank's folder in shared memory.
+            timeout_s: Longest time to hand over a request, in seconds.
+        """
         self._path = daemon_socket(rank_folder)
         self._timeout_s = timeout_s
         self._lock = Lock()
@@ -58,27 +62,37 @@ class DaemonClient:
         self._is_closed = False
 
     def use_peers(self, addresses: Sequence[Address]) -> None:
-        """Let the daemon, and its successors, copy to these addresses from now on.
+        """Make the daemon, and each successor, copy to these peers from now on.
 
         Waits for a daemon that is being replaced.
 
-        Raises CheckpointSaveError if no daemon answers in time.
+        Args:
+            addresses: Addresses of the peers' servers.
+
+        Raises:
+            CheckpointSaveError: No daemon accepts the request in time.
         """
         with self._lock:
-            # kept before it is sent: `_connected` gives it to each successor of the
-            # daemon, which begins without peers
+            # stored before sending: a daemon begins without peers, and `_connected`
+            # sends the stored request to each successor
             self._peers = UsePeers(addresses=tuple(map(str, addresses)))
             try:
                 self._connected(wait_s=self._timeout_s).send(self._peers)
-            except CheckpointSaveError:  # the connection to a daemon that has just died
+            # the daemon has just died: connect to its successor
+            except CheckpointSaveError:
                 self._connected(wait_s=self._timeout_s)
 
     def copy(self, keys: Sequence[str]) -> Future[ServerWork]:
         """Start copying own blobs to all peers.
 
-        The future is done once all peers hold all of the blobs, or fails with a
-        CheckpointSaveError. Without keys, it is done once all earlier requests are. Its
-        result is the work of the slowest checkpoint server among the peers.
+        Args:
+            keys: Keys of the blobs.
+
+        Returns:
+            A future that completes once all peers hold all of the blobs, or fails with
+            a CheckpointSaveError. Without keys, the future completes once all earlier
+            copies have ended. The result is the work of the slowest checkpoint server
+            among the peers.
         """
         return self._ask(lambda number: Copy(number=number, keys=tuple(keys)))
 
@@ -89,11 +103,19 @@ class DaemonClient:
         path: Path,
         limit_bytes: int | None,
     ) -> Future[None]:
-        """Start copying own blobs to a folder on disk; blobs named in `stale` are
-        deleted there first.
+        """Start copying own blobs to a folder on disk.
 
-        The future is done once the blobs are on disk, or fails with a
-        CheckpointSaveError. One request is executed at a time.
+        The daemon executes one such request at a time.
+
+        Args:
+            keys: Keys of the blobs.
+            stale: Keys of the blobs on disk to delete before the copy.
+            path: The folder on disk.
+            limit_bytes: Most bytes that the folder may hold. None: no limit.
+
+        Returns:
+            A future that completes once the blobs are on disk, or fails with a
+            CheckpointSaveError.
         """
         request = {
             "keys": tuple(keys),
@@ -104,8 +126,13 @@ class DaemonClient:
         return self._ask(lambda number: Persist(number=number, **request))
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Let all peers drop their copies, after all earlier requests. A failure is
-        logged.
+        """Make all peers delete their copies of blobs.
+
+        A peer deletes copies after all earlier requests of the same kind; the kinds are
+        steps and all other blobs (see `sender`). The client logs a failure.
+
+        Args:
+            keys: Keys of the blobs.
         """
         with self._lock:
             try:
@@ -121,7 +148,7 @@ class DaemonClient:
         with self._lock:
             self._is_closed = True
             connection, self._connection = self._connection, None
-        # without the lock: callbacks of requests that fail now may send more requests
+        # outside the lock: callbacks of requests that fail now may send more requests
         if connection:
             connection.close()
             connection.join()
@@ -129,7 +156,7 @@ class DaemonClient:
     def _ask(self, request: Callable[[int], Message]) -> Future[Any]:
         with self._lock:
             future: Future[Any] = Future()
-            # no caller can cancel it from here on
+            # no caller can cancel the future from here on
             future.set_running_or_notify_cancel()
             try:
                 self._connected().ask(request, future)
@@ -141,7 +168,8 @@ class DaemonClient:
         if self._is_closed:
             raise CheckpointSaveError("the connection to the daemon was closed")
         if self._connection and self._connection.is_over:
-            # and no wait for its thread: callbacks there may need locks of this caller
+            # without `join`: callbacks on the connection's thread may need locks that
+            # this caller holds
             self._connection.close()
             self._connection = None
         if self._connection is None:
@@ -154,14 +182,14 @@ class DaemonClient:
 
 
 class _Connection:
-    """One connection to one daemon, and the thread that reads its answers."""
+    """One connection to one daemon, and the thread that reads the daemon's answers."""
 
     def __init__(self, link: Connection, timeout_s: float) -> None:
         self._link = link
         self._timeout_s = timeout_s
         self._lock = Lock()
         self._numbers = count()
-        # by number; None once the connection is closed
+        # futures by the request's number; None once the connection is closed
         self._unanswered: dict[int, Future[Any]] | None = {}
         self._thread = Thread(
             target=self._read_all,
@@ -177,21 +205,29 @@ class _Connection:
             return self._unanswered is None
 
     def ask(self, request: Callable[[int], Message], future: Future[Any]) -> None:
-        """Send a request with a new number. Raises CheckpointSaveError only if the
-        future will not be set.
+        """Send a request with a new number.
+
+        Raises:
+            CheckpointSaveError: The connection is over, and the future stays unset.
+                After any other failure the reading thread fails the future.
         """
         number = next(self._numbers)
         with self._lock:
             if self._unanswered is None:
                 raise CheckpointSaveError("the daemon is gone")
-            # before the request is sent: its answer may arrive before `send` returns
+            # registered before sending: the answer may arrive before `send` returns
             self._unanswered[number] = future
-        # then the reading thread ends, and fails the future
+        # after a failure to send, the reading thread ends and fails the future
         with contextlib.suppress(CheckpointSaveError):
             self.send(request(number))
 
     def send(self, message: Message) -> None:
-        """Send a message. Raises CheckpointSaveError; the connection is then closed."""
+        """Send a message.
+
+        Raises:
+            CheckpointSaveError: The daemon does not take the message. The connection is
+                then closed.
+        """
         try:
             self._link.allow(self._timeout_s)
             self._link.send(message)
@@ -203,7 +239,7 @@ class _Connection:
 
     def close(self) -> None:
         self._link.shut_down()
-        self._link.close()  # the thread reads from a twin
+        self._link.close()  # the reading thread has a twin of its own
 
     def join(self) -> None:
         """Wait until all unanswered requests have failed."""
@@ -212,19 +248,19 @@ class _Connection:
     def _read_all(self, link: Connection) -> None:
         reason: Exception | None = None
         try:
-            # the kernel closes the socket of any local process that ends
+            # no time limit: the kernel closes the socket when the daemon's process ends
             while link.is_readable(None):
                 link.allow(self._timeout_s)
                 self._finish(link.expect(Copied))
-        except Exception as error:  # the top of a thread: waiting callers get the error
+        except Exception as error:  # top of the thread: waiting callers get the error
             reason = error
         finally:
             link.close()
         with self._lock:
             futures, self._unanswered = list((self._unanswered or {}).values()), None
         for future in futures:
-            # without the lock, which `is_over` takes: callbacks may send further
-            # requests
+            # outside the lock: callbacks may send further requests, for which `is_over`
+            # takes the lock
             future.set_exception(CheckpointSaveError(f"the daemon is gone: {reason}"))
 
     def _finish(self, answer: Copied) -> None:
@@ -245,7 +281,7 @@ class _Connection:
 
 
 def _dial(path: Path, wait_s: float, timeout_s: float) -> Connection:
-    """Connect to the daemon. If there is none, try again for `wait_s` seconds."""
+    """Connect to the daemon. Without a daemon, try again for `wait_s` seconds."""
     until_s = time.monotonic() + wait_s
     while True:
         connection = socket.socket(socket.AF_UNIX)

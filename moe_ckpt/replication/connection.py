@@ -1,10 +1,11 @@
-"""One connection: messages and streams of bytes, each within the time that is left.
+"""One connection: messages and byte streams, each within the time that is left.
 
 Owns: framing, checksums of all bytes, and the limit on every wait. Must not: interpret
 messages, or unpickle.
 
-    length, 4 bytes | its complement | XXH3 of the message, 8 bytes | MessagePack      a message
-    bytes of an agreed number                                                   a stream; both ends compute its XXH3
+    a message   length, 4 bytes | complement of the length, 4 bytes
+                | XXH3 of the body, 8 bytes | body, in MessagePack
+    a stream    bytes of an agreed number; both ends compute the XXH3 of the bytes
 """
 
 from __future__ import annotations
@@ -34,52 +35,69 @@ _ALL_BITS = 0xFFFFFFFF
 
 M = TypeVar("M", bound=Message)
 Pace = Callable[[int], None]
-"""Called before each chunk of a stream with its size in bytes. It may wait, allow more
-time, or raise.
+"""Called before each chunk of a stream, with the chunk's size in bytes.
+
+A pace may wait, allow more time, or raise.
 """
 
 
 class RefusedError(Exception):
-    """The other side refused. `garbled`: the bytes arrived damaged, so that another
-    attempt may succeed.
-    """
+    """The other end refused a request."""
 
     def __init__(self, reason: str, *, garbled: bool) -> None:
+        """Create an error.
+
+        Args:
+            reason: Reason of the refusal.
+            garbled: Whether the bytes arrived damaged, so that another attempt may
+                succeed.
+        """
         super().__init__(reason)
         self.garbled = garbled
 
 
 class Connection:
-    """One end of a connection, for one thread; another thread may use a `twin` for the
-    other direction.
+    """One end of a connection, for one thread.
 
-    A failure raises OSError (TimeoutError after the time that `allow` set) and makes
-    the connection unusable.
+    Another thread may use a `twin` for the other direction. A failed operation raises
+    OSError (TimeoutError after the time that `allow` set), and makes the connection
+    unusable.
     """
 
     def __init__(self, connection: socket.socket) -> None:
+        """Take over a connected socket."""
         if connection.family != socket.AF_UNIX:
-            # small requests must not wait
+            # small requests must not wait in the kernel for more bytes
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket: socket.socket = connection
         self._until_s = time.monotonic()
 
     def twin(self) -> Connection:
-        """Return another end of the same connection, which is without TLS, with its own
-        time limit.
+        """Return another end of the same connection, with a time limit of its own.
+
+        Only a connection without TLS can have a twin.
         """
         return Connection(self._socket.dup())
 
     def secure(self, context: ssl.SSLContext, *, server_side: bool) -> None:
-        """Use TLS from here on. Raises ssl.SSLError, an OSError, if one end refuses the
-        other's certificate.
+        """Use TLS from here on.
 
-        A client learns of its own refusal only as it receives the first message.
+        A client that the server refuses gets the error only with the first message that
+        the client receives.
+
+        Args:
+            context: This end's context.
+            server_side: Whether this end is the server.
+
+        Raises:
+            ssl.SSLError: One end refuses the other end's certificate. The class is an
+                OSError.
         """
         encrypted = context.wrap_socket(
             self._socket, server_side=server_side, do_handshake_on_connect=False
         )
-        self._socket = encrypted  # first: `shut_down` ends the handshake, too
+        # assigned before the handshake, so that `shut_down` can end the handshake, too
+        self._socket = encrypted
         encrypted.settimeout(self._left_s())
         try:
             encrypted.do_handshake()
@@ -88,36 +106,51 @@ class Connection:
             raise
 
     def peer_host(self) -> str:
-        """Return the address of the other end, without its port. Raises OSError if the
-        connection has ended.
+        """Return the address of the other end, without the port.
+
+        Raises:
+            OSError: The connection has ended.
         """
         return self._socket.getpeername()[0]
 
     def allow(self, timeout_s: float) -> None:
-        """Limit the following operations to this many seconds from now."""
+        """Limit the following operations to `timeout_s` seconds from now."""
         self._until_s = time.monotonic() + timeout_s
 
     def is_readable(self, timeout_s: float | None) -> bool:
-        """Wait for bytes or for the end of the connection, for `timeout_s` seconds or,
-        with None, without limit.
+        """Wait for bytes, or for the end of the connection.
+
+        Args:
+            timeout_s: Longest wait, in seconds. None: no limit.
+
+        Returns:
+            Whether there are bytes, or the connection has ended.
         """
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
-            return True  # decrypted already
+            return True  # bytes that TLS has decrypted already
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 
     def send(self, *messages: Message) -> None:
-        """Send messages, at once."""
+        """Send messages in one piece."""
         self._send(memoryview(b"".join(map(_framed, messages))))
 
     def receive(self, most_bytes: int = MOST_MESSAGE_BYTES) -> Message:
-        """Return the next message, of at most `most_bytes`. Its memory is allocated
-        after that check.
+        """Return the next message.
+
+        The connection checks the message's size before it allocates memory for the
+        message.
+
+        Args:
+            most_bytes: Largest accepted size of the message, in bytes.
+
+        Raises:
+            OSError: The message is damaged or too large, or the connection failed.
         """
         length, complement, wanted = _HEAD.unpack(self._receive(_HEAD.size))
-        # a damaged length would be allocated, and waited for, before the message's hash
-        # is compared
+        # checked here: the hash of the body is compared only after the connection has
+        # allocated `length` bytes and waited for as many
         if length != complement ^ _ALL_BITS or length > most_bytes:
             raise ConnectionError(
                 f"got no message, or one of more than {most_bytes} bytes"
@@ -134,8 +167,15 @@ class Connection:
             raise ConnectionError(str(error)) from error
 
     def expect(self, kind: type[M], most_bytes: int = MOST_MESSAGE_BYTES) -> M:
-        """Return the next message, which must be of this kind. Raises RefusedError if
-        it is a refusal.
+        """Return the next message, which must be of one kind.
+
+        Args:
+            kind: The kind of the message.
+            most_bytes: Largest accepted size of the message, in bytes.
+
+        Raises:
+            RefusedError: The message is a refusal.
+            OSError: The message is of another kind, or the connection failed.
         """
         message = self.receive(most_bytes)
         if isinstance(message, Refused):
@@ -147,9 +187,11 @@ class Connection:
         return message
 
     def ask(self, request: Message, kind: type[M]) -> M:
-        """Send a request and return its answer, which must be of this kind.
+        """Send a request and return the answer, which must be of one kind.
 
-        Raises RefusedError if the request is refused.
+        Raises:
+            RefusedError: The other end refused the request.
+            OSError: The answer is of another kind, or the connection failed.
         """
         self.send(request)
         return self.expect(kind)
@@ -177,7 +219,15 @@ class Connection:
         return digest.intdigest() if known_xxh3 is None else known_xxh3
 
     def receive_stream(self, target: memoryview, pace: Pace) -> int:
-        """Fill memory with bytes in chunks; return their XXH3."""
+        """Fill memory with bytes in chunks.
+
+        Args:
+            target: The memory.
+            pace: Called before each chunk.
+
+        Returns:
+            The XXH3 of all bytes.
+        """
         digest = xxhash.xxh3_64()
         for start in range(0, len(target), CHUNK_BYTES):
             chunk = target[start : start + CHUNK_BYTES]
@@ -187,17 +237,22 @@ class Connection:
         return digest.intdigest()
 
     def shut_down(self) -> None:
-        """End the connection, from any thread; operations that wait on it raise."""
+        """End the connection, from any thread.
+
+        Operations that wait on the connection raise OSError.
+        """
         with contextlib.suppress(OSError):
-            # that of SSLSocket lets others go on in clear
+            # not SSLSocket.shutdown: after that call other threads would continue in
+            # clear text
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
 
     def _let_the_reason_arrive(self) -> None:
-        """Wait for the other end to close: to close over unread bytes would reset the
-        connection and lose the alert.
+        """Wait for the other end to close the connection.
+
+        To close over unread bytes would reset the connection and lose the TLS alert.
         """
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
@@ -214,7 +269,7 @@ class Connection:
         return content
 
     def _receive_into(self, target: memoryview) -> None:
-        # the time is set anew for each part: a peer that sends byte by byte must not
+        # the timeout is set anew for each part: a peer that sends byte by byte must not
         # exceed the limit
         while target:
             self._socket.settimeout(self._left_s())
@@ -231,8 +286,10 @@ class Connection:
 
 
 def _framed(message: Message) -> bytes:
-    """Return a message's head and body. Raises OSError for a message that no receiver
-    takes.
+    """Return a message's head and body.
+
+    Raises:
+        OSError: The message is too large for any receiver.
     """
     body = message_to_bytes(message)
     if len(body) > MOST_MESSAGE_BYTES:

@@ -1,13 +1,12 @@
-"""Serves one rank's folder to other ranks: stores copies for them, and returns blobs to
-ranks that lost theirs.
+"""Serves one rank's folder to other ranks.
 
-Owns: the answers to requests. Its only state is the file system, where the folder may
-be deleted at any time. Must not: send anything without a request, or serve a client
-that has not proved that it has the run's token.
+The server stores copies for other ranks, and returns blobs to ranks that lost their
+own. Owns: the answers to requests. The server's only state is the file system, where
+the folder may be deleted at any time. Must not: send anything without a request, or
+serve a client that has not proved that it has the run's token.
 
     own/              this rank's blobs: read only
     held/rank0001/    copies for rank 1
-
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ from moe_ckpt.snapshot.adam_update import is_update
 from moe_ckpt.snapshot.arriving_update import ArrivingUpdate, CapturedSums, no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
 
-_ADMISSION_S = 10.0  # a client that is not admitted by then is disconnected
-_MOST_STRANGERS = 64  # connections before admission; each has a thread
-# threads, of which those in use are as many as the owners that send at the same time
+_ADMISSION_S = 10.0  # the server disconnects a client that is not admitted by then
+_MOST_STRANGERS = 64  # connections that wait for admission; each has a thread
+# threads; as many are in use as owners send updates at the same time
 _MOST_UPDATERS = 64
 
 _log = logging.getLogger(__name__)
@@ -56,25 +55,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HoldingRules:
-    """The copies that a server accepts: `most_bytes_per_owner` of payloads for each
-    owner; None: as much as there is.
-
-    A checkpoint server (`serves_itself`) computes states from gradients, also for its
-    own rank, and stores them as copies. `captured` returns the gradients that it reads
-    from a mirror port.
-    """
+    """The copies that a server accepts."""
 
     serves_itself: bool = False
+    """Whether the server is a checkpoint server.
+
+    A checkpoint server also computes states of its own rank from gradients, and stores
+    the states as copies.
+    """
+
     captured: CapturedSums = no_capture
+    """Returns the gradients that the server reads from a mirror port."""
+
     most_bytes_per_owner: int | None = None
+    """Most bytes of payloads for each owner. None: as much as there is."""
 
 
 class CopyServer:
-    """Serves `rank_folder` at a free port of `host`, to clients with the ticket, until
-    `close`.
+    """Serves a rank's folder to clients with the run's ticket, until `close`.
 
-    A connection without traffic for `timeout_s` is closed; its client connects again
-    when necessary.
+    Attributes:
+        address: Address at which the server listens.
     """
 
     def __init__(
@@ -87,6 +88,18 @@ class CopyServer:
         timeout_s: float,
         rules: HoldingRules | None = None,
     ) -> None:
+        """Begin to serve at a free port.
+
+        Args:
+            rank_folder: The rank's folder in shared memory.
+            global_rank: The rank; negative for a checkpoint server without a rank.
+            ticket: The run, and the run's secret.
+            host: Address of this node at which the server listens.
+            timeout_s: Time without traffic after which the server closes a connection,
+                in seconds. The client connects again when necessary.
+            rules: The copies that the server accepts. None: the defaults of
+                `HoldingRules`.
+        """
         self._rules = rules or HoldingRules()
         self._rank_folder = rank_folder
         self._global_rank = global_rank
@@ -101,7 +114,7 @@ class CopyServer:
         )
         self._refusals = RareWarning(_log, f"{name} refused a connection")
         self._strangers = Strangers(_MOST_STRANGERS, RareWarning(_log, name))
-        self._held: dict[int, ReplicaFolder] = {}  # by the owner's rank
+        self._held: dict[int, ReplicaFolder] = {}  # folders by the owner's rank
         self._updaters = ThreadPoolExecutor(
             max_workers=_MOST_UPDATERS, thread_name_prefix="updater"
         )
@@ -204,8 +217,8 @@ class CopyServer:
                 f"rank {owner_rank} keeps no copies for itself", garbled=False
             )
         with self._lock:
-            # one for all connections of an owner: they share its limit and its pool of
-            # free memory
+            # one folder for all connections of an owner, which share the owner's limit
+            # and pool of free memory
             if owner_rank not in self._held:
                 path = held_path(self._rank_folder, owner_rank)
                 self._held[owner_rank] = ReplicaFolder(
@@ -215,8 +228,9 @@ class CopyServer:
 
 
 class _TimedUpdate:
-    """One update: this connection's thread receives, another takes the steps; and the
-    time that they take.
+    """An arriving update, with the time of the work.
+
+    The connection's thread receives, and another thread takes the steps.
     """
 
     def __init__(self, update: ArrivingUpdate, updaters: Executor) -> None:

@@ -1,6 +1,6 @@
-"""The time that copies of one rank's snapshots take to reach all peers.
+"""Time that copies of one rank's snapshots take to reach all peers.
 
-Must not: copy, or decide what is copied. Copies may end on any thread.
+Must not: copy, or choose blobs to copy. Copies may end on any thread.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ _RECENT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentCopy:
-    """The time spent on sending some snapshots: `seconds` out of `span_s`, which ended
-    `ago_s` ago.
-    """
+    """Sending times of some snapshots."""
 
     size_bytes: int
+    """Size of the snapshots, in bytes."""
+
     seconds: float
+    """Time in which at least one of the copies was in progress, in seconds."""
+
     span_s: float
+    """Time from the first request to the last confirmation, in seconds."""
+
     ago_s: float
+    """Time since the last confirmation, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,26 +38,42 @@ class _Copy:
     """A copy, or several copies without a pause between them."""
 
     size_bytes: int
+    """Size of all copies, in bytes."""
+
     since_s: float
+    """Time of the first request, in seconds on the clock."""
+
     until_s: float
+    """Time of the last confirmation, in seconds on the clock."""
 
 
 class CopyTimes:
-    """The start and end of each finished copy, by the key of its blob."""
+    """Start and end of each finished copy, by the key of the blob. For any thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Begin without copies.
+
+        Args:
+            now: The clock, in seconds.
+        """
         self._now = now
-        # a copy ends on the thread of its answer, while the training thread reads rates
+        # copies end on threads that read answers, while the training thread reads rates
         self._lock = Lock()
         self._copies: dict[str, _Copy] = {}
         self._busy: deque[_Copy] = deque(maxlen=_RECENT)
 
     def ended(self, key: str, size_bytes: int, *, since_s: float) -> None:
-        """A copy that was requested at `since_s` has reached all peers."""
+        """Add a copy that has reached all peers now.
+
+        Args:
+            key: Key of the blob.
+            size_bytes: Size of the copy, in bytes.
+            since_s: Time of the request, in seconds on the clock.
+        """
         with self._lock:
             copy = _Copy(size_bytes=size_bytes, since_s=since_s, until_s=self._now())
             self._copies[key] = copy
-            # it shared the link with other copies
+            # the copy shared the link with earlier copies
             if self._busy and since_s < self._busy[-1].until_s:
                 before = self._busy.pop()
                 since_s, size_bytes = (
@@ -64,13 +85,15 @@ class CopyTimes:
             )
 
     def drop(self, key: str) -> None:
-        """The blob is not copied any more."""
+        """Forget the copy of a blob that is withdrawn."""
         with self._lock:
             self._copies.pop(key, None)
 
     def bytes_per_s(self) -> float:
-        """Return the recent rate of copies while any was in progress, including waits;
-        inf without copies.
+        """Return the recent rate of copies, in bytes per second; inf without copies.
+
+        The rate covers the time in which copies were in progress, including their
+        waits.
         """
         with self._lock:
             rates = [
@@ -80,8 +103,12 @@ class CopyTimes:
         return statistics.median(rates) if rates else math.inf
 
     def of(self, keys: Iterable[str]) -> SentCopy | None:
-        """Return the time spent on sending these blobs, or on those of them that were
-        sent; None for none of them.
+        """Return the total send time of these blobs.
+
+        Unsent blobs count zero.
+
+        Returns:
+            The times. None if no blob was sent.
         """
         with self._lock:
             copies = [copy for key in keys if (copy := self._copies.get(key))]
@@ -97,8 +124,9 @@ class CopyTimes:
 
 
 def _covered_s(copies: Iterable[_Copy]) -> float:
-    """Return the time in which at least one copy was in progress: 1 to 3, 2 to 4 and 6
-    to 7 make 4.
+    """Return the time in which at least one copy was in progress, in seconds.
+
+    Copies from 1 to 3, from 2 to 4 and from 6 to 7 make 4.
     """
     covered_s, reached_s = 0.0, -math.inf
     for copy in sorted(copies, key=lambda each: each.since_s):

@@ -1,12 +1,12 @@
-"""The replica daemon of one rank: a process that lives as long as the supervisor, and
-so longer than any worker.
+"""The replica daemon of one rank: a process that outlives the rank's workers.
 
-Owns: the rank's server of copies, the threads that send copies of its own blobs, and
-the socket for its worker. Must not: train, touch a process group, or keep state in its
-memory: all state is in the rank's folder, which may be deleted.
+The daemon lives as long as the supervisor. Owns: the rank's server of copies, the
+threads that send copies of the rank's own blobs, and the socket for the rank's worker.
+Must not: train, touch a process group, or keep state in its memory: all state is in the
+rank's folder, which may be deleted.
 
-    supervisor --fork--> daemon <--Unix socket-- worker 0, 1, ...     daemon <--TCP--> daemons and workers of other
-    ranks
+    supervisor --fork--> daemon <--Unix socket-- worker 0, 1, ...
+                         daemon <--TCP--> daemons and workers of other ranks
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from moe_ckpt.snapshot.arriving_update import no_capture
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.token_bucket import Throttle
 
-# whether the folder is there: only a loss of the node's memory deletes it
+# interval of checks that the folder exists: only a loss of the node's memory deletes it
 _LOOK_EVERY_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -59,38 +59,54 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MirrorSettings:
-    """The mirror port of a checkpoint server: the watched ranks of each ring, and
-    frames to drop on purpose.
-
-    Captured gradients of the last `keep_iters` iterations stay.
-    """
+    """The mirror port of a checkpoint server."""
 
     interface: str
+    """Network interface of the port."""
+
     captures: int
+    """Number of ranks to watch in each ring."""
+
     loss: float
+    """Share of its frames that each capture drops on purpose."""
+
     keep_iters: int
+    """Number of iterations whose captured gradients stay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonSettings:
-    """A daemon's settings and time limits: for progress on a connection, and for a
-    whole copy.
-
-    `serves_itself`: the daemon is also a checkpoint server of its own rank, and may
-    read a `mirror` port. `most_bytes_per_owner`: limit of the payloads that it holds
-    for one rank.
-    """
+    """Settings and time limits of a daemon."""
 
     rank_folder: Path
+    """The rank's folder in shared memory."""
+
     global_rank: int
+    """The rank."""
+
     ticket: Ticket
+    """The run, and the run's secret."""
+
     host: str
+    """Address of this node at which the daemon's server listens."""
+
     timeout_s: float
+    """Longest time without progress on a connection, in seconds."""
+
     copy_deadline_s: float
+    """Longest time of a whole copy, in seconds."""
+
     caps: MaxBytesPerS = NO_CAPS
+    """Caps on the daemon's traffic, in bytes per second."""
+
     serves_itself: bool = False
+    """Whether the daemon is also a checkpoint server of its own rank."""
+
     mirror: MirrorSettings | None = None
+    """Mirror port that the checkpoint server reads. None: no port."""
+
     most_bytes_per_owner: int | None = None
+    """Most bytes of payloads that the daemon holds for one rank. None: no limit."""
 
 
 def run_daemon(
@@ -100,15 +116,25 @@ def run_daemon(
     may_send: Callable[[], bool],
     announce: Callable[[Address], None],
 ) -> NoReturn:
-    """Run the daemon until the supervisor ends: the kernel then ends this process,
-    which the supervisor has forked.
+    """Run the daemon in this process, which the supervisor has forked.
 
-    `announce` is called once, with the server's address, when the daemon is ready for
-    its worker. Raises OSError if it cannot listen.
+    The kernel ends this process when the supervisor ends.
+
+    Args:
+        place: The daemon's settings.
+        supervisor_pid: Process id of the supervisor.
+        may_send: Returns whether copies may be sent without a wait; False while
+            training communicates.
+        announce: Called once with the server's address, when the daemon is ready for
+            its worker.
+
+    Raises:
+        OSError: The daemon cannot listen.
+        ConfigError: The mirror port cannot be opened.
     """
     die_with_parent(signal.SIGKILL, parent=supervisor_pid)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        # signals to the whole job: this process ends with its supervisor
+        # ignore signals to the whole job: this process ends with its supervisor
         signal.signal(number, signal.SIG_IGN)
     deadline_s = place.copy_deadline_s
     server = CopyServer(
@@ -155,7 +181,15 @@ def run_daemon(
 
 
 def open_mirror(mirror: MirrorSettings, seed: int) -> MirrorCapture:
-    """Begin to read the mirror port. Raises ConfigError."""
+    """Begin to read the mirror port.
+
+    Args:
+        mirror: Settings of the port.
+        seed: Seed for the choice of frames to drop.
+
+    Raises:
+        ConfigError: The port cannot be opened.
+    """
     watcher = Watcher(mirror.captures, loss=mirror.loss, seed=seed)
     return MirrorCapture(
         MirrorPort(mirror.interface), watcher, keep_iters=mirror.keep_iters
@@ -163,9 +197,7 @@ def open_mirror(mirror: MirrorSettings, seed: int) -> MirrorCapture:
 
 
 class WorkerServer:
-    """Serves the workers of one rank, one after another, at a socket in the rank's
-    folder.
-    """
+    """Serves the workers of one rank, one after another."""
 
     def __init__(
         self,
@@ -175,12 +207,20 @@ class WorkerServer:
         timeout_s: float,
         disk: Throttle | None = None,
     ) -> None:
+        """Listen at a socket in the rank's folder.
+
+        Args:
+            rank_folder: The rank's folder in shared memory.
+            replicator: Copies blobs to peers.
+            timeout_s: Longest time of an exchange with a worker, in seconds.
+            disk: Cap on writes to the local disk. None: no cap.
+        """
         self._disk = disk or Throttle()
         self._path = daemon_socket(rank_folder)
         self._own = BlobFolder(own_path(rank_folder))
         self._replicator = replicator
-        # one thread: each write sweeps unfinished files, which must not be those of
-        # another write
+        # one thread: each write removes unfinished files, which must not be the files
+        # of another write
         self._disk_thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="local-disk"
         )
@@ -190,8 +230,10 @@ class WorkerServer:
         self.keep_open()
 
     def keep_open(self) -> None:
-        """Listen at the path, again if its folder was deleted. Raises OSError if that
-        fails.
+        """Listen at the path, again if the socket's folder was deleted.
+
+        Raises:
+            OSError: Listening fails.
         """
         if self._inode is not None and self._inode == _inode(self._path):
             return
@@ -201,16 +243,16 @@ class WorkerServer:
         self._listener = ConnectionServer(listening, self._serve)
 
     def close(self) -> None:
-        """End all connections; accepted requests are still executed."""
+        """End all connections. The daemon still executes accepted requests."""
         if self._listener:
             self._listener.close(self._timeout_s)
             self._listener, self._inode = None, None
 
     def _serve(self, link: Connection) -> None:
-        # a twin: threads of copies answer while this one waits for requests
+        # a twin: threads of copies send answers while this thread waits for requests
         worker = _Worker(link.twin(), self._timeout_s)
         try:
-            # the kernel closes the socket of any local process that ends
+            # no time limit: the kernel closes the socket when the worker's process ends
             while link.is_readable(None):
                 link.allow(self._timeout_s)
                 self._carry_out(worker, link.receive())
@@ -230,8 +272,8 @@ class WorkerServer:
                 path=path,
                 limit_bytes=limit_bytes,
             ):
-                # nothing to write: a recovery waits for all earlier requests, and no
-                # training runs meanwhile
+                # without keys, a recovery waits for all earlier writes; no training
+                # runs meanwhile, so the cap has no use
                 (self._disk.apply if keys else self._disk.lift)()
                 persisted = self._disk_thread.submit(
                     persist, self._own, Path(path), keys, stale, limit_bytes, self._disk
@@ -252,7 +294,7 @@ class WorkerServer:
 
 
 class _Worker:
-    """The answers to one worker, for the threads that send copies."""
+    """Sends the answers to one worker, from the threads that send copies."""
 
     def __init__(self, link: Connection, timeout_s: float) -> None:
         self._link = link
@@ -280,11 +322,11 @@ class _Worker:
 
 def _listen(path: Path) -> socket.socket:
     make_private(path.parent)
-    # a daemon that died has left its file, and bind refuses a path that exists
+    # a daemon that died has left the socket's file, and bind refuses an existing path
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX)
     try:
-        # before bind: the socket's file has this mode from the start
+        # before bind, so that the socket's file has this mode from the start
         os.fchmod(listening.fileno(), FILE_MODE)
         listening.bind(str(path))
         listening.listen()

@@ -1,8 +1,7 @@
-"""Fetches blobs from a peer's daemon, for a replacement worker whose node has lost its
-memory.
+"""Fetches blobs from a peer's daemon.
 
-Owns: the exchange with one daemon, within a deadline. Must not: choose the peer or the
-blobs.
+A replacement worker whose node has lost its memory fetches the blobs of its rank. Owns:
+the exchange with one daemon, within a deadline. Must not: choose the peer or the blobs.
 """
 
 from __future__ import annotations
@@ -37,7 +36,14 @@ def list_held(
 ) -> list[str]:
     """Return the sorted keys of all blobs of a rank that a daemon has.
 
-    Raises CheckpointLoadError if the daemon does not answer in time.
+    Args:
+        address: Address of the daemon's server.
+        ticket: The run, and the run's secret.
+        owner_rank: The rank.
+        timeout_s: Time for the exchange, in seconds.
+
+    Raises:
+        CheckpointLoadError: The daemon does not answer in time.
     """
     with _calling(address, ticket) as caller:
         return list(_keys(caller, owner_rank, time.monotonic() + timeout_s))
@@ -52,12 +58,23 @@ def fetch_blobs(
     *,
     timeout_s: float,
 ) -> int:
-    """Copy a rank's blobs from a daemon into `folder` and publish them there; return
-    their bytes.
+    """Copy a rank's blobs from a daemon into a folder, and publish them there.
 
-    Raises CheckpointLoadError for the first of `keys` that cannot be fetched; those
-    before it are published by then. Without `keys`, all blobs that the daemon can read
-    are fetched: the caller must check that they suffice.
+    Args:
+        address: Address of the daemon's server.
+        ticket: The run, and the run's secret.
+        owner_rank: The rank.
+        folder: The folder.
+        keys: Keys of the blobs. None: all blobs that the daemon can read. The caller
+            must then check that the blobs suffice.
+        timeout_s: Time for the exchange, in seconds.
+
+    Returns:
+        The size of all fetched blobs, in bytes.
+
+    Raises:
+        CheckpointLoadError: One of `keys` cannot be fetched, or the daemon does not
+            answer in time. Blobs fetched before are published by then.
     """
     until_s = time.monotonic() + timeout_s
     with _calling(address, ticket) as caller:
@@ -78,9 +95,16 @@ def fetch_blobs(
 def clear_held(
     address: Address, ticket: Ticket, owner_rank: int, *, timeout_s: float
 ) -> None:
-    """Let a daemon drop all blobs that it holds for a rank.
+    """Make a daemon delete all blobs that it holds for a rank.
 
-    Raises CheckpointLoadError if the daemon does not confirm that in time.
+    Args:
+        address: Address of the daemon's server.
+        ticket: The run, and the run's secret.
+        owner_rank: The rank.
+        timeout_s: Time for the exchange, in seconds.
+
+    Raises:
+        CheckpointLoadError: The daemon does not confirm in time.
     """
     request = Clear(owner_rank=owner_rank)
     with _calling(address, ticket) as caller:
@@ -123,8 +147,8 @@ def _fetch_if_given(
     try:
         return _fetch(caller, request, folder, until_s)
     except CheckpointLoadError as error:
-        # a refusal is about this blob, which may be damaged there; any other failure is
-        # about all of them
+        # a refusal concerns this blob, which may be damaged on the daemon's side; any
+        # other failure concerns all blobs
         if not isinstance(error.__cause__, RefusedError):
             raise
         _log.warning("done without: %s", error)
@@ -132,4 +156,4 @@ def _fetch_if_given(
 
 
 def _at_once(_: int) -> None:
-    """A recovery has priority over all other traffic."""
+    """Do not wait: a recovery has priority over all other traffic."""

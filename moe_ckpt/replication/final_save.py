@@ -1,12 +1,14 @@
-"""The last save of a rank whose job is being stopped: complete windows go from shared
-memory to disk.
+"""The last save of a rank whose job is being stopped.
 
-Owns: the choice of the blobs, and the file in which a worker leaves the place for them.
-Must not: need the worker or the daemon, which are dead by then: a worker may hang, and
-two processes must not write one folder.
+Complete windows go from shared memory to disk. Owns: the choice of the blobs, and the
+file in which a worker leaves the target of the save. Must not: need the worker or the
+daemon, which are dead by then: a worker may hang, and two processes must not write one
+folder.
 
-    worker      write_save_target(rank folder, target)          once, as it opens its memory
-    process that the supervisor starts after both have ended    save_last(rank folder), saved_iterations(rank folder)
+    worker, once, as it opens its memory:
+        write_save_target(rank folder, target)
+    process that the supervisor starts after worker and daemon have ended:
+        save_last(rank folder), saved_iterations(rank folder)
 """
 
 from __future__ import annotations
@@ -40,23 +42,23 @@ class SaveTarget:
     """The place of a rank's last save, and the windows that belong there."""
 
     path: str
-    """The folder of the rank on its disk."""
+    """Folder of the rank on the rank's disk."""
 
     limit_bytes: int | None
-    """The most bytes there; None: no limit."""
+    """Most bytes that the folder may hold. None: no limit."""
 
     identity: RunIdentity
-    """The run."""
+    """The run of the windows."""
 
     shard: ShardIdentity
-    """The rank."""
+    """The rank of the windows."""
 
 
 def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
-    """Leave the target for the last save, in place of an earlier worker's.
+    """Write the target of the last save, in place of an earlier worker's target.
 
-    The first worker's target takes its room before any snapshot; a replacement needs
-    none.
+    The first worker reserves the file's room before any snapshot takes memory. A
+    replacement worker needs no more room.
 
     Args:
         rank_folder: The rank's folder in shared memory.
@@ -68,16 +70,22 @@ def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
     content = json.dumps(asdict(target), ensure_ascii=False)
     file = ReservedFile(rank_folder / _TARGET)
     file.reserve()
-    # a path may have bytes that are no UTF-8
+    # a path may contain bytes that are not UTF-8
     file.write(content.encode(errors="surrogateescape"))
 
 
 def save_last(rank_folder: Path) -> None:
-    """Copy all complete windows of a rank to its disk, the oldest first.
+    """Copy all complete windows of a rank to the rank's disk, the oldest first.
 
-    All ranks have the oldest one, and may lack a newer one. A rank that has not opened
-    its memory yet saves nothing. Raises CheckpointSaveError if the disk has no room;
-    windows that are on the disk by then stay.
+    All ranks have the oldest window, and may lack a newer one. A rank that has not
+    opened its memory yet saves nothing.
+
+    Args:
+        rank_folder: The rank's folder in shared memory.
+
+    Raises:
+        CheckpointSaveError: The disk has no room. Windows that are on the disk by then
+            stay.
     """
     target = _target_of(rank_folder)
     if target is None:
@@ -89,9 +97,10 @@ def save_last(rank_folder: Path) -> None:
     disk = Path(target.path)
     # a checkpoint server of the rank itself has newer states than the rank
     for folder in (own, served):
-        folder.settle()  # a worker may have died as it replaced what is there
+        # a worker may have died while it replaced the folder's contents
+        folder.settle()
         for keys in windows_in(folder):
-            # nothing is stale: if another rank saves less, all ranks go on from an
+            # nothing is stale: if another rank saves less, all ranks continue from an
             # older state
             persist(folder, disk, keys, [], target.limit_bytes)
 
@@ -139,8 +148,9 @@ def _target_of(rank_folder: Path) -> SaveTarget | None:
 
 
 def windows_in(folder: BlobFolder) -> Iterator[list[str]]:
-    """Yield the keys of each complete window with its steps, the oldest window first;
-    the first key is its end's.
+    """Yield the keys of each complete window, the oldest window first.
+
+    The keys of the window's steps come before the keys of the window's snapshots.
     """
     by_key = read_snapshots(folder)
     of_payload = {id(snapshot.payload): key for key, snapshot in by_key.items()}

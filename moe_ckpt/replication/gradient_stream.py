@@ -1,12 +1,13 @@
-"""One rank's gradients on their way to its checkpoint servers, which take the
-optimizer's steps themselves.
+"""One rank's gradients on their way to the rank's checkpoint servers.
 
-Owns: the iterations that servers have received and completed, and the limit on their
-lag. Must not: know parameters, or agree with other ranks. FlowCheck, sections 4 and 5.
+The servers take the optimizer's steps themselves. Owns: the iterations that servers
+have received and completed, and the limit on the servers' lag. Must not: know
+parameters, or agree with other ranks. FlowCheck, sections 4 and 5.
 
     reduction          tap: gradients into shared memory
-    step committed     hand over: header, Adam's numbers, buffers -> replica daemon -> servers: state t - 1 -> state t
-    next iterations    progress: the newest iteration that all servers of this rank have
+    step committed     hand over: header, Adam's numbers, buffers
+                       -> replica daemon -> servers: state t - 1 -> state t
+    next iterations    progress: newest iteration that all servers of this rank have
 """
 
 from __future__ import annotations
@@ -30,51 +31,66 @@ from moe_ckpt.snapshot.adam_update import (
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, SnapshotHeader
 
 NOTHING = -1
-"""No completed iteration."""
+"""Stands for no completed iteration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The newest iteration that all servers of a rank have, or `NOTHING`, and the
-    reason if the stream is cut.
-    """
+    """Progress of a rank's servers."""
 
     completed: int
+    """Newest iteration that all servers of the rank have, or `NOTHING`."""
+
     lost: str
+    """Reason why the stream is cut; empty while the stream is whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandedOver:
-    """Gradients sent to servers: their bytes, the seconds that copying them took, and
-    the servers' lag at that time.
-    """
+    """Gradients that were sent to servers."""
 
     size_bytes: int
+    """Size of the gradients and buffers, in bytes."""
+
     tap_s: float
+    """Time that copying the gradients into shared memory took, in seconds."""
+
     lag_iters: int
+    """Iterations by which the slowest server was behind when gradients were sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Tapped:
-    """Gradients in shared memory, of these master weights, followed by space for the
-    buffers.
-    """
+    """Gradients in shared memory, followed by space for the buffers."""
 
     masters: tuple[PartKey, ...]
+    """Master weights of the gradients, in order."""
+
     packed: torch.Tensor
+    """Shared memory: uint8, the gradients (float32) and the space."""
+
     gradient_bytes: int
+    """Size of the gradients, in bytes."""
+
     seconds: float
+    """Time that copying the gradients took, in seconds."""
 
 
 class GradientStream:
-    """For one thread. With `max_lag_iters` 0, training waits for the servers in every
-    iteration.
+    """Stream of a rank's gradients to the rank's checkpoint servers, for one thread.
 
-    If servers lag by more iterations, the stream is cut, and begins again with a whole
-    snapshot.
+    If servers lag by too many iterations, the stream is cut, and begins again with a
+    whole snapshot.
     """
 
     def __init__(self, publisher: Publisher, max_lag_iters: int) -> None:
+        """Create a stream that has not begun.
+
+        Args:
+            publisher: Publishes the gradients.
+            max_lag_iters: Most iterations by which servers may lag. 0: training waits
+                for the servers in every iteration.
+        """
         self._publisher = publisher
         self._max_lag_iters = max_lag_iters
         # keys of states that servers may have, by iteration
@@ -110,38 +126,53 @@ class GradientStream:
         return self._publisher.updates.total_bytes
 
     def begin(self, base: Snapshot) -> None:
-        """Servers have this snapshot, or will receive it: gradients of the next
-        iteration follow.
+        """Begin with a snapshot that servers have, or will receive.
+
+        Gradients of the next iteration follow.
         """
         self._base = base.header.iteration
         self._keys[self._base] = self._publisher.begin_states(base)
 
     def cut(self, reason: str) -> None:
-        """An iteration is missing from the stream: nothing follows until it begins
-        again.
+        """Cut the stream because an iteration is missing.
+
+        Nothing follows until the stream begins again.
+
+        Args:
+            reason: Why the iteration is missing.
         """
-        # the first reason: later ones follow from it
+        # keep the first reason, from which later reasons follow
         self._lost = self._lost or reason
         self._release()
 
     def reset(self) -> None:
-        """A whole snapshot is being taken, with which the stream begins. Older states
-        stay until servers have it.
+        """Prepare to begin with the whole snapshot that is being taken.
+
+        Older states stay until servers have the snapshot.
         """
         self._release()
         self._base, self._completed, self._lost = None, NOTHING, ""
 
     def clear(self) -> None:
-        """Other ranks were lost: a survey determines the servers' states again."""
+        """Forget the servers' states after other ranks were lost.
+
+        A survey finds the servers' states again.
+        """
         self.reset()
         self._keys.clear()
 
     def tap(self, gradients: Mapping[PartKey, torch.Tensor], buffer_bytes: int) -> None:
-        """Copy the gradients of an iteration (float32, flat) into shared memory as they
-        leave the reduction.
+        """Copy an iteration's reduced gradients into shared memory.
 
-        `buffer_bytes`: the bytes of buffers that follow them. Waits for servers if they
-        lag too far.
+        If servers lag too far, the stream waits for the servers or is cut.
+
+        Args:
+            gradients: Gradients as they leave the reduction, by master weight: float32,
+                flat.
+            buffer_bytes: Bytes of the buffers that `hand_over` appends.
+
+        Raises:
+            PeersLostError: Ranks were lost during a wait for servers.
         """
         self._release()
         self._keep_up()
@@ -171,11 +202,18 @@ class GradientStream:
         buffers: Mapping[PartKey, torch.Tensor],
         mirrored: Mirrored | None = None,
     ) -> HandedOver | None:
-        """Let servers compute the state of `header`, without a checksum, from the
-        tapped gradients.
+        """Let servers compute a state from the tapped gradients.
 
-        Servers capture those that are `mirrored`. Returns None if that fails; the
-        stream is then cut.
+        A failure cuts the stream.
+
+        Args:
+            header: Header of the state, without a checksum.
+            steps: Adam's step of each master weight that takes one.
+            buffers: The buffers of the state.
+            mirrored: Gradients that servers capture, and that were not tapped.
+
+        Returns:
+            The sent gradients. None after a failure.
         """
         tapped, self._tapped = self._tapped, None
         if tapped is None or self._base is None:
@@ -199,7 +237,7 @@ class GradientStream:
         )
 
     def progress(self) -> Progress:
-        """Return the newest iteration that all servers have."""
+        """Return the newest iteration that all servers have, without a wait."""
         if self._base is not None:
             try:
                 self._look(wait=False)
@@ -208,15 +246,19 @@ class GradientStream:
         return Progress(completed=self._completed, lost=self._lost)
 
     def take_works(self) -> list[tuple[int, ServerWork]]:
-        """Return the slowest server's work for each state that all servers have
-        completed since the last call.
+        """Return the work of servers since the last call.
+
+        Returns:
+            Iteration and the slowest server's work, for each state that all servers
+            have completed.
         """
         works, self._works = self._works, []
         return works
 
     def drop_before(self, iteration: int) -> None:
-        """Let servers drop states older than `iteration`, which the servers of all
-        ranks have.
+        """Make servers delete states older than `iteration`.
+
+        The servers of all ranks must have the state of `iteration`.
         """
         old = [each for each in self._keys if each < iteration]
         self._publisher.drop([self._keys.pop(each) for each in old])
@@ -226,8 +268,8 @@ class GradientStream:
         if self._base is None or self._lost:
             return
         try:
-            # a stream that is cut begins again with a whole snapshot: while servers
-            # lack that, training waits, as the stream would else be cut again and again
+            # training waits while servers lack the whole snapshot with which a cut
+            # stream begins again: otherwise the stream would be cut again and again
             has_base = self._completed != NOTHING
             self._look(
                 wait=not self._max_lag_iters
@@ -245,7 +287,9 @@ class GradientStream:
     def _look(self, *, wait: bool) -> None:
         """Count the states that all servers have, in order.
 
-        Raises CheckpointSaveError for a state that servers cannot compute.
+        Raises:
+            CheckpointSaveError: Servers cannot compute a state.
+            PeersLostError: Ranks were lost during a wait.
         """
         assert self._base is not None
         while (following := max(self._completed + 1, self._base)) in self._keys:
@@ -267,8 +311,10 @@ class GradientStream:
         buffers: Mapping[PartKey, torch.Tensor],
         mirrored: Mirrored | None,
     ) -> str:
-        """Return the key of the state that servers compute. Raises CheckpointSaveError
-        if they cannot.
+        """Publish tapped gradients, and return the key of the resulting state.
+
+        Raises:
+            CheckpointSaveError: Servers cannot compute the state.
         """
         try:
             _require_complete(tapped, header, steps, buffers, mirrored)
@@ -293,14 +339,16 @@ class GradientStream:
 
 
 def _copy_all(gradients: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-    """Copy gradients one after another into host memory; return when all copies are
-    complete.
+    """Copy gradients one after another into host memory.
+
+    Returns when all copies are complete.
     """
     places = packed.split([gradient.numel() for gradient in gradients])
     for gradient, place in zip(gradients, places, strict=True):
         place.copy_(gradient, non_blocking=True)
     if any(gradient.is_cuda for gradient in gradients):
-        torch.cuda.current_stream().synchronize()  # the step scales them in place
+        # the optimizer's step scales gradients in place
+        torch.cuda.current_stream().synchronize()
 
 
 def _require_complete(
@@ -310,8 +358,10 @@ def _require_complete(
     buffers: Mapping[PartKey, torch.Tensor],
     mirrored: Mirrored | None,
 ) -> None:
-    """Raise CheckpointSaveError unless the header's state follows from the gradients
-    and these buffers.
+    """Check that a header's state follows from tapped gradients and buffers.
+
+    Raises:
+        CheckpointSaveError: The state does not follow.
     """
     stepping = [part.key for part in header.parts if part.key in steps]
     if mirrored:

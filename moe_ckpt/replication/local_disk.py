@@ -1,18 +1,18 @@
-"""A rank's newest windows on a local disk, for a start after all processes and all
-memory are gone.
+"""A rank's newest windows on a local disk, for a start after all memory is gone.
 
 Owns: the blobs of one rank in one folder, synced, and the limit on their bytes. Must
 not: choose the blobs. The replica daemon writes, so that the death of a worker leaves
 no torn file.
 
-    begin      all ranks start from nothing: drop leftovers, and mark the disk as one that never held a state
-    persist    drop what all ranks have newer of ---> copy blob after blob, each synced before its entry appears
+    begin      all ranks start from nothing: delete leftovers, and mark the disk
+    persist    delete windows that every rank has superseded
+               ---> copy blob after blob, each synced before its entry appears
                ---> remove the mark
     restore    copy all intact blobs back into shared memory
 
-A disk with the mark proves that no state was ever on all disks: the next start may
-begin anew, although other disks hold states. A disk that was lost, or replaced, has no
-mark.
+The mark says that the disk has never held a state. A disk with the mark proves that no
+state was ever on all disks: the next start may begin anew, although other disks hold
+states. A lost or replaced disk has no mark.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _NEVER_HELD = "never_held"
 
 
 class LocalDisk:
-    """A worker's access to the disk: it writes through its daemon, if it has one, and
-    reads by itself.
+    """A worker's access to the rank's disk.
+
+    The worker writes through its daemon, if there is one, and reads by itself.
     """
 
     def __init__(
@@ -46,48 +47,69 @@ class LocalDisk:
         daemon: DaemonClient | None,
         limit_bytes: int | None,
     ) -> None:
+        """Name the rank's folder on the disk.
+
+        Args:
+            folder: Folder of all ranks on this disk.
+            global_rank: The rank.
+            daemon: Writes to the disk. None: the worker only reads.
+            limit_bytes: Most bytes that the rank's folder may hold. None: no limit.
+        """
         self.path = folder / f"rank{global_rank:04d}"
         self._daemon = daemon
         self.limit_bytes = limit_bytes
 
     def begin(self) -> None:
-        """Empty the disk, while no write is in progress, and mark it: all ranks start
-        from nothing.
+        """Empty the disk and mark it, because all ranks start from nothing.
+
+        No write may be in progress.
         """
         self.drop(lambda _: True)
         make_private(self.path)
-        # last: beside states of an earlier start the mark would be wrong
+        # last, because the mark would be wrong beside states of an earlier start
         write_private(self.path / _NEVER_HELD, "")
 
     @property
     def never_held(self) -> bool:
-        """Whether the disk is marked: no write has succeeded since all ranks started
-        from nothing.
+        """Whether the disk is marked.
+
+        A mark means that no write has succeeded since all ranks started from nothing.
         """
         try:
             return (self.path / _NEVER_HELD).exists()
-        except OSError:  # a disk that cannot be read proves nothing
+        except OSError:  # an unreadable disk proves nothing
             return False
 
     def persist(self, keys: Sequence[str], stale: Sequence[str]) -> Future[None]:
-        """Start `persist`. The future is done when it has ended, or fails with a
-        CheckpointSaveError.
+        """Start `persist` in the daemon.
+
+        Args:
+            keys: Keys of the blobs to copy.
+            stale: Keys of the blobs on disk to delete first.
+
+        Returns:
+            A future that completes when `persist` has ended, or fails with a
+            CheckpointSaveError.
         """
         assert self._daemon is not None, "ckpt.disk_every_iters needs a daemon"
         return self._daemon.persist(keys, stale, self.path, self.limit_bytes)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all requested writes have ended, without the cap on traffic: a
-        recovery waits for them.
+        """Wait until all requested writes have ended, without the cap on traffic.
+
+        A recovery waits for the writes.
+
+        Args:
+            timeout_s: Longest wait, in seconds.
         """
         if self._daemon is None:
             return
-        # the daemon has died, and its writes with it
+        # a daemon that has died has ended its writes, too
         with contextlib.suppress(CheckpointSaveError, TimeoutError):
             self.persist([], []).result(timeout_s)
 
     def drop(self, is_stale: Callable[[str], bool]) -> None:
-        """Drop blobs by their keys, while no write is in progress."""
+        """Delete the blobs whose keys are stale. No write may be in progress."""
         disk = BlobFolder(self.path, synced=True)
         for key in filter(is_stale, disk.keys()):
             disk.discard(key)
@@ -105,20 +127,33 @@ def persist(
     limit_bytes: int | None,
     throttle: Throttle | None = None,
 ) -> None:
-    """Drop stale blobs on disk, then copy these blobs there, each once `throttle` lets
-    it pass.
+    """Delete stale blobs on disk, then copy blobs there.
 
-    Raises CheckpointSaveError if the disk is full or cannot be written, or old and new
-    blobs exceed `limit_bytes`, and CheckpointLoadError for a blob that was withdrawn
-    meanwhile. Nothing has been added then.
+    Blobs with a payload that are on disk already are not copied again. Without `keys`
+    the disk stays unchanged.
+
+    Args:
+        own: Folder of the rank's own blobs.
+        path: Folder on disk.
+        keys: Keys of the blobs to copy.
+        stale: Keys of the blobs on disk to delete first.
+        limit_bytes: Most bytes that the folder may hold. None: no limit.
+        throttle: Cap on the copies. None: no cap.
+
+    Raises:
+        CheckpointSaveError: The disk is full or cannot be written, a blob was withdrawn
+            during the copy, or old and new blobs exceed `limit_bytes`. No new blob is
+            on disk then.
+        CheckpointLoadError: A blob was withdrawn before the copy. No new blob is on
+            disk then.
     """
     if not keys:
         return
     with _naming_the_disk(path):
         disk = BlobFolder(path, synced=True)
-        # a daemon that died while it wrote has left unfinished files
+        # a daemon that died during a write has left unfinished files
         disk.sweep()
-        # before the copies: so the disk never holds three windows
+        # before the copies, so that the disk never holds three windows
         for key in stale:
             disk.discard(key)
         before = disk.keys()
@@ -135,10 +170,10 @@ def persist(
                 _copy(key, blob, own, disk, throttle or Throttle())
         except CheckpointSaveError:
             for key in set(blobs).difference(before):
-                with contextlib.suppress(OSError):  # the future gets the first error
+                with contextlib.suppress(OSError):  # the caller gets the first error
                     disk.discard(key)
             raise
-        # after the last blob: if a fault cuts the write off, the mark still allows a
+        # after the last blob: if a fault cuts off the write, the mark still allows a
         # new start
         (path / _NEVER_HELD).unlink(missing_ok=True)
         sync(path)
@@ -146,8 +181,9 @@ def persist(
 
 @contextlib.contextmanager
 def _naming_the_disk(path: Path) -> Iterator[None]:
-    """Raise CheckpointSaveError for any error of the file system, as of one that has
-    become read-only.
+    """Raise CheckpointSaveError for any error of the file system.
+
+    A file system may have become read-only, for example.
     """
     try:
         yield
@@ -160,10 +196,19 @@ def _naming_the_disk(path: Path) -> Iterator[None]:
 
 
 def restore(path: Path, own: BlobFolder) -> int:
-    """Copy all intact blobs on disk into shared memory; return their bytes.
+    """Copy all intact blobs on disk into shared memory.
 
-    A damaged blob stays behind: its window may not be needed. Raises
-    CheckpointSaveError if there is no room.
+    A damaged blob stays behind: the blob's window may not be needed.
+
+    Args:
+        path: Folder on disk.
+        own: Folder of the rank's own blobs.
+
+    Returns:
+        The size of the copied blobs, in bytes.
+
+    Raises:
+        CheckpointSaveError: The memory has no room.
     """
     disk = BlobFolder(path)
     return sum(_copy(key, blob, disk, own, Throttle()) for key, blob in _intact(disk))
@@ -178,10 +223,20 @@ def _intact(folder: BlobFolder) -> Iterator[tuple[str, Blob]]:
 
 
 def copy_blobs(source: BlobFolder, target: BlobFolder, keys: Iterable[str]) -> int:
-    """Copy blobs from a folder of this node into another; return their bytes.
+    """Copy blobs from a folder of this node into another folder.
 
-    Raises CheckpointLoadError for the first damaged blob, and CheckpointSaveError if
-    there is no room.
+    Args:
+        source: Folder that has the blobs.
+        target: Folder that receives copies.
+        keys: Keys of the blobs.
+
+    Returns:
+        The size of the copied blobs, in bytes.
+
+    Raises:
+        CheckpointLoadError: A blob is damaged. Blobs before the first damaged one are
+            copied by then.
+        CheckpointSaveError: There is no room.
     """
     return sum(_copy(key, source.get(key), source, target, Throttle()) for key in keys)
 
@@ -198,7 +253,8 @@ def _copy(
             throttle.wait(chunk.stop - chunk.start)
             payload[chunk].copy_(blob.payload[chunk])
     try:
-        if not source.is_current(key, blob):  # its memory may have been reused already
+        # the blob's memory may have been reused already
+        if not source.is_current(key, blob):
             raise CheckpointSaveError(f"blob {key} was withdrawn while it was copied")
         target.deposit(key, blob.header, payload, blob.payload_bytes)
     except CheckpointSaveError:
@@ -211,7 +267,8 @@ def _copy(
 def _check_room(
     disk: BlobFolder, blobs: dict[str, Blob], limit_bytes: int | None
 ) -> None:
-    used_bytes = _total(disk.get(key) for key in disk.keys())  # noqa: SIM118 - not a mapping
+    # a BlobFolder is no mapping
+    used_bytes = _total(disk.get(key) for key in disk.keys())  # noqa: SIM118
     more_bytes = _total(blobs.values())
     if limit_bytes is not None and used_bytes + more_bytes > limit_bytes:
         raise CheckpointSaveError(

@@ -1,22 +1,23 @@
-"""The ranks that hold each rank's copies. Pure. A node is `ranks_per_node` consecutive
-ranks, which fail together.
+"""The ranks that hold each rank's copies. Pure.
 
-`copy_holders` places the memory of every rank in groups of nodes, the last of them a
-ring (Gemini, SOSP '23, section 4.1), among data-parallel peers if these are given
-(MoEtion, section 5.1, Algorithm 2). All ranks compute the same placement. Must not:
-know which ranks are alive.
+A node is `ranks_per_node` consecutive ranks, which fail together. `copy_holders` places
+the memory of every rank in groups of nodes, the last of them a ring (Gemini, SOSP '23,
+section 4.1). If the data-parallel peers are given, groups stay among peers (MoEtion,
+section 5.1, Algorithm 2). All ranks compute the same placement. Must not: depend
+on which ranks are alive.
 """
 
 from __future__ import annotations
 
 LISTED_NODES = 16
-"""For more nodes than this, `placement_lines` describes all groups but the last in one
-line.
+"""Most nodes that `placement_lines` lists one by one.
+
+For more nodes, one line describes all groups but the last.
 """
 
 
 def num_nodes(world_size: int, ranks_per_node: int) -> int:
-    """Return the number of failure domains; the last may be smaller."""
+    """Return the number of failure domains; the last domain may be smaller."""
     return -(-world_size // ranks_per_node)
 
 
@@ -28,24 +29,39 @@ def copy_holders(
     replicas: int,
     peers: int | None = None,
 ) -> tuple[int, ...]:
-    """Return the ranks that hold this rank's copies: the rank in its place on each of
-    `replicas` nodes of its group.
+    """Return the ranks that hold this rank's copies.
 
-    8 ranks, 2 a node, 1 replica: nodes 0 and 1 hold each other's copies, and so do 2
-    and 3; rank 1 holds those of rank
-    3. 5 nodes, 1 replica: nodes 0 and 1 hold each other's copies, 3 those of 2, 4 those
-       of 3, 2 those of 4. Needs replicas < nodes and nodes of equal size. Gemini,
-       section 4.1, mixed strategy, whose m counts the owner's own copy: m = replicas +
-       1. Every rank holds the copies of `replicas` other ranks; any `replicas` nodes
-       may be lost, and most sets of one more.
+    The holders are the ranks with this rank's place on `replicas` other nodes of this
+    rank's group. Every rank holds the copies of `replicas` other ranks. Any `replicas`
+    nodes may be lost, and most sets of one node more. The placement is the mixed
+    strategy of Gemini, section 4.1. Gemini's m counts the owner's own copy: m =
+    replicas + 1.
 
-    `peers`: this many consecutive ranks train one stage as data-parallel peers; groups
-    stay among them if they fill more than `replicas` nodes. 6 nodes, 3 a stage, 1
-    replica: nodes 0 to 2 form a ring, and so do 3 to 5. This is MoEtion, section 5.1,
-    Algorithm 2, as its text describes it: each rank contributes a shard. The printed
-    algorithm differs: it calls a pipeline a data-parallel group, ignores nodes, lets
-    the lowest worker of a group hold all copies of the others, and outside of groups
-    leaves the last worker without a copy.
+    - 8 ranks, 2 a node, 1 replica: nodes 0 and 1 hold each other's copies, and so do
+      nodes 2 and 3. Rank 1 holds the copies of rank 3.
+    - 5 nodes, 1 replica: nodes 0 and 1 hold each other's copies. Node 3 holds the
+      copies of node 2, node 4 those of node 3, and node 2 those of node 4.
+    - 6 nodes, 3 a stage (`peers`), 1 replica: nodes 0 to 2 form a ring, and so do nodes
+      3 to 5.
+
+    Groups among peers are those of MoEtion, section 5.1, Algorithm 2, as the paper's
+    text describes the algorithm: each rank contributes a shard. The printed algorithm
+    differs: it calls a pipeline a data-parallel group, ignores nodes, lets the lowest
+    worker of a group hold all copies of the others, and leaves the last worker outside
+    of groups without a copy.
+
+    Args:
+        global_rank: The rank.
+        world_size: Number of ranks, a multiple of `ranks_per_node`.
+        ranks_per_node: Number of ranks on each node.
+        replicas: Number of copies beside the owner's memory, less than the number of
+            nodes.
+        peers: Number of consecutive ranks that train one stage as data-parallel peers.
+            Groups stay among the peers if the peers fill whole nodes, and more than
+            `replicas` nodes. None: groups of all nodes.
+
+    Returns:
+        The holders, nearest in the ring first.
     """
     first, near = _near(global_rank, world_size, ranks_per_node, replicas, peers)
     nodes = _equal_nodes(near, ranks_per_node, replicas)
@@ -57,12 +73,12 @@ def copy_holders(
 def placement_lines(
     *, world_size: int, ranks_per_node: int, replicas: int, peers: int | None = None
 ) -> list[str]:
-    """Return a readable table of `copy_holders`: a line a node, the first rank of a
-    range held by the first of each.
+    """Return a readable table of `copy_holders`, with a line for each node.
 
-    For more than LISTED_NODES nodes, all groups but the last, which may be a ring,
-    share a line. If groups stay among data-parallel peers, the first stage stands for
-    all.
+    The first rank of a range is held by the first rank of each range in the last
+    column. For more than LISTED_NODES nodes, all groups but the last, which may be a
+    ring, share a line. If groups stay among data-parallel peers, the first stage stands
+    for all stages.
     """
     _, near = _near(0, world_size, ranks_per_node, replicas, peers)
     nodes = _equal_nodes(near, ranks_per_node, replicas)
@@ -108,10 +124,9 @@ def _near(
     replicas: int,
     peers: int | None,
 ) -> tuple[int, int]:
-    """Return the first of the ranks among which this rank's copies stay, and their
-    number.
-    """
-    # groups are of whole nodes: a node with ranks of two stages would be in two rings
+    """Return the first rank and the number of ranks among which copies stay."""
+    # groups consist of whole nodes: a node with ranks of two stages would be in two
+    # rings
     if (
         peers is None
         or peers % ranks_per_node
@@ -132,11 +147,10 @@ def _equal_nodes(world_size: int, ranks_per_node: int, replicas: int) -> range:
 
 
 def _group(node: int, nodes: range, replicas: int) -> range:
-    """Return the nodes that `node` shares copies with: replicas + 1 in a row; the last
-    group takes the remaining nodes.
+    """Return the group of a node: replicas + 1 consecutive nodes that share copies.
 
-    The last group has up to 2 * replicas + 1 nodes. A ring fits all sizes: in a full
-    group it reaches all others.
+    The last group takes the remaining nodes, too, and has up to 2 * replicas + 1 nodes.
+    A ring fits all sizes: in a full group a ring reaches all other nodes.
     """
     size = replicas + 1
     last = len(nodes) // size - 1

@@ -1,10 +1,9 @@
-"""The part of a rank's host memory that outlives its worker: snapshots and step log, in
-shared memory and copied.
+"""Host memory of a rank that outlives the worker: snapshots and step log, copied.
 
 Owns: the keys of blobs, and the set of confirmed copies. Must not: store snapshots or
-steps itself (`snapshot.windows` and `snapshot.step_log` do), or decide how long they
-stay. The boundary log is not part of it: a lost rank replays, and logs again what it
-sent.
+steps itself (`snapshot.windows` and `snapshot.step_log` do), or decide how long
+snapshots and steps stay. Snapshots and steps are in shared memory. The boundary log is
+not: a lost rank replays, and logs again all that the rank sent.
 """
 
 from __future__ import annotations
@@ -59,60 +58,75 @@ from moe_ckpt.snapshot.windows import HostBuffers
 _log = logging.getLogger(__name__)
 _SNAPSHOT, _LOCAL = "snapshot-", "local-"
 _OLDER_STEP = "record-"
-"""How keys of records begin in windows of older versions, in which each start is a blob
-of its own.
+"""Prefix of records' keys in windows of older versions.
+
+In such windows each start is a blob of its own.
 """
 
 _KEY = re.compile(
-    rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+|(?:{START}|{STEP}|{_OLDER_STEP})([0-9]+))"
+    rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+"
+    rf"|(?:{START}|{STEP}|{_OLDER_STEP})([0-9]+))"
 )
 
 
 class Copies(Protocol):
-    """Copies own blobs to peers, in the background."""
+    """Copies own blobs to peers in the background."""
 
     def copy(self, keys: list[str]) -> Future[Any]:
-        """Start copying; the future is done when all peers have all of the blobs, with
-        the work of servers.
+        """Start copying blobs to all peers.
+
+        Args:
+            keys: Keys of the blobs.
+
+        Returns:
+            A future that completes once all peers have all of the blobs, or fails with
+            a CheckpointSaveError. The result is the servers' work, if servers report
+            any.
         """
         ...
 
     def drop(self, keys: list[str]) -> None:
-        """Let peers drop their copies."""
+        """Make peers delete their copies of blobs.
+
+        Args:
+            keys: Keys of the blobs.
+        """
         ...
 
 
 class NoCopies:
-    """No peer holds copies: blobs in this node's memory count as copied."""
+    """Copies without peers: blobs in this node's memory count as copied."""
 
     def copy(self, keys: list[str]) -> Future[Any]:  # noqa: ARG002
         return _done()
 
     def drop(self, keys: list[str]) -> None:
-        """Nothing to do."""
+        """Do nothing: no peer holds copies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FolderContents:
-    """The contents of a folder: snapshots in any order, and starts and records by
-    iteration.
-    """
+    """The contents of a folder of blobs."""
 
     snapshots: tuple[Snapshot, ...]
+    """Snapshots, in any order."""
+
     starts: Mapping[int, Mapping[str, torch.Tensor]]
+    """Starts of iterations, by iteration; each maps names to tensors."""
+
     records: Mapping[int, StepRecord]
+    """Records of iterations, by iteration."""
 
 
 class Publisher:
-    """Publishes one rank's snapshots and steps in `folder`. Any thread may add
-    snapshots; all else is for one thread.
+    """Publishes one rank's snapshots and steps in a folder of shared memory.
 
-    A copy may take `copy_s` seconds. Methods that wait for one raise PeersLostError as
+    Any thread may add snapshots. All other methods are for one thread, except
+    `interrupt_waits`.
+
+    Peers receive nothing before `begin_copying` and after `stop_copying`: the peers'
+    copies may be the last ones. Methods that wait for a copy raise PeersLostError as
     soon as ranks are lost.
-
-    Peers receive nothing before `begin_copying` and after `stop_copying`: their copies
-    may be the last ones. `on_wait` is called when a wait for peers begins (True) and
-    ends (False).
     """
 
     def __init__(
@@ -122,38 +136,56 @@ class Publisher:
         copy_s: float,
         on_wait: Callable[[bool], None],
     ) -> None:
+        """Begin without copying.
+
+        Args:
+            folder: Folder of the rank's own blobs.
+            copies: Copies blobs to peers.
+            copy_s: Longest time of a copy, in seconds.
+            on_wait: Called with True when a wait for peers begins, and with False when
+                the wait ends.
+        """
         self.folder = folder
         self._copies = copies
         self._copy_s = copy_s
         self._on_wait = on_wait
-        # reentrant: a copy that is done at once, as all are without peers, calls back
+        # reentrant: without peers each copy is done at once, and its callback runs
         # inside the lock
         self._lock = RLock()
         self._times = CopyTimes()
         self.num_peers = 0
         self._keys: dict[int, str] = {}  # keys of snapshots, by the payload's id
         self._copying: dict[str, Future[Any]] | None = None
-        # since copying stopped: peers may hold other contents under these keys
+        # keys published since copying stopped: peers may hold other contents under such
+        # a key
         self._changed: set[str] = set()
-        # keys that peers hold and drop once they hold the folder's blobs
+        # keys that peers hold, and delete once they hold the folder's blobs
         self._stale: set[str] = set()
-        self._withdrawn: set[str] = set()  # since copying stopped
+        self._withdrawn: set[str] = set()  # keys withdrawn since copying stopped
         self._copies_fail = False
-        # no event: a wait for a copy ends with whichever comes first
+        # a future, not an event: a wait ends with the copy or with this future,
+        # whichever comes first
         self._interrupted: Future[None] = Future()
-        # by unit: the key that peers received last
+        # by unit: key of the newest snapshot for peers
         self._newest: dict[str | None, str] = {}
-        # gradients on their way to peers; a stream acquires memory for its own here
+        # buffers of gradients on their way to peers; a `GradientStream` acquires memory
+        # here, too
         self.updates = HostBuffers(folder)
-        self._packed: dict[str, torch.Tensor] = {}  # by the update's key
+        self._packed: dict[str, torch.Tensor] = {}  # buffers by the update's key
 
     def add_snapshot(
         self, snapshot: Snapshot, gradients: Gradients | None = None
     ) -> None:
-        """Publish a finished snapshot, whose payload is memory of the folder. Raises
-        CheckpointSaveError.
+        """Publish a finished snapshot.
 
-        Peers that have the unit of the previous iteration receive `gradients` only.
+        Args:
+            snapshot: The snapshot. Its payload is memory of the folder.
+            gradients: Gradients and Adam's numbers of the snapshot's iteration. Peers
+                that have the unit of the previous iteration receive no more than these
+                gradients. None: peers receive the snapshot.
+
+        Raises:
+            CheckpointSaveError: The snapshot cannot be published.
         """
         header = snapshot.header
         kind = _SNAPSHOT if header.unit is None or header.unit.on_peers else _LOCAL
@@ -177,11 +209,12 @@ class Publisher:
     def _publish_update(
         self, base: str, key: str, header: SnapshotHeader, gradients: Gradients
     ) -> str:
-        """Publish the update that leads from `base` to the snapshot `key`, and return
-        its key.
+        """Publish the update that leads from snapshot `base` to snapshot `key`.
 
-        Returns `key` itself if peers did not receive the base, or if the snapshot
-        cannot be computed from it.
+        Returns:
+            The update's key. Instead, `key` itself if peers did not receive the base,
+            if the snapshot cannot be computed from the base, or if there is no room for
+            the update.
         """
         if (
             self._copying is None
@@ -208,8 +241,13 @@ class Publisher:
         return update_key(key)
 
     def begin_states(self, base: Snapshot) -> str:
-        """Begin the states that peers compute, from this snapshot, which is published
-        here; return its key.
+        """Begin a series of states that peers compute.
+
+        Args:
+            base: The first state, which is published here.
+
+        Returns:
+            The key of the first state.
         """
         with self._lock:
             key = self._newest[None] = self._keys[id(base.payload)]
@@ -223,11 +261,25 @@ class Publisher:
         packed_bytes: int,
         mirrored: Mirrored | None = None,
     ) -> str:
-        """Let peers compute the state of `header`, which is not stored here, from the
-        one before; return its key.
+        """Let peers compute a state from the state before.
 
-        Peers capture the gradients that are `mirrored`. `packed` is of `updates`, and
-        is released once peers have it. Raises CheckpointSaveError; it is then released.
+        The folder does not store the new state.
+
+        Args:
+            header: Header of the new state.
+            steps: Adam's step of each master weight, in the header's order. None: the
+                weight takes no step.
+            packed: Gradients, then buffers: memory of `updates`. The publisher releases
+                this memory once peers have the gradients, or after an error.
+            packed_bytes: Bytes of `packed` that belong to the update.
+            mirrored: Gradients that peers capture, and that are not in `packed`.
+
+        Returns:
+            The key of the new state.
+
+        Raises:
+            CheckpointSaveError: Peers have no state to begin with, or the update cannot
+                be published.
         """
         key = _new_key(_SNAPSHOT, header)
         with self._lock:
@@ -257,10 +309,17 @@ class Publisher:
         return key
 
     def has_state(self, key: str, iteration: int, *, wait: bool) -> bool:
-        """Return whether peers have a state, and the start of the iteration after it;
-        with `wait`, wait for both.
+        """Return whether peers have a state, and the start of the next iteration.
 
-        Raises CheckpointSaveError if peers cannot compute it.
+        Args:
+            key: Key of the state.
+            iteration: Iteration of the state.
+            wait: Whether to wait for the state and the start.
+
+        Raises:
+            CheckpointSaveError: The state or the start was not sent, or peers cannot
+                compute the state.
+            PeersLostError: Ranks were lost during the wait.
         """
         keys = (key, f"{START}{iteration + 1}")
         with self._lock:
@@ -268,7 +327,7 @@ class Publisher:
                 self._copying.get(each) if self._copying else None for each in keys
             ]
         if wait:
-            # without the lock: other threads add snapshots meanwhile
+            # outside the lock: other threads add snapshots during the wait
             self._wait_for([copy for copy in copies if copy])
         for copy in copies:
             if copy is None:
@@ -282,7 +341,11 @@ class Publisher:
         return all(copy is not None and copy.done() for copy in copies)
 
     def work_for(self, key: str) -> ServerWork:
-        """Return the work of the slowest server for a state that all servers have."""
+        """Return the work of the slowest server for a state that all servers have.
+
+        Returns:
+            The work, or `NO_WORK` if servers reported none.
+        """
         with self._lock:
             copy = self._copying.get(key) if self._copying else None
         return (
@@ -292,18 +355,20 @@ class Publisher:
         )
 
     def interrupt_waits(self) -> None:
-        """End this and all later waits for copies until copying begins again: ranks
-        were lost. For another thread.
+        """End all waits for copies until copying begins again.
+
+        For another thread, after a loss of ranks.
         """
-        # a second loss, before copying began
+        # a second loss before copying began again
         with contextlib.suppress(InvalidStateError):
             self._interrupted.set_result(None)
 
     def _wait_for(self, copies: Sequence[Future[Any]]) -> None:
-        """Return once these copies are done, or one has failed, or after the time that
-        a copy may take.
+        """Wait until these copies are done, one has failed, or `copy_s` is over.
 
-        Raises PeersLostError if ranks are lost meanwhile: they would wait for this one.
+        Raises:
+            PeersLostError: Ranks were lost during the wait. The other ranks would
+                otherwise wait for this rank.
         """
         until_s = time.monotonic() + self._copy_s
         with self._waiting():
@@ -324,7 +389,7 @@ class Publisher:
             self._on_wait(False)
 
     def _drop_update(self, key: str) -> None:
-        """Release the memory of an update for reuse."""
+        """Withdraw an update, and release the update's memory for reuse."""
         with self._lock:
             self.folder.withdraw(key)
             packed = self._packed.pop(key, None)
@@ -340,38 +405,55 @@ class Publisher:
             self.drop(keys)
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
-        """Publish the state that an iteration starts from."""
+        """Publish the state that an iteration starts from, without a record."""
         self._put(f"{START}{iteration}", start_to_bytes(start))
 
     def add_step(
         self, record: StepRecord, start: Mapping[str, torch.Tensor] | None
     ) -> None:
-        """Publish an iteration's record, and the start of the iteration unless it is
-        None.
+        """Publish an iteration's record.
+
+        Args:
+            record: The record.
+            start: Start of the same iteration, published with the record. None: no
+                start.
         """
         self._put(f"{STEP}{record.iteration}", step_to_bytes(record, start))
 
     def drop_steps(self, starts: Iterable[int], steps: Iterable[int]) -> None:
-        """Withdraw the starts and the steps of these iterations."""
+        """Withdraw starts and steps.
+
+        Args:
+            starts: Iterations whose starts were published without a record.
+            steps: Iterations whose records were published.
+        """
         self.drop([f"{START}{i}" for i in starts] + [f"{STEP}{i}" for i in steps])
 
     def has_copies_of_step(self, iteration: int) -> bool:
-        """Wait until peers hold the record of `iteration`, with its start; return
-        whether they do.
+        """Wait until peers hold the record of an iteration, with its start.
 
-        If a copy has failed since copying began, training does not wait again: every
-        iteration would.
+        Returns:
+            Whether peers hold the record. False without a wait if a copy has failed
+            since copying began: training would otherwise wait in every iteration.
+
+        Raises:
+            PeersLostError: Ranks were lost during the wait.
         """
         return not self._copies_fail and self._are_copied([f"{STEP}{iteration}"])
 
     def has_copies(self, snapshots: Sequence[Snapshot]) -> bool:
-        """Wait until peers hold these snapshots of a window and its steps; return
-        whether they do.
+        """Wait until peers hold these snapshots of a window, and the window's steps.
+
+        Returns:
+            Whether peers hold all of the blobs.
+
+        Raises:
+            PeersLostError: Ranks were lost during the wait.
         """
         return self._are_copied(self._copied_keys_of(snapshots))
 
     def awaits_copies(self, snapshots: Sequence[Snapshot]) -> bool:
-        """Return whether `has_copies` would wait."""
+        """Return whether `has_copies` would wait for these snapshots."""
         assert self._copying is not None, (
             "asked for copies before peers were told of anything"
         )
@@ -381,10 +463,20 @@ class Publisher:
     def persist(
         self, disk: LocalDisk, snapshots: Sequence[Snapshot], *, keep: int | None
     ) -> Future[None]:
-        """Start copying a window to disk, with its steps.
+        """Start copying a window to disk, with the window's steps.
 
-        Of the windows on disk only the one that starts at `keep` stays; None: all of
-        them stay.
+        Args:
+            disk: The rank's disk.
+            snapshots: Snapshots of the window.
+            keep: Start of the only other window that stays on disk. None: all windows
+                stay.
+
+        Returns:
+            A future that completes once the window is on disk, or fails with a
+            CheckpointSaveError.
+
+        Raises:
+            CheckpointLoadError: A key on disk is neither a snapshot's nor a step's.
         """
         keys = self._keys_of(snapshots)
         there = BlobFolder(disk.path).keys()
@@ -404,7 +496,15 @@ class Publisher:
     ) -> Future[None]:
         """Start copying units of a partial checkpoint to disk.
 
-        Of the other blobs on disk only `also` stays; None: all of them stay.
+        Args:
+            disk: The rank's disk.
+            units: The units.
+            also: Units whose blobs stay on disk, while all others are deleted. None:
+                all blobs stay.
+
+        Returns:
+            A future that completes once the units are on disk, or fails with a
+            CheckpointSaveError.
         """
         keys = self._keys_of(units)
         there = BlobFolder(disk.path).keys()
@@ -412,10 +512,11 @@ class Publisher:
         return disk.persist(keys, [key for key in there if key not in needed])
 
     def wait_for(self, persisted: Future[None]) -> None:
-        """Wait for a write that `persist` has started.
+        """Wait for a write that `persist` or `persist_units` has started.
 
-        Raises CheckpointSaveError if it failed, or takes too long, and PeersLostError
-        if ranks are lost meanwhile.
+        Raises:
+            CheckpointSaveError: The write failed, or takes longer than a copy may take.
+            PeersLostError: Ranks were lost during the wait.
         """
         self._wait_for([persisted])
         if not persisted.done():
@@ -423,14 +524,19 @@ class Publisher:
         persisted.result()
 
     def copy_bytes_per_s(self) -> float:
-        """Return the recent rate at which snapshots reached all peers, including waits;
-        inf without peers.
+        """Return the recent rate of copies of snapshots, in bytes per second.
+
+        A copy ends when all peers have the snapshot. The rate includes waits. Returns
+        inf if no copy has ended yet.
         """
         return self._times.bytes_per_s()
 
     def sent(self, snapshots: Sequence[Snapshot]) -> SentCopy | None:
-        """Return the time until all peers had these snapshots; None without peers, or
-        for an earlier worker's.
+        """Return the time in which these snapshots reached all peers.
+
+        Returns:
+            The time. None without peers, and for snapshots that an earlier worker has
+            sent.
         """
         return (
             self._times.of(self._copied_keys_of(snapshots)) if self.num_peers else None
@@ -439,25 +545,31 @@ class Publisher:
     def num_copies(
         self, snapshots: Sequence[Snapshot], held: Iterable[Collection[str]]
     ) -> int:
-        """Return the number of peers that have all of a window and its steps. `held`:
-        the keys that each peer has.
+        """Return the number of peers that have all of a window, with its steps.
+
+        Args:
+            snapshots: Snapshots of the window.
+            held: The keys that each peer has.
         """
         wanted = set(self._copied_keys_of(snapshots))
         return sum(wanted.issubset(keys) for keys in held)
 
     def stop_copying(self) -> None:
-        """From now on only this folder changes."""
+        """Leave the peers' copies unchanged from now on; only this folder changes."""
         with self._lock:
             self._copying, self._stale = None, set()
 
     def begin_copying(
         self, held: Sequence[Collection[str]], *, drop_stale: bool
     ) -> None:
-        """Copy the folder's blobs to peers; `drop_stale`: peers drop all others once
-        they have them.
+        """Copy the folder's blobs to peers, now and from now on.
 
-        `held`: the keys that each peer has. If a copy fails, peers keep what they have
-        until copying begins again.
+        If a copy fails, peers keep all blobs until copying begins again.
+
+        Args:
+            held: The keys that each peer has.
+            drop_stale: Whether peers delete all other blobs once they have the folder's
+                blobs.
         """
         with self._lock:
             self.num_peers = len(held)
@@ -478,8 +590,8 @@ class Publisher:
                 if key not in everywhere:
                     self._copy(key)
             if drop_stale:
-                # a copy of a withdrawn blob may have been on its way when peers said
-                # what they hold
+                # withdrawn keys count as held: a copy may have been on its way when
+                # peers listed their keys
                 self._stale, self._withdrawn = (
                     self._withdrawn.union(*held).difference(kept),
                     set(),
@@ -487,17 +599,18 @@ class Publisher:
                 self._drop_later(self._copying)
 
     def _drop_later(self, copying: Mapping[str, Future[Any]]) -> None:
-        """Let peers drop stale blobs once these copies are complete: until then a stale
-        blob may be the last source.
+        """Make peers delete stale blobs once these copies are complete.
+
+        Until then a stale blob may be the last source.
         """
         copies = list(copying.values())
 
         def drop(copied: Future[Any]) -> None:
             if copied.exception():
-                return  # on a thread for which the holder of the lock may wait
+                return  # without the lock, whose holder may wait for this thread
             with self._lock:
-                # not once copying has stopped or begun anew: then the stale blobs may
-                # be the last source again
+                # after copying has stopped or begun anew, stale blobs stay: they may be
+                # the last source again
                 if self._copying is copying and all(
                     copy.done() and not copy.exception() for copy in copies
                 ):
@@ -508,14 +621,17 @@ class Publisher:
             copy.add_done_callback(drop)
 
     def adopt(self) -> FolderContents:
-        """Return the contents of the folder, left there by an earlier process or
-        fetched from a peer.
+        """Take over the folder's contents from an earlier process, or after a fetch.
 
-        Of a replacement that an earlier process had begun, only whole contents count.
+        If an earlier process has begun a replacement of the contents, the new contents
+        count only if they are whole.
+
+        Returns:
+            The contents.
         """
         self.folder.settle()
         for key in filter(is_update, self.folder.keys()):
-            # of a process that died before it saw the copy complete
+            # left by a process that died before the copy was complete
             self.folder.discard(key)
         blobs = self.folder.adopt()
         self._keys = {
@@ -531,21 +647,21 @@ class Publisher:
     def replace(
         self, fetch: Callable[[BlobFolder], int], forget: Callable[[], None]
     ) -> int:
-        """Replace the folder's contents by those that `fetch` puts into the folder that
-        it is given.
+        """Replace the folder's contents.
 
-        Until the new contents are whole, the others stay, also after a death.
+        Until the new contents are whole, the old contents stay, even if this process
+        dies.
 
         Args:
-            fetch: Brings the new contents, and checks them.
-            forget: Lets all holders of this folder's blobs drop them.
+            fetch: Brings the new contents into the folder that it receives, and checks
+                them.
+            forget: Makes all holders of the old blobs drop them.
 
         Returns:
             The result of `fetch`.
 
         Raises:
-            Exception: An error of `fetch`; the folder then has its contents from
-                before.
+            Exception: An error of `fetch`. The folder then has the old contents.
         """
         assert self._copying is None, "peers would drop what is being fetched"
         incoming = self.folder.incoming()
@@ -553,7 +669,7 @@ class Publisher:
             try:
                 result = fetch(incoming)
             except BaseException:
-                self.folder.sweep()  # of what has arrived
+                self.folder.sweep()  # delete the blobs that have arrived
                 raise
         self.folder.keep_incoming()
         forget()
@@ -578,8 +694,14 @@ class Publisher:
         self._copy(key)
 
     def _copy(self, key: str, measured_bytes: int = 0, by: str | None = None) -> None:
-        """Copy a blob to peers; `by`: send this other blob instead, which is dropped
-        afterwards.
+        """Start copying a blob to peers, if copying has begun.
+
+        Args:
+            key: Key of the blob.
+            measured_bytes: Bytes that count for the rate of copies. 0: the copy does
+                not count.
+            by: Key of another blob to send instead, which is withdrawn afterwards.
+                None: send the blob itself.
         """
         began_s, sent = time.monotonic(), by or key
 
@@ -593,15 +715,14 @@ class Publisher:
             if self._copying is None:
                 self._changed.add(key)
                 return
-            # else the answer to another copy would let peers drop what they receive now
+            # not stale any more: after another copy peers would delete the blob that
+            # they now receive
             self._stale.discard(key)
             copy = self._copying[key] = self._copies.copy([sent])
         copy.add_done_callback(finish)
 
     def drop(self, keys: list[str]) -> None:
-        """Withdraw blobs, and let peers drop their copies, or states that they have
-        computed.
-        """
+        """Withdraw blobs, and make peers delete copies and computed states."""
         for key in keys:
             self.folder.withdraw(key)
         with self._lock:
@@ -621,7 +742,7 @@ class Publisher:
             self._wait_for(copies)
             for copy in copies:
                 copy.result(0.0)
-        # KeyError: a step for which the folder had no room was never sent
+        # KeyError: the folder had no room for a step, so the step was never sent
         except (CheckpointSaveError, NotInTimeError, KeyError) as error:
             _log.warning(
                 "not copied, training goes on: %s",
@@ -633,16 +754,19 @@ class Publisher:
 
 
 def _new_key(kind: str, header: SnapshotHeader) -> str:
-    # random: after a rollback the same slot is taken again, and peers may still hold
-    # the earlier one
+    # random: after a rollback a rank takes the same slot again, and peers may still
+    # hold the earlier snapshot
     return f"{kind}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
 
 
 def newest_snapshot(keys: Iterable[str]) -> int | None:
-    """Return the newest iteration of any snapshot, complete or not; None for none.
+    """Return the newest iteration of any snapshot; None without a snapshot.
 
-    Raises CheckpointLoadError for a key that begins as a snapshot's does, and has no
-    iteration.
+    Snapshots of incomplete windows count, too.
+
+    Raises:
+        CheckpointLoadError: A key begins as a snapshot's key does, and has no
+            iteration.
     """
     return max((sum(_numbers(key)) for key in keys if _is_snapshot(key)), default=None)
 
@@ -652,10 +776,14 @@ def _is_snapshot(key: str) -> bool:
 
 
 def belongs_to(key: str, window_start: int) -> bool:
-    """Return whether a blob belongs to the window that starts there, or to an iteration
-    after that.
+    """Return whether a blob belongs to a window, or to an iteration after its start.
 
-    Raises CheckpointLoadError for a key that is neither a snapshot's nor a step's.
+    Args:
+        key: Key of the blob.
+        window_start: Start of the window.
+
+    Raises:
+        CheckpointLoadError: The key is neither a snapshot's nor a step's.
     """
     number = _numbers(key)[0]
     return (
@@ -664,8 +792,13 @@ def belongs_to(key: str, window_start: int) -> bool:
 
 
 def _numbers(key: str) -> list[int]:
-    """Return the start and the slot of a snapshot, or the iteration of a start or a
-    step, from the key.
+    """Return the numbers in a key.
+
+    Returns:
+        Window start and slot of a snapshot; the iteration of a start or a step.
+
+    Raises:
+        CheckpointLoadError: The key is none of these.
     """
     found = _KEY.fullmatch(key)
     if found is None:
@@ -689,8 +822,9 @@ def _done() -> Future[None]:
 
 
 def read_snapshots(folder: BlobFolder) -> dict[str, Snapshot]:
-    """Return a rank's snapshots by key, with intact headers; the folder may change
-    meanwhile.
+    """Return a rank's snapshots with intact headers, by key.
+
+    Another process may change the folder during the call.
     """
     found: dict[str, Snapshot] = {}
     for key in filter(_is_snapshot, folder.keys()):
@@ -713,7 +847,10 @@ def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
 
 
 def read_kept(folder: BlobFolder) -> FolderContents:
-    """Return the intact contents of another rank's folder, which may change meanwhile."""
+    """Return the intact contents of another rank's folder.
+
+    Another process may change the folder during the call.
+    """
     blobs: dict[str, Blob] = {}
     for key in folder.keys():  # noqa: SIM118 - not a mapping
         with contextlib.suppress(CheckpointLoadError):
@@ -737,7 +874,7 @@ def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
                 iteration = _numbers(key)[0]
                 records[iteration], start = step_from_bytes(iteration, blob.header)
                 if start:
-                    # one that was published alone is as new, or newer
+                    # a start that was published alone is as new, or newer
                     starts.setdefault(iteration, start)
         except CheckpointLoadError as error:
             _log.warning("%s cannot be used: %s", key, error)

@@ -1,8 +1,8 @@
-"""The copies that a rank holds for another, in reused memory: new pages cost more than
-their contents.
+"""The copies that a rank holds for another rank, in reused memory.
 
-Owns: the pool of free memory, never more than was in use at one time, and the limit of
-all. Must not: rely on files of free memory.
+Memory is reused because new pages cost more than their contents. Owns: the pool of free
+memory, which never raises the total above the most memory in use at one time, and the
+limit on all payloads. Must not: rely on files of free memory.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from moe_ckpt.snapshot.blobs import BlobFolder
 
 
 class ReplicaFolder(BlobFolder):
-    """A folder of deposited blobs that keeps their memory for later blobs. It adopts
-    existing files.
-
-    `most_bytes`: the memory that all payloads of the owner may take; None: as much as
-    there is.
-    """
+    """A folder of deposited blobs that keeps the blobs' memory for later blobs."""
 
     def __init__(self, path: Path, *, most_bytes: int | None = None) -> None:
+        """Adopt the files of a folder.
+
+        Args:
+            path: The folder.
+            most_bytes: Most memory that all payloads of the owner may take, in bytes.
+                None: as much as there is.
+        """
         super().__init__(path)
         self._most_bytes = most_bytes
-        # by id; the memory that has been free for longest comes first
+        # free memory by the tensor's id; the memory that was freed first comes first
         self._free: dict[int, torch.Tensor] = {}
         adopted = self.adopt().items()
         self._payloads = {
@@ -37,13 +39,14 @@ class ReplicaFolder(BlobFolder):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return shared memory: uint8, [nbytes], of arbitrary contents.
 
-        Raises CheckpointSaveError if the file system has no room, or the owner may not
-        hold so much more.
+        Raises:
+            CheckpointSaveError: The file system has no room, or the owner's limit is
+                reached.
         """
         with self._lock:
             for tensor in self._free.values():
-                # its file may be gone, with the whole folder: an entry for it would
-                # name nothing
+                # the buffer's file may be gone with the whole folder: an index entry
+                # for such a buffer would name nothing
                 if (
                     tensor.numel() == nbytes
                     and self._buffer_path(self._names[id(tensor)]).exists()
@@ -64,8 +67,8 @@ class ReplicaFolder(BlobFolder):
         self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int
     ) -> None:
         with self._lock:
-            # before the old payload is freed: the entry must not name memory that
-            # another blob may be given
+            # published before the old payload is freed: no entry may name memory that
+            # another blob may get
             self.publish(key, header, payload, payload_bytes)
             self._free_payload(key)
             if payload is not None:
@@ -100,8 +103,9 @@ class ReplicaFolder(BlobFolder):
             self.free(payload)
 
     def _give_back(self, nbytes: float) -> None:
-        """Release pooled buffers, the oldest first, until `nbytes` are free, so that
-        the pool does not grow.
+        """Release pooled buffers, the oldest first, until `nbytes` are free.
+
+        The pool then does not grow with the next allocation.
         """
         while self._free and nbytes > 0:
             tensor = self._free.pop(next(iter(self._free)))

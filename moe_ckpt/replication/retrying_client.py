@@ -1,6 +1,7 @@
-"""Requests to one server, over a connection that is opened again after a failure.
+"""Requests to one server, over a connection that is reopened after a failure.
 
-Owns: the connection, and the number and time of attempts. Must not: know the requests.
+Owns: the connection, and the number and time of attempts. Must not: interpret
+requests.
 """
 
 from __future__ import annotations
@@ -16,20 +17,26 @@ from moe_ckpt.replication.admission import open_connection
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Ticket
 
-# before each attempt; the successor of a daemon is ready after a fork
+# pauses before the attempts; short, as the successor of a daemon is ready after a fork
 _DELAYS_S = (0.0, 0.05, 0.1, 0.2, 0.4)
 
 T = TypeVar("T")
 
 
 class RetryingClient:
-    """Calls one server, from one thread. A final failure raises `failure`, naming the
-    server and the last reason.
-    """
+    """Client of one server, for one thread."""
 
     def __init__(
         self, address: Address, ticket: Ticket, failure: type[MoeCkptError]
     ) -> None:
+        """Create a client that connects on the first call.
+
+        Args:
+            address: The server's address.
+            ticket: The run, and the run's secret.
+            failure: Class of the error after the last attempt. The message names the
+                server and the last reason.
+        """
         self.address = address
         self._ticket = ticket
         self._failure = failure
@@ -37,11 +44,22 @@ class RetryingClient:
         self._closing = Event()
 
     def call(self, what: str, act: Callable[[Connection], T], until_s: float) -> T:
-        """Return the result of `act` over a connection. It is repeated if the
-        connection breaks or garbles bytes.
+        """Return the result of `act` over a connection.
 
-        There are at most 5 attempts, and none after `until_s` (of `time.monotonic`).
-        Raises `failure`.
+        The client repeats `act` if the connection breaks or garbles bytes. There are at
+        most 5 attempts.
+
+        Args:
+            what: Description of the request, for errors.
+            act: Exchanges messages over an admitted connection.
+            until_s: Time after which no attempt begins, on `time.monotonic`.
+
+        Returns:
+            The result of `act`.
+
+        Raises:
+            MoeCkptError: Of class `failure`: the server refuses, `act` fails on this
+                end, or no attempt is left.
         """
         reason: Exception | None = None
         num_attempts = 0
@@ -51,8 +69,8 @@ class RetryingClient:
             num_attempts += 1
             try:
                 return self._attempt(act, until_s)
-            # of this end (a blob that was withdrawn, a full disk): another attempt
-            # would fail as well
+            # an error on this end, such as a withdrawn blob or a full disk: another
+            # attempt would fail as well
             except MoeCkptError as error:
                 raise self._failure(f"{what}, {self.address}: {error}") from error
             except RefusedError as error:
@@ -68,25 +86,33 @@ class RetryingClient:
         ) from reason
 
     def shut_down(self) -> None:
-        """End the operation in progress, from any thread; later calls fail."""
+        """End the operation in progress and make later calls fail, from any thread."""
         self._closing.set()
         if link := self._link:
             link.shut_down()
 
     def close(self) -> None:
-        """Close the connection, from the calling thread."""
+        """Close the connection, from the thread that uses this client."""
         if self._link:
             self._link.close()
             self._link = None
 
     def pause(self, timeout_s: float) -> None:
-        """Wait, or raise OSError as soon as this is shut down."""
+        """Wait, or raise as soon as the client is shut down.
+
+        Args:
+            timeout_s: Time to wait, in seconds.
+
+        Raises:
+            OSError: The client is shut down.
+        """
         if self._closing.wait(timeout_s):
             raise ConnectionAbortedError("closed on this side")
 
     def _attempt(self, act: Callable[[Connection], T], until_s: float) -> T:
         with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self.close)  # the other end ends its operation, too
+            # so that the server ends its operation, too
+            on_failure.callback(self.close)
             link = self._connected(until_s)
             link.allow(until_s - time.monotonic())
             done = act(link)
@@ -100,7 +126,6 @@ class RetryingClient:
             raise TimeoutError("no time is left")
         if self._link is None:
             self._link = open_connection(self.address, self._ticket, left_s, self.pause)
-        # a thread that called `shut_down` before this connection existed has not ended
-        # it
+        # a `shut_down` before this connection existed has not ended this connection
         self.pause(0)
         return self._link

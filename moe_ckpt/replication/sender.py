@@ -1,13 +1,15 @@
-"""Copies one rank's blobs to its peers while training goes on.
+"""Copies one rank's blobs to the rank's peers while training continues.
 
-Owns: two sending threads per peer, their order, yielding to training traffic, and waits
-for the cap. Must not: choose the blobs, or keep a payload mapped longer than its copy
-takes. A chunk waits a bounded time while training communicates; nothing profiles idle
-spans of the network, as Gemini does (section 5).
+Owns: two sending threads per peer, the order of requests, yielding to training traffic,
+and waits for the cap. Must not: choose the blobs, or keep a payload mapped longer than
+its copy takes. A chunk waits a bounded time while training communicates. Unlike Gemini
+(section 5), the replicator does not profile idle spans of the network.
 
-    copy a, copy b, drop a       in this order to each peer, each peer at its own speed; confirmed when all have it
-    steps                        in a thread and a connection of their own: every iteration waits for its step, which
-                                 would else arrive behind the snapshots that were requested before
+    copy a, copy b, drop a   in this order to each peer, each peer at its own speed;
+                             confirmed when all peers have a blob
+    steps                    on a thread and a connection of their own: every iteration
+                             waits for its step, which would otherwise arrive behind
+                             the snapshots that were requested before
 """
 
 from __future__ import annotations
@@ -32,23 +34,23 @@ from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 from moe_ckpt.snapshot.step_log import is_step
 from moe_ckpt.snapshot.token_bucket import Throttle
 
-# a chunk: copying goes on, at 50 MB/s or more, however busy training is
+# longest wait of a chunk: copies continue at 50 MB/s or more, however busy training is
 _LONGEST_YIELD_S = 0.02
-_YIELD_S = 0.005  # no event: the flag of training is memory that its process writes
-# while a chunk waits for tokens: how often to check that its snapshot is still wanted
+# polled: the training process writes a flag in memory, which is no event to wait for
+_YIELD_S = 0.005
+# interval of checks, while a chunk waits for tokens, that the snapshot is still wanted
 _LOOK_EVERY_S = 0.1
-_MOST_REFUSED = 3  # a peer whose arithmetic differs never computes the same state
+# refused updates in a row: a peer whose arithmetic differs never computes the same
+# state
+_MOST_REFUSED = 3
 
 _log = logging.getLogger(__name__)
 
 
 class Replicator:
-    """Copies blobs of `own`, those of rank `owner_rank`, to the peers of the last
-    `use_peers`; for any thread.
+    """Copies a rank's blobs to peers, for any thread.
 
-    A copy without confirmation `deadline_s` after its request has failed. While
-    `may_send()` is False, every chunk waits up to 20 ms. Bytes to all peers together
-    wait for tokens of `throttle`.
+    Copies go to the peers of the last `use_peers`.
     """
 
     def __init__(
@@ -61,6 +63,19 @@ class Replicator:
         deadline_s: float,
         throttle: Throttle | None = None,
     ) -> None:
+        """Begin without peers.
+
+        Args:
+            own: Folder of the rank's own blobs.
+            owner_rank: The rank.
+            ticket: The run, and the run's secret.
+            may_send: Returns whether copies may be sent without a wait. While the
+                result is False, every chunk waits up to 20 ms.
+            deadline_s: Longest time from a request to all confirmations, in seconds.
+                After this time the copy has failed.
+            throttle: Cap on the bytes to all peers together, steps excepted. None: no
+                cap.
+        """
         self._own = own
         self._owner_rank = owner_rank
         self._ticket = ticket
@@ -71,12 +86,17 @@ class Replicator:
         self._peers: dict[Address, tuple[_Lane, _Lane]] | None = None
 
     def use_peers(self, addresses: Sequence[Address]) -> None:
-        """Copy to these addresses from now on; copies to others fail, including those
-        in progress.
+        """Copy to these peers from now on.
+
+        Copies to other peers fail, including copies in progress.
+
+        Args:
+            addresses: Addresses of the peers' servers.
         """
         with self._lock:
             before = self._peers or {}
-            # a peer that stays keeps its lanes: requests to it stay in order
+            # a peer that stays keeps its lanes, so that requests to the peer stay in
+            # order
             self._peers = {
                 address: before.get(address) or self._peer(address)
                 for address in addresses
@@ -88,12 +108,16 @@ class Replicator:
             lane.close()
 
     def copy(self, keys: Sequence[str]) -> Future[ServerWork]:
-        """Start copying; the future is done when all peers hold all of it, or fails
-        with a CheckpointSaveError.
+        """Start copying blobs to all peers.
 
-        Its result is the work of the slowest checkpoint server among the peers.
+        Args:
+            keys: Keys of the blobs.
 
-        Without keys, it is done once all earlier requests are.
+        Returns:
+            A future that completes once all peers hold all of the blobs, or fails with
+            a CheckpointSaveError. Without keys, the future completes once all earlier
+            requests have ended. The result is the work of the slowest checkpoint server
+            among the peers.
         """
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
@@ -110,8 +134,13 @@ class Replicator:
             )
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Let all peers drop their copies, after all earlier requests of the same kind.
-        A failure is logged.
+        """Make all peers delete their copies of blobs.
+
+        A peer deletes copies after all earlier requests of the same kind; the kinds are
+        steps and all other blobs. The replicator logs a failure.
+
+        Args:
+            keys: Keys of the blobs.
         """
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
@@ -119,13 +148,13 @@ class Replicator:
                 lane.drop(part, until_s).add_done_callback(_log_failure)
 
     def close(self) -> None:
-        """End all threads; unconfirmed and later requests fail."""
+        """End all threads. Unconfirmed and later requests fail."""
         self.use_peers([])
         with self._lock:
             self._peers = None
 
     def _peer(self, address: Address) -> tuple[_Lane, _Lane]:
-        """Return the two ways to a peer: for steps, and for all other blobs."""
+        """Return the two lanes to a peer: for steps, and for all other blobs."""
         steps, others = (
             RetryingClient(address, self._ticket, CheckpointSaveError) for _ in range(2)
         )
@@ -133,8 +162,9 @@ class Replicator:
         return _Lane(steps, *common), _Lane(others, *common)
 
     def _split(self, keys: Sequence[str]) -> Iterator[tuple[_Lane, list[str]]]:
-        """Yield the lanes of all peers that have keys to send, with these; without
-        keys, all lanes.
+        """Yield the lanes of all peers, each with the lane's keys.
+
+        Lanes without keys are left out, unless `keys` is empty.
         """
         for peer in (self._peers or {}).values():
             for lane, is_mine in zip(peer, (True, False), strict=True):
@@ -159,7 +189,7 @@ class _Lane:
         self._owner_rank = owner_rank
         self._caller = caller
         self._may_send = may_send
-        self._refused = Counter[str]()  # updates, one after the other, by unit
+        self._refused = Counter[str]()  # refused updates in a row, by unit
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="replicator"
         )
@@ -172,9 +202,9 @@ class _Lane:
 
     def close(self) -> None:
         self._caller.shut_down()
-        # on the lane's thread, to which the connection belongs
+        # on the lane's thread, which owns the connection
         self._thread.submit(self._caller.close)
-        # the thread may be connecting, until its deadline
+        # no wait: the thread may try to connect until its deadline
         self._thread.shutdown(wait=False)
 
     def _copy_all(self, keys: Sequence[str], until_s: float) -> ServerWork:
@@ -193,7 +223,7 @@ class _Lane:
         if not is_update(key):
             return self._send(link, key)
         update = update_from_bytes(self._own.get(key).header)
-        if update.seals:  # the state that this update leads to is nowhere else
+        if update.seals:  # no rank has the state that this update leads to
             return self._send(link, key)
         if not self._has_updated(link, key, update.unit):
             self._send(link, update.target)
@@ -223,7 +253,8 @@ class _Lane:
         blob = self._own.get(key)
 
         def pace(nbytes: int) -> None:
-            if not is_step(key):  # these are few bytes, for which every iteration waits
+            # no cap on steps: few bytes, for which every iteration waits
+            if not is_step(key):
                 self._throttle.wait(
                     nbytes, lambda seconds: self._sleep(seconds, key, blob)
                 )
@@ -236,8 +267,16 @@ class _Lane:
         return ServerWork(busy_us=done.busy_us, after_us=done.after_us)
 
     def _sleep(self, seconds: float, key: str, blob: Blob) -> bool:
-        """Sleep; raise if this peer is given up or the blob is dropped, and return the
-        unused tokens.
+        """Wait for tokens, while the peer is in use and the blob is published.
+
+        After an error the throttle takes the tokens back.
+
+        Returns:
+            False: the copy uses the tokens.
+
+        Raises:
+            OSError: The peer is given up.
+            CheckpointSaveError: The blob was withdrawn.
         """
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
@@ -254,11 +293,14 @@ class _Lane:
 
 
 def _all_done(parts: Sequence[Future[ServerWork]]) -> Future[ServerWork]:
-    """Return a future that is done once all parts are, and fails with all reasons if
-    any part has failed.
+    """Return a future for a whole copy.
+
+    Returns:
+        A future that completes once all parts have completed, and fails with all
+        reasons if any part has failed.
     """
     whole: Future[ServerWork] = Future()
-    whole.set_running_or_notify_cancel()  # no caller can cancel it from here on
+    whole.set_running_or_notify_cancel()  # no caller can cancel the future from here on
     lock, num_left = Lock(), len(parts)
 
     def finish(_: Future[ServerWork]) -> None:

@@ -1,6 +1,6 @@
 """Accepts connections and serves each in a thread of its own.
 
-Owns: the listening socket, the threads and their connections. Must not: know the
+Owns: the listening socket, the threads and their connections. Must not: interpret the
 messages on a connection.
 """
 
@@ -20,13 +20,18 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectionServer:
-    """Serves connections to `listening`, which it owns, until `close`. `serve(link)`
-    returns or raises to end one.
-    """
+    """Accepts connections at a listening socket until `close`."""
 
     def __init__(
         self, listening: socket.socket, serve: Callable[[Connection], None]
     ) -> None:
+        """Begin to accept connections.
+
+        Args:
+            listening: The socket, which the server owns from now on.
+            serve: Serves one connection, on a thread of its own. The connection ends
+                when this function returns or raises.
+        """
         self._listening = listening
         self._serve = serve
         self._lock = Lock()
@@ -37,7 +42,11 @@ class ConnectionServer:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """End all connections, and wait up to `timeout_s` for each of their threads."""
+        """End all connections.
+
+        Args:
+            timeout_s: Longest wait for the end of each thread, in seconds.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
@@ -56,7 +65,7 @@ class ConnectionServer:
                 connection, _ = self._listening.accept()
                 self._start(Connection(connection))
             except (OSError, RuntimeError) as error:
-                # out of descriptors or threads, or the client has gone
+                # no descriptor or thread is left, or the client has gone
                 if not self._closed.wait(_RETRY_S):
                     self._failures.give(str(error))
 
@@ -64,7 +73,7 @@ class ConnectionServer:
         thread = Thread(target=self._run, args=(link,), name="served-link", daemon=True)
         with self._lock:
             # under the lock: a connection that ends at once removes its entry, which
-            # must be there by then
+            # must exist by then
             thread.start()
             self._links[link] = thread
 
@@ -74,7 +83,8 @@ class ConnectionServer:
         except OSError as error:
             _log.info("a connection ended: %s", error)
         except Exception:
-            # the top of a thread: the failure of one connection must not affect another
+            # top of the thread: the failure of one connection must not affect another
+            # one
             _log.exception("a connection ended")
         finally:
             with self._lock:

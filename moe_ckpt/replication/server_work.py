@@ -1,4 +1,7 @@
-"""The work of a checkpoint server for one iteration, as its answer reports it. Values."""
+"""Work of a checkpoint server for one iteration, as the server's answer reports it.
+
+Values only.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerWork:
-    """Microseconds: `busy_us` of copy, concatenation, steps and checksums; `after_us`
-    from the last byte to the end.
-    """
+    """Times of a checkpoint server for one iteration."""
 
     busy_us: int
+    """Time of copy, concatenation, steps and checksums, in microseconds."""
+
     after_us: int
+    """Time from the last byte to the end of the work, in microseconds."""
 
 
 NO_WORK = ServerWork(busy_us=0, after_us=0)
 
 
 def slowest(works: Iterable[ServerWork]) -> ServerWork:
-    """Return the most of both times; no work for none."""
+    """Return the longest of both times over all works; `NO_WORK` without works."""
     found = [NO_WORK, *works]
     return ServerWork(
         busy_us=max(work.busy_us for work in found),

@@ -1,8 +1,8 @@
-"""The connections to a server that are not admitted yet.
+"""Connections to a server that are not admitted yet.
 
 Owns: the limit on the number of such connections, the choice of the connection that
-makes room for a new one, and warnings whose number does not grow with that of the
-connections. Must not: admit a connection (`admission`).
+makes room for a new one, and warnings whose number does not grow with the number of
+connections. Must not: admit a connection (`admission` does).
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ WARN_EVERY_S = 60.0
 
 
 class Strangers:
-    """At most `limit` connections that wait for their admission, for any thread.
+    """The connections that wait for admission, for any thread.
 
-    A further connection displaces one that waits: the oldest of the address that has
-    most. A member sends its greeting within milliseconds, and so is admitted beside any
-    number of silent connections; connections from one address displace each other
-    before they displace those of other addresses.
+    A connection beyond the limit displaces a waiting one: the oldest connection of the
+    address with the most connections. A member of the run sends a greeting within
+    milliseconds, and so the server admits a member beside any number of silent
+    connections. Connections from one address displace each other before they displace
+    connections from other addresses.
     """
 
     def __init__(self, limit: int, warning: RareWarning) -> None:
         """Begin without connections.
 
         Args:
-            limit: The most connections that wait at one time.
-            warning: Is given a text for each connection that is displaced.
+            limit: Most connections that wait at one time.
+            warning: Receives a text for each displaced connection.
         """
         self._limit = limit
         self._warning = warning
         self._lock = Lock()
-        self._waiting: dict[Connection, str] = {}  # the address of each, oldest first
+        # addresses by connection, oldest first
+        self._waiting: dict[Connection, str] = {}
 
     @contextlib.contextmanager
     def waiting(self, link: Connection) -> Iterator[None]:
-        """Count a connection as waiting inside the block.
+        """Count a connection as waiting while the block runs.
 
-        The block's operations on `link` raise OSError once the connection is displaced.
+        Operations of the block on `link` raise OSError once the connection is
+        displaced.
 
         Args:
             link: The connection.
@@ -68,7 +71,7 @@ class Strangers:
                 self._waiting.pop(link, None)
 
     def _make_room(self) -> Connection | None:
-        """Take out the connection that makes room for another one, if there is no room."""
+        """Remove and return the connection that makes room; None if there is room."""
         if len(self._waiting) < self._limit:
             return None
         ((most, _),) = Counter(self._waiting.values()).most_common(1)
@@ -80,8 +83,9 @@ class Strangers:
 
 
 class RareWarning:
-    """A warning of one kind, logged once in WARN_EVERY_S seconds at most, from any
-    thread.
+    """A warning of one kind, for any thread.
+
+    The log gets at most one line in WARN_EVERY_S seconds.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class RareWarning:
 
         Args:
             log: Receives the warnings.
-            subject: The first words of each.
+            subject: First words of each warning.
             now: The clock, in seconds.
         """
         self._log = log
@@ -105,11 +109,12 @@ class RareWarning:
         self._num_untold = 0
 
     def give(self, text: str) -> None:
-        """Log a text, or count it: the next text that is logged has the number of those
-        before.
+        """Log a text, or only count the text if the last log line is too recent.
+
+        The next logged text states the number of counted texts.
 
         Args:
-            text: What has happened.
+            text: Description of the event.
         """
         with self._lock:
             if self._now() < self._due_s:

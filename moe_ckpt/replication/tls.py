@@ -1,9 +1,8 @@
-"""TLS for copies between nodes: both ends show a certificate that one authority has
-signed.
+"""TLS for copies between nodes, with certificates of one authority on both ends.
 
-Owns: the contexts of both ends, and errors that name the setting. Must not: connect.
-Names in certificates are not compared with addresses: each certificate of the authority
-belongs to a node of the job. The token of the run is required as well
+Owns: the contexts of both ends, and errors that name the setting. Must not: connect. No
+end compares names in certificates with addresses: each certificate of the authority
+belongs to a node of the job. Servers require the token of the run as well
 (`replication.admission`).
 """
 
@@ -18,19 +17,24 @@ from moe_ckpt.config import TlsConfig, require
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TlsEnds:
-    """The contexts in which a node connects to others, and serves them."""
+    """The TLS contexts of a node."""
 
     client: ssl.SSLContext
+    """Context for connections to other nodes."""
+
     server: ssl.SSLContext
+    """Context for connections from other nodes."""
 
 
 def open_tls(config: TlsConfig) -> TlsEnds | None:
-    """Return the contexts of a node, or None without TLS. Raises ConfigError, naming
-    the setting, for a bad file.
+    """Return the TLS contexts of a node, or None without TLS.
+
+    Raises:
+        ConfigError: A file cannot be used. The message names the setting.
     """
     if config.certificate is None or config.key is None or config.authority is None:
         return None
-    # opened here first: ssl's own error for a missing file does not name it
+    # opened here first: ssl's own error for a missing file does not name the file
     for name, path in (
         ("certificate", config.certificate),
         ("key", config.key),
@@ -49,13 +53,14 @@ def open_tls(config: TlsConfig) -> TlsEnds | None:
         _context(protocol, config.certificate, config.key, config.authority)
         for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
     )
-    # no session is resumed, and a client that only sends would not read them
+    # no session tickets: no session is resumed, and a client that only sends would not
+    # read the tickets
     server.num_tickets = 0
     return TlsEnds(client=client, server=server)
 
 
 def describe_refusal(error: ssl.SSLError) -> str:
-    """Return the reason for which one end has refused the other."""
+    """Return the reason for which one end has refused the other end."""
     detail = getattr(error, "verify_message", None) or error.reason or error
     return (
         f"TLS failed ({detail}): wanted ckpt.tls on all nodes, with certificates of one"
@@ -68,7 +73,7 @@ def _context(
 ) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # nodes are known by addresses, which a scheduler chooses
+    # a node is known by an address, which a scheduler chooses
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:
@@ -81,7 +86,7 @@ def _context(
             f"certificates in PEM format ({error.reason or error})",
         )
     try:
-        # without one, OpenSSL would ask at the terminal
+        # without `password`, OpenSSL would ask for a password at the terminal
         context.load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         wanted = (

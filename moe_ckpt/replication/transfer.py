@@ -3,11 +3,12 @@
 Owns: the order of the bytes, and the rule that no torn, garbled or withdrawn blob is
 ever stored. Must not: connect, or choose blobs.
 
-    sender    Found          header | payload    Sent, or Refused if it was withdrawn meanwhile
-    receiver        Done                                                                        keep
+    sender    Found          header | payload    Sent, or Refused if the blob was
+                                                 withdrawn meanwhile
+    receiver        Done                                    keep
 
-A small header is in Found. A blob of such a header and no payload is that one message,
-as each iteration has one and waits for it.
+A small header is in Found. A blob with such a header and without a payload is a single
+message, since each iteration sends such a blob and waits for the transfer.
 """
 
 from __future__ import annotations
@@ -27,32 +28,44 @@ _SMALL_BYTES = 256 << 10
 
 
 class Consumer(Protocol):
-    """Uses a payload while it arrives. A result counts once `keep` is called: the bytes
-    are intact then.
+    """Uses a payload while the payload arrives.
+
+    A result counts only once the receiver calls `keep`: the bytes are intact then.
     """
 
     def arrived(self, num_bytes: int) -> None:
-        """So many bytes of the payload are here, from its beginning."""
+        """Note that the first `num_bytes` bytes of the payload have arrived."""
         ...
 
     def keep(self) -> None:
-        """Store the result. Raises CheckpointLoadError or CheckpointSaveError."""
+        """Store the result.
+
+        Raises:
+            CheckpointLoadError: The blob leads to no valid result.
+            CheckpointSaveError: The result cannot be written.
+        """
         ...
 
     def abandon(self) -> None:
-        """Drop the result, and use the payload no more: it is freed next."""
+        """Drop the result, and stop using the payload.
+
+        The receiver frees the payload next.
+        """
         ...
 
 
 BlobParts = tuple[BlobFolder, str, bytes, torch.Tensor | None, int]
-"""A blob that arrives: its folder, key, header, payload and the payload's bytes."""
+"""A blob that arrives: folder, key, header, payload, and bytes of the payload."""
 
 Begin = Callable[[Unpack[BlobParts]], Consumer]
-"""Returns the consumer of a blob, and does not raise: the header may be garbled."""
+"""Returns the consumer of a blob.
+
+Does not raise, because the header may be garbled.
+"""
 
 
 class Deposit:
-    """Stores a blob as it is, in memory of `folder`."""
+    """Stores a blob unchanged, in memory of the folder."""
 
     def __init__(
         self,
@@ -66,13 +79,13 @@ class Deposit:
         self._blob = key, header, payload, payload_bytes
 
     def arrived(self, num_bytes: int) -> None:
-        """Nothing to do before all bytes are here."""
+        """Do nothing before all bytes have arrived."""
 
     def keep(self) -> None:
         self._folder.deposit(*self._blob)
 
     def abandon(self) -> None:
-        """Nothing to drop."""
+        """Do nothing: there is no result to drop."""
 
 
 def send_blob(
@@ -87,15 +100,15 @@ def send_blob(
 
     Args:
         link: The connection.
-        folder: Has the blob.
-        key: The blob's key.
-        blob: What `folder.get(key)` returned.
+        folder: Folder that has the blob.
+        key: Key of the blob.
+        blob: Result of `folder.get(key)`.
         pace: Called before each chunk of bytes.
-        before: A request that the blob belongs to, which goes out with the first
+        before: Requests to which the blob belongs, sent together with the first
             message.
 
     Raises:
-        RefusedError: The receiver has no room.
+        RefusedError: The receiver refuses the blob, for lack of room for example.
         OSError: The connection failed.
     """
     payload_bytes = None if blob.payload is None else blob.payload_bytes
@@ -108,15 +121,15 @@ def send_blob(
     link.send(*before, sizes)
     if _is_whole(sizes):
         return
-    # the receiver has allocated by then: one without room refuses here, and no payload
-    # is on its way
+    # the receiver has allocated memory by then: a receiver without room refuses here,
+    # before any payload is on its way
     link.expect(Done)
     header_xxh3 = link.send_stream(memoryview(b"" if is_small else blob.header), pace)
     payload = _bytes_of(blob.payload, blob.payload_bytes)
     payload_xxh3 = link.send_stream(payload, pace, blob.payload_xxh3)
     if folder.is_current(key, blob):
         link.send(Sent(header_xxh3=header_xxh3, payload_xxh3=payload_xxh3))
-    else:  # its memory may have been reused already
+    else:  # the blob's memory may have been reused already
         link.send(
             Refused(reason=f"blob {key} was withdrawn while it was sent", garbled=False)
         )
@@ -130,12 +143,27 @@ def receive_blob(
     pace: Pace,
     begin: Begin = Deposit,
 ) -> int:
-    """Receive a blob into memory of `folder` for the consumer that `begin` returns;
-    return the blob's bytes.
+    """Receive a blob for a consumer.
 
-    Raises RefusedError if it arrived garbled, was withdrawn meanwhile or has too large
-    a header, CheckpointSaveError if there is no room, and the consumer's errors.
-    Nothing is stored then.
+    If an error is raised, nothing is stored.
+
+    Args:
+        link: The connection.
+        found: First message of the blob.
+        folder: Folder in whose memory the blob arrives.
+        key: Key of the blob.
+        pace: Called before each chunk of bytes.
+        begin: Returns the consumer.
+
+    Returns:
+        The size of header and payload, in bytes.
+
+    Raises:
+        RefusedError: The blob arrived garbled, was withdrawn meanwhile, or has too
+            large a header.
+        CheckpointSaveError: There is no room, or the consumer cannot write the result.
+        CheckpointLoadError: The consumer gets no valid result from the blob.
+        OSError: The connection failed.
     """
     if found.header_bytes > MOST_HEADER_BYTES:
         reason = (
@@ -173,14 +201,12 @@ def receive_blob(
 
 
 def _is_whole(found: Found) -> bool:
-    """Return whether a message holds all of its blob."""
+    """Return whether a message contains all of its blob."""
     return found.header is not None and found.payload_bytes is None
 
 
 def _counting(consumer: Consumer, pace: Pace) -> Pace:
-    """Return a pace that also reports the bytes of all chunks before this one to the
-    consumer.
-    """
+    """Return a pace that also reports the bytes of earlier chunks to the consumer."""
     arrived_bytes = 0
 
     def count(num_bytes: int) -> None:

@@ -1,9 +1,10 @@
-"""A run of a job under faults, from event to event: train until a fault, recover,
-continue.
+"""A run of a job under faults, from event to event.
 
-Between two faults snapshots soon repeat, and any number of iterations is counted at
-once; the effect of a fault follows from the plans of a real run (`recovering`). Owns:
-the clock, replacements in progress, and the contents of disks.
+The job trains until a fault, recovers and continues.
+
+Between two faults, snapshots soon repeat, so any number of iterations is counted at
+once. The effect of a fault follows from the plans of a real run (`recovering`). The
+module owns the clock, replacements in progress, and the contents of disks.
 """
 
 from __future__ import annotations
@@ -43,12 +44,18 @@ def simulate(
     last_iteration: int | None = None,
     in_order: bool = False,
 ) -> Outcome:
-    """Return the outcome of a job that trains for this time: it ends with the first
-    iteration after that.
+    """Return the outcome of a simulated job.
 
-    With `last_iteration` it ends there if that is earlier. `kills` each have a rank;
-    `in_order`: those at points come one after another. The same arguments give the same
-    outcome.
+    The run ends with the first iteration that ends at or after `duration_s`. The same
+    arguments give the same outcome.
+
+    Args:
+        setup: The job on its cluster.
+        saving: The policy's saves and their costs.
+        kills: The faults. Each kill has a rank.
+        duration_s: Seconds of training to simulate.
+        last_iteration: The iteration after which the run ends, if that is earlier.
+        in_order: Whether kills at points strike one after another.
     """
     layout, per_node = setup.job.layout, setup.cluster.gpus_per_node
     faults = FaultQueue(
@@ -62,20 +69,37 @@ class _Attempt:
     """A recovery, together with the faults that interrupt it."""
 
     since_s: float
+    """Start of the recovery, in seconds of the run."""
+
     reached: int
+    """The iteration that ranks had completed before the fault."""
+
     kept: tuple[Kept, ...]
+    """Windows that all ranks had when the fault struck, oldest first."""
+
     faults: list[TimedFault] = field(default_factory=list)
+    """The faults so far."""
+
     losses: Losses = Losses(  # noqa: RUF009
         dead=_NO_RANKS, bare=_NO_RANKS, unreplicated=_NO_RANKS, rolling={}
     )
+    """The losses of all faults so far."""
+
     detect_s: float = 0.0
+    """Seconds until losses were detected."""
+
     rebuild_s: float = 0.0
+    """Seconds until ranks met again."""
+
     fetch_s: float = 0.0
+    """Seconds for fetching windows or state."""
+
     replay_s: float = 0.0
+    """Seconds for replaying or loading."""
 
     @property
     def surveyed_s(self) -> float:
-        """The time at which ranks meet and look at what all of them have."""
+        """The time at which all ranks meet and compare their states."""
         return self.since_s + self.detect_s + self.rebuild_s
 
     @property
@@ -84,8 +108,9 @@ class _Attempt:
 
 
 def _safest(windows: Sequence[Kept], number: int, at_s: float) -> tuple[Kept, ...]:
-    """Return the windows that peers hold at a time, and of these the newer ones, up to
-    a number; oldest first.
+    """Return up to `number` windows, preferring those that peers hold, oldest first.
+
+    Among windows that are equally safe at time `at_s`, newer windows come first.
     """
     safest = sorted(windows, key=lambda kept: (kept.copied_at_s <= at_s, kept.start))[
         -number:
@@ -94,6 +119,8 @@ def _safest(windows: Sequence[Kept], number: int, at_s: float) -> tuple[Kept, ..
 
 
 class _Run:
+    """A simulated run in progress."""
+
     def __init__(
         self,
         setup: Setup,
@@ -105,7 +132,7 @@ class _Run:
         self._setup, self._saving = setup, saving
         self._duration_s, self._last_iteration = duration_s, last_iteration
         self._faults = faults
-        self._spares = [0.0] * setup.cluster.spares  # since when each is free
+        self._spares = [0.0] * setup.cluster.spares  # the time at which each is free
         self._ledger = Ledger()
         self._timeline: list[Trained | Recovered] = []
         self._on_disk: Kept | None = None
@@ -132,9 +159,7 @@ class _Run:
                 return self._outcome(generation.start)
 
     def _last(self, generation: Generation) -> int:
-        """Return the number of iterations, at least one, that a generation must do
-        until the run ends.
-        """
+        """Return the iterations of a generation until the run ends, at least 1."""
         in_time = generation.first_commit_after(self._duration_s)
         if self._last_iteration is None:
             return in_time
@@ -174,9 +199,7 @@ class _Run:
         )
 
     def _next_fault(self, generation: Generation, until_s: float) -> TimedFault | None:
-        """Return the next fault if it comes before a time; it is then removed from the
-        queue.
-        """
+        """Return the next fault before a time, and remove the fault from the queue."""
         timed = next(reversed(self._faults.timed), None)
         reached = [
             (self._time_of(kill, generation), kill)
@@ -196,8 +219,10 @@ class _Run:
         )
 
     def _time_of(self, kill: Kill, generation: Generation) -> float:
-        """Return the time at which training reaches the point of a kill: now if it has
-        been there before.
+        """Return the time at which training reaches the point of a kill.
+
+        A point that training has passed before counts as reached in the first iteration
+        of the generation.
         """
         number = max(1, (kill.iteration or generation.start + 1) - generation.start)
         if isinstance(kill, LateKill):
@@ -207,7 +232,7 @@ class _Run:
             kill.point_phase, self._setup.costs, seconds, generation.length(number)
         )
         if isinstance(kill, LateKill):
-            # waits before the update are longer or shorter here than they were
+            # waits before the update may be longer or shorter here than in the real run
             latest_s = (
                 into_s
                 if kill.point_phase == "step"
@@ -227,15 +252,15 @@ class _Run:
             takes_base=not generation.carried,
         )
         self._completed = max(self._completed, reached)
-        # a lost iteration was charged its first duration, and its rerun takes another
-        # one
+        # a lost iteration was charged the time of its first run, but its rerun takes a
+        # different time
         first, rerun = (
             pace.between(generation.start, reached)
             for pace in (self._setup.pace, generation.pace)
         )
         self._ledger.again_s += (rerun - first) * self._setup.costs.iteration_s
         self._ledger.stall_s += generation.stalls_s(moment.iterations)
-        # an iteration that a fault cuts off is run again
+        # the iteration that a fault cuts off is run again
         self._ledger.again_s += moment.into_s
         if moment.iterations or moment.into_s:
             self._timeline.append(
@@ -248,7 +273,7 @@ class _Run:
         reached = generation.start + moment.iterations
         if generation.is_replicated(moment):
             self._unreplicated = _NO_RANKS
-        # all ranks are prepared: live ranks take the step
+        # all ranks have complete gradients: live ranks take the step
         if moment.ready and self._saving.recovery is Recovery.LOCAL:
             rest_s = generation.iteration_s(moment.iterations + 1) - moment.into_s
             moment = Moment(iterations=moment.iterations + 1, into_s=0.0, ready=False)
@@ -268,8 +293,10 @@ class _Run:
     def _recover(
         self, attempt: _Attempt, fault: TimedFault
     ) -> tuple[Recovered, tuple[Kept, ...]]:
-        """Try until no further fault interrupts; return the cost, and the remaining
-        windows.
+        """Try until no further fault interrupts.
+
+        Returns:
+            The recovery with its costs, and the remaining windows.
         """
         path: RollbackPath | None = None
         pending: TimedFault | None = fault
@@ -306,8 +333,8 @@ class _Run:
             replay_s=attempt.replay_s,
             lost=path.lost,
         )
-        # windows that end later are of iterations that are trained again, and a load
-        # from disk drops all
+        # windows that end later belong to iterations that are trained again, and a load
+        # from disk drops all windows
         is_kept = path.source == HOST_MEMORY
         carried = (
             [kept for kept in attempt.kept if kept.end <= path.iteration]
@@ -319,7 +346,7 @@ class _Run:
         )
 
     def _join(self, attempt: _Attempt, fault: TimedFault) -> None:
-        """Detect the losses, replace them, and let all ranks meet again."""
+        """Detect the losses, replace lost ranks, and let all ranks meet again."""
         cluster, losses = self._setup.cluster, attempt.losses
         self._num_faults += 1
         attempt.faults.append(fault)
@@ -345,15 +372,15 @@ class _Run:
             else 0
         )
         meets_s += self._replace(num_nodes, fault.after_s + detect_s)
-        # a fault within a recovery costs only what goes beyond the time that the
-        # recovery has taken already
+        # a fault within a recovery costs only time that the recovery has not taken yet
         longer_s = max(0.0, fault.after_s + detect_s + meets_s - attempt.now_s)
         attempt.detect_s += min(detect_s, longer_s)
         attempt.rebuild_s += longer_s - min(detect_s, longer_s)
 
     def _replace(self, num_nodes: int, now_s: float) -> float:
-        """Return the seconds until replacement nodes are available: spare ones, or the
-        first back from repair.
+        """Return the seconds until replacement nodes are available.
+
+        Replacements are spare nodes, or the first nodes back from repair.
         """
         if num_nodes == 0:
             return 0.0
@@ -363,7 +390,11 @@ class _Run:
         return max(0.0, taken[-1] - now_s) + cluster.spare_s
 
     def _try(self, attempt: _Attempt) -> tuple[RollbackPath | None, TimedFault | None]:
-        """Return the way back, or the fault that interrupted it."""
+        """Return the way back, and the fault that interrupts the way back.
+
+        The way back is None if the fault struck before ranks met. The fault is None if
+        no fault interrupts.
+        """
         begun_s = attempt.now_s
         interrupting = self._due(begun_s)
         if interrupting is not None:
@@ -382,7 +413,7 @@ class _Run:
         return path, interrupting
 
     def _due(self, until_s: float) -> TimedFault | None:
-        """Return a fault at a time before this one."""
+        """Return a timed fault before `until_s`, and remove it from the queue."""
         timed = next(reversed(self._faults.timed), None)
         if timed is None or timed.after_s >= until_s:
             return None
@@ -390,11 +421,10 @@ class _Run:
         return timed
 
     def _due_within(self, attempt: _Attempt, end_s: float) -> TimedFault | None:
-        """Return what strikes before the recovery that begins now would end, at this
-        time.
+        """Return the fault that strikes a recovery that lasts from now to `end_s`.
 
-        A kill in a recovery does as workers enter it, or as long after the fault before
-        as in a real run.
+        A kill in a recovery strikes as workers enter the recovery, or as long after the
+        previous fault as in a real run.
         """
         kill = self._faults.in_recovery
         if kill is None:
@@ -437,7 +467,7 @@ class _Run:
             iteration=plan.target_iteration,
             fetch_s=found.fetch_s,
             # segments replay side by side, and all ranks wait for the longest;
-            # `rerun_ratio` has the start of a replay
+            # `rerun_ratio` already covers the start of a replay
             replay_s=max(found.replay_s, default=0.0)
             + (0.0 if replays else self._setup.cluster.resume_s),
             source=HOST_MEMORY,
@@ -445,8 +475,10 @@ class _Run:
         )
 
     def _from_disk(self, kept: Kept | None) -> RollbackPath:
-        """All ranks load the newest state there, or begin anew: with a new job, if
-        processes do not start again.
+        """Return the way back by which all ranks load from disk, or begin anew.
+
+        Without a state on disk, all ranks begin anew. If the policy did not restart
+        processes in any case, beginning anew starts a new job.
         """
         cluster = self._setup.cluster
         if kept is None:
@@ -466,8 +498,9 @@ class _Run:
         )
 
     def _after(self, losses: Losses, plan: Estimate, spent_s: float) -> Losses:
-        """Return the remaining losses after a recovery ran for this time: ranks that
-        were done are not lost.
+        """Return the remaining losses after a recovery ran for `spent_s` seconds.
+
+        Ranks of stages whose recovery was done are not lost.
         """
         done, under_way = set[int](), dict[int, ReplayedState | None]()
         for rollback, needed_s in zip(plan.plan.rollbacks, plan.replay_s, strict=True):
@@ -487,8 +520,8 @@ class _Run:
                 for rank in losses.dead
                 if self._setup.job.stage_of_rank(rank) not in done
             ),
-            # fetched windows are in the memory of ranks that had lost theirs, whatever
-            # came of the replay
+            # fetched windows are in the memory of ranks that had lost their own, even
+            # if the replay was cut off
             bare=_NO_RANKS if fetched else losses.bare,
             rolling=under_way,
         )

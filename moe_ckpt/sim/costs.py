@@ -1,9 +1,9 @@
-"""The seconds of the parts of an iteration, a replay and a copy. Pure arithmetic over
-sizes and a cluster's constants.
+"""The seconds of the parts of an iteration, of a replay and of a copy.
 
-MoEvement, Appendix C: one layer's profile repeated, T_pipeline = (M + S - 1)
-max_s(t_s), T_iter = T_pipeline + T_sync + T_update. If an iteration was measured, its
-seconds are given and all parts are scaled to it.
+Pure arithmetic over sizes and a cluster's constants. MoEvement, Appendix C: the profile
+of one layer is repeated, T_pipeline = (M + S - 1) max_s(t_s), T_iter = T_pipeline +
+T_sync + T_update. If an iteration was measured, its seconds are given, and all parts
+are scaled to these seconds.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ from moe_ckpt.sim.job import Array, Job
 from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import OperatorKind
 
-GRADIENT_BYTES = 4  # reduced in FP32
+GRADIENT_BYTES = 4  # gradients are reduced in FP32
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingConfig:
-    """The timing of an iteration beside its parts. See conf/simulate.yaml."""
+    """The timing of an iteration beside its parts; keys of conf/simulate.yaml."""
 
     iteration_s: float | None
+    """Measured seconds of an iteration without checkpoints. None: derived from the
+    cluster's constants.
+    """
+
     interleave: int
+    """Model chunks per stage (interleaved 1F1B)."""
 
     def __post_init__(self) -> None:
         wanted = "more than 0 seconds, or null: by the cluster's constants"
@@ -40,38 +45,57 @@ class TimingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Costs:
-    """Seconds of a job on a cluster. `micro_batch_s` is forward and backward of each
-    stage, float64 [stages].
-
-    If processors `are_shared`, these are those of all stages at once. An iteration that
-    runs again, or is replayed, takes `rerun_ratio` times the duration of its first run.
-    """
+    """The times of a job on a cluster."""
 
     iteration_s: float
+    """Seconds of a mean iteration without saving."""
+
     micro_batch_s: Array
+    """Seconds of forward and backward of a micro-batch on each stage, float64 [stages].
+    With `are_shared`, the seconds hold while all stages run at once.
+    """
+
     num_micro_batches: int
+    """Micro-batches of an iteration."""
+
     interleave: int
+    """Model chunks per stage (interleaved 1F1B)."""
+
     sync_s: float
+    """Seconds of collectives at the end of an iteration that no computation hides."""
+
     update_s: float
+    """Seconds of the optimizer's update."""
+
     log_s: Array
+    """Seconds in which each stage receives the boundary logs of an iteration, float64
+    [stages].
+    """
+
     are_shared: bool = False
+    """Whether all stages share their processors."""
+
     rerun_ratio: float = 1.0
+    """Time of an iteration that runs again, or is replayed, relative to its first run.
+    """
 
     @property
     def num_stages(self) -> int:
         return len(self.micro_batch_s)
 
     def overlap_s(self, iteration_s: float) -> float:
-        """Return the seconds of an iteration up to its update, which waits for copies
-        of the state before it.
+        """Return the seconds of an iteration up to its update.
+
+        The update waits for copies of the state before it.
         """
         return max(0.0, iteration_s - self.update_s)
 
     def pipeline_s(self, stages: range) -> float:
-        """Return forward and backward of all micro-batches through some neighbouring
-        stages: 1F1B, interleaved.
+        """Return the seconds of all micro-batches through some neighbouring stages.
 
-        On shared processors that is their share of the work: they have what all have.
+        The time covers forward and backward in interleaved 1F1B. On shared processors,
+        the time is the stages' share of the work of all stages, because these stages
+        can use the processors of all stages.
         """
         if self.are_shared and len(stages) < self.num_stages:
             return self._work_share(stages) * self.pipeline_s(range(self.num_stages))
@@ -81,11 +105,16 @@ class Costs:
         )
 
     def replay_s(self, stages: range, active: float) -> float:
-        """Return the seconds in which some stages replay an iteration, the first and
-        last of them from logs.
+        """Return the seconds in which some stages replay an iteration.
 
-        `active` is the share of the work that belongs to operators with their whole
-        state: the others skip weight gradients, a third of it (MoEvement, section 3.3).
+        The first and the last of these stages replay from logs, unless the stages are
+        all stages.
+
+        Args:
+            stages: The stages that replay together.
+            active: The share of the work that belongs to operators with their whole
+                state. All other operators skip weight gradients, a third of their work
+                (MoEvement, section 3.3).
         """
         is_local = len(stages) < self.num_stages
         logs_s = (
@@ -109,7 +138,7 @@ class Costs:
 
 
 def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
-    """Return the seconds of a job on a cluster."""
+    """Return the times of a job on a cluster."""
     stages = range(job.layout.pp)
     micro_batch_s = np.array([_micro_batch_s(job, cluster, stage) for stage in stages])
     exposed_s, update_s = step_s(job, cluster)
@@ -119,8 +148,8 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
         + exposed_s
         + update_s
     )
-    # a measured iteration has the same parts as a derived one, all longer or shorter by
-    # one factor
+    # a measured iteration has the same parts as a derived iteration, all scaled by one
+    # factor
     scale = 1.0 if timing.iteration_s is None else timing.iteration_s / derived_s
     log_s = np.array(
         [job.boundary_log_bytes(stage) / cluster.peer_bytes_per_s for stage in stages]
@@ -139,8 +168,11 @@ def estimate(job: Job, cluster: ClusterConfig, timing: TimingConfig) -> Costs:
 
 
 def step_s(job: Job, cluster: ClusterConfig) -> tuple[float, float]:
-    """Return the seconds of an iteration's end: collectives that no computation hides,
-    and the optimizer's update.
+    """Return the seconds of an iteration's end.
+
+    Returns:
+        The seconds of collectives that no computation hides, and the seconds of the
+        optimizer's update.
     """
     sync_s = max(_sync_s(job, cluster, stage) for stage in range(job.layout.pp))
     return (1 - cluster.sync_overlap) * sync_s, update_bytes(
@@ -149,8 +181,9 @@ def step_s(job: Job, cluster: ClusterConfig) -> tuple[float, float]:
 
 
 def update_bytes(job: Job) -> float:
-    """Return the bytes that an update moves on the rank with the most: it reads and
-    writes the whole state once.
+    """Return the bytes that an update moves on the rank with the most bytes.
+
+    An update reads and writes the whole state once.
     """
     return 2 * max(
         float(profile.table.full_bytes.sum(axis=1).max()) for profile in job.profiles
@@ -159,24 +192,31 @@ def update_bytes(job: Job) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyRates:
-    """The bytes a second of copies, within the caps of a policy
-    (`ckpt.max_bytes_per_s`, of a rank).
+    """The rates of copies in bytes per second, within the caps of a policy.
 
-    Where all ranks share one link, host and peer rates are the job's, and peers are
-    taken to keep up (cluster.copies_share=job); the disk's are always the job's.
+    Where all ranks share one link (cluster.copies_share=job), host and peer rates are
+    those of the whole job, and peers are assumed to keep up. Disk rates are always
+    those of the whole job.
     """
 
     cluster: ClusterConfig
+    """The cluster with the rates of the links."""
+
     caps: MaxBytesPerS
+    """The caps of a rank (`ckpt.max_bytes_per_s`)."""
+
     num_ranks: int
+    """Number of ranks of the job."""
 
     def host(self, bytes_per_s: float) -> float:
-        """Return a rate of copies to host memory within its cap."""
+        """Return a rate of copies to host memory, limited by the cap."""
         return min(bytes_per_s, self._sharing * (self.caps.host or math.inf))
 
     def burst_s(self, bytes_per_s: float) -> float:
-        """Return the seconds by which a copy to host memory is shorter than its cap
-        says: 0 where that is no limit.
+        """Return the seconds that a burst saves for a copy to host memory.
+
+        The copy is that much shorter than the capped rate implies. Returns 0 where the
+        cap does not limit the rate.
         """
         return BURST_S if self.host(bytes_per_s) < bytes_per_s else 0.0
 
@@ -192,9 +232,7 @@ class CopyRates:
         return min(link, self._sharing * (self.caps.peers or math.inf)) / replicas
 
     def kept(self, replicas: int) -> float:
-        """Return the bytes a second that a rank copies into its host memory and into
-        that of `replicas` peers.
-        """
+        """Return the rate of a rank's copies into host memory and `replicas` peers."""
         return min(self.host(self.cluster.copy_bytes_per_s), self.to_peers(replicas))
 
     def disk(self) -> float:
@@ -211,14 +249,18 @@ class CopyRates:
 def stall_s(
     *, copy_s: float, awaited_s: float, overlap_s: float, interference: float
 ) -> float:
-    """Return the seconds that a snapshot adds to training, whose update waits for
-    copies that take `awaited_s`.
+    """Return the seconds that a snapshot adds to training.
 
     Copies slow training by a share `interference` of their time. An update that waits
-    for them is late by their time beyond `overlap_s`, those of the iteration up to its
-    update, however slow these were: by 3 s for 5 s of copying beside 2 s of forward and
-    backward (MoC, equation 10). Copies that go on after the update slow the next
-    iterations, too.
+    for copies is late by the time of these copies beyond `overlap_s`, however slow the
+    iteration was: 5 s of copying beside 2 s of forward and backward add 3 s (MoC,
+    equation 10). Copies that continue after the update also slow the next iterations.
+
+    Args:
+        copy_s: Seconds of all copies of the snapshot.
+        awaited_s: Seconds of the copies for which the update waits.
+        overlap_s: Seconds of the iteration up to its update.
+        interference: The slowdown, as a share of the time of copies.
     """
     until_update_s = max(awaited_s, overlap_s)
     later_s = max(0.0, copy_s - until_update_s)
@@ -237,8 +279,8 @@ def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
         job.layout,
         job.micro_batch_tokens * job.shape.hidden_size * job.formats.activation_bytes,
     )
-    # a multiplication and an addition; backward computes two gradients for each product
-    # of forward
+    # 2: a multiplication and an addition; 3: backward computes two gradients for each
+    # product of forward
     flops = 2 * 3 * float(job.work[where].sum()) * job.micro_batch_tokens / layout.tp
     compute_s = flops / (cluster.flops_per_s * cluster.efficiency)
     in_node = layout.ep * layout.tp <= cluster.gpus_per_node
@@ -247,22 +289,24 @@ def _micro_batch_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
     )
     # an all-reduce is a reduce-scatter and an all-gather
     reduced_s = 2 * cluster.collective_s(tensor_bytes, layout.tp, within_node=True)
-    # activations one way and gradients the other: a stage in the middle has two
+    # activations go one way and gradients the other: a stage in the middle has two
     # neighbours
     sends = (stage > 0) + (stage < layout.pp - 1)
     sent_s = sends * (
         cluster.network_latency_s + tensor_bytes / layout.tp / cluster.peer_bytes_per_s
     )
-    # dispatch and combine, or the sums after attention and MLP: each in forward and in
-    # backward
+    # 4: dispatch and combine, or the sums after attention and MLP, each in forward and
+    # in backward
     return (
         compute_s + 4 * num_moe_layers * routed_s + 4 * num_layers * reduced_s + sent_s
     )
 
 
 def _sync_s(job: Job, cluster: ClusterConfig, stage: int) -> float:
-    """Reduce gradients, gather weights, or gradients if no rank has a shard: over the
-    ranks with the same ones.
+    """Return the seconds of an iteration's collectives on a stage.
+
+    Ranks with the same parameters reduce gradients and gather weights. If no rank has a
+    shard, ranks gather gradients instead of weights.
     """
     where, layout = job.positions(stage), job.layout
     counts, is_expert = job.shape.parameters[where], job.is_expert[where]

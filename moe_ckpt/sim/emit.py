@@ -1,7 +1,7 @@
-"""A simulated run as the events that a real one would have logged, rank by rank. Its
-clock begins at 0.
+"""A simulated run as the events that a real run would have logged, rank by rank.
 
-Values that a simulation lacks are NaN (losses), or the word "simulated".
+The clock of the events begins at 0. Values that a simulation lacks are NaN (losses) or
+the word "simulated".
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def rank_events(
 
 
 class _Rank:
+    """The events of one rank of a simulated run."""
+
     def __init__(self, setup: Setup, saving: Saving, global_rank: int) -> None:
         self._setup, self._saving, self._rank = setup, saving, global_rank
         self._stage = setup.job.stage_of_rank(global_rank)
@@ -58,9 +60,7 @@ class _Rank:
         self._generation = 1
 
     def story(self, outcome: Outcome) -> Iterator[Timed]:
-        """Yield the events of each stretch; within one the order is not quite that of
-        time.
-        """
+        """Yield the events of each stretch; times in a stretch need not ascend."""
         yield 0.0, self._started()
         for stretch in outcome.timeline:
             yield from (
@@ -132,7 +132,7 @@ class _Rank:
         if snapshot.experts is not None:
             yield taken_s, self._chosen(iteration, snapshot.experts.choice)
         if snapshot.offset >= iterations:
-            return  # it was being copied when the generation ended
+            return  # the snapshot was being copied when the generation ended
         size_bytes, copy_s = (
             self._share(snapshot.size_bytes),
             snapshot.size_bytes / self._saving.host_bytes_per_s,
@@ -181,8 +181,10 @@ class _Rank:
         )
 
     def _share(self, num_bytes: float) -> int:
-        """Return this rank's part of bytes that belong to the whole job if all ranks
-        share one link.
+        """Return this rank's part of bytes that belong to the whole job.
+
+        Bytes belong to the whole job if all ranks share one link. All other bytes stay
+        unchanged.
         """
         return int(
             num_bytes / self._setup.job.layout.world_size

@@ -12,33 +12,42 @@ from moe_ckpt.sim.timeline import Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Means over simulated runs of one policy in one setup.
-
-    `ettrs` are those of the runs, `ettr` their mean and `spread` their standard
-    deviation. `overhead` is the time that saving adds to training, as a share;
-    `recovery_s` the cost of all faults in a run; `formula` the closed form's ETTR, if
-    there is one; `plt` and `mlt` are shares of tokens that experts lost.
-    """
+    """Means over simulated runs of one policy in one setup."""
 
     ettrs: tuple[float, ...]
+    """ETTR of each run."""
+
     formula: float | None
+    """ETTR of the closed formula. None: the policy has no formula."""
+
     overhead: float
+    """Time that saving adds to training, as a share of training time."""
+
     recovery_s: float
+    """Seconds that all faults of a run cost."""
+
     num_faults: float
+    """Number of faults in a run."""
+
     plt: float
+    """PLT: share of tokens that experts lost, mean over MoE layers."""
+
     mlt: float
+    """MLT: share of tokens that experts lost, sum over MoE layers."""
 
     @property
     def ettr(self) -> float:
+        """Mean ETTR of the runs."""
         return statistics.fmean(self.ettrs)
 
     @property
     def spread(self) -> float:
+        """Standard deviation of the ETTR of the runs."""
         return statistics.pstdev(self.ettrs)
 
 
 def predict(setup: Setup, saving: Saving, outcomes: Sequence[Outcome]) -> Prediction:
-    """Return the means of some runs' outcomes."""
+    """Return the means of the outcomes of some runs."""
     return Prediction(
         ettrs=tuple(outcome.ledger.ettr for outcome in outcomes),
         formula=closed_form(setup, saving),
@@ -57,11 +66,11 @@ def _overhead(outcome: Outcome) -> float:
 
 
 def closed_form(setup: Setup, saving: Saving) -> float | None:
-    """Return the ETTR of MoEvement's formula, without terms for detection, reload or
-    scope; None for other policies.
+    """Return the ETTR by MoEvement's formula, or None where the formula does not apply.
 
-    1 / (1 + overhead) / (1 + E[R] / MTBF), with E[R] half an interval, or one and a
-    half windows (section 3.6).
+    The formula is 1 / (1 + overhead) / (1 + E[R] / MTBF), without terms for detection,
+    reload or scope. E[R] is half an interval, or one and a half windows (section 3.6).
+    The result is None without an MTBF, and for a policy without checkpoints.
     """
     iteration_s = setup.costs.iteration_s
     if saving.recovery is Recovery.LOCAL:

@@ -1,5 +1,6 @@
-"""The kills of a fault plan in a simulation: by time, simultaneous ones together, or at
-points. Pure.
+"""The kills of a fault plan in a simulation. Pure.
+
+A kill strikes at a time, or at a point of training. Simultaneous kills are one fault.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ from moe_ckpt.sim.costs import Costs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateKill(Kill):
-    """A kill of a real run: it strikes `late_s` seconds after the begin of its
-    iteration, but within its phase.
+    """A kill of a real run, which strikes some time after the start of its iteration.
 
-    Where that iteration is shorter here, it strikes in the nearest one that lasts, as
-    training waits for a copy. One in a recovery strikes so many seconds after the fault
-    before it, but within that recovery.
+    The kill strikes within its phase. Where that iteration is shorter in the
+    simulation, the kill strikes in the nearest iteration that is long enough because
+    training waits for a copy. A kill in a recovery strikes that many seconds after the
+    previous fault, but within that recovery.
     """
 
     late_s: float
+    """Seconds from the start of the iteration, or from the previous fault, to the
+    strike.
+    """
 
 
 class FaultQueue:
-    """The faults to come: the `timed` ones, the earliest last, and those at points,
-    when training gets there.
+    """The faults that have not struck yet.
 
-    `in_order`: a kill at a point waits for those before it, as in a run that goes back
-    and meets its points again.
+    Args:
+        kills: The kills of the fault plan.
+        world_size: The number of ranks of the job.
+        ranks_per_node: The number of ranks of a node.
+        in_order: Whether a kill at a point waits for the kills at points before it, as
+            in a run that goes back and reaches its points again.
     """
 
     def __init__(
@@ -41,22 +48,28 @@ class FaultQueue:
         in_order: bool,
     ) -> None:
         self.timed = [*reversed(plan_faults(kills, world_size, ranks_per_node))]
+        """The faults at a time, the earliest last."""
         self._at_points = [kill for kill in kills if kill.after_s is None]
         self._in_order = in_order
         self._world_size, self._ranks_per_node = world_size, ranks_per_node
 
     @property
     def at_points(self) -> Sequence[Kill]:
-        """The kills of which any may be next."""
+        """The kills at points of which any may be next."""
         return self._at_points[:1] if self._in_order else self._at_points
 
     @property
     def in_recovery(self) -> Kill | None:
-        """The next kill in a recovery, if any kill of that kind may be next."""
+        """The next kill in a recovery, if such a kill may be next."""
         return next((kill for kill in self.at_points if kill.phase == "recovery"), None)
 
     def meet(self, kill: Kill, at_s: float) -> TimedFault:
-        """Turn a kill at a point into a strike, now that training is there."""
+        """Turn a kill at a point into a strike, and remove the kill from the queue.
+
+        Args:
+            kill: The kill whose point training has reached.
+            at_s: The time at which training reached the point.
+        """
         self._at_points.remove(kill)
         ranks = victims(kill, self._world_size, self._ranks_per_node)
         return TimedFault(
@@ -67,8 +80,11 @@ class FaultQueue:
 def time_in_iteration(phase: str, costs: Costs, seconds: float, length: float) -> float:
     """Return the seconds from the start of an iteration to a phase.
 
-    `seconds` are those of the iteration with all stalls; `length` is that without
-    stalls, in mean iterations.
+    Args:
+        phase: The phase of a kill.
+        costs: The costs of the job.
+        seconds: Seconds of the iteration with all stalls.
+        length: The length of the iteration without stalls, in mean iterations.
     """
     match phase:
         case "forward":
@@ -78,10 +94,12 @@ def time_in_iteration(phase: str, costs: Costs, seconds: float, length: float) -
             # product of forward
             return length * costs.pipeline_s(range(costs.num_stages)) / 3
         case "reduce":
-            # the update waits for copies of the state before it, gradients do not
+            # the update waits for copies of the state before it, reductions of
+            # gradients do not
             return max(0.0, length * costs.iteration_s - costs.update_s - costs.sync_s)
         case "step":
-            # not as it begins: rounding decides on which side that is
+            # in the middle of the update: at its start, rounding would decide whether
+            # the update has begun
             return seconds - costs.update_s / 2
         case _:
             return seconds

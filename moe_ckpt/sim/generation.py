@@ -1,5 +1,6 @@
-"""One stretch of training, from a state to the next fault: the ends of iterations, and
-the windows kept by then.
+"""One stretch of training, from a state to the next fault.
+
+The module computes the ends of iterations, and the windows that are kept by then.
 """
 
 from __future__ import annotations
@@ -16,36 +17,44 @@ from moe_ckpt.sim.partial import Epoch
 from moe_ckpt.sim.saving import Recovery, Saving
 from moe_ckpt.sim.snapshot_pattern import SnapshotPattern, Span
 
-# an iteration of a real run takes as much longer than a simulated one, at most
+# the largest ratio of the time of a real iteration to that of a simulated iteration
 _NOISE = 1.25
-# choices of a real job and of a simulated one differ by fewer iterations
+# choices of a real job and of a simulated job differ by fewer iterations
 _NEAR_ITERS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """`iterations` of a generation are done, and `into_s` of the next; `ready`: its
-    gradients are complete.
-    """
+    """The progress of a generation at a time."""
 
     iterations: int
+    """Iterations of the generation that are done."""
+
     into_s: float
+    """Seconds of the next iteration that have passed."""
+
     ready: bool
+    """Whether the gradients of the next iteration are complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """A window that is complete on all ranks: the states after `start` to `end`.
-
-    Peers hold its copies from `copied_at_s` on. `epoch` is that of a partial
-    checkpoint.
-    """
+    """A window that is complete on all ranks."""
 
     start: int
+    """Iteration of the first state of the window."""
+
     end: int
+    """Iteration of the last state of the window."""
+
     is_whole: bool = True
+    """Whether the window is a whole state, not a partial checkpoint."""
+
     copied_at_s: float = field(default=-math.inf, compare=False)
+    """Time from which peers hold copies of the window, in seconds of the run."""
+
     epoch: Epoch | None = field(default=None, compare=False)
+    """Epoch of a partial checkpoint. None: another policy."""
 
     @property
     def num_slots(self) -> int:
@@ -54,21 +63,34 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """Training from the state after `start` on, since a time. `carried`: windows from
-    before, oldest first.
-    """
+    """Training from a state on, until the next fault."""
 
     costs: Costs
+    """The costs of the job."""
+
     saving: Saving
+    """The policy's saves and their costs."""
+
     pattern: SnapshotPattern
+    """The snapshots of the generation."""
+
     start: int
+    """The iteration of the state from which the generation trains."""
+
     since_s: float
+    """Time at which training begins, in seconds of the run."""
+
     carried: tuple[Kept, ...]
+    """Windows of earlier generations that ranks still keep, oldest first."""
+
     epoch: Epoch | None = None
+    """Epoch of partial checkpoints. None: another policy."""
+
     pace: Pace = EVEN
+    """The lengths of iterations."""
 
     def stalls_s(self, iterations: int) -> float:
-        """Return the seconds that saving has added to this many iterations."""
+        """Return the seconds that saving adds to the first `iterations` iterations."""
         snapshots_s, durable = self.pattern.stalls_s(iterations), self.saving.durable
         if durable is None:
             return snapshots_s
@@ -80,13 +102,13 @@ class Generation:
         )
 
     def elapsed_s(self, iterations: int) -> float:
-        """Return the seconds of so many iterations."""
+        """Return the seconds of the first `iterations` iterations."""
         trained = self.pace.between(self.start, self.start + iterations)
         return trained * self.costs.iteration_s + self.stalls_s(iterations)
 
     def first_commit_after(self, at_s: float) -> int:
         """Return the fewest iterations, at least one, that end at or after a time."""
-        # a search and no division: stalls make iterations of different lengths
+        # a search instead of a division: stalls give iterations different lengths
         end_s = lambda iterations: self.since_s + self.elapsed_s(iterations)  # noqa: E731
         enough = 1
         while end_s(enough) < at_s:
@@ -107,11 +129,12 @@ class Generation:
         return self.length(number) * self.costs.iteration_s + self.added_s(number)
 
     def nearest_wait(self, seconds: float, number: int) -> int:
-        """Return the iteration near `number` in which training waits for a copy for so
-        long; else `number` itself.
+        """Return the nearest iteration that lasts `seconds` by waiting for a copy.
 
-        A fault much later in an iteration than that lasts came in such a wait, which
-        may be some iterations away here.
+        A fault that strikes much later in an iteration than the iteration lasts came in
+        such a wait. In the simulation, the wait may be some iterations away. Without a
+        wait that long, and for `seconds` that are not much longer than the iteration,
+        the result is `number` itself.
         """
         if seconds <= _NOISE * self.iteration_s(number):
             return number
@@ -123,28 +146,27 @@ class Generation:
         return min(enough, key=lambda each: abs(each - number), default=number)
 
     def length(self, number: int) -> float:
-        """Return the length of iteration `number` without what saving adds, in mean
-        iterations.
-        """
+        """Return the length of iteration `number` without stalls, in mean lengths."""
         return self.pace.length(self.start + number)
 
     def added_s(self, number: int) -> float:
-        """Return the seconds that saving adds to the generation's iteration `number`,
-        from 1.
+        """Return the seconds that saving adds to iteration `number` of the generation.
+
+        Iterations of the generation count from 1.
         """
         return max(0.0, self.stalls_s(number) - self.stalls_s(number - 1))
 
     def kept(self, moment: Moment) -> tuple[Kept, ...]:
         """Return the windows that all ranks have at a moment, oldest first.
 
-        There is one more than `keep_windows` while ranks have not agreed that the
-        newest one is complete everywhere.
+        While ranks have not agreed that the newest window is complete everywhere, ranks
+        keep one more than `keep_windows`.
         """
         newest = [
             self._at(span, moment)
             for span in islice(self._complete(moment), 1 + self.saving.keep_windows)
         ]
-        # the base of servers is the state that was carried
+        # with servers, the base of a generation is the carried state
         taken = {each.start for each in newest}
         windows = (
             *(each for each in self.carried if each.start not in taken),
@@ -154,20 +176,22 @@ class Generation:
         return windows[-self.saving.keep_windows - (not has_agreed) :]
 
     def _has_agreed(self, newest: Kept, moment: Moment) -> bool:
-        """Whether ranks agreed at the end of the last pass that all of them and their
-        peers have the newest window.
+        """Return whether ranks have agreed that all ranks and peers have a window.
+
+        The agreement takes place at the end of the last pass.
         """
         taken = newest.end - self.start
         if next(self.pattern.snapshots(taken + 1, moment.iterations), None) is not None:
-            return True  # they agree before they begin the next one
+            return True  # ranks agree before the next window begins
         passed_s = (
             self.elapsed_s(moment.iterations + moment.ready) - self.costs.update_s
         )
         return newest.copied_at_s <= self.since_s + passed_s
 
     def is_replicated(self, moment: Moment) -> bool:
-        """Whether copies are where they should be again: those of a window from before,
-        or of a new one.
+        """Return whether peers hold all copies again.
+
+        The copies are those of a carried window, or of a new window.
         """
         if (
             self.carried
@@ -178,8 +202,9 @@ class Generation:
         return next(iter(self._complete(moment)), None) is not None
 
     def on_disk(self, moment: Moment) -> Kept | None:
-        """Return the newest state of this generation on disk: a whole checkpoint, or a
-        window.
+        """Return the newest state of this generation on disk, or None.
+
+        The state is a whole checkpoint, or a window.
         """
         candidates = [self._durable(moment)]
         if self.pattern.reaches_disk:
@@ -233,7 +258,7 @@ class Generation:
             // durable.every_iters
             * durable.every_iters
         )
-        # a save starts with the stall that is part of the iteration before it
+        # a save starts with its stall, which is part of the previous iteration
         while newest > self.start:
             begun_s = self.elapsed_s(newest - self.start) - durable.stall_s
             if begun_s + durable.done_s <= now_s:
@@ -242,11 +267,11 @@ class Generation:
         return None
 
     def _complete(self, moment: Moment) -> Iterator[Span]:
-        """Yield the windows that are kept, the newest first: those whose last snapshot
-        has reached its destinations.
+        """Yield the windows that are complete at all destinations, newest first.
 
-        If stages recover alone and windows follow each other, training waits for that
-        before it changes the state, and for a first window under every policy.
+        Under every policy, training waits for the first window before it changes the
+        state. Training also waits if stages recover alone and windows follow each other
+        without a pause.
         """
         now_s = self._now_s(moment)
         for span in self.pattern.spans_back(moment.iterations):
@@ -254,9 +279,9 @@ class Generation:
                 yield span
 
     def _is_awaited(self, span: Span, moment: Moment) -> bool:
-        """Whether training has waited until all ranks, and their peers, had a window."""
+        """Return whether training waited until all ranks and peers had a window."""
         last = span.last
-        # nothing could be recovered without the base
+        # the base: without it, no state could be recovered
         is_first = last.offset == 0 and not self.carried
         agreed = moment.iterations if moment.ready else moment.iterations - 1
         is_agreed = (
@@ -267,8 +292,9 @@ class Generation:
         return is_first or is_agreed
 
     def _complete_s(self, span: Span) -> float:
-        """Return the seconds from the start until the last snapshot of a window has
-        reached its destinations.
+        """Return the seconds until the last snapshot of a window has arrived.
+
+        Seconds count from the start of the generation.
         """
         copied_s = span.last.size_bytes / self.saving.kept_bytes_per_s
         return self.elapsed_s(span.last.offset) + copied_s + self.saving.served_s

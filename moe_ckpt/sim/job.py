@@ -1,9 +1,9 @@
-"""The simulated job: its operators, their distribution over ranks, and the bytes that a
-rank saves of them.
+"""The simulated job: its operators, their distribution over ranks, and their bytes.
 
-Owns: sizes. Must not: know seconds. Ranks of a stage with equal shares count once: an
-expert lies on one of `ep` ranks, its state on `dp / ep` of them, everything else on
-`dp`; so tables have `ep` rows, however many GPUs there are.
+The module owns the sizes that a rank saves. The module must not know seconds. Ranks of
+a stage with equal shares count once: an expert lies on one of `ep` ranks, its state on
+`dp / ep` of these ranks, and everything else on `dp`. Hence tables have `ep` rows,
+however many GPUs there are.
 """
 
 from __future__ import annotations
@@ -25,26 +25,34 @@ IntArray = npt.NDArray[np.int64]
 
 STEP_LOG_BYTES = 15_176
 STEP_LOG_BYTES_ON_CPU = 35_336
-"""States of Python's, NumPy's and torch's generators; on a CPU torch's are five, all as
-large as the host's.
+"""States of the generators of Python, NumPy and torch. On a CPU, torch has five
+generators, all as large as that of the host.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelShape:
-    """The operators of the whole model from front to back, with their parameters, int64
-    [operators].
-
-    `popularity` is the share of a layer's tokens that each of its experts gets, float64
-    [experts of a layer], sum 1.
-    """
+    """The operators of the whole model, and the sizes of tensors."""
 
     operators: Sequence[OperatorId]
+    """The operators from front to back."""
+
     parameters: IntArray
+    """Parameters of each operator, int64 [operators]."""
+
     num_layers: int
+    """Number of layers."""
+
     hidden_size: int
+    """Size of the hidden dimension."""
+
     topk: int
+    """Number of experts to which the router sends a token."""
+
     popularity: Array
+    """Share of a layer's tokens that each expert gets, float64 [experts of a layer],
+    sum 1.
+    """
 
     @property
     def num_experts(self) -> int:
@@ -53,11 +61,16 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """The sequences of an iteration, and their division. See conf/simulate.yaml."""
+    """The sequences of an iteration, and their division; keys of conf/simulate.yaml."""
 
     micro_batch_size: int
+    """Sequences that a data-parallel rank handles at a time."""
+
     global_batch_size: int
+    """Sequences of an iteration."""
+
     sequence_length: int
+    """Tokens of a sequence."""
 
     def __post_init__(self) -> None:
         require_all_at_least(
@@ -67,17 +80,21 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatsConfig:
-    """Bytes a parameter: in forward, and in the whole state; bytes of an element of an
-    activation.
-
-    `step_log_bytes`: the states of generators, and positions, that a rank logs at the
-    start of an iteration.
-    """
+    """The bytes of parameters, activations and logs."""
 
     compute_bytes: float
+    """Bytes of a parameter as forward uses it."""
+
     full_bytes: float
+    """Bytes of a parameter's whole state."""
+
     activation_bytes: float = 2.0
+    """Bytes of an element of an activation or its gradient."""
+
     step_log_bytes: int = STEP_LOG_BYTES
+    """Bytes of generator states and positions that a rank logs at the start of an
+    iteration.
+    """
 
     def __post_init__(self) -> None:
         for name in ("compute_bytes", "full_bytes", "activation_bytes"):
@@ -91,8 +108,17 @@ class FormatsConfig:
 
 
 class Job:
-    """A model on this many ranks. Raises ConfigError, naming the setting, if a division
-    has a remainder.
+    """A model on a number of ranks.
+
+    Args:
+        shape: The operators of the model.
+        layout: The degrees of parallelism.
+        batch: The sequences of an iteration.
+        formats: The bytes of parameters, activations and logs.
+        is_sharded: Whether ranks share the optimizer's state (distributed optimizer).
+
+    Raises:
+        ConfigError: A division has a remainder; the message names the setting.
     """
 
     def __init__(
@@ -114,11 +140,10 @@ class Job:
         _check(shape, layout, batch)
 
     def unsharded(self) -> Job:
-        """Return the same job without a distributed optimizer: each rank steps the
-        whole state of its parameters.
+        """Return the same job without a distributed optimizer.
 
-        Its profiles are the state on a GPU; each rank still saves an even share of it,
-        as with shards.
+        Each rank steps the whole state of its parameters. The profiles give the state
+        on a GPU. Each rank still saves an even share of the state, as with shards.
         """
         return Job(self.shape, self.layout, self.batch, self.formats, is_sharded=False)
 
@@ -133,7 +158,10 @@ class Job:
         return self.batch.micro_batch_size * self.batch.sequence_length
 
     def stage_of_rank(self, global_rank: int) -> int:
-        """Megatron's order: the pipeline is the slowest axis."""
+        """Return the stage of a rank in Megatron's order.
+
+        The pipeline is the slowest axis.
+        """
         return global_rank // self.layout.ranks_per_stage
 
     def ep_rank_of(self, global_rank: int) -> int:
@@ -150,11 +178,12 @@ class Job:
 
     @cached_property
     def work(self) -> Array:
-        """Multiplications a token in forward, of each operator, float64 [operators]: an
-        expert sees its share.
+        """Multiplications per token in forward of each operator, float64 [operators].
+
+        An expert counts only its share of the tokens.
         """
         work = self.shape.parameters.astype(np.float64)
-        # causal: half of the sequence, twice
+        # causal attention: half of the sequence, for scores and for values
         attention = self.batch.sequence_length * self.shape.hidden_size
         for position, operator in enumerate(self.shape.operators):
             if operator.kind is OperatorKind.EXPERT:
@@ -179,8 +208,8 @@ class Job:
                 [layer * pp // shape.num_layers for layer in range(shape.num_layers)],
             )
         else:
-            # a stage a layer, and the ends have stages of their own, as far as there
-            # are any
+            # one stage per layer; embedding, final norm and output get stages of their
+            # own as far as stages are left
             front, of_layers = (
                 0,
                 [min(layer + 1, pp - 1) for layer in range(shape.num_layers)],
@@ -202,7 +231,7 @@ class Job:
         )
 
     def positions(self, stage: int) -> slice:
-        """The positions of a stage's operators among all."""
+        """Return the positions of a stage's operators among all operators."""
         first, last = np.searchsorted(self.stage_of, [stage, stage + 1])
         return slice(int(first), int(last))
 
@@ -224,8 +253,11 @@ class Job:
     def _table(
         self, operators: Sequence[OperatorId], parameters: Array
     ) -> OperatorTable:
-        """Return a table of operators by their parameters on each rank, float64 [ranks,
-        operators].
+        """Return a table of operators from the parameters on each rank.
+
+        Args:
+            parameters: The parameters of each operator on each rank, float64 [ranks,
+                operators].
         """
         return OperatorTable(
             operators=operators,
@@ -236,8 +268,9 @@ class Job:
         )
 
     def whole_profile(self) -> StageProfile:
-        """Return the whole job as one rank that copies everything: one link for all of
-        it.
+        """Return the profile of the whole job as one rank that copies everything.
+
+        All ranks of the job share one link.
         """
         ranks, stages = self.layout.ranks_per_stage, range(self.layout.pp)
         return StageProfile(
@@ -250,8 +283,9 @@ class Job:
         )
 
     def boundary_log_bytes(self, stage: int) -> int:
-        """Return the bytes that a rank sends to neighbouring stages in an iteration:
-        activations and gradients.
+        """Return the bytes that a rank sends to neighbouring stages in an iteration.
+
+        The bytes are those of activations and gradients.
         """
         num_neighbours = (stage > 0) + (stage < self.layout.pp - 1)
         tensor_bytes = (
@@ -263,17 +297,19 @@ class Job:
         return int(num_neighbours * self.num_micro_batches * tensor_bytes)
 
     def _rank_parameters(self, where: slice) -> Array:
-        """Return the parameters whose state each of the `ep` kinds of ranks saves,
-        float64 [ep, operators].
+        """Return the parameters of each kind of rank, float64 [ep, operators].
+
+        A rank saves the state of these parameters.
         """
         layout, counts, is_expert = (
             self.layout,
             self.shape.parameters[where],
             self.is_expert[where],
         )
-        if not self.is_sharded:  # each rank that holds an operator has its whole state
+        if not self.is_sharded:  # each rank with an operator has all state of it
             counts = counts * np.where(is_expert, layout.dp // layout.ep, layout.dp)
-        # dp * tp ranks hold it, and each saves an even share: a byte is saved once
+        # dp * tp ranks hold shared parameters, and each saves an even share: every byte
+        # is saved once
         shared = counts / (layout.dp * layout.tp)
         rows = np.tile(np.where(is_expert, 0.0, shared), (layout.ep, 1))
         if not is_expert.any():

@@ -1,8 +1,8 @@
-"""The seconds of single iterations beside the mean. Pure.
+"""The lengths of single iterations relative to the mean. Pure.
 
-Where a router sends most tokens to a few experts, an iteration takes longer. While it
-learns, iterations may take from half to twice the mean, the same ones in every run of
-the job.
+Where a router sends most tokens to a few experts, an iteration takes longer. While the
+router learns, iterations may take from half to twice the mean, the same iterations in
+every run of the job.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from itertools import accumulate
 
 
 class Pace:
-    """The length of each iteration, in mean iterations: `lengths` of the first ones,
-    and 1 for all later ones.
+    """The length of each iteration, in mean iterations.
+
+    Args:
+        lengths: The lengths of the first iterations; all later lengths are 1.
     """
 
     def __init__(self, lengths: Sequence[float] = ()) -> None:
@@ -23,8 +25,12 @@ class Pace:
         self._rerun_until, self._rerun_ratio = 0, 1.0
 
     def rerun(self, until: int, ratio: float) -> Pace:
-        """Return the pace of processes that have run the iterations up to `until`:
-        these take `ratio` times as long.
+        """Return the pace of processes that have run the iterations up to `until`.
+
+        Args:
+            until: The last iteration that has been run.
+            ratio: The length of an iteration that is run again, relative to its first
+                run.
         """
         pace = copy.copy(self)
         pace._rerun_until, pace._rerun_ratio = (
@@ -33,8 +39,9 @@ class Pace:
         return pace
 
     def between(self, done: int, reached: int) -> float:
-        """Return the length of the iterations `done` + 1 to `reached`: exactly their
-        number at an even pace.
+        """Return the length of the iterations `done` + 1 to `reached`.
+
+        At an even pace the length is exactly the number of iterations.
         """
         first = self._up_to(reached) - self._up_to(done)
         if done >= self._rerun_until:
@@ -48,8 +55,9 @@ class Pace:
         return first * self._rerun_ratio if number <= self._rerun_until else first
 
     def after(self, done: int) -> tuple[float, ...]:
-        """Return the lengths of the iterations from `done` + 1 on as far as they are
-        known; all later ones are 1.
+        """Return the known lengths of the iterations from `done` + 1 on.
+
+        All later lengths are 1.
         """
         rerun = tuple(map(self.length, range(done + 1, self._rerun_until + 1)))
         return (*rerun, *self._lengths[done + len(rerun) :])

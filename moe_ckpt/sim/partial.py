@@ -1,8 +1,8 @@
-"""The contents of a simulated run's partial snapshots: the real policy's choices,
-between recoveries.
+"""The contents of a simulated run's partial snapshots, between recoveries.
 
-Owns: querying a policy until every expert has had its turn, and the age of experts.
-Must not: know faults or costs. The stage whose ranks copy most stands for all.
+The choices are those of the real policy. The module owns the querying of a policy until
+every expert has had its turn, and the age of experts. The module must not know faults
+or costs. The stage whose ranks copy most stands for all stages.
 """
 
 from __future__ import annotations
@@ -36,41 +36,56 @@ Policy = PartialExperts | PopularExperts
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Account:
-    """The tokens that a run has `lost` to all faults, by MoE layer of the job, and its
-    policy's facts of them.
-    """
+    """The tokens that a run has lost to all faults, and its policy's facts."""
 
     lost: IntArray
+    """Lost tokens of each MoE layer of the job, int64 [MoE layers]."""
+
     facts: tuple[float, ...]
+    """The facts of the policy, which a recovery restores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lost:
-    """The losses of a recovery: tokens of each stage's experts, int64 [its MoE layers,
-    experts]; shares of all.
-    """
+    """The losses of one recovery."""
 
     by_stage: Sequence[IntArray]
+    """Lost tokens of each stage's experts, int64 [MoE layers of the stage, experts] per
+    stage.
+    """
+
     plt: float
+    """PLT of all faults so far, as a share of all tokens."""
+
     mlt: float
+    """MLT of all faults so far, as a share of all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Epoch:
-    """The partial checkpoints from the state after `start` to the next recovery.
-    `account` is that of the start.
-    """
+    """The partial checkpoints from the state after `start` to the next recovery."""
 
     number: int
+    """Number of the epoch, from 0."""
+
     start: int
+    """Iteration of the state from which the epoch starts."""
+
     pattern: SnapshotPattern
+    """The snapshots of the epoch."""
+
     account: Account
+    """The account at the start of the epoch."""
 
     def versions(self, iteration: int, where: Where) -> IntArray:
-        """Return the iteration of each expert in a checkpoint, by its source, int64
-        [layers, experts].
+        """Return the iteration of each expert in a checkpoint, int64 [layers, experts].
 
-        Experts that a whole round does not contain count as old as the round.
+        Experts that a whole round of the pattern does not contain count as old as the
+        round.
+
+        Args:
+            iteration: The iteration of the checkpoint.
+            where: The place of the checkpoint's parts.
         """
         offset = iteration - self.start
         first = max(0, offset - self.pattern.period)
@@ -88,16 +103,19 @@ class Epoch:
 
 
 class Tokens:
-    """The tokens that experts are trained with, and those of them that a run has lost:
-    MoC, equation 7; MoEtion, 6.
+    """The tokens that experts are trained with, and the shares that a run has lost.
+
+    MoC, equation 7; MoEtion, equation 6.
     """
 
     def __init__(self, job: Job) -> None:
         self.an_iteration = job.batch.global_batch_size * job.batch.sequence_length
+        """Tokens of an iteration."""
         self._topk = job.shape.topk
         self.by_expert: IntArray = np.rint(
             job.shape.popularity * self._topk * self.an_iteration
         ).astype(np.int64)
+        """Tokens of each expert of a layer in an iteration, int64 [experts]."""
         gates = [
             number
             for number, op in enumerate(job.shape.operators)
@@ -110,16 +128,20 @@ class Tokens:
         self.num_layers = len(gates)
 
     def rows_of_stage(self, stage: int, num_rows: int) -> list[int]:
-        """Return the layers, of `num_rows` that a policy was asked about, that stand
-        for those of a stage.
+        """Return the layers that stand for those of a stage.
 
-        They are the job's if all ranks share one link, else those of one stage.
+        A policy was asked about `num_rows` layers: those of the whole job if all ranks
+        share one link, otherwise those of one stage. The result contains positions
+        among these layers.
         """
         return [layer % num_rows for layer in self.layers_of_stage[stage]]
 
     def shares(self, lost: IntArray, iteration: int) -> tuple[float, float]:
-        """Return PLT and MLT: the shares, of all tokens up to an iteration, that were
-        lost.
+        """Return PLT and MLT: lost tokens as shares of all tokens up to an iteration.
+
+        Args:
+            lost: The lost tokens of each MoE layer.
+            iteration: The last iteration that counts.
         """
         if not iteration:
             return 0.0, 0.0
@@ -130,14 +152,21 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partial:
-    """A policy of partial snapshots: `make` returns a fresh one, `probe` its further
-    choices.
-    """
+    """A policy of partial snapshots."""
 
     make: Callable[[], Policy]
+    """Returns a fresh policy."""
+
     probe: Callable[[Policy], SnapshotPattern]
+    """Returns the snapshots that a policy goes on to choose."""
+
     tokens: Tokens
+    """The tokens of experts."""
+
     patterns: dict[tuple[float, ...], SnapshotPattern] = field(default_factory=dict)
+    """Cached patterns. The key is the first fact of the policy, if the policy has
+    facts.
+    """
 
     def first_epoch(self) -> Epoch:
         """Return the epoch of a run that begins."""
@@ -151,8 +180,13 @@ class Partial:
     def next_epoch(
         self, before: Epoch, account: Account | None, iteration: int
     ) -> Epoch:
-        """Return the epoch after all have gone back to `iteration`; without an account
-        to the beginning.
+        """Return the epoch after all ranks have gone back to `iteration`.
+
+        Args:
+            before: The previous epoch.
+            account: The account of the restored state. None: ranks went back to the
+                beginning.
+            iteration: The iteration of the restored state.
         """
         if account is None:
             return replace(self.first_epoch(), number=before.number + 1)
@@ -167,15 +201,17 @@ class Partial:
 
     @cached_property
     def _asked(self) -> Policy:
-        """The policy decides the effect of a recovery: its earlier facts have no effect
-        then.
+        """The policy that decides the effect of recoveries.
+
+        The facts of earlier recoveries do not affect the decision.
         """
         return self.make()
 
     def _epoch(
         self, facts: tuple[float, ...], *, number: int, start: int, lost: IntArray
     ) -> Epoch:
-        # how many experts; what was lost before decides only when that changes
+        # the first fact is the number of experts; the losses before it decide only when
+        # that number changes
         if facts[:1] not in self.patterns:
             fresh = self.make()
             fresh.went_back(facts, plt=0.0, iteration=0)
@@ -194,13 +230,19 @@ def probe_turns(
     describe: Callable[[ExpertChoice], tuple[int, float, float]],
     num_experts: int,
 ) -> SnapshotPattern:
-    """Query a fresh policy until each expert of a layer may have had two turns: the
-    second round repeats.
+    """Query a fresh policy until each expert of a layer may have had two turns.
 
-    `describe` gives the bytes of a snapshot, its stall, and the seconds of its way to
-    disk. Turns are those snapshots that go to disk, each once the one before is there;
-    all, if none go there. If there are too many, MOST_SNAPSHOTS are queried, and the
-    second half of them repeats.
+    The second round is the part of the pattern that repeats. Turns are the snapshots
+    that go to disk, each once the previous one is there, or all snapshots if none go to
+    disk. If there are too many, MOST_SNAPSHOTS are queried, and the second half of the
+    snapshots repeats.
+
+    Args:
+        policy: The policy.
+        measured: The measurements, the same at every query.
+        describe: Returns the bytes of a snapshot, its stall in seconds, and the seconds
+            of its way to disk.
+        num_experts: The number of experts of a layer.
     """
     snapshots: list[PlannedSnapshot] = []
     turns: list[int] = []

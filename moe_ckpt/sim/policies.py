@@ -1,7 +1,7 @@
-"""The price of each policy in a simulated job: decisions are those of
-moe_ckpt.policies, costs the simulator's.
+"""The costs of each policy in a simulated job.
 
-A policy is one entry in POLICIES. Must not: know faults.
+Decisions are those of `moe_ckpt.policies`, and costs are those of the simulator. A
+policy is one entry in POLICIES. The module must not know faults.
 """
 
 from __future__ import annotations
@@ -58,8 +58,15 @@ _NO_EXPERTS = np.zeros(0)
 
 
 def plan_saving(config: Any, setup: Setup) -> Saving:
-    """Return the costs of a policy's configuration in a setup. Raises ConfigError for
-    an impossible one.
+    """Return the costs of a policy's configuration in a setup.
+
+    Args:
+        config: The configuration of one of POLICIES.
+        setup: The job on a cluster.
+
+    Raises:
+        ConfigError: The policy is unknown, or the configuration is impossible, for
+            example because host memory is too small.
     """
     require(
         config.policy in POLICIES,
@@ -104,10 +111,16 @@ def _in_memory(
     host: _Link | None = None,
     **own: Any,
 ) -> Saving:
-    """Return the costs that all policies have alike that keep snapshots in memory,
-    beside a policy's `own`.
+    """Return the costs that all policies with snapshots in memory share.
 
-    `host`: the link to host memory, where `link` is that to peers, too.
+    Args:
+        config: The settings.
+        setup: The job on a cluster.
+        link: The link of the snapshots.
+        pattern: Returns the snapshots of a generation.
+        recovery: The ranks that go back after a fault.
+        host: The link to host memory, where `link` is also the link to peers.
+        **own: The fields of `Saving` that depend on the policy.
     """
     return Saving(
         name=config.policy,
@@ -129,9 +142,8 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     link = _whole_link(setup, rates)
     replicas = _replicas(config.replicas, setup.cluster)
     kept_bytes_per_s = narrowest = min(link.bytes_per_s, rates.kept(replicas))
-    # the disk's rate is that of the whole job, and is compared with the rate of one
-    # rank's copies
-    if config.waits_for_disk:  # nothing is taken before that is written
+    # the disk's rate is that of the whole job, so it is scaled to one rank's copies
+    if config.waits_for_disk:  # the next snapshot waits until this one is written
         narrowest = min(
             narrowest, rates.disk() * link.most_bytes / setup.total_full_bytes
         )
@@ -171,11 +183,11 @@ def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
 
 
 def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
-    """Each iteration gradients are copied while training waits, and sent; servers step,
-    a fault fetches a whole state.
+    """Return the costs of servers: ranks copy and send gradients, and servers step.
 
-    Gradients that servers capture from a mirror port take no time, but need an
-    optimizer that is not sharded.
+    In each iteration, gradients are copied while training waits, then sent. A fault
+    fetches a whole state. Gradients that servers capture from a mirror port take no
+    time, but need an optimizer that is not sharded.
     """
     added_s = _unsharded_s(setup) if config.mirrors else 0.0
     cluster = setup.cluster
@@ -183,8 +195,8 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
     replicas = _replicas(config.replicas, cluster)
     gradient_bytes = _gradient_bytes(config, setup.job, link.profiles[link.own].table)
     served_s = _served_s(setup, link, replicas)
-    # servers on processors of their own work while training does; on shared ones
-    # training stands still meanwhile
+    # servers on processors of their own work in parallel to training; on shared
+    # processors training stands still meanwhile
     iteration_s = setup.costs.iteration_s
     waits_s = (
         served_s if cluster.compute_share == JOB else max(0.0, served_s - iteration_s)
@@ -221,20 +233,20 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
 
 
 def _served_s(setup: Setup, link: _Link, replicas: int) -> float:
-    """Return the seconds in which a rank's processors step its own state and those of
-    `replicas` other ranks.
+    """Return the seconds in which servers on a rank's processors make one state.
 
-    Training waits for servers that need more than an iteration, as with
-    ckpt.max_lag_iters=0, and on processors that training shares with them, for all of
-    it.
+    A server steps the rank's own state and those of `replicas` other ranks. Training
+    waits for servers that need more than an iteration, as with ckpt.max_lag_iters=0. On
+    processors that training shares with servers, training waits for the whole time.
     """
     ranks = setup.job.layout.world_size if link.is_shared else 1
     return (1 + replicas) * link.most_bytes / ranks / setup.cluster.server_bytes_per_s
 
 
 def _lost_share(config: FlowcheckConfig, job: Job, replicas: int) -> float:
-    """Return the share of iterations that any server cannot complete: a whole snapshot
-    of every rank then follows.
+    """Return the share of iterations that any server cannot complete.
+
+    After such an iteration, a whole snapshot of every rank follows.
     """
     if not config.mirrors or config.capture_loss == 0 or job.layout.dp == 1:
         return 0.0
@@ -254,10 +266,12 @@ def _lost_share(config: FlowcheckConfig, job: Job, replicas: int) -> float:
 
 
 def _unsharded_s(setup: Setup) -> float:
-    """Return the seconds that an iteration's end takes longer where each rank steps the
-    whole state of its parameters.
+    """Return the extra seconds of an iteration's end with an optimizer without shards.
 
-    Raises ConfigError if a GPU has no room for that beside weights and gradients.
+    Each rank then steps the whole state of its parameters.
+
+    Raises:
+        ConfigError: A GPU has no room for the whole state beside weights and gradients.
     """
     job, cluster = setup.job.unsharded(), setup.cluster
     state_bytes = max(profile.dense_bytes for profile in job.profiles)
@@ -280,8 +294,9 @@ def _unsharded_s(setup: Setup) -> float:
 
 
 def _gradient_bytes(config: FlowcheckConfig, job: Job, table: OperatorTable) -> int:
-    """Return the bytes of gradients that a rank hands over: all, or experts' where no
-    other rank has the expert.
+    """Return the bytes of gradients that a rank hands over.
+
+    A rank hands over all gradients, or only those of experts that no other rank has.
     """
     layout = job.layout
     taps_all = not config.mirrors or layout.dp == 1
@@ -314,12 +329,12 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
                 full_bytes[:, full].sum(axis=1) + compute_bytes[:, compute].sum(axis=1)
             ).max()
         )
-        awaited = host if plan.pause_iters else link  # peers have the pause, too
+        awaited = host if plan.pause_iters else link  # copies to peers use the pause
         return size_bytes, link.stall_s(
             size_bytes, iteration_s, awaited_bytes_per_s=awaited.bytes_per_s
         )
 
-    # the base is no window of choice
+    # is_fixed=False: the base is not a window that the policy chose
     pattern = _patterns(
         config,
         make,
@@ -351,8 +366,9 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
 def _measured_windows(
     setup: Setup, link: _Link, host: _Link, peer_bytes_per_s: float
 ) -> Callable[[MeasuredSoFar], Measured]:
-    """Return the measurements of a job with windows: the cluster's constants, once they
-    are measured.
+    """Return a function that gives the measurements of a job with windows.
+
+    The measurements are the cluster's constants, once they are measured.
     """
     costs, cluster, popularity = setup.costs, setup.cluster, _popularity(setup, link)
     replayed_s = max(
@@ -448,7 +464,15 @@ POLICIES: Mapping[str, Callable[[Any, Setup], Saving]] = {
 
 
 class _Link:
-    """A link for snapshots: each rank has its own, or all ranks of the job share one."""
+    """A link for snapshots.
+
+    Each rank has a link of its own, or all ranks of the job share one link.
+
+    Args:
+        setup: The job on a cluster.
+        bytes_per_s: The rate of the link.
+        burst_s: Seconds by which a copy is shorter than the rate implies.
+    """
 
     def __init__(self, setup: Setup, bytes_per_s: float, burst_s: float = 0.0) -> None:
         self._setup, self._burst_s = setup, burst_s
@@ -467,11 +491,13 @@ class _Link:
         iteration_s: float,
         awaited_bytes_per_s: float | None = None,
     ) -> float:
-        """Return the seconds that a snapshot adds to an iteration of so many seconds,
-        and to those that follow.
+        """Return the seconds that a snapshot adds to an iteration and later ones.
 
-        The update waits for all of its copies, or for those that go at the rate that is
-        given.
+        Args:
+            size_bytes: The bytes of the snapshot.
+            iteration_s: Seconds of the iteration.
+            awaited_bytes_per_s: The rate of the copies for which the update waits;
+                None: all copies.
         """
         awaited_s = size_bytes / (awaited_bytes_per_s or self.bytes_per_s)
         return self._setup.cluster.take_s + stall_s(
@@ -482,8 +508,9 @@ class _Link:
         )
 
     def added_s(self, size_bytes: float) -> float:
-        """Return the seconds that a snapshot adds by beginning and by slowing training,
-        over all its iterations.
+        """Return the seconds that a snapshot adds by starting and by slowing training.
+
+        The seconds are those of all iterations during the copy.
         """
         return (
             self._setup.cluster.take_s
@@ -492,16 +519,18 @@ class _Link:
 
 
 def _whole_link(setup: Setup, rates: CopyRates) -> _Link:
-    """Return the link by which a whole snapshot reaches host memory, within the
-    policy's cap.
+    """Return the link by which a whole snapshot reaches host memory.
+
+    The link is within the policy's cap.
     """
     bytes_per_s = setup.cluster.whole_copy_bytes_per_s
     return _Link(setup, rates.host(bytes_per_s), rates.burst_s(bytes_per_s))
 
 
 def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
-    """Return a stage of each kind, that with experts first whose ranks copy most:
-    policies need no more.
+    """Return one stage of each kind, the stage with experts that copies most first.
+
+    Policies need no further stages.
     """
 
     def rank(profile: StageProfile) -> tuple[bool, int]:
@@ -510,13 +539,13 @@ def _kinds_of_stages(profiles: Sequence[StageProfile]) -> list[StageProfile]:
         )
         return has_experts, profile.dense_bytes
 
-    # stages with the same bytes get the same answers
+    # stages with equal bytes get equal answers
     kinds = {profile.table.full_bytes.tobytes(): profile for profile in profiles}
     return sorted(kinds.values(), key=rank, reverse=True)
 
 
 class _PartialCosts:
-    """The price of partial snapshots."""
+    """The costs of partial snapshots."""
 
     def __init__(self, config: MocConfig | MoetionConfig, setup: Setup) -> None:
         cluster = setup.cluster
@@ -528,7 +557,7 @@ class _PartialCosts:
         table = self.stages[0].table
         self._own = MoeStage(table, config.partial)
         self._peer_bytes_per_s = rates.to_peers(self.replicas)
-        # all stages write at the same time, each with its share of the job's rate
+        # all stages write at the same time, each with a share of the job's rate
         self._disk_bytes_per_s = (
             rates.disk() * int(table.full_bytes.sum()) / setup.total_full_bytes
         )
@@ -543,9 +572,7 @@ class _PartialCosts:
         )
 
     def describe(self, choice: ExpertChoice) -> tuple[int, float, float]:
-        """Return the bytes of the rank with the most, the stall, and the seconds of the
-        way to disk.
-        """
+        """Return the bytes of the largest rank, the stall, and the seconds to disk."""
         stall_s = self.link.stall_s(
             self.copy_s(choice) * self.link.bytes_per_s, self.iteration_s
         )
@@ -577,8 +604,9 @@ def _patterns(
     popularity: Array = _NO_EXPERTS,
     is_fixed: bool,
 ) -> Callable[[GenerationStart], SnapshotPattern]:
-    """Return the choices of a fresh policy by a generation's start; arguments as for
-    `probe_policy`.
+    """Return a function that gives a fresh policy's snapshots by a generation's start.
+
+    The arguments are those of `probe_policy`.
     """
     nothing = Measured(iteration_s=0.0, copy_bytes_per_s=np.inf, popularity=popularity)
 
@@ -597,8 +625,9 @@ def _patterns(
 
 
 def _durable(setup: Setup, every_iters: int, *, asynchronous: bool) -> Durable | None:
-    """Return the costs of whole checkpoints on disk: one at a time, copied first if
-    they are asynchronous.
+    """Return the costs of whole checkpoints on disk, one at a time.
+
+    Asynchronous checkpoints are copied first.
     """
     if every_iters == 0:
         return None
@@ -622,7 +651,11 @@ def _rates(config: InMemoryConfig, setup: Setup) -> CopyRates:
 
 
 def _replicas(wanted: int | str, cluster: ClusterConfig) -> int:
-    """Copies in other nodes' memory; `auto` is one, where there is another node."""
+    """Return the copies in other nodes' memory; `auto` is one if there is another node.
+
+    Raises:
+        ConfigError: There are too few nodes.
+    """
     if wanted == AUTO:
         return min(1, cluster.nodes - 1)
     replicas = int(wanted)
@@ -636,8 +669,9 @@ def _replicas(wanted: int | str, cluster: ClusterConfig) -> int:
 
 
 def _popularity(setup: Setup, link: _Link) -> Array:
-    """Return the popularity of each expert of the ranks with the most bytes, as a
-    policy measures it.
+    """Return the popularity of experts of the ranks with the most bytes.
+
+    The popularity is in the form that a policy measures.
     """
     profile = link.profiles[link.own]
     experts = fixed_order(profile.table.operators).experts
@@ -650,9 +684,7 @@ def _popularity(setup: Setup, link: _Link) -> Array:
 def _active_shares(
     config: MoevementConfig, num_slots: int, setup: Setup, link: _Link
 ) -> tuple[float, ...]:
-    """Return the share of the work that is active once each slot of a window of so many
-    is loaded.
-    """
+    """Return the share of active work after each slot of a window is loaded."""
     where = slice(None) if link.is_shared else setup.job.positions(link.own)
     work = setup.job.work[where]
     policy = SparseWindows(
@@ -665,7 +697,7 @@ def _active_shares(
     for offset in range(1 + num_slots):
         plan = policy.plan(offset, lambda: measured).sparse
         assert plan is not None
-        if offset > 0:  # after the base
+        if offset > 0:  # the first snapshot is the base
             active += float(work[list(plan.full)].sum())
             shares.append(
                 active / float(work.sum()) if setup.switches.skip_frozen else 1.0

@@ -1,8 +1,7 @@
-"""The price of a fault: the remaining sources, the plan that a real run would make of
-them, its seconds. Pure.
+"""The costs of a fault: the remaining sources, the plan of a real run, its seconds.
 
-Ranks of a stage with equal sources are listed once: a plan depends on the sources of
-ranks, not on their number.
+Pure. Ranks of a stage with equal sources are listed once: a plan depends on the sources
+of ranks, not on their number.
 """
 
 from __future__ import annotations
@@ -23,44 +22,61 @@ from moe_ckpt.sim.saving import Recovery, Saving, Setup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """The losses: `dead` workers, of which the `bare` ones have lost their host memory
-    as well.
-
-    The memories of `unreplicated` ranks hold no copies for others. `rolling` stages
-    were on their way back already: to the state of their cut-off replay, or to none
-    (None).
-    """
+    """The losses of a recovery in progress."""
 
     dead: frozenset[int]
+    """Workers that are dead."""
+
     bare: frozenset[int]
+    """Dead workers that have also lost their host memory."""
+
     unreplicated: frozenset[int]
+    """Ranks whose memories hold no copies for other ranks."""
+
     rolling: Mapping[int, ReplayedState | None]
+    """Stages that a cut-off recovery was already taking back, with the state that their
+    replay has reached. None: no state.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A plan with its seconds: `fetch_s` until windows are in place, then each
-    rollback's replay.
-    """
+    """A recovery plan with its seconds."""
 
     plan: RecoveryPlan
+    """The plan of the real run."""
+
     fetch_s: float
+    """Seconds until all windows are in place."""
+
     replay_s: tuple[float, ...]
+    """Seconds of each rollback's replay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollbackPath:
-    """A way of all ranks to the state after `iteration`; `account` is that of its
-    partial checkpoint.
-    """
+    """A way of all ranks back to the state after `iteration`."""
 
     iteration: int
+    """Iteration of the state to which all ranks go back."""
+
     fetch_s: float
+    """Seconds for fetching."""
+
     replay_s: float
+    """Seconds for replaying or loading."""
+
     source: str
+    """Source of the state: host memory, disk, or the beginning."""
+
     estimate: Estimate | None = None
+    """The plan with its seconds. None: ranks went back without a plan."""
+
     account: Account | None = None
+    """The account of the partial checkpoint. None: no partial checkpoint."""
+
     lost: Lost | None = None
+    """Tokens that the recovery loses. None: no partial checkpoint."""
 
 
 def plan_after(
@@ -71,10 +87,18 @@ def plan_after(
     reached: int,
     at_s: float = math.inf,
 ) -> RecoveryPlan:
-    """Return the plan of the real run, made at a time; `reached` is the iteration of
-    ranks that have lost nothing.
+    """Return the plan of the real run after some losses.
 
-    Raises NothingLeftError if the remaining memory leads to no state.
+    Args:
+        setup: The job on a cluster.
+        saving: The policy's saves.
+        kept: The windows that all ranks had.
+        losses: The losses.
+        reached: The iteration of ranks that have lost nothing.
+        at_s: The time of the plan. Peers hold only windows that were copied by then.
+
+    Raises:
+        NothingLeftError: The remaining memory leads to no state.
     """
     num_stages = setup.job.layout.pp
     standings = _standings(setup, losses, reached)
@@ -92,7 +116,7 @@ def estimate(setup: Setup, saving: Saving, plan: RecoveryPlan) -> Estimate:
     """Return the seconds of a plan."""
     sources = Counter(fetch.source_rank for fetch in plan.fetches)
     rate = setup.cluster.peer_bytes_per_s
-    # sources send at the same time, but each of them its windows one after the other
+    # sources send at the same time, but each source sends its windows one by one
     fetch_s = max(sources.values(), default=0) * _window_bytes(setup, saving) / rate
     return Estimate(
         plan=plan,
@@ -112,16 +136,22 @@ def replay_s(
     target: int,
     done: int = 0,
 ) -> float:
-    """Return the seconds in which stages run the iterations from a window's start to
-    the target again.
+    """Return the seconds in which stages run iterations from a window's start again.
 
-    `done` of these iterations, the first ones, were run by a replay that was cut off.
+    Args:
+        setup: The job on a cluster.
+        saving: The policy's saves.
+        stages: The stages that run together.
+        window: The window from whose start the iterations run.
+        target: The last iteration to run.
+        done: The number of these iterations, from the first, that a cut-off replay
+            already ran.
     """
     active = saving.active(window.num_slots)
 
     def seconds(number: int) -> float:
         mean_s = setup.costs.replay_s(stages, active[min(number, len(active) - 1)])
-        # collectives and logs, a small part, are taken to be longer or shorter with it
+        # collectives and logs, a small part, are assumed to scale with the iteration
         return mean_s * setup.pace.length(window.start + number + 1)
 
     return sum(seconds(number) for number in range(done, target - window.start))
@@ -130,8 +160,9 @@ def replay_s(
 def replayed_by(
     setup: Setup, saving: Saving, rollback: Rollback, target: int, spent_s: float
 ) -> ReplayedState | None:
-    """Return the state that a rollback has reached after so many seconds without those
-    of fetches; None: no new one.
+    """Return the state that a rollback has reached after some seconds, without fetches.
+
+    Returns None if the rollback has reached no new state.
     """
     window = Kept(start=rollback.states[0], end=rollback.states[-1])
     whole_s = _rollback_s(setup, saving, rollback, target)
@@ -157,8 +188,8 @@ def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -
     done = rollback.starts_from - window.start
     load_bytes = saving.whole_bytes if rollback.resumed_at is None else 0.0
     if setup.cluster.copies_share == JOB:
-        # `whole_bytes` are the job's here, on one link: these stages load their share
-        # of it
+        # `whole_bytes` are those of the job here, on one link: these stages load their
+        # share
         load_bytes *= len(stages) / setup.job.layout.pp
     return load_bytes / saving.reload_bytes_per_s + replay_s(
         setup, saving, stages, window, target, done
@@ -202,15 +233,16 @@ def _inventories(
     reached: int,
     at_s: float,
 ) -> list[Inventory]:
-    """Return the inventories of dead ranks, of holders of their copies, and of one
+    """Return the inventories that a plan needs.
+
+    The inventories are those of dead ranks, of ranks that hold their copies, and of one
     other rank of each stage.
     """
-    # with step logs a window leads to the iteration of the other ranks, else no further
-    # than itself
+    # with step logs a window leads to the iteration of the other ranks, otherwise only
+    # to its own end
     least = reached if saving.recovery is Recovery.LOCAL else 0
     refs = {
-        # one cut for all: simulated ranks of a stage always have the same order of
-        # operators
+        # one cut: simulated ranks of a stage always have the same order of operators
         each.start: WindowRef(
             start=each.start,
             num_slots=each.num_slots,
@@ -225,7 +257,7 @@ def _inventories(
     held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
     for owner in sorted(losses.bare):
         for holder in setup.holders(owner, saving.replicas):
-            # a replaced node holds no copies before the next window has reached it
+            # a replaced node holds no copies until the next window has arrived there
             if holder not in losses.unreplicated:
                 held.setdefault(holder, {})[owner] = copies
     told = losses.dead | held.keys() | _witnesses(setup, losses)
@@ -244,8 +276,9 @@ def _inventories(
 
 
 def _witnesses(setup: Setup, losses: Losses) -> set[int]:
-    """Return a rank of each stage that stands for all that have lost nothing, if there
-    is one.
+    """Return a rank of each stage that stands for all ranks without losses.
+
+    A stage without such a rank has none.
     """
     per_stage = setup.job.layout.ranks_per_stage
     ranks = (

@@ -1,10 +1,9 @@
-"""A policy's snapshots from the start of a generation on: some at first, then a
-repeating pattern.
+"""A policy's snapshots from the start of a generation: some at first, then a pattern.
 
-A policy is asked, iteration by iteration, until it repeats itself; from there on any
+A policy is asked, iteration by iteration, until it repeats itself. From there on any
 number of iterations is counted at once. Offsets are iterations since the generation
-started: the snapshot at offset 3 is of the state after 3 of them, and is copied while
-the fourth one runs.
+started: the snapshot at offset 3 is of the state after 3 iterations, and is copied
+while the fourth iteration runs.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ from moe_ckpt.types import (
 
 
 class Where(IntEnum):
-    """The destinations of a partial snapshot's experts, in the order of
-    `ChosenExperts.masks`.
+    """The destinations of a partial snapshot's experts.
+
+    The members are positions in `ChosenExperts.masks`.
     """
 
     MEMORY = 0
@@ -43,47 +43,69 @@ class Where(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChosenExperts:
-    """The experts that a partial snapshot takes; `masks` is bool [where, layers,
-    experts].
-    """
+    """The experts that a partial snapshot takes."""
 
     choice: ExpertChoice
+    """The choice of the policy."""
+
     masks: npt.NDArray[np.bool_]
+    """Which experts go to each destination, bool [where, layers, experts]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSnapshot:
-    """A snapshot: slot `slot` of a window of `num_slots` that starts at offset `offset`
-    - `slot`.
+    """A snapshot at an offset, which is a slot of a window.
 
-    After the window there are `pause_iters` iterations without a snapshot. `size_bytes`
-    are those of the rank with the most; the iteration in which it is copied takes
-    `stall_s` longer.
+    The window starts at offset `offset` - `slot`.
     """
 
     offset: int
+    """Offset of the state that the snapshot takes."""
+
     size_bytes: int
+    """Bytes of the rank with the most bytes."""
+
     stall_s: float
+    """Seconds by which the iteration in which the snapshot is copied takes longer."""
+
     to_disk: bool
+    """Whether the snapshot goes to disk."""
+
     slot: int = 0
+    """Number of the slot, from 0."""
+
     num_slots: int = 1
+    """Slots of the window."""
+
     choice: WindowChoice | IntervalChoice | None = None
+    """Choice of the window or of the interval. None: nothing was chosen here."""
+
     experts: ChosenExperts | None = None
+    """Experts of a partial snapshot. None: another kind of snapshot."""
+
     pause_iters: int = 0
+    """Iterations without a snapshot after the window."""
 
 
 class Span(NamedTuple):
-    """A window by its first and its last snapshot; the first one tells whether it goes
-    to disk.
-    """
+    """A window, given by its first and last snapshots."""
 
     first: PlannedSnapshot
+    """First snapshot of the window; `first.to_disk` gives whether the window goes to
+    disk.
+    """
+
     last: PlannedSnapshot
+    """Last snapshot of the window."""
 
 
 class SnapshotPattern:
-    """The snapshots of a generation: `lead`, then `repeat` every `period` iterations.
-    Offsets ascend.
+    """The snapshots of a generation.
+
+    Args:
+        lead: The snapshots at the start. Offsets ascend.
+        repeat: The snapshots that repeat every `period` iterations. Offsets ascend.
+        period: The iterations after which `repeat` comes again.
     """
 
     def __init__(
@@ -108,10 +130,8 @@ class SnapshotPattern:
         self._spans = [_spans(lead), _spans(repeat)]
 
     def stalls_s(self, iterations: int) -> float:
-        """Return the seconds that snapshots add to the first iterations of the
-        generation.
-        """
-        # to the left: the snapshot at this offset is copied in the next iteration
+        """Return the seconds that snapshots add to the first iterations."""
+        # bisect_left: the snapshot at this offset is copied in the next iteration
         total_s = self._sums_s[0][bisect.bisect_left(self._offsets[0], iterations)]
         if not self.repeat or iterations <= self.repeat[0].offset:
             return total_s
@@ -120,7 +140,7 @@ class SnapshotPattern:
         return total_s + rounds * self._sums_s[1][-1] + self._sums_s[1][count]
 
     def snapshots(self, first: int, last: int) -> Iterator[PlannedSnapshot]:
-        """Yield the snapshots at offsets `first` to `last`, both inclusive, in order."""
+        """Yield the snapshots at offsets `first` to `last`, inclusive, in order."""
         yield from (
             snapshot for snapshot in self.lead if first <= snapshot.offset <= last
         )
@@ -134,9 +154,7 @@ class SnapshotPattern:
             shift += self.period
 
     def spans_back(self, last: int) -> Iterator[Span]:
-        """Yield the windows whose last snapshot is at an offset of at most `last`, the
-        newest first.
-        """
+        """Yield the windows that end at an offset of at most `last`, newest first."""
         if self.repeat:
             shift = max(0, (last - self.repeat[0].offset) // self.period) * self.period
             while shift >= 0:
@@ -154,7 +172,7 @@ class SnapshotPattern:
         )
 
     def num_begun(self, iterations: int) -> int:
-        """Return the number of windows that begin until so many iterations are done."""
+        """Return the number of windows that begin until some iterations are done."""
         num = bisect.bisect_right(self._begins[0], iterations)
         if not self.repeat or iterations < self.repeat[0].offset:
             return num
@@ -185,20 +203,28 @@ def probe_policy(
     disk_every: bool,
     is_fixed: bool,
 ) -> SnapshotPattern:
-    """Query a fresh policy, in a generation that starts so, until it repeats itself.
+    """Query a fresh policy until it repeats itself.
 
-    `measure` gives the policy's measurements; `describe` the bytes of a request, and
-    its stall in an iteration of such a length. A policy repeats itself once both are
-    always alike: from the first window that it chose after the start to the next one;
-    with `disk_every`, from one that goes to disk to the next such one. A policy that
-    `is_fixed` chooses nothing. A state of which all ranks keep a whole snapshot is not
-    taken again, but for disks.
+    A policy can repeat itself only once measurements and stalls no longer change. The
+    repeating part reaches from the first window that the policy chose after the start
+    to the next one. With `disk_every`, the repeating part reaches from a window that
+    goes to disk to the next such window. A state of which all ranks keep a whole
+    snapshot is taken again only for disks.
+
+    Args:
+        policy: The policy.
+        begin: The start of the generation.
+        measure: Returns the measurements of the policy.
+        describe: Returns the bytes of a snapshot, and its stall in seconds in an
+            iteration of a given length (in mean iterations).
+        disk_every: Whether some snapshots go to disk.
+        is_fixed: Whether the policy chooses nothing.
     """
     snapshots: list[PlannedSnapshot] = []
     begins: list[int] = []  # positions in snapshots
     offset = num_begun = 0
-    # a policy is pure: from the same point on, with the same measurements, it repeats
-    # its answers
+    # a policy is pure: from the same point on, with the same measurements, it gives the
+    # same answers
     while len(begins) < 2:
         plan = policy.plan(offset, lambda: measure(begin.measured(offset, num_begun)))  # noqa: B023
         if plan.sparse and (offset > 0 or plan.to_disk or not begin.is_kept):

@@ -1,9 +1,9 @@
-"""The checkpoint to which all ranks go back under partial checkpoints, by the real
-run's plan, and the loss.
+"""The partial checkpoint to which all ranks go back after a fault, and the loss.
 
-Ranks that lost their memory take units from peers' memory or from disk, as old as these
-are there. Ranks with equal sources are listed once, and so are experts: the plan
-chooses the core, and its place decides the others.
+The plan is that of a real run. Ranks that lost their memory take units from peers'
+memory or from disk, as old as the units are there. Ranks with equal sources are listed
+once. Experts are listed once too: the plan chooses the core, and the place of the core
+decides the places of the experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_ckpt.sim.timeline import HOST_MEMORY
 from moe_ckpt.types import CORE, Version
 
 Places = Mapping[Where, Sequence[Kept]]
-"""The checkpoints with a part of a rank, by place, the nearest first."""
+"""Checkpoints with a part of a rank, by place, the nearest checkpoint first."""
 
 
 def go_back(
@@ -35,15 +35,24 @@ def go_back(
     on_disk: Kept | None,
     losses: Losses,
 ) -> RollbackPath | None:
-    """Return the way of all ranks back to a partial checkpoint, or None if they have
-    none in common.
+    """Return the way of all ranks back to a partial checkpoint.
+
+    Args:
+        setup: The job on a cluster.
+        saving: The policy's saves.
+        kept: The checkpoints that all ranks had in memory.
+        on_disk: The newest checkpoint on disk. None: there is none.
+        losses: The losses.
+
+    Returns:
+        The way, or None if ranks have no checkpoint in common.
     """
     written = [on_disk] if on_disk and not on_disk.is_whole else []
     bare = {
         rank: _bare_places(setup, saving, rank, kept, written, losses)
         for rank in sorted(losses.unreplicated)
     }
-    # one rank stands for all whose memory is whole: a plan depends on sources, not on
+    # one rank stands for all ranks with whole memory: a plan depends on sources, not on
     # their number
     witness = next(rank for rank in range(len(bare) + 1) if rank not in bare)
     others = (
@@ -84,7 +93,7 @@ def _bare_places(
     written: Sequence[Kept],
     losses: Losses,
 ) -> Places:
-    """Return the remaining places of units of a rank that has lost its memory."""
+    """Return the remaining places of the units of a rank that has lost its memory."""
     holders = setup.holders(
         rank, saving.replicas, peers=setup.job.layout.ranks_per_stage
     )
@@ -118,10 +127,10 @@ def _version(kept: Kept) -> Version:
 def _lost(
     setup: Setup, saving: Saving, found: Kept, epoch: Epoch, bare: Mapping[int, Places]
 ) -> list[IntArray]:
-    """Return the losses of each stage: an expert is as old as its oldest part."""
+    """Return the losses of each stage; an expert is as old as its oldest part."""
     assert saving.partial is not None
     tokens, job = saving.partial.tokens, setup.job
-    versions = cache(epoch.versions)  # ranks of a node mostly have the same
+    versions = cache(epoch.versions)  # ranks of a node mostly have equal versions
     whole = versions(found.end, Where.MEMORY)
     homes = np.arange(job.shape.num_experts) * job.layout.ep // job.shape.num_experts
     rows = [tokens.rows_of_stage(stage, len(whole)) for stage in range(job.layout.pp)]
@@ -131,7 +140,7 @@ def _lost(
             where: [kept.end for kept in theirs if kept.epoch is epoch]
             for where, theirs in places.items()
         }
-        # copies may be newer than the core that all ranks go back to
+        # copies may be newer than the core to which all ranks go back
         newest = [
             versions(min(max(each), found.end), where)
             for where, each in ends.items()
@@ -145,8 +154,9 @@ def _lost(
 
 
 def _fetch_s(setup: Setup, saving: Saving, sources: Sequence[str]) -> float:
-    """Return the seconds that ranks without memory wait for their state, all served by
-    peers at once.
+    """Return the seconds that ranks without memory wait for their state.
+
+    Peers serve all ranks at once.
     """
     own_bytes = saving.whole_bytes / (
         setup.job.layout.world_size if setup.cluster.copies_share == JOB else 1

@@ -1,15 +1,17 @@
 """Copies by gradient: a peer that holds the state before a step takes the step itself.
 
-Owns: the contents of an update. Must not: send, or take the step
+Owns: the contents of an update. Must not: send updates, or take the step
 (`snapshot.arriving_update` does). MoEtion, section 5.2 and Algorithm 3; FlowCheck,
 section 5.
 
-    owner   state t-1 -> Adam -> state t      header of t, gradients, Adam's numbers of the step, buffers
+    owner   state t-1 -> Adam -> state t
+            sends: header of t, gradients, Adam's numbers of the step, buffers
     peer    copy of t-1 -> the same step -> copy of t
 
-If the owner has a snapshot of t (`ckpt=moetion`), the header has its checksum, and any
-other result is refused. If only the peer computes t (`ckpt=flowcheck`, a checkpoint
-server), the update `seals` it: the peer computes the checksum.
+If the owner has a snapshot of t (`ckpt=moetion`), the header holds the checksum of that
+snapshot, and the peer refuses any other result. If only the peer computes t
+(`ckpt=flowcheck`, where the peer is a checkpoint server), the update `seals` the copy:
+the peer computes the checksum.
 """
 
 from __future__ import annotations
@@ -44,67 +46,93 @@ _UPDATE = "update-"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamStep:
-    """A step of torch's Adam, or, if `decoupled`, of AdamW, after `steps` earlier ones.
-
-    The gradient is first multiplied by `scale`: below 1 it clips a gradient that was
-    handed over before clipping.
-    """
+    """One step of torch's Adam, or of AdamW if `decoupled`, for one master weight."""
 
     learning_rate: float
+    """Learning rate of the step."""
+
     beta1: float
+    """Decay rate of the first moment."""
+
     beta2: float
+    """Decay rate of the second moment."""
+
     eps: float
+    """Term that Adam adds to the denominator."""
+
     weight_decay: float
+    """Coefficient of weight decay."""
+
     decoupled: bool
+    """Whether weight decay is decoupled from the gradient, as in AdamW."""
+
     steps: float
+    """Number of steps that the weight has taken before."""
+
     scale: float = 1.0
+    """Factor applied to the gradient before the step. A factor below 1 clips a gradient
+    that was handed over before clipping.
+    """
 
 
 Gradients = Mapping[PartKey, tuple[torch.Tensor, AdamStep]]
-"""By master weight: the gradient (float32, of as many elements) and the numbers of
-Adam's step.
+"""For each master weight: the gradient (float32, with as many elements as the weight)
+and the numbers of Adam's step.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """The head of an update: the keys of the copies before and after the step, and the
-    header of the latter.
+    """Head of an update, which precedes the payload.
 
-    `steps` are those of the header's master weights, in its order; None for a weight
-    that takes no step. The payload holds the gradients of the weights that take a step
-    (float32, one after another), except those that are `mirrored`, then the bytes of
-    the header's buffers. `seals`: the header has no checksum yet.
+    The payload holds the gradients of the weights that take a step (float32, one after
+    another, without the `mirrored` gradients), then the bytes of the header's buffers.
     """
 
     base: str
+    """Key of the copy before the step."""
+
     target: str
+    """Key of the copy after the step."""
+
     steps: tuple[AdamStep | None, ...]
+    """Steps of the header's master weights, in the order of the header; None for a
+    weight that takes no step.
+    """
+
     header: SnapshotHeader
+    """Header of the copy after the step."""
+
     seals: bool = False
+    """Whether `header` has no checksum yet, so that the peer computes the checksum."""
+
     mirrored: Mirrored | None = None
+    """Gradients that servers capture from a mirror port, and that the payload lacks.
+    None if servers capture no gradients of this update.
+    """
 
     @property
     def unit(self) -> str:
-        """The name of the unit."""
+        """Name of the unit; empty if the header has no unit."""
         return self.header.unit.name if self.header.unit else ""
 
     @property
     def stepping(self) -> list[tuple[Part, AdamStep]]:
-        """The master weights that take a step, each with its step."""
+        """Master weights that take a step, each with its step."""
         with_steps = zip(masters(self.header), self.steps, strict=True)
         return [(part, step) for part, step in with_steps if step]
 
     @property
     def places(self) -> tuple[BucketPlace | None, ...]:
-        """The places of the mirrored gradients of the weights that take a step; None
-        for those in the payload.
+        """Places of the mirrored gradients, in the order of `stepping`.
+
+        None for a gradient that is in the payload.
         """
         return self.mirrored.places if self.mirrored else (None,) * len(self.stepping)
 
     @property
     def payload_bytes(self) -> int:
-        """Return the bytes of gradients and buffers."""
+        """Bytes of the gradients and buffers in the payload."""
         stepping = zip(self.stepping, self.places, strict=True)
         gradients = sum(
             4 * part.numel for (part, _), place in stepping if place is None
@@ -123,15 +151,17 @@ def update_key(target: str) -> str:
 
 
 def can_be_updated(header: SnapshotHeader) -> bool:
-    """Return whether a step of torch's Adam determines all of a snapshot: whole FP32
-    state and nothing else.
+    """Return whether a step of torch's Adam determines all of a snapshot.
+
+    True for whole FP32 state without buffers.
     """
     return not buffer_parts(header) and follows_from_gradients(header)
 
 
 def follows_from_gradients(header: SnapshotHeader) -> bool:
-    """Return whether all of a snapshot but its buffers is whole FP32 state, which a
-    step of torch's Adam determines.
+    """Return whether a step of torch's Adam determines all of a snapshot but buffers.
+
+    True if all other parts are FP32 master weights, each with both FP32 moments.
     """
     parts = state_parts(header)
     tensors = {(part.key.operator, part.key.tensor) for part in parts}
@@ -140,20 +170,20 @@ def follows_from_gradients(header: SnapshotHeader) -> bool:
         for op, name in tensors
         for role in (MASTER, *MOMENTS)
     }
-    # other formats are rounded in kernels of the owner's optimizer, for which torch has
-    # no twin
+    # the owner's optimizer rounds other formats in its own kernels, for which torch has
+    # no equivalent
     return {part.key for part in parts} == whole and all(
         part.dtype == torch.float32 for part in parts
     )
 
 
 def buffer_parts(header: SnapshotHeader) -> list[Part]:
-    """Return the parts that no step of an optimizer changes."""
+    """Return the parts that no optimizer step changes: the buffers."""
     return [part for part in header.parts if part.key.role == BUFFER]
 
 
 def update_to_bytes(update: Update) -> bytes:
-    """Return what `update_from_bytes` reads."""
+    """Return the bytes of a head, which `update_from_bytes` reads."""
     steps = [step and astuple(step) for step in update.steps]
     head = {
         "base": update.base,
@@ -171,8 +201,10 @@ def update_to_bytes(update: Update) -> bytes:
 
 
 def update_from_bytes(data: bytes) -> Update:
-    """Return the head that `update_to_bytes` wrote. Raises CheckpointLoadError if the
-    bytes are anything else.
+    """Return the head that `update_to_bytes` wrote.
+
+    Raises:
+        CheckpointLoadError: The bytes are anything else.
     """
     head, _, header = data.partition(b"\n")
     try:
@@ -190,12 +222,12 @@ def update_from_bytes(data: bytes) -> Update:
             mirrored=mirrored_from_json(fields.get("mirrored")),
         )
         for key in (update.base, update.target):
-            if not is_key(key):  # a peer chooses these names of files
+            if not is_key(key):  # a peer chooses these file names
                 raise ValueError(
                     f"got key {key!r}, wanted letters, digits, '.', '_' and '-'"
                 )
-        # here, where the caller expects an error of the bytes: the strict `zip`s of
-        # these would raise ValueError later
+        # checked here, where the caller expects errors in the bytes: the strict `zip`s
+        # over `places` would raise ValueError later
         if len(update.places) != sum(step is not None for step in steps):
             raise ValueError(f"got {len(update.places)} places of gradients")
         return update
@@ -208,16 +240,22 @@ def update_from_bytes(data: bytes) -> Update:
 def pack_gradients(
     header: SnapshotHeader, gradients: Gradients, acquire: Callable[[int], torch.Tensor]
 ) -> tuple[torch.Tensor, int]:
-    """Return a buffer with the gradients of a header's master weights, in its order,
-    and their bytes.
+    """Pack the gradients of a header's master weights into one buffer.
 
-    `acquire` returns a buffer of at least so many bytes; its errors are raised.
+    Args:
+        header: Header whose order the gradients follow.
+        gradients: Gradients of at least the master weights of `header`.
+        acquire: Returns a buffer of at least the given number of bytes. Errors of
+            `acquire` are raised.
+
+    Returns:
+        The buffer, and the bytes of the gradients at the beginning of the buffer.
     """
     flat = [gradients[part.key][0].reshape(-1) for part in masters(header)]
     nbytes = 4 * sum(gradient.numel() for gradient in flat)
     packed = acquire(nbytes)
-    # straight into shared memory: the result of a `cat` without `out` would have to be
-    # copied there
+    # `out` writes straight into shared memory: the result of a `cat` without `out`
+    # would have to be copied there
     torch.cat(flat, out=packed[:nbytes].view(torch.float32))
     return packed, nbytes
 
@@ -225,21 +263,22 @@ def pack_gradients(
 def steps_of(
     header: SnapshotHeader, steps: Mapping[PartKey, AdamStep]
 ) -> tuple[AdamStep | None, ...]:
-    """Return the steps of a header's master weights, in its order; None for a weight
-    that takes none.
+    """Return the steps of a header's master weights, in the order of the header.
+
+    None for a weight that takes no step.
     """
     return tuple(steps.get(part.key) for part in masters(header))
 
 
 def state_parts(header: SnapshotHeader) -> list[Part]:
-    """Return the parts that a step of the optimizer changes."""
+    """Return the parts that an optimizer step changes: all but the buffers."""
     return [part for part in header.parts if part.key.role != BUFFER]
 
 
 def shapes_of(
     header: SnapshotHeader,
 ) -> list[tuple[PartKey, torch.dtype, tuple[int, int]]]:
-    """Return the keys, types and ranges of the parts that a step changes."""
+    """Return key, dtype and range of each part that an optimizer step changes."""
     return [
         (part.key, part.dtype, (part.range_start, part.range_end))
         for part in state_parts(header)
@@ -247,5 +286,5 @@ def shapes_of(
 
 
 def masters(header: SnapshotHeader) -> list[Part]:
-    """Return the parts that are master weights."""
+    """Return the parts that are master weights, in the order of the header."""
     return [part for part in header.parts if part.key.role == MASTER]

@@ -1,8 +1,8 @@
-"""The step of a peer that holds the state before it: a pipeline of the arriving update
-and the optimizer.
+"""Takes the step of an update on a peer's copy while the payload still arrives.
 
 Owns: the order of copy, checks and steps, and the rule that no result of damaged bytes
-is stored. Must not: receive. MoEtion, Algorithm 3; FlowCheck, section 6.1 and Figure 7.
+is stored. Must not: receive bytes. MoEtion, Algorithm 3; FlowCheck, section 6.1 and
+Figure 7.
 """
 
 from __future__ import annotations
@@ -40,33 +40,41 @@ from moe_ckpt.snapshot.codec import (
 
 CapturedSums = Callable[[MirroredSums], list[bytearray]]
 """Returns the bytes of each bucket that a server has captured. Raises
-CheckpointLoadError if it lacks any.
+CheckpointLoadError if bytes of a bucket are missing.
 """
 
 
 def no_capture(wanted: MirroredSums) -> list[bytearray]:
-    """Capture nothing: a server without a mirror port."""
+    """Refuse every request, on a server without a mirror port.
+
+    Raises:
+        CheckpointLoadError: Always.
+    """
     raise CheckpointLoadError(
         f"ckpt.capture: got tap, wanted mirror: {wanted.size} ranks send no gradients"
     )
 
 
 class ArrivingUpdate:
-    """Computes the copy that an update leads to, while the update's payload arrives: a
-    pipeline with its receiver.
+    """Computes the copy that an update leads to, while the payload arrives.
 
-        receiver   head | gradient 1 | gradient 2 | gradient 3 | hash         arrived, arrived, ...
-        updater         copy of t-1, step 1 ... step 2 ....... step 3 | seal  in `run`, another thread
+    The receiver and the updater form a pipeline. The receiver calls `arrived`. The
+    updater executes `run` in another thread.
 
-    An update follows its training step: its head has the learning rate and the scale
-    that clips all gradients by their common norm, and a step may be skipped, all of
-    which is decided after the last gradient of an iteration is reduced. So no step can
-    begin earlier, while ranks still reduce; it begins before the last byte is here. The
-    result is stored by `keep` only, once the receiver has compared the hash of all
-    bytes: steps from garbled ones have no effect.
+        receiver   head | gradient 1 | gradient 2 | gradient 3 | hash
+        updater         copy of t-1, step 1 ... step 2 ....... step 3 | seal
 
-    `payload` is memory of `folder`, which is freed at the end; mirrored gradients come
-    from `captured`.
+    No step can begin while ranks still reduce gradients: the head holds the learning
+    rate and the scale that clips all gradients by their common norm, and a step may be
+    skipped. All of these are decided after the last gradient of an iteration is
+    reduced. The first step begins before the last byte of the payload has arrived.
+
+    Only `keep` stores the result, after the receiver has compared the hash of all
+    bytes. Steps from garbled bytes therefore have no effect.
+
+    Attributes:
+        busy_s: Seconds spent on the steps and on storing the result, without the waits
+            for bytes.
     """
 
     def __init__(
@@ -78,6 +86,19 @@ class ArrivingUpdate:
         payload_bytes: int,
         captured: CapturedSums = no_capture,
     ) -> None:
+        """Prepare the steps, which `start` begins.
+
+        Args:
+            folder: Copies of the owner's blobs. The folder holds the copy before the
+                step and receives the result.
+            key: Key of the update.
+            head: Bytes of the update's head.
+            payload: Memory of `folder` in which the payload arrives; None if the update
+                has no payload. `keep` frees the memory. If `abandon` is called, the
+                receiver frees the memory.
+            payload_bytes: Bytes of the payload.
+            captured: Returns the captured buckets of mirrored gradients.
+        """
         self._folder = folder
         self._key = key
         self._head = head
@@ -93,17 +114,24 @@ class ArrivingUpdate:
         self.busy_s = 0.0
 
     def start(self, executor: Executor) -> None:
-        """Begin the steps, in a thread of `executor`."""
+        """Begin the steps in a thread of `executor`."""
         self._running = executor.submit(self.run)
 
     def arrived(self, num_bytes: int) -> None:
-        """So many bytes of the payload are here, from its beginning."""
+        """Report that the first `num_bytes` bytes of the payload have arrived."""
         with self._changed:
             self._arrived_bytes = num_bytes
             self._changed.notify_all()
 
     def run(self) -> None:
-        """Take all steps, each once its gradient is here. Raises CheckpointLoadError."""
+        """Take all steps, each as soon as its gradient has arrived.
+
+        Raises:
+            CheckpointLoadError: The head, the payload's size or the copy before the
+                step is wrong, a mirrored gradient was not captured, or `abandon` was
+                called.
+            CheckpointSaveError: The folder has no room for the result.
+        """
         began_s = time.monotonic()
         try:
             self._take_steps()
@@ -111,12 +139,15 @@ class ArrivingUpdate:
             self.busy_s += time.monotonic() - began_s - self._waited_s
 
     def keep(self) -> None:
-        """All bytes are here and intact: wait for the last step, and store the copy
-        beside the one before the step.
+        """Wait for the last step, and store the result beside the copy before the step.
 
-        Raises CheckpointLoadError, naming the iterations, if the copy before the step
-        is missing or the result differs from the owner's state; the folder is then
-        unchanged.
+        The receiver calls this method once all bytes have arrived intact. After an
+        error the blobs of the folder are unchanged.
+
+        Raises:
+            CheckpointLoadError: The copy before the step is missing, or the result
+                differs from the owner's state. The error names the iterations.
+            CheckpointSaveError: The folder has no room for the result.
         """
         assert self._running is not None
         self._running.result()
@@ -124,8 +155,8 @@ class ArrivingUpdate:
         began_s = time.monotonic()
         update, made = self._made
         header = _sealed(made, is_new=update.seals)
-        # `_made` stays until this has succeeded: after a failure `abandon` has to free
-        # its memory
+        # `_made` stays set until the deposit has succeeded: after a failure `abandon`
+        # has to free the memory
         self._folder.deposit(
             update.target,
             header_to_json(header),
@@ -138,14 +169,16 @@ class ArrivingUpdate:
         self.busy_s += time.monotonic() - began_s
 
     def abandon(self) -> None:
-        """No more bytes come, or those that came are garbled: end the thread, and free
-        the memory of the copy.
+        """End the thread, and free the memory of the result.
+
+        The receiver calls this method if no more bytes come, if the bytes are garbled,
+        or if `keep` has failed.
         """
         with self._changed:
             self._is_abandoned = True
             self._changed.notify_all()
         if self._running and not self._running.cancel():
-            # waits: the thread reads memory that the receiver frees
+            # waits for the thread, which reads memory that the receiver frees
             self._running.exception()
         if self._made:
             self._folder.free(self._made[1].payload)
@@ -159,7 +192,7 @@ class ArrivingUpdate:
                 f"{self._key}: got {len(update.steps)} steps, wanted"
                 f" {len(masters(wanted))}"
             )
-        # before the first step: `_await` would wait without end for bytes that no
+        # checked before the first step: `_await` would wait forever for bytes that no
         # sender has
         if self._payload is None or self._payload_bytes != update.payload_bytes:
             got = f"got {self._payload_bytes} bytes of gradients"
@@ -172,10 +205,11 @@ class ArrivingUpdate:
         self._made = update, made
         before = {part.key: part for part in base.header.parts}
         for part in state_parts(wanted):
-            # a copy, and no step in place: if the arriving bytes are garbled, the base
+            # copied, not stepped in place: if the arriving bytes are garbled, the base
             # is still the newest good state
             made.part(part).copy_(base.part(before[part.key]))
-        # after the copy: this finds earlier damage, and later damage has no effect
+        # verified after the copy: the check finds damage from before the copy, and
+        # later damage of the base has no effect
         if update.seals:
             _sealed(base, is_new=False)
         sums = _Sums(update.mirrored.groups if update.mirrored else (), self._captured)
@@ -197,7 +231,11 @@ class ArrivingUpdate:
             offset += part.nbytes
 
     def _await(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Return bytes of the payload once they are here."""
+        """Return bytes of the payload, once these bytes have arrived.
+
+        Raises:
+            CheckpointLoadError: `abandon` was called.
+        """
         assert self._payload is not None
         began_s = time.monotonic()
         with self._changed:
@@ -214,9 +252,7 @@ class ArrivingUpdate:
 
 
 class _Sums:
-    """The captured sums of an update, each group's from the first gradient on that is
-    taken from it.
-    """
+    """Captured sums of an update. Each group is requested with its first gradient."""
 
     def __init__(self, groups: Sequence[MirroredSums], captured: CapturedSums) -> None:
         self._groups = groups
@@ -224,14 +260,17 @@ class _Sums:
         self._buckets: dict[int, list[torch.Tensor]] = {}
 
     def gradient(self, place: BucketPlace, numel: int) -> torch.Tensor:
-        """Return a captured gradient as the optimizer has it, in float32. Raises
-        CheckpointLoadError.
+        """Return a captured gradient in float32, as the optimizer uses the gradient.
+
+        Raises:
+            CheckpointLoadError: The gradient was not captured, or `place` lies outside
+                the bucket.
         """
         if place.group not in self._buckets:
             group = self._groups[place.group]
             dtype = getattr(torch, group.dtype)
-            # only now: captured frames may still arrive while tapped gradients are
-            # stepped
+            # requested only now: captured frames may still arrive during the steps of
+            # tapped gradients
             self._buckets[place.group] = [
                 torch.frombuffer(each, dtype=dtype) for each in self._captured(group)
             ]
@@ -245,10 +284,15 @@ class _Sums:
 
 
 def _sealed(made: Snapshot, *, is_new: bool) -> SnapshotHeader:
-    """Return the header with the checksum of the payload: a new one if `is_new`, else
-    its own.
+    """Return the header with the checksum of the payload.
 
-    Raises CheckpointLoadError if its own checksum belongs to another payload.
+    Args:
+        made: The snapshot.
+        is_new: Whether the header receives a new checksum. Otherwise the header's own
+            checksum is verified.
+
+    Raises:
+        CheckpointLoadError: The header's own checksum belongs to another payload.
     """
     wanted = made.header
     found = checksum(made.payload, wanted.payload_bytes)
@@ -263,7 +307,11 @@ def _sealed(made: Snapshot, *, is_new: bool) -> SnapshotHeader:
 
 
 def _base_of(update: Update, folder: BlobFolder) -> Snapshot:
-    """Return the state before the step."""
+    """Return the copy before the step.
+
+    Raises:
+        CheckpointLoadError: The copy is missing, or does not fit the update.
+    """
     wanted = update.header
     try:
         blob = folder.get(update.base)
@@ -276,7 +324,8 @@ def _base_of(update: Update, folder: BlobFolder) -> Snapshot:
         raise CheckpointLoadError(f"gradients for {wanted}: {reason}") from error
     is_of_epoch = header.version.epoch == wanted.version.epoch
     follows = is_of_epoch and header.iteration == wanted.iteration - 1
-    # the update carries the buffers: their type may have changed
+    # buffers are not compared: the update carries the buffers, and a buffer's dtype may
+    # have changed
     same = shapes_of(header) == shapes_of(wanted)
     if (
         not follows
@@ -296,8 +345,8 @@ def _take_step(
 ) -> None:
     master, exp_avg, exp_avg_sq = state
     weights = torch.nn.Parameter(master)
-    # torch's own class, not a formula: the bits equal the owner's only if operations
-    # and their order do
+    # torch's own class instead of a formula: the bits equal the owner's only with the
+    # same operations in the same order
     adam = torch.optim.AdamW if step.decoupled else torch.optim.Adam
     optimizer = adam(
         [weights],
@@ -306,12 +355,12 @@ def _take_step(
         eps=step.eps,
         weight_decay=step.weight_decay,
     )
-    # the count before this step, which Adam's bias corrections depend on
+    # the count before this step: Adam's bias corrections depend on the count
     optimizer.state[weights] = {
         "step": torch.tensor(step.steps),
         "exp_avg": exp_avg,
         "exp_avg_sq": exp_avg_sq,
     }
-    # a product with 1.0 has the same bits, and would cost a copy of the gradient
+    # a product with 1.0 has the same bits, but would cost a copy of the gradient
     weights.grad = gradient if step.scale == 1.0 else gradient * step.scale
     optimizer.step()

@@ -1,13 +1,14 @@
 """Named blobs in a folder of shared memory, which outlive the process that wrote them.
 
-Owns: the files of one folder, the index of its blobs, and their mappings in this
-process. One process writes, any process may read, and the folder may vanish at any
-time. Must not: look into headers and payloads (the checksum of a payload belongs into
-its header), or communicate with a peer.
+Owns: the files of one folder, the index of the folder's blobs, and the mappings of
+payloads in this process. One process writes, and any process may read. The folder may
+vanish at any time. Must not: look into headers and payloads (the checksum of a payload
+belongs into the header), or communicate with a peer.
 
-    buffers/000001       a blob's payload, or memory that is being filled
-    index/snapshot.blob  names the buffer and holds the header; written as .tmp and renamed
-    incoming/            an index that is to replace the other; renamed to arrived/ once it is whole, and then to index/
+    buffers/000001       payload of a blob, or memory that is being filled
+    index/snapshot.blob  holds the header, names the buffer; written as .tmp, renamed
+    incoming/            an index that is to replace the other; renamed to arrived/
+                         once the incoming index is whole, then to index/
 """
 
 from __future__ import annotations
@@ -44,17 +45,19 @@ class Blob:
     """A header and a payload."""
 
     header: bytes
+    """Header, whose contents this module does not interpret."""
 
     payload: torch.Tensor | None
-    """uint8, [at least payload_bytes]; None: the blob has no payload."""
+    """uint8, [at least payload_bytes]; None if the blob has no payload."""
 
     payload_bytes: int
+    """Bytes at the beginning of `payload` that belong to the blob."""
 
     serial: str
-    """Distinguishes blobs of the same key."""
+    """Distinguishes successive blobs of the same key."""
 
     payload_xxh3: int | None
-    """XXH3 of the payload, from its publication; None: the writer gave none."""
+    """XXH3 of the payload, given at publication; None if the writer gave none."""
 
 
 def own_path(rank_folder: Path) -> Path:
@@ -68,7 +71,7 @@ def held_path(rank_folder: Path, owner_rank: int) -> Path:
 
 
 def held_paths(rank_folder: Path) -> dict[int, Path]:
-    """Return the folders of all ranks of which a rank holds copies."""
+    """Return the folders in which a rank holds copies, by the owner's rank."""
     return {
         int(path.name.removeprefix("rank")): path
         for path in (rank_folder / "held").glob("rank*")
@@ -81,11 +84,11 @@ def is_key(text: str) -> bool:
 
 
 class _Index:
-    """The entries of a folder's blobs. `synced`: an entry and its buffer are on the
-    device before it is visible.
+    """Entries of a folder's blobs.
 
-    Paths of entries are plain text: each iteration waits for an entry, and `pathlib`
-    takes more time than the kernel.
+    With `synced`, an entry and the entry's buffer are on the device before the entry is
+    visible. Paths of entries are plain text: each iteration waits for an entry, and
+    `pathlib` takes more time than the kernel.
     """
 
     def __init__(self, path: Path, *, synced: bool) -> None:
@@ -106,7 +109,11 @@ class _Index:
         return [path for path in _listed(self._path) if path.suffix == _UNFINISHED]
 
     def read(self, key: str) -> IndexEntry:
-        """Return an entry. Raises CheckpointLoadError if it is missing or damaged."""
+        """Return an entry.
+
+        Raises:
+            CheckpointLoadError: The entry is missing or damaged.
+        """
         path = self._path_of(key)
         try:
             with open(path, "rb", buffering=0) as file:
@@ -116,8 +123,10 @@ class _Index:
         return entry_from_bytes(key, data)
 
     def write(self, entry: IndexEntry, buffer: Path | None) -> None:
-        """Make an entry visible, atomically, in place of one of the same key. Raises
-        CheckpointSaveError.
+        """Make an entry visible, atomically, in place of an entry of the same key.
+
+        Raises:
+            CheckpointSaveError: The entry cannot be written.
         """
         path = self._path_of(entry.key)
         unfinished = f"{self._folder}{entry.key}{_UNFINISHED}"
@@ -127,12 +136,12 @@ class _Index:
             self._write_unfinished(unfinished, entry_to_bytes(entry))
             if self._synced:
                 sync(*([buffer, buffer.parent] if buffer else ()), unfinished)
-            # the entry appears last: a death before leaves the old blob, and a power
-            # cut no entry without its bytes
+            # the entry appears last: if the process dies before, the old blob stays,
+            # and a power cut leaves no entry without its bytes
             os.replace(unfinished, path)
             if self._synced:
                 # the new name is a change of the folder, which the sync of the file
-                # does not bring to the device
+                # does not write to the device
                 sync(self._folder)
         except OSError as error:
             where = self._path.parent
@@ -158,13 +167,11 @@ class _Index:
 
 
 class BlobFolder:
-    """The blobs of one folder, for any thread of a process. Keys pass `is_key`; the
-    folder is created on demand.
+    """Blobs of one folder, for any thread of a process.
 
-    Memory belongs to the caller that allocates it, until it is freed or, by `deposit`,
-    left to a blob. `pinned` requests page-locked memory if there is a GPU to copy from;
-    `synced`, for a folder on disk: a blob is written to the device before it becomes
-    visible.
+    Keys pass `is_key`. The folder is created on demand. Allocated memory belongs to the
+    caller, until the caller frees the memory or leaves the memory to a blob by
+    `deposit`.
     """
 
     def __init__(
@@ -175,20 +182,37 @@ class BlobFolder:
         synced: bool = False,
         index: str = _INDEX,
     ) -> None:
+        """Open a folder, which may not exist yet.
+
+        Args:
+            path: Path of the folder.
+            pinned: Whether to allocate page-locked memory if there is a GPU to copy
+                from.
+            synced: For a folder on disk: whether a blob is written to the device before
+                the blob becomes visible.
+            index: Name of the folder's index. `incoming` uses another name.
+        """
         self.path = path
         self._pinned = pinned and torch.cuda.is_available()
         self._index = _Index(path / index, synced=synced)
         self._lock = RLock()
-        # by the buffer's name: memory that was allocated or adopted here
+        # memory that was allocated or adopted here, by the buffer's name
         self._mapped: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}  # by the tensor's id
         self._number = 0  # of the last buffer
         self._pass_all()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return new shared memory: uint8, [nbytes], of arbitrary contents.
+        """Allocate shared memory.
 
-        Raises CheckpointSaveError if the file system has no room.
+        Args:
+            nbytes: Size of the memory in bytes.
+
+        Returns:
+            uint8, [nbytes], of arbitrary contents.
+
+        Raises:
+            CheckpointSaveError: The file system has no room, or cannot be written.
         """
         with self._lock:
             self._number += 1
@@ -196,7 +220,7 @@ class BlobFolder:
             try:
                 tensor = _create(self._buffer_path(name), nbytes, pinned=self._pinned)
             except (OSError, RuntimeError, OverflowError) as error:
-                # also a file system that has become read-only
+                # a file system that has become read-only fails here too
                 with contextlib.suppress(OSError):
                     self._unlink_buffer(name)
                 reason = f"got {error}, wanted room for {nbytes} bytes"
@@ -207,8 +231,10 @@ class BlobFolder:
             return tensor
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Free memory: the same object that was allocated or adopted. It must not be
-        used afterwards.
+        """Free memory, which must not be used afterwards.
+
+        Args:
+            tensor: The same object that was allocated or adopted.
         """
         with self._lock:
             self._unlink_buffer(self._let_go(tensor))
@@ -221,15 +247,17 @@ class BlobFolder:
         payload_bytes: int,
         payload_xxh3: int | None = None,
     ) -> None:
-        """Make a blob visible, atomically, in place of one of the same key.
+        """Make a blob visible, atomically, in place of a blob of the same key.
 
         Args:
-            key: The blob's key.
-            header: The blob's header.
-            payload: Memory that was allocated here, or None.
-            payload_bytes: So many bytes of it belong to the blob, and must not change
-                before the blob is withdrawn or replaced.
-            payload_xxh3: Their XXH3, if it is known: readers need not compute it.
+            key: Key of the blob.
+            header: Header of the blob.
+            payload: Memory that was allocated or adopted here; None for a blob without
+                payload.
+            payload_bytes: Bytes at the beginning of `payload` that belong to the blob.
+                The bytes must not change before the blob is withdrawn or replaced.
+            payload_xxh3: XXH3 of these bytes if the hash is known, so that readers need
+                not compute the hash.
 
         Raises:
             CheckpointSaveError: The blob cannot be written.
@@ -240,8 +268,8 @@ class BlobFolder:
         )
         with self._lock:
             name = None if payload is None else self._names[id(payload)]
-            # random: a count would begin anew in a successor, and a reader could take
-            # its blob for the one before
+            # random: a count would begin anew in a successor process, and a reader
+            # could mistake the successor's blob for the earlier blob
             serial = secrets.token_hex(8)
             entry = IndexEntry(
                 key=key,
@@ -256,23 +284,28 @@ class BlobFolder:
     def deposit(
         self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int
     ) -> None:
-        """Publish a blob and leave `payload` to it: this process unmaps it, and
-        `discard` or a newer blob frees it.
+        """Publish a blob, and leave the memory of `payload` to the blob.
 
-        Raises CheckpointSaveError; the memory then still belongs to the caller.
+        This process unmaps the payload. `discard`, or a newer deposit of the same key,
+        frees the memory.
+
+        Raises:
+            CheckpointSaveError: The blob cannot be written. The memory then still
+                belongs to the caller.
         """
         with self._lock:
             replaced = self._buffer_of(key)
             self.publish(key, header, payload, payload_bytes)
             if payload is not None:
                 self._let_go(payload)
-            # last: a death before leaves a buffer without an entry, which `sweep`
-            # removes, and never the reverse
+            # freed last: if the process dies before, a buffer without an entry stays,
+            # which `sweep` removes, and never an entry without its buffer
             self._unlink_buffer(replaced)
 
     def withdraw(self, key: str) -> None:
-        """Remove a blob from the index; its memory belongs to the caller that allocated
-        it.
+        """Remove a blob from the index.
+
+        The memory of the payload belongs to the caller that allocated the memory.
         """
         self._index.remove(key)
 
@@ -291,27 +324,29 @@ class BlobFolder:
             self.sweep()
 
     def incoming(self) -> BlobFolder:
-        """Begin to replace all blobs; only the one writer may call this, and may
-        allocate nothing here meanwhile.
+        """Begin to replace all blobs.
+
+        Only the one writer may call this method. Until `settle` the writer must not
+        allocate memory in this folder.
 
         Returns:
-            An empty folder, whose blobs take the place of this folder's once
-            `keep_incoming` and `settle` were called.
+            An empty folder. The blobs of the returned folder take the place of this
+            folder's blobs once `keep_incoming` and `settle` were called.
         """
         self.settle()
         make_private(self.path / _INCOMING)
         return BlobFolder(self.path, index=_INCOMING)
 
     def keep_incoming(self) -> None:
-        """From now on the incoming blobs count: after a death, too, `settle` puts them
-        into the place of all others.
+        """Mark the incoming blobs as whole.
+
+        From now on `settle` replaces all other blobs by the incoming blobs, even if
+        this process dies before `settle`.
         """
         (self.path / _INCOMING).rename(self.path / _ARRIVED)
 
     def settle(self) -> None:
-        """Finish a replacement whose blobs are whole, and forget one whose blobs are
-        not.
-        """
+        """Finish a replacement whose blobs are whole, or discard one that is not."""
         with self._lock:
             shutil.rmtree(self.path / _INCOMING, ignore_errors=True)
             arrived, index = self.path / _ARRIVED, self.path / _INDEX
@@ -325,17 +360,21 @@ class BlobFolder:
         return self._index.keys()
 
     def get(self, key: str) -> Blob:
-        """Return a blob. Its payload is mapped from the file, or is the tensor that was
-        allocated or adopted here.
+        """Return a blob.
 
-        Raises CheckpointLoadError if the blob is missing or damaged.
+        The payload is mapped from the file, or is the tensor that was allocated or
+        adopted here.
+
+        Raises:
+            CheckpointLoadError: The blob is missing or damaged.
         """
         with self._lock:
             return self._blob(key, hold=False)
 
     def is_current(self, key: str, blob: Blob) -> bool:
-        """Return whether a blob is still published, so that its payload has not
-        changed.
+        """Return whether a blob is still published.
+
+        The payload of a published blob has not changed.
         """
         try:
             return self._index.read(key).serial == blob.serial
@@ -343,16 +382,19 @@ class BlobFolder:
             return False
 
     def adopt(self) -> dict[str, Blob]:
-        """Take over from a process that died: sweep, and return all blobs; their memory
-        counts as allocated here.
+        """Sweep the folder of a process that died, and take over the folder's blobs.
+
+        Returns:
+            All blobs, by key. The memory of the payloads counts as allocated here.
         """
         with self._lock:
             self.sweep()
             return {key: self._blob(key, hold=True) for key in self.keys()}
 
     def sweep(self) -> None:
-        """Settle, and remove damaged blobs and unfinished files. Only the one writer
-        may call this.
+        """Settle, and remove damaged blobs, unused buffers and unfinished entries.
+
+        Only the one writer may call this method.
         """
         with self._lock:
             self.settle()
@@ -379,8 +421,8 @@ class BlobFolder:
         name = self._names.pop(id(tensor))
         del self._mapped[name]
         if self._pinned:
-            # before the mapping ends: the driver must not keep pages that another
-            # mapping may get
+            # unregistered before the mapping ends: the driver must not keep pages that
+            # another mapping may get
             torch.cuda.check_error(
                 int(_cudart().cudaHostUnregister(tensor.untyped_storage().data_ptr()))
             )
@@ -392,8 +434,7 @@ class BlobFolder:
             None if entry.buffer is None else self._payload(entry.buffer, hold=hold)
         )
         num_mapped = 0 if payload is None else payload.numel()
-        # reads past the end of a file that was cut short would end this process by
-        # SIGBUS
+        # reads past the end of a truncated file would end this process by SIGBUS
         if num_mapped < entry.payload_bytes:
             reason = f"got {num_mapped} bytes of payload, wanted {entry.payload_bytes}"
             raise CheckpointLoadError(f"blob {key} in {self.path}: {reason}")
@@ -421,8 +462,9 @@ class BlobFolder:
         return payload
 
     def _buffer_of(self, key: str) -> str | None:
-        """Return the name of a blob's buffer; None if the blob has none, is damaged, or
-        does not exist.
+        """Return the name of a blob's buffer.
+
+        None if the blob has no payload, is damaged, or does not exist.
         """
         try:
             return self._index.read(key).buffer
@@ -437,8 +479,10 @@ class BlobFolder:
         return self.path / "buffers" / name
 
     def _pass_all(self) -> None:
-        """Count on past the buffers of an earlier process, and of incoming blobs, which
-        keep theirs.
+        """Continue the numbering after the buffers that are in the folder.
+
+        An earlier process left these buffers, or incoming blobs own them and keep them
+        when `settle` renames the index.
         """
         self._number = max(
             self._number, *(int(buffer.name) for buffer in self._buffers()), 0
@@ -456,16 +500,17 @@ def _create(path: Path, nbytes: int, *, pinned: bool) -> torch.Tensor:
     make_private(path.parent)
     _require_free(path.parent, nbytes)
     with open(path, "xb+", buffering=0, opener=open_private) as file:
-        # a full file system is an error here, not SIGBUS later
+        # allocated at once: a full file system is an error here, not SIGBUS later
         os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
         tensor = _map(file.fileno(), pinned=pinned)
-    # an empty file cannot be mapped, so that of an empty payload has one byte
+    # an empty file cannot be mapped, so the file of an empty payload has one byte
     return tensor if nbytes else tensor[:0]
 
 
 def _require_free(directory: Path, nbytes: int) -> None:
-    """Raise OSError if the file system has less room. Else an absurd size would take
-    all memory until it fails.
+    """Raise OSError if the file system has less room than `nbytes`.
+
+    Without this check a request of absurd size would take all memory before failing.
     """
     there = os.statvfs(directory)
     if nbytes > there.f_bavail * there.f_frsize:
@@ -478,7 +523,8 @@ def _listed(directory: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        # of a disk: training needs none, and a write to it says what is wrong
+        # a disk has failed: training needs no disk, and a later write to the disk
+        # reports the error
         _log.warning(
             "%s: got %s, wanted its files; it counts as empty", directory, error
         )
@@ -486,7 +532,11 @@ def _listed(directory: Path) -> list[Path]:
 
 
 def sync(*paths: str | Path) -> None:
-    """Wait until files, or the entries of folders, are on the device. Raises OSError."""
+    """Wait until files, or the entries of folders, are on the device.
+
+    Raises:
+        OSError: A path cannot be opened or synced.
+    """
     for path in paths:
         fd = os.open(path, os.O_RDONLY)  # `open` refuses folders
         try:
@@ -506,11 +556,15 @@ def _opened(path: Path) -> FileIO:
 
 
 def _map(fd: int, *, pinned: bool, shared: bool = True) -> torch.Tensor:
-    """Return a whole file as a tensor that shares its memory; by descriptor, since its
-    name may be deleted already.
+    """Return a whole file as a tensor that shares the file's memory.
 
-    Not `shared`: of a file that cannot be written, whose pages are copied if the tensor
-    changes.
+    The file is mapped by descriptor, since the file's name may be deleted already.
+
+    Args:
+        fd: Descriptor of the file.
+        pinned: Whether to page-lock the memory.
+        shared: False for a file that cannot be written. Pages are then copied if the
+            tensor changes.
     """
     nbytes = os.fstat(fd).st_size
     tensor = torch.from_file(

@@ -1,9 +1,8 @@
-"""The tensors that a stage sent to its neighbours, kept by the sender in host memory
-(MoEvement, section 3.4).
+"""Keeps the tensors that a stage sent to its neighbours, in the sender's host memory.
 
-Owns: copies of activations sent downstream and gradients sent upstream, by iteration
-and, in the order of sending, by micro-batch; dropping entries that no window needs.
-Must not: send, or decide which entries are needed.
+Owns: copies of activations sent downstream and of gradients sent upstream, by iteration
+and by micro-batch in the order of sending; the removal of entries that no window needs.
+Must not: send tensors, or decide which entries are needed. MoEvement, section 3.4.
 """
 
 from __future__ import annotations
@@ -36,28 +35,41 @@ class Direction(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoggedEnds:
-    """The logs of a replayed iteration: bytes by micro-batch from each neighbour, None
-    from one that replays.
-    """
+    """Logged tensors that feed the replay of one iteration."""
 
     from_previous: Sequence[torch.Tensor] | None
+    """Bytes of the activations from the previous stage, by micro-batch. None if the
+    previous stage replays too, or if there is none.
+    """
+
     from_next: Sequence[torch.Tensor] | None
+    """Bytes of the gradients from the next stage, by micro-batch. None if the next
+    stage replays too, or if there is none.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Entry:
     buffer: torch.Tensor
+    """Buffer that holds the copy."""
+
     size_bytes: int
+    """Bytes of the tensor, from the beginning of `buffer`."""
+
     copied: Future[int]
-    """The checksum of the bytes, once they are copied."""
+    """Checksum of the bytes, available once the bytes are copied."""
 
 
 _Iteration = dict[Direction, list[_Entry]]
 
 
 class BoundaryLog:
-    """One rank's log. It records only between `begin` and `end`, so evaluations are not
-    logged.
+    """Boundary log of one rank.
+
+    The log records only between `begin` and `end`, so evaluations are not logged.
+
+    Attributes:
+        spent_s: Seconds that the calling thread has spent in `record`.
     """
 
     def __init__(self, copier: HostCopier, buffers: HostBuffers) -> None:
@@ -69,7 +81,7 @@ class BoundaryLog:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all logged tensors."""
+        """Bytes of all logged tensors."""
         return sum(
             entry.size_bytes
             for log in self._iterations.values()
@@ -77,8 +89,9 @@ class BoundaryLog:
         )
 
     def begin(self, iteration: int) -> None:
-        """Log the tensors sent from now on under `iteration`, in place of those of an
-        abandoned pass.
+        """Log the tensors sent from now on under `iteration`.
+
+        Entries that an abandoned pass has left under `iteration` are dropped.
         """
         self._drop(iteration)
         self._current = self._iterations[iteration] = {
@@ -90,7 +103,11 @@ class BoundaryLog:
         self._current = None
 
     def record(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Log a tensor that is being sent: the next micro-batch in this direction."""
+        """Log a tensor that is being sent, as the next micro-batch in this direction.
+
+        If host memory is exhausted, the log drops the iteration, and training
+        continues.
+        """
         if self._current is None:
             return
         started_s = time.monotonic()
@@ -121,7 +138,8 @@ class BoundaryLog:
     def sent(self, iteration: int, direction: Direction) -> list[torch.Tensor]:
         """Return the bytes of each micro-batch's tensor, in the order of sending.
 
-        Raises CheckpointLoadError if the iteration is not in the log.
+        Raises:
+            CheckpointLoadError: The iteration is not in the log.
         """
         if iteration not in self._iterations:
             logged = self._iterations
@@ -131,16 +149,19 @@ class BoundaryLog:
             )
         entries = self._iterations[iteration][direction]
         for entry in entries:
-            # a neighbour may be lost in the iteration whose last copy is still under
-            # way
+            # waits: a neighbour may be lost in the iteration whose last copy is still
+            # in progress
             entry.copied.result()
         return [entry.buffer[: entry.size_bytes] for entry in entries]
 
     def complete_from(self, last: int) -> int:
-        """Return the first iteration from which the log is complete up to `last`; else
-        last + 1.
+        """Return the first iteration from which the log is complete up to `last`.
 
-        Whether the tensors are still as they were sent, `drop_damaged` finds out.
+        An iteration is complete once all of its tensors are copied. `drop_damaged`
+        finds copies that have changed since.
+
+        Returns:
+            The first iteration; `last` + 1 if `last` itself is not complete.
         """
         first = last + 1
         while first - 1 in self._iterations and all(
@@ -150,14 +171,16 @@ class BoundaryLog:
         return first
 
     def drop_damaged(self, first: int, last: int) -> bool:
-        """Drop those iterations of a range whose tensors are not as they were sent.
+        """Drop the iterations of a range whose copies are damaged.
+
+        A copy is damaged if the copying has failed, or if the bytes have changed since.
 
         Args:
-            first: The first iteration of the range.
-            last: The last one.
+            first: First iteration of the range.
+            last: Last iteration of the range.
 
         Returns:
-            Whether there were any.
+            Whether an iteration was dropped.
         """
         logged = [number for number in self._iterations if first <= number <= last]
         damaged = [
@@ -176,22 +199,23 @@ class BoundaryLog:
             self._drop(old)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Stop logging, and drop all entries."""
         self._current = None
         self.drop_up_to(max(self._iterations, default=0))
 
     def _drop(self, iteration: int) -> None:
         log = self._iterations.pop(iteration, None)
         for entry in _entries(log) if log else ():
-            # a released buffer is filled anew: the copier must be done with it
+            # waits for the copier: a released buffer may be filled anew at once
             entry.copied.exception()
             self._buffers.release(entry.buffer)
 
     def _copy(self, source: torch.Tensor, buffer: torch.Tensor) -> int:
-        """Copy, in the copier's thread; return the checksum of the copied bytes."""
+        """Copy in the copier's thread; return the checksum of the copied bytes."""
         size_bytes = source.numel()
         self._copier.copy_now([(buffer[:size_bytes], source)])
-        # here: training would stand still for the hash of every transfer
+        # hashed in this thread: otherwise training would wait for the hash of each
+        # transfer
         return checksum(buffer, size_bytes)
 
 

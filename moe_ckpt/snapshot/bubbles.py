@@ -1,9 +1,8 @@
-"""Pipeline bubbles: the times in which this rank waits for its neighbour stages, for
-the copying thread, and measured.
+"""Pipeline bubbles: the times in which this rank waits for neighbour stages.
 
-Owns: whether a bubble is open now, and the total length of an iteration's bubbles. Must
-not: copy, or decide which copies wait for bubbles (`moe_ckpt.policies.bubble_copies`
-does). MoEtion, section 5.3.
+Owns: whether a bubble is open now, for the copying thread, and the measured total
+length of an iteration's bubbles. Must not: copy, or decide which copies wait for
+bubbles (`moe_ckpt.policies.bubble_copies` does). MoEtion, section 5.3.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 
 
 class _Mark(Protocol):
-    """A moment in the device's work, as a recorded `torch.cuda.Event`."""
+    """A point in the device's work, such as a recorded `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
@@ -26,9 +25,7 @@ class _Mark(Protocol):
 
 
 class _HostMark:
-    """Implements `_Mark` for computation on the host, which has reached this moment
-    already.
-    """
+    """Implements `_Mark` on the host, which has reached the point already."""
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()
@@ -44,11 +41,11 @@ class _HostMark:
 
 
 class PipelineBubbles:
-    """The training thread opens a bubble while it waits for a neighbour's result;
-    another thread may wait for bubbles.
+    """Bubbles of one rank: the training thread opens them, another may wait for them.
 
-    With CUDA a bubble begins when the device has finished its queued work, and ends
-    when the neighbour's tensor is there.
+    A bubble is open while the training thread waits for a neighbour's result. With CUDA
+    a bubble begins when the device has finished the queued work, and ends when the
+    neighbour's tensor has arrived.
     """
 
     def __init__(self) -> None:
@@ -60,13 +57,13 @@ class PipelineBubbles:
 
     @property
     def is_open(self) -> bool:
-        """Whether training waits now."""
+        """Whether training waits for a neighbour now."""
         began = self._began
         return began is not None and began.query() and self._is_opening()
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Training waits within this context."""
+        """Open a bubble for the duration of the context, in which training waits."""
         began = _mark()
         with self._changed:
             self._began, self._ended = began, None
@@ -75,14 +72,15 @@ class PipelineBubbles:
             yield
         finally:
             ended = _mark()
-            # without a notice: threads wait for bubbles that open, and a copy that has
-            # begun is finished
+            # not notified: threads wait only for bubbles that open, and a copy that has
+            # begun runs to the end
             self._ended = ended
             self._spans.append((began, ended))
 
     def take_seconds(self) -> float:
-        """Return the total length of bubbles since the last call; wait for bubbles that
-        are open on a device.
+        """Return the total length of the bubbles since the last call, in seconds.
+
+        Waits for bubbles that are still open on a device.
         """
         spans, self._spans = self._spans, []
         for _, ended in spans:
@@ -90,18 +88,20 @@ class PipelineBubbles:
         return sum(began.elapsed_time(ended) / 1000.0 for began, ended in spans)
 
     def hurry(self) -> None:
-        """End all waits for a bubble."""
+        """End all waits for a bubble, also later waits until `unhurry` is called."""
         with self._changed:
             self._is_hurried = True
             self._changed.notify_all()
 
     def unhurry(self) -> None:
-        """Let the thread that copies wait again."""
+        """Let the copying thread wait for bubbles again."""
         self._is_hurried = False
 
     def wait(self) -> bool:
-        """Wait for the next bubble, unless one is open, and return True; return False
-        as soon as `hurry` is called.
+        """Wait for the next bubble, unless a bubble is open.
+
+        Returns:
+            True in a bubble; False as soon as `hurry` is called.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_hurried or self._is_opening())

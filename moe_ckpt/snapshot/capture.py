@@ -1,11 +1,11 @@
-r"""Takes one rank's snapshots into host memory while training goes on (MoEvement,
-sections 3.2 and 4).
+r"""Takes one rank's snapshots into host memory while training continues.
 
-Owns: one capture, from its start to its publication. Must not: decide what is captured,
-or how long it is kept.
+Owns: one capture, from its start to its publication. Must not: decide which tensors are
+captured, or how long snapshots are kept. MoEvement, sections 3.2 and 4.
 
-    training   capture: copy buffers ---- forward, backward ---- release ---- optimizer step ---- collect
-    copier        \--- lay out, take a host buffer, copy --- checksum, hand to the daemon -------/
+    training   capture: copy buffers -- forward, backward -- release -- step -- collect
+    copier        \-- lay out, take host buffer, copy ------/
+                                                      \-- checksum, to daemon ---/
 """
 
 from __future__ import annotations
@@ -37,22 +37,27 @@ from moe_ckpt.snapshot.windows import HostBuffers, SnapshotPublisher
 _COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
 
 Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
-"""A tensor to capture: its key, the tensor, and its range in the flattened whole
+"""A tensor to capture: the key, the tensor, and the range in the flattened whole
 tensor.
 """
 
 
 class SnapshotRequest(NamedTuple):
-    """A snapshot to take: its header without parts, size and checksum, its pieces, and
-    the pieces that change at once.
-
-    `gradients` are those of the last step, if peers take that step themselves.
-    """
+    """A snapshot to take."""
 
     header: SnapshotHeader
+    """Header without parts, size and checksum."""
+
     pieces: Callable[[], Sequence[Piece]]
+    """Returns the pieces, which must not change before `SnapshotEngine.release`
+    returns. The copier's thread calls this function.
+    """
+
     changing: Sequence[Piece] = ()
+    """Pieces that may change as soon as `SnapshotEngine.capture` returns."""
+
     gradients: Gradients | None = None
+    """Gradients of the last step, if peers take that step themselves."""
 
 
 _Unsealed = tuple[Snapshot, Gradients | None]
@@ -61,12 +66,13 @@ _Unsealed = tuple[Snapshot, Gradients | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedBytes:
-    """The seconds that copying took, and the bytes that were copied while training
-    waited for other stages.
-    """
+    """Measurements of one capture's copy."""
 
     seconds: float
+    """Seconds that copying took."""
+
     bubble_bytes: int
+    """Bytes that were copied while training waited for other stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,7 +80,10 @@ class Captured:
     """Complete snapshots of one state."""
 
     snapshots: Sequence[Snapshot]
+    """Snapshots with their checksums."""
+
     copied: CopiedBytes
+    """Measurements of the copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,11 +93,7 @@ class _Capture:
 
 
 class SnapshotEngine:
-    """Takes at most one capture at a time. The daemon, if there is one, receives each
-    finished snapshot at once.
-
-    With `bubbles`, copies that fit into them wait for them.
-    """
+    """Takes snapshots of one rank, at most one capture at a time."""
 
     def __init__(
         self,
@@ -97,6 +102,16 @@ class SnapshotEngine:
         daemon: SnapshotPublisher | None = None,
         bubbles: PipelineBubbles | None = None,
     ) -> None:
+        """Prepare captures.
+
+        Args:
+            copier: Copies in another thread.
+            buffers: Host memory of the payloads.
+            daemon: Receives each snapshot as soon as that snapshot is finished; None
+                without a daemon.
+            bubbles: Bubbles of this rank. Copies that fit into bubbles wait for
+                bubbles. None: no copy waits.
+        """
         self._copier = copier
         self._buffers = buffers
         self._daemon = daemon
@@ -106,12 +121,15 @@ class SnapshotEngine:
     def capture(
         self, wanted: Sequence[SnapshotRequest], *, bubble_bytes: float = 0.0
     ) -> None:
-        """Start taking snapshots of one state, all or none of them. Earlier snapshots
-        must be collected first.
+        """Start taking snapshots of one state, all or none of them.
 
-        Another thread reads the pieces, which must not change until `release` returns;
-        pieces that change at once may change as soon as this method returns. Bubbles
-        have room for `bubble_bytes` until then.
+        The snapshots of an earlier capture must be collected first. Another thread
+        reads the pieces, which must not change until `release` returns. Pieces in
+        `changing` may change as soon as this method returns.
+
+        Args:
+            wanted: Snapshots to take.
+            bubble_bytes: Bytes for which bubbles have room until `release`.
         """
         assert self._capture is None, self._capture
         if self._bubbles:
@@ -122,8 +140,8 @@ class SnapshotEngine:
             )
             for each in wanted
         ]
-        # in two parts: `release` lets the update begin after the copy, and the hash
-        # runs beside it
+        # two futures: `release` lets the update begin after the copy, and the hash runs
+        # beside the update
         copied = self._copier.run(lambda: self._take_all(ready, bubble_bytes))
         self._capture = _Capture(
             copied=copied,
@@ -133,8 +151,8 @@ class SnapshotEngine:
     def release(self) -> None:
         """Wait until the captured state may change.
 
-        Raises CheckpointSaveError if the capture failed; there is nothing to collect
-        then.
+        Raises:
+            CheckpointSaveError: The capture failed. There is nothing to collect then.
         """
         capture = self._capture
         if capture is None:
@@ -149,11 +167,18 @@ class SnapshotEngine:
             ) from error
 
     def collect(self, *, wait: bool) -> Captured | None:
-        """Return the captured snapshots, once; None if there are none or, without
-        `wait`, if they are unfinished.
+        """Return the captured snapshots, once.
 
-        Raises CheckpointSaveError if the capture or its publication failed; there is
-        nothing to collect then.
+        Args:
+            wait: Whether to wait for unfinished snapshots.
+
+        Returns:
+            The snapshots; None if there is no capture or, without `wait`, if the
+            capture is unfinished.
+
+        Raises:
+            CheckpointSaveError: The capture or its publication failed. There is nothing
+                to collect then.
         """
         capture = self._capture
         if capture is None or not (wait or capture.finished.done()):
@@ -163,21 +188,22 @@ class SnapshotEngine:
         return capture.finished.result()
 
     def discard_torn(self) -> None:
-        """Drop the capture in flight if its copy is unfinished: the state under it has
-        changed.
+        """Drop the capture in progress if its copy is unfinished.
+
+        The caller's state has changed under the capture.
         """
         capture = self._capture
         if capture is None or capture.copied.done():
             return
         self._capture = None
         self._hurry()
-        # then there is nothing to give back
+        # after such an error there is nothing to give back
         with self.uncapped(), contextlib.suppress(*_COPY_ERRORS):
             self.drop(capture.finished.result().snapshots)
 
     def drop(self, finished: Sequence[Snapshot]) -> None:
-        """Withdraw snapshots that were captured, and are kept nowhere."""
-        # withdrawn before it is released: no peer may read a payload whose memory is
+        """Withdraw and release captured snapshots that no window keeps."""
+        # withdrawn before the release: no peer may read a payload whose memory is
         # filled anew
         if self._daemon and finished:
             self._daemon.drop_snapshots(finished)
@@ -186,8 +212,10 @@ class SnapshotEngine:
 
     @contextlib.contextmanager
     def uncapped(self) -> Iterator[None]:
-        """Lift the cap within this context: a recovery waits for the copy, or for
-        memory that is no longer needed.
+        """Lift the cap on copies within this context.
+
+        A recovery lifts the cap while waiting for the copy, or for memory that is no
+        longer needed.
         """
         self._copier.throttle.lift()
         try:
@@ -196,7 +224,7 @@ class SnapshotEngine:
             self._copier.throttle.apply()
 
     def apply_cap(self) -> None:
-        """Apply the cap from now on, if there is one."""
+        """Apply the cap on copies from now on, if there is a cap."""
         self._copier.throttle.apply()
 
     def _hurry(self) -> None:
@@ -233,8 +261,8 @@ class SnapshotEngine:
     def _lay_out(
         self, header: SnapshotHeader, pieces: Sequence[Piece]
     ) -> tuple[Snapshot, list[Copy]]:
-        # here, on the copier's thread: 300 pieces take 24 ms, which training would
-        # stand still. Each view counts: the thread shares the interpreter with training
+        # on the copier's thread: 300 pieces take 24 ms, for which training would wait.
+        # Each view counts: the thread shares the interpreter with training
         parts, payload_bytes = layout_parts(pieces)
         buffer = self._buffers.acquire(payload_bytes)
         snapshot = Snapshot(
@@ -251,8 +279,9 @@ class SnapshotEngine:
         return snapshot, copies
 
     def _copy(self, copies: Sequence[Copy], bubble_bytes: float) -> CopiedBytes:
-        """Copy as many bytes as fit into bubbles when they open, and all others at once
-        (Algorithm 4).
+        """Copy bytes that fit into bubbles when bubbles open, and all others at once.
+
+        MoEtion, Algorithm 4.
         """
         bubbles = self._bubbles
         if bubbles is None:
@@ -263,7 +292,7 @@ class SnapshotEngine:
         waiting, beside = deque(copies[:first_beside]), deque(copies[first_beside:])
         seconds, bubble_bytes_used = 0.0, 0
         while beside or (waiting and bubbles.wait()):
-            # computation hides the others at any time, a bubble that passes unused does
+            # computation hides the other copies at any time, but an unused bubble does
             # not come again
             in_bubble = bool(waiting) and (not beside or bubbles.is_open)
             copy = (waiting if in_bubble else beside).popleft()
@@ -285,8 +314,8 @@ class SnapshotEngine:
                     snapshot, header=replace(snapshot.header, checksum=found)
                 )
                 if self._daemon:
-                    # at once, from this thread: peers have until the end of the next
-                    # iteration to receive it
+                    # published at once, from this thread: peers must receive the
+                    # snapshot by the end of the next iteration
                     self._daemon.add_snapshot(sealed, gradients)
                 finished.append(sealed)
         except CheckpointSaveError:
@@ -298,7 +327,7 @@ class SnapshotEngine:
 
 
 def _kept(pieces: Sequence[Piece]) -> list[Piece]:
-    # forward changes buffers, and it may begin before the copier has come to them
+    # forward changes buffers, and may begin before the copier has read the buffers
     return [(key, tensor.detach().clone(), whole) for key, tensor, whole in pieces]
 
 

@@ -1,12 +1,11 @@
-"""The form of one rank's sparse snapshot in host memory: a header of values and one
-tensor of bytes.
+"""Form of one rank's sparse snapshot in host memory: a header and one tensor of bytes.
 
 Owns: the place of each tensor in the payload, the header's JSON, checksums, and the
 check that a snapshot belongs to this run and shard. Must not: allocate, access a device
 or a peer, keep snapshots, or unpickle. MoEvement, section 3.2.
 
-    payload | 8-byte elements | 4-byte elements | 2-byte | 1-byte | left over from an earlier use of the buffer |
-            0                                                payload_bytes
+    payload | 8-byte elements | 4-byte | 2-byte | 1-byte | left over from earlier use |
+            0                                            payload_bytes
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ DTYPES: dict[str, torch.dtype] = {
     "float8_e5m2": torch.float8_e5m2,
     "bool": torch.bool,
 }
-"""Tensors are stored in the dtype of training. The scale of a tensor is a part of its
-own.
+"""Dtypes by their names in headers. Tensors are stored in the dtype of training. The
+scale of a tensor is a separate part.
 """
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -70,22 +69,31 @@ def scale_of(role: str) -> str:
 
 
 def scaled_role(role: str) -> str:
-    """Return the role that a scale belongs to; any other role is returned unchanged."""
+    """Return the role that a scale belongs to; return any other role unchanged."""
     return role.removesuffix(_SCALE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardIdentity:
-    """Which shard of the job a snapshot holds: the rank that took it, on every axis of
-    parallelism.
-    """
+    """Shard of the job that a snapshot holds: the position of the snapshot's rank."""
 
     global_rank: Count
+    """Rank in the job."""
+
     pp_rank: Count
+    """Pipeline-parallel rank."""
+
     tp_rank: Count
+    """Tensor-parallel rank."""
+
     ep_rank: Count
+    """Expert-parallel rank."""
+
     etp_rank: Count
+    """Expert-tensor-parallel rank."""
+
     dp_rank: Count
+    """Data-parallel rank."""
 
     def __str__(self) -> str:
         axes = (
@@ -97,15 +105,18 @@ class ShardIdentity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartKey:
-    """The key of a part: the operator's name, the parameter's or buffer's, and the role
-    of its values (ROLES).
-
-    `tensor` is unique in the rank: with virtual stages it includes the model chunk.
-    """
+    """Key of a part."""
 
     operator: str
+    """Name of the operator."""
+
     tensor: str
+    """Name of the parameter or buffer, unique in the rank. With virtual stages the name
+    includes the model chunk.
+    """
+
     role: str
+    """Role of the values, one of ROLES."""
 
     def __str__(self) -> str:
         return f"{self.role} of {self.tensor} ({self.operator})"
@@ -113,18 +124,25 @@ class PartKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One tensor of a snapshot, and its place in the payload.
-
-    `shape` is that of the stored tensor; its elements are [range_start, range_end) of
-    the flattened whole tensor: the piece that this rank owns.
-    """
+    """One tensor of a snapshot, and the tensor's place in the payload."""
 
     key: PartKey
+    """Key of the tensor, unique in the snapshot."""
+
     dtype: torch.dtype
+    """Dtype of the stored tensor."""
+
     shape: tuple[Count, ...]
+    """Shape of the stored tensor."""
+
     range_start: Count
+    """First element of this rank's piece in the flattened whole tensor."""
+
     range_end: Count
+    """End of the piece in the flattened whole tensor, exclusive."""
+
     offset_bytes: Count
+    """Offset of the tensor in the payload, in bytes."""
 
     @property
     def numel(self) -> int:
@@ -137,67 +155,93 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTag:
-    """The unit of a snapshot in a partial checkpoint: its `name`, and the run's
-    `epoch`.
-
-    `seen_tokens`: the tokens that its expert had been trained with. `on_peers`,
-    `on_disk`: the levels that keep it beside own memory. Only the core has the last
-    two: `complete_with`, the names of all units that make a checkpoint of this rank,
-    and `taken_with`, the number of this rank's units in the same snapshot, the core
-    included, in own memory, on peers and on disk.
-    """
+    """Unit of a snapshot in a partial checkpoint."""
 
     name: str
+    """Name of the unit."""
+
     epoch: Count
+    """Epoch of the run."""
+
     on_peers: bool
+    """Whether peers keep the unit too, beside own memory."""
+
     on_disk: bool
+    """Whether disks keep the unit too, beside own memory."""
+
     seen_tokens: Count
+    """Tokens that the unit's expert had been trained with."""
+
     complete_with: tuple[str, ...] = ()
+    """Names of all units that make a checkpoint of this rank. Set for the core only."""
+
     taken_with: tuple[Count, Count, Count] = (0, 0, 0)
+    """Numbers of this rank's units in the same snapshot, the core included: in own
+    memory, on peers, and on disk. Set for the core only.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotHeader:
-    """All of a snapshot but its bytes: the state after `iteration`, which is slot
-    `slot` of a window.
-
-    The snapshot of slot k is that of iteration `window_start` + k. `full` and `compute`
-    name operators; `adam_steps` holds the step count of each inner optimizer;
-    `checksum` is that of the first `payload_bytes` bytes. `unit` is set in partial
-    checkpoints, whose windows have one slot and several snapshots.
-    """
+    """All of a snapshot but its bytes: the state after `iteration`, as slot `slot`."""
 
     identity: RunIdentity
+    """Run that the snapshot belongs to."""
+
     shard: ShardIdentity
+    """Rank that took the snapshot."""
+
     iteration: Count
+    """Iteration after which the snapshot was taken: `window_start` + `slot`."""
+
     window_start: Count
+    """Iteration of the window's slot 0."""
+
     slot: Count
+    """Slot of the snapshot, from 0."""
+
     num_slots: Count
+    """Number of slots of the window."""
+
     full: tuple[str, ...]
+    """Names of the operators whose master weights, moments, or both are stored."""
+
     compute: tuple[str, ...]
+    """Names of the operators of which only compute weights are stored."""
+
     adam_steps: tuple[float, ...]
+    """Step count of each inner optimizer."""
+
     parts: tuple[Part, ...]
+    """Tensors in the payload."""
+
     payload_bytes: Count
-    # no Count: a hash may use all 64 bits, a size may not
+    """Bytes at the beginning of the payload that belong to the snapshot."""
+
+    # not a Count: a hash may use all 64 bits, a size may not
     checksum: int
+    """XXH3 of the first `payload_bytes` bytes of the payload."""
+
     unit: UnitTag | None = None
+    """Set in partial checkpoints, whose windows have one slot and several snapshots."""
 
     @property
     def version(self) -> Version:
-        """The version that the snapshot belongs to, with all others of its window."""
+        """Version that the snapshot belongs to, with all others of its window."""
         return Version(
             epoch=self.unit.epoch if self.unit else 0, iteration=self.window_start
         )
 
     @property
     def name(self) -> str:
-        """The name of the snapshot in its version: that of its unit, or of its slot."""
+        """Name of the snapshot in its version: the name of the unit, or of the slot."""
         return self.unit.name if self.unit else _slot_name(self.slot)
 
     @property
     def complete_with(self) -> tuple[str, ...]:
-        """The names of all snapshots that make a version; of units, only the core has
-        them.
+        """Names of all snapshots that make a version.
+
+        Among units only the core has these names.
         """
         return (
             self.unit.complete_with
@@ -224,21 +268,23 @@ def _slot_name(slot: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Snapshot:
-    """A header and its payload: uint8, [at least payload_bytes], contiguous, in host
-    memory. Both are immutable.
-    """
+    """A header and its payload. Both are immutable."""
 
     header: SnapshotHeader
+    """Header that describes the payload."""
+
     payload: torch.Tensor
+    """uint8, [at least payload_bytes], contiguous, in host memory."""
 
     def part(self, part: Part) -> torch.Tensor:
-        """Return a part of the payload: a view of the part's dtype and shape."""
+        """Return a part of the payload as a view of the part's dtype and shape."""
         return part_view(self.payload, part)
 
 
 def part_view(payload: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return the bytes of `part` as a tensor of its dtype and shape, sharing memory
-    with the payload.
+    """Return the bytes of `part` as a tensor of the part's dtype and shape.
+
+    The tensor shares memory with the payload.
     """
     stored = payload[part.offset_bytes : part.offset_bytes + part.nbytes]
     return stored.view(part.dtype).view(part.shape)
@@ -247,13 +293,19 @@ def part_view(payload: torch.Tensor, part: Part) -> torch.Tensor:
 def layout_parts(
     items: Sequence[tuple[PartKey, torch.Tensor, tuple[int, int]]],
 ) -> tuple[tuple[Part, ...], int]:
-    """Place tensors one after another; return the parts in that order and their total
-    bytes.
+    """Place tensors one after another in a payload.
 
-    An item is a key, a tensor, and its range in the whole flattened tensor. Larger
-    elements come first, so that each part is aligned to its elements without padding: 1
-    x bool, 2 x bf16, 1 x fp32 are at bytes 8, 4 and 0. Raises CheckpointSaveError for a
-    dtype that DTYPES does not name.
+    Larger elements come first, so that each part is aligned to its elements without
+    padding: 1 x bool, 2 x bf16, 1 x fp32 are at bytes 8, 4 and 0.
+
+    Args:
+        items: Key, tensor, and range in the flattened whole tensor, for each part.
+
+    Returns:
+        The parts in the order of the payload, and the total bytes.
+
+    Raises:
+        CheckpointSaveError: A tensor has a dtype that DTYPES does not name.
     """
     assert len({key for key, _, _ in items}) == len(items), (
         "two parts have the same key"
@@ -280,25 +332,27 @@ def layout_parts(
 
 
 def checksum(payload: torch.Tensor, nbytes: int) -> int:
-    """Return the XXH3 hash (64 bits) of the first `nbytes` bytes, without copying them
-    or holding the GIL.
+    """Return the XXH3 hash (64 bits) of the first `nbytes` bytes of a payload.
+
+    The hash neither copies the bytes nor holds the GIL.
     """
     assert nbytes <= payload.numel(), (
         f"{nbytes} bytes of a payload of {payload.numel()}"
     )
-    # 24 GiB/s where zlib's CRC-32 makes 4: a checksum must not cost as much as the copy
-    # that it guards
+    # XXH3 reads 24 GiB/s, zlib's CRC-32 reads 4: a checksum must not cost as much as
+    # the copy that the checksum guards
     return xxhash.xxh3_64_intdigest(payload[:nbytes].numpy().data)
 
 
 def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -> None:
     """Check that a snapshot belongs to this run and this shard, and is intact.
 
-    Raises CheckpointLoadError naming the snapshot and the difference: run, model,
-    layout, shard, size or checksum.
+    Raises:
+        CheckpointLoadError: Run, model, layout, shard, size or checksum differs. The
+            error names the snapshot and the difference.
     """
-    # names before the hash: it reads the whole payload, and that of a foreign snapshot
-    # may be intact
+    # identity before the hash: the hash reads the whole payload, and the payload of a
+    # foreign snapshot may be intact
     require_own(snapshot, identity=identity, shard=shard)
     header = snapshot.header
     found = checksum(snapshot.payload, header.payload_bytes)
@@ -310,11 +364,11 @@ def verify(snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity) -
 def require_own(
     snapshot: Snapshot, *, identity: RunIdentity, shard: ShardIdentity
 ) -> None:
-    """Check that a snapshot belongs to this run and this shard, without reading its
-    payload.
+    """Check that a snapshot belongs to this run and shard, without reading the payload.
 
-    Raises CheckpointLoadError naming the snapshot and the difference: run, model,
-    layout, shard or size.
+    Raises:
+        CheckpointLoadError: Run, model, layout, shard or size differs. The error names
+            the snapshot and the difference.
     """
     header = snapshot.header
     _expect(header, "run id", header.identity.run_id, identity.run_id)
@@ -330,11 +384,11 @@ def require_own(
 
 
 def header_to_json(header: SnapshotHeader) -> bytes:
-    """Return a header as two lines of JSON: the format's version with the CRC-32 of the
-    second line, and the fields.
+    """Return a header as two lines of JSON.
 
-    There are two lines so that a reader can check the bytes of the second before it
-    parses them.
+    The first line holds the version of the format and the CRC-32 of the second line.
+    The second line holds the fields. With two lines a reader can check the bytes of the
+    second line before parsing them.
     """
     body = msgspec.json.encode(header, enc_hook=_DTYPE_NAMES.__getitem__)
     return (
@@ -347,8 +401,9 @@ def header_to_json(header: SnapshotHeader) -> bytes:
 def header_from_json(data: bytes) -> SnapshotHeader:
     """Return the header that `header_to_json` wrote.
 
-    Raises CheckpointLoadError if the bytes are anything else, or describe parts that do
-    not fit into one payload.
+    Raises:
+        CheckpointLoadError: The bytes are anything else, or describe parts that do not
+            fit into one payload.
     """
     try:
         head, _, body = data.partition(b"\n")
@@ -394,7 +449,7 @@ def _check_window(header: SnapshotHeader) -> None:
 
 def _check_parts(header: SnapshotHeader) -> None:
     end_bytes = 0
-    # by size, too: a part without elements lies at the offset of its successor
+    # sorted by size too: a part without elements lies at the offset of its successor
     for part in sorted(header.parts, key=lambda part: (part.offset_bytes, part.nbytes)):
         if part.key.role not in ROLES:
             raise ValueError(
@@ -407,7 +462,7 @@ def _check_parts(header: SnapshotHeader) -> None:
                 f"{part.key}: got shape {part.shape}, wanted as many elements as the"
                 f" range {place}"
             )
-        # torch refuses views that are not aligned, at a time when the load has begun
+        # checked here: torch refuses unaligned views, but only after the load has begun
         if part.offset_bytes % part.dtype.itemsize:
             raise ValueError(
                 f"{part.key}: got offset {part.offset_bytes}, wanted a multiple of its"
@@ -434,7 +489,7 @@ def _dtype_from(_: type, name: object) -> torch.dtype:
     return DTYPES[name]
 
 
-# made at import: two threads that decoded a type for the first time at once crashed a
-# daemon inside msgspec 0.22
+# made at import: two threads that decoded a type for the first time at the same moment
+# crashed a daemon inside msgspec 0.22
 _HEADS = msgspec.json.Decoder(_Head)
 _HEADERS = ExactDecoder(SnapshotHeader, _dtype_from, _DTYPE_NAMES.__getitem__)

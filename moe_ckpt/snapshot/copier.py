@@ -1,8 +1,7 @@
-"""Copies tensors to host memory while training goes on: a thread, with a side stream if
-there is CUDA.
+"""Copies tensors to host memory in a separate thread while training continues.
 
-Owns: the thread, the stream, and the order of copies. Must not: allocate buffers, or
-know the contents of copies.
+With CUDA the copies run on a side stream. Owns: the thread, the stream, and the order
+of copies. Must not: allocate buffers, or interpret the contents of copies.
 """
 
 from __future__ import annotations
@@ -20,23 +19,25 @@ from moe_ckpt.snapshot.token_bucket import Throttle
 T = TypeVar("T")
 
 Copy = tuple[torch.Tensor, torch.Tensor]
-"""(host target, source): flat, of the same type and number of elements."""
+"""(host target, source): flat, with the same dtype and number of elements."""
 
-# of a chunk under a cap: large enough to cost nothing, small enough for even waits
+# size of a chunk under a cap: large enough to cost nothing, small enough for even waits
 _CHUNK_BYTES = 1 << 20
 
 
 class HostCopier:
-    """One queue of work per rank, executed in order. Copies wait for tokens of
-    `throttle`.
+    """One queue of work per rank, executed in order.
+
+    Attributes:
+        throttle: Cap on copies, which wait for tokens of this cap.
     """
 
     def __init__(self, throttle: Throttle | None = None) -> None:
         self.throttle = throttle or Throttle()
         has_device = torch.cuda.is_available()
         self._stream = torch.cuda.Stream() if has_device else None
-        # a new thread starts on device 0, another rank's: its CUDA calls, pinning among
-        # them, would use that device
+        # a new thread starts on device 0, which may belong to another rank: CUDA calls
+        # of the thread, such as pinning, would use that device
         use_device = (
             partial(torch.cuda.set_device, torch.cuda.current_device())
             if has_device
@@ -48,8 +49,9 @@ class HostCopier:
         )
 
     def run(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work`, which may call `copy_now`, in the thread, after the device work
-        that the caller has queued.
+        """Run `work` in the thread, after the device work that the caller has queued.
+
+        `work` may call `copy_now`.
         """
         if self._stream is None:
             return self._thread.submit(work)
@@ -60,15 +62,19 @@ class HostCopier:
         return self._thread.submit(self._run_on_stream, work, computed)
 
     def then(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work`, which copies nothing from a device, after all earlier work."""
+        """Run `work` in the thread after all earlier work.
+
+        `work` must not copy from a device.
+        """
         return self._thread.submit(work)
 
     def copy_now(self, copies: Iterable[Copy]) -> float:
-        """Copy, within `run`; return the seconds it took. Afterwards targets are
-        complete and sources may change.
+        """Copy, within `run`. Afterwards targets are complete, and sources may change.
 
-        On a device the seconds are its own: the host may be iterations ahead, and would
-        count the wait for the computations before the copies as well.
+        Returns:
+            Seconds that the copies took. On a device these are seconds of the device:
+            the host may be iterations ahead, and would also count the wait for
+            computations queued before the copies.
         """
         if self._stream is None:
             started_s = time.monotonic()
@@ -85,14 +91,14 @@ class HostCopier:
         return began.elapsed_time(ended) / 1e3  # milliseconds
 
     def close(self) -> None:
-        """Finish the queue, without a cap, and end the thread."""
+        """Finish the queue without a cap, and end the thread."""
         self.throttle.lift()
         self._thread.shutdown()
 
     def _copy(self, copies: Iterable[Copy]) -> None:
-        """Copy as tokens admit it, in chunks if there is a cap."""
+        """Copy as tokens admit bytes, in chunks if there is a cap."""
         for target, source in copies:
-            # asked for each tensor: a recovery lifts the cap in the middle of a
+            # checked for each tensor: a recovery lifts the cap in the middle of a
             # snapshot
             if not self.throttle.has_cap:
                 target.copy_(source, non_blocking=True)

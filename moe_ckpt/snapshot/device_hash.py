@@ -1,11 +1,11 @@
-"""Hashes of live state, computed where it is: two sums of integers modulo 2^64, which
-are the same in any order.
+"""Hashes of live state, computed on the device that holds the state.
 
-A copy to the host and a hash on one core would take seconds a recovery; a sum runs at
-the speed of the device's memory and is exact, since integers are associative. Each
+On a GPU a hash is two sums of integers modulo 2^64. Copies to the host and a hash on
+one core would take seconds per recovery. A sum runs at the speed of device memory, and
+is exact and the same in any order, since addition of integers is associative. Each
 32-bit word has an odd weight by its position: one word that differs always changes a
-sum. State on a host is hashed by XXH3, at the speed of its memory. Must not: guard
-payloads against damage on their way; those have checksums of their own.
+sum. State on a host is hashed by XXH3, at the speed of host memory. Must not: guard
+payloads against damage in transit; payloads have checksums of their own.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import xxhash
 
 from moe_ckpt.snapshot.host_transfers import TRANSFERS, bytes_of
 
-# 2^64 divided by the golden ratio, and its double: neighbouring places get weights that
-# share few bits
+# 2^64 divided by the golden ratio, and twice that number: neighbouring positions get
+# weights that share few bits
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82A)
-# 32 MiB of 64-bit words at a time: a recovery finds the device's memory nearly full
+# 32 MiB of 64-bit words at a time: during a recovery device memory is nearly full
 _CHUNK_WORDS = 1 << 22
 
 
 def hashes_of(state: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
-    """Return a hash, 32 hex digits, for the tensors of each name: by sums on a GPU, by
-    XXH3 on a host.
+    """Return a hash for the tensors of each name: sums on a GPU, XXH3 on a host.
+
+    Returns:
+        32 hex digits for each name.
     """
     devices = {tensor.device for tensors in state.values() for tensor in tensors}
     device = next((device for device in devices if device.type != "cpu"), None)
@@ -42,8 +44,12 @@ def hashes_of(state: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, str]:
 def sums_of(
     state: Mapping[str, Sequence[torch.Tensor]], device: torch.device
 ) -> dict[str, str]:
-    """Return a hash by sums for the tensors of each name; all of them come to the host
-    in one transfer.
+    """Return a hash by sums for the tensors of each name.
+
+    All hashes come to the host in one transfer.
+
+    Returns:
+        32 hex digits for each name.
     """
     if not state:
         return {}
@@ -59,18 +65,20 @@ def sums_of(
 def sums_on_device(
     tensors: Iterable[torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """Return two sums, int64 [2] on `device`, over the words of all tensors in their
-    order.
+    """Return two sums over the words of all tensors, in the order of the tensors.
+
+    Returns:
+        int64 [2], on `device`.
     """
     total, position = torch.zeros(2, dtype=torch.int64, device=device), 1
     for tensor in tensors:
         flat = bytes_of(tensor)
-        # views as int32 need whole, aligned words; parameters of an odd number of bf16
-        # values have none
+        # views as int32 need whole, aligned words, which a parameter with an odd number
+        # of bf16 values lacks
         if flat.numel() % 4 or flat.storage_offset() % 4:
             flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
         words = flat.view(torch.int32)
-        # tensors that differ by zeros at their ends differ
+        # sizes count: tensors that differ only by zeros at the end get different sums
         total += tensor.nbytes * position
         for start in range(0, words.numel(), _CHUNK_WORDS):
             chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)

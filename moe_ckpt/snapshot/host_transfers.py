@@ -1,9 +1,9 @@
-"""Tensors of a device brought to the host in the course of an iteration: each `.cpu()`
-makes the host wait anew.
+"""Brings device tensors to the host during an iteration with few waits.
 
-Owns: packing small tensors into one transfer, copies of larger ones for which the host
-waits later, and the counts by which a test without a GPU sees how often it waits. Must
-not: serve snapshots (`copier` does).
+Each `.cpu()` makes the host wait once more. Owns: the packing of small tensors into one
+transfer, copies of larger tensors for which the host waits later, and the counts by
+which a test without a GPU checks how often the host waits. Must not: serve snapshots
+(`copier` does).
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ import torch
 
 
 class HostTransfers:
-    """Brings tensors to the host; `num_transfers` counts how often the host has waited
-    for that.
+    """Brings tensors to the host.
+
+    Attributes:
+        num_transfers: How often the host has waited for tensors.
     """
 
     def __init__(self) -> None:
         self.num_transfers = 0
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies on the host, in order, each in memory of its own. All tensors
-        are on one device.
+        """Return copies of tensors on the host, in one transfer.
+
+        Args:
+            tensors: Tensors, all on one device.
+
+        Returns:
+            The copies in the same order, each in memory of its own.
         """
         if not tensors:
             return []
         flat = [bytes_of(tensor) for tensor in tensors]
-        # larger elements first: each part is then aligned to its elements
+        # larger elements first: each part is then aligned to its element size
         order = sorted(
             range(len(tensors)), key=lambda index: -tensors[index].element_size()
         )
@@ -36,7 +43,7 @@ class HostTransfers:
         packed = torch.cat([flat[index] for index in order]).to("cpu", copy=True)
         parts = packed.split([flat[index].numel() for index in order])
         on_host = dict(zip(order, parts, strict=True))
-        # a clone of each, or the smallest would keep the whole transfer in memory
+        # cloned: otherwise the smallest tensor would keep the whole transfer in memory
         return [
             on_host[index].view(tensor.dtype).view(tensor.shape).clone()
             for index, tensor in enumerate(tensors)
@@ -44,12 +51,13 @@ class HostTransfers:
 
 
 class PendingCopy:
-    """A copy on the host that the device makes in the order of the current stream; the
-    host waits in `result`.
+    """A copy on the host that the device makes in the order of the current stream.
+
+    The host waits only in `result`.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        pinned = tensor.is_cuda  # from pageable memory the host would wait at once
+        pinned = tensor.is_cuda  # with pageable memory the host would wait at once
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         self._host.copy_(tensor.detach(), non_blocking=True)
         self._copied = torch.cuda.Event() if pinned else None
@@ -64,10 +72,11 @@ class PendingCopy:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as flat bytes, uint8: a view, if they are contiguous."""
-    # contiguous first: to reshape a slice with a step in one dimension copies nothing
+    """Return a tensor's elements as flat uint8 bytes; a view of contiguous elements."""
+    # contiguous first: a reshape of a one-dimensional slice with a step copies nothing,
+    # and a view as bytes needs contiguous elements
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 TRANSFERS = HostTransfers()
-"""Those of this process."""
+"""Transfers of this process."""

@@ -1,9 +1,9 @@
-"""The form of a blob's entry in the index of its folder.
+"""Form of a blob's entry in the index of its folder.
 
 Owns: the bytes of an entry, and the detection of damage. Must not: access files, or
 look into the header.
 
-    XXH3 of all that follows, 8 bytes | a line of JSON: the entry's fields, but for its header | header
+    XXH3 of the rest, 8 bytes | a line of JSON: all fields but the header | header
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ _HASH = struct.Struct(">Q")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexEntry:
-    """The blob under a key."""
+    """Index entry of a blob."""
 
     key: str
+    """Key of the blob."""
 
     buffer: str | None
-    """Name of the payload's file; None: the blob has no payload."""
+    """Name of the payload's file; None if the blob has no payload."""
 
     payload_bytes: int
+    """Bytes of the payload."""
 
     serial: str
     """New with every publication."""
 
     header: bytes
+    """Header of the blob."""
 
     payload_xxh3: int | None = None
-    """XXH3 of the payload; None: the writer gave none."""
+    """XXH3 of the payload; None if the writer gave none."""
 
 
 class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -47,13 +50,13 @@ class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     payload_xxh3: int | None = None
 
 
-# made at import: two threads that decoded a type for the first time at once crashed a
-# daemon inside msgspec 0.22
+# made at import: two threads that decoded a type for the first time at the same moment
+# crashed a daemon inside msgspec 0.22
 _FIELDS = msgspec.json.Decoder(_Fields)
 
 
 def entry_to_bytes(entry: IndexEntry) -> bytes:
-    """Return an entry's bytes, with their checksum."""
+    """Return an entry's bytes, which begin with a checksum."""
     fields = {name: getattr(entry, name) for name in _Fields.__struct_fields__}
     content = msgspec.json.encode(fields) + b"\n" + entry.header
     return _HASH.pack(xxhash.xxh3_64_intdigest(content)) + content
@@ -62,7 +65,8 @@ def entry_to_bytes(entry: IndexEntry) -> bytes:
 def entry_from_bytes(key: str, data: bytes) -> IndexEntry:
     """Return the entry that `entry_to_bytes` wrote for this key.
 
-    Raises CheckpointLoadError if the bytes are anything else.
+    Raises:
+        CheckpointLoadError: The bytes are anything else.
     """
     wanted, content = data[: _HASH.size], data[_HASH.size :]
     found = _HASH.pack(xxhash.xxh3_64_intdigest(content))

@@ -1,7 +1,7 @@
-"""The form of an iteration's record and start as bytes: a safetensors file in memory,
-with the facts as its metadata.
+"""Form of an iteration's record and start as bytes: a safetensors file in memory.
 
-Owns: writing and strict reading. Must not: know keys of blobs, or where the bytes go.
+The facts of the record are the metadata of the file. Owns: writing and strict reading.
+Must not: form keys of blobs, or store or send the bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-"""All types that the library reads: the state of a user's iterator is part of a start.
+"""All dtypes that the safetensors library reads. All are needed, since the state of a
+user's iterator is part of a start.
 """
 
 
@@ -57,7 +58,7 @@ def start_to_bytes(start: Mapping[str, torch.Tensor]) -> bytes:
         start: Tensors on the host, by name.
 
     Raises:
-        KeyError: A tensor has a type that no start has.
+        KeyError: A tensor has a dtype that no start has.
     """
     return _pack(start, {})
 
@@ -65,19 +66,19 @@ def start_to_bytes(start: Mapping[str, torch.Tensor]) -> bytes:
 def step_to_bytes(
     record: StepRecord, start: Mapping[str, torch.Tensor] | None
 ) -> bytes:
-    """Return the bytes of a record and, unless it is None, the start of its iteration.
+    """Return the bytes of a record and, if given, of the start of its iteration.
 
     Args:
         record: The record, with its tensor on the host.
-        start: Tensors on the host, by name.
+        start: Tensors on the host, by name; None for no start.
 
     Raises:
-        KeyError: A tensor has a type that no step has.
+        KeyError: A tensor has a dtype that no step has.
     """
     tensors = {f"{START}{name}": tensor for name, tensor in (start or {}).items()}
     if record.tied_gradient is not None:
         tensors[_TIED] = record.tied_gradient
-    # no `asdict`, which copies in depth: each iteration waits for these bytes
+    # not `asdict`, which makes deep copies: each iteration waits for these bytes
     gradients = {name: getattr(record.gradients, name) for name in _FACTS}
     facts = {_GRADIENTS: json.dumps(gradients)}
     if record.batches is not None:
@@ -97,14 +98,15 @@ def start_from_bytes(data: bytes) -> dict[str, torch.Tensor]:
 def step_from_bytes(
     iteration: int, data: bytes
 ) -> tuple[StepRecord, dict[str, torch.Tensor]]:
-    """Return what `step_to_bytes` wrote.
+    """Return the record and the start that `step_to_bytes` wrote.
 
     Args:
         iteration: The iteration of the record, which the bytes do not hold.
         data: The bytes.
 
     Returns:
-        The record, and the start of its iteration, which is empty if it was None.
+        The record, and the start of its iteration. The start is empty if the written
+        start was None.
 
     Raises:
         CheckpointLoadError: The bytes are anything else.
@@ -133,10 +135,10 @@ def step_from_bytes(
 
 
 def _pack(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> bytes:
-    """Return a safetensors file.
+    """Return a safetensors file with the facts as metadata.
 
-    By hand: the library's `save` takes four times as long for a dozen small tensors,
-    and training waits for it in every iteration.
+    Written by hand: the library's `save` takes four times as long for a dozen small
+    tensors, and training waits for the file in every iteration.
     """
     head: dict[str, object] = {_METADATA: facts} if facts else {}
     parts = []
@@ -156,7 +158,11 @@ def _pack(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> byte
 
 
 def _unpack(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors and the facts."""
+    """Return the tensors and the facts of a safetensors file.
+
+    Raises:
+        CheckpointLoadError: The bytes are no safetensors file.
+    """
     try:
         tensors = load(data)  # first: the library checks the form of the JSON
         (length,) = _LENGTH.unpack_from(data)

@@ -1,7 +1,8 @@
-"""The step log: the small facts of an iteration that a stage cannot recompute alone.
+"""The step log: small facts of each iteration that a stage cannot recompute alone.
 
-Owns: the start of each iteration, and the numbers that crossed stages in it. Must not:
-know Megatron; the tensors in a record are opaque, named, on the host.
+Owns: the start of each iteration, and the numbers that crossed stages in the iteration.
+Must not: depend on Megatron. The tensors in a record are opaque, named, and on the
+host.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ T = TypeVar("T")
 
 
 START, STEP = "start-", "step-"
-"""How the keys of published starts and steps begin; the iteration follows.
+"""Prefixes of the keys of published starts and steps; the iteration follows.
 
-A step is an iteration's record together with its start. A start alone is that of the
-iteration after a snapshot of the whole state.
+A step is an iteration's record together with the iteration's start. A start alone
+belongs to the iteration after a snapshot of the whole state.
 """
 
 
@@ -33,14 +34,14 @@ def is_step(key: str) -> bool:
 
 
 def window_steps(snapshots: Sequence[Snapshot]) -> list[str]:
-    """Return the keys of what leads from a window's snapshots to the state at its end.
+    """Return the keys of the entries that lead from a window's snapshots to its end.
 
-    Slots of the iterations 4 to 6: step-5, step-6, whose replay leads to the start of
-    7. One slot, of iteration 4: start-5.
+    Slots of the iterations 4 to 6 need step-5 and step-6, whose replay leads to the
+    start of 7. One slot, of iteration 4, needs start-5.
 
     Args:
-        snapshots: Those of the window, by slot. Units of a partial checkpoint have no
-            replay, and need nothing.
+        snapshots: Snapshots of the window, by slot. Units of a partial checkpoint have
+            no replay, and need no entries.
     """
     headers = [
         snapshot.header for snapshot in snapshots if snapshot.header.unit is None
@@ -54,32 +55,45 @@ def window_steps(snapshots: Sequence[Snapshot]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepRecord:
-    """The facts that the update of `iteration` needs beside this stage's gradients.
-
-    `tied_gradient` is this rank's piece of the gradient that first and last stage share
-    if they tie embeddings. `batches` is a hash of the micro-batches that this rank has
-    read; None: not known, as of facts from other ranks.
-    """
+    """Facts that the update of an iteration needs beside this stage's gradients."""
 
     iteration: int
+    """Iteration of the update."""
+
     gradients: ReadyGradients
+    """Facts that all ranks of the job share."""
+
     tied_gradient: torch.Tensor | None
+    """This rank's piece of the gradient that first and last stage share if they tie
+    embeddings. None if the rank has no such piece, and in a record made from facts of
+    other ranks.
+    """
+
     batches: str | None = None
+    """Hash of the micro-batches that this rank has read. None if the hash is unknown,
+    as in a record made from facts of other ranks.
+    """
 
 
 class StepPublisher(Protocol):
-    """Stores what is logged elsewhere as well, in place of an earlier entry of the same
-    iteration.
+    """Stores the entries of a step log elsewhere as well.
+
+    A new entry takes the place of an earlier entry of the same iteration.
     """
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
-        """Store a start by itself."""
+        """Store a start alone."""
         ...
 
     def add_step(
         self, record: StepRecord, start: Mapping[str, torch.Tensor] | None
     ) -> None:
-        """Store a record, and the start of its iteration unless that is not logged."""
+        """Store a record with the start of its iteration.
+
+        Args:
+            record: Record of the iteration.
+            start: Start of the iteration; None if the start is not logged.
+        """
         ...
 
     def drop_steps(self, starts: Iterable[int], steps: Iterable[int]) -> None:
@@ -88,11 +102,11 @@ class StepPublisher(Protocol):
 
 
 class StepLog:
-    """One rank's log by iteration: its start (generators, scalers, schedule), and its
-    record.
+    """One rank's log by iteration: the start and the record of each iteration.
 
-    The daemon receives one entry an iteration, with the record. A start is published
-    alone where no replay leads to it: after a snapshot of the whole state.
+    A start holds the state of generators, scalers and the schedule. The daemon receives
+    one entry per iteration, with the record. A start is published alone where no replay
+    leads to the start: after a snapshot of the whole state.
     """
 
     def __init__(self, daemon: StepPublisher | None = None) -> None:
@@ -103,7 +117,7 @@ class StepLog:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all logged tensors."""
+        """Bytes of all logged tensors."""
         tensors = [
             tensor for start in self._starts.values() for tensor in start.values()
         ]
@@ -112,14 +126,14 @@ class StepLog:
 
     @property
     def gradients(self) -> Mapping[int, ReadyGradients]:
-        """The part of records that all ranks of the job share, by iteration."""
+        """Part of each record that all ranks of the job share, by iteration."""
         return {
             iteration: record.gradients for iteration, record in self._records.items()
         }
 
     @property
     def oldest_start(self) -> int | None:
-        """The oldest iteration whose start is logged; None without any."""
+        """Oldest iteration whose start is logged; None without any start."""
         return min(self._starts, default=None)
 
     def adopt(
@@ -130,13 +144,18 @@ class StepLog:
         """Take over the entries of an earlier process from its daemon."""
         self._starts |= starts
         self._records |= records
-        # some came with a record: to drop them twice does no harm
+        # some starts came with a record: dropping such a start twice does no harm
         self._published |= starts.keys()
 
     def fill(self, facts: Mapping[int, ReadyGradients]) -> None:
-        """Add the records of iterations that have none."""
+        """Add the records of iterations that have none.
+
+        Args:
+            facts: Facts that all ranks share, by iteration.
+        """
         for iteration, gradients in facts.items():
-            # an own record has the tied gradient, which the facts of other ranks lack
+            # a record of this rank has the tied gradient, which the facts of other
+            # ranks lack
             if iteration not in self._records:
                 self.add(
                     StepRecord(
@@ -151,22 +170,20 @@ class StepLog:
     def log_start(
         self, iteration: int, small_state: Mapping[str, torch.Tensor]
     ) -> None:
-        """Log the start of `iteration`, in place of an earlier one."""
+        """Log the start of `iteration`, in place of an earlier start."""
         self._starts[iteration] = small_state
-        # with other contents, perhaps
+        # published anew: the contents may differ
         if self._daemon and iteration in self._published:
             self._daemon.add_start(iteration, small_state)
 
     def publish_start(self, iteration: int) -> None:
-        """Publish a start that `log_start` has logged, unless the same contents are
-        published.
-        """
+        """Publish a logged start, unless the same contents are published already."""
         if self._daemon and iteration not in self._published:
             self._daemon.add_start(iteration, self._starts[iteration])
         self._published.add(iteration)
 
     def add(self, record: StepRecord) -> None:
-        """Log a record, in place of an older one of the same iteration."""
+        """Log a record, in place of an earlier record of the same iteration."""
         self._records[record.iteration] = record
         if self._daemon:
             self._daemon.add_step(record, self._starts.get(record.iteration))
@@ -176,27 +193,32 @@ class StepLog:
         return iteration in self._starts
 
     def start(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        """Return the start of an iteration. Raises CheckpointLoadError if it is not
-        logged.
+        """Return the start of an iteration.
+
+        Raises:
+            CheckpointLoadError: The start is not logged.
         """
         return _found(self._starts, iteration)
 
     def record(self, iteration: int) -> StepRecord:
-        """Return the record of an iteration. Raises CheckpointLoadError if it is not
-        logged.
+        """Return the record of an iteration.
+
+        Raises:
+            CheckpointLoadError: The record is not logged.
         """
         return _found(self._records, iteration)
 
     def reaches(self, first: int) -> int | None:
         """Return how far a replay leads from the state before an iteration.
 
-        Of the iterations after `first` only the records are needed: where a start is
-        not logged, the replay of the iteration before has led to it.
+        A replay needs the start of `first`, and only the records of later iterations:
+        where a start is not logged, the replay of the iteration before has led to that
+        start.
 
         Returns:
             The last iteration up to which all iterations from `first` on can be
-            replayed, `first` - 1 for none; None without the start of `first`: not even
-            the state before it can be restored.
+            replayed; `first` - 1 if there are none. None without the start of `first`:
+            then not even the state before `first` can be restored.
         """
         if first not in self._starts:
             return None
@@ -210,8 +232,9 @@ class StepLog:
         self._drop(lambda logged: logged <= iteration)
 
     def drop_after(self, iteration: int) -> None:
-        """Drop all entries after `iteration`: a rollback leads there, and later
-        iterations happen again.
+        """Drop all entries after `iteration`.
+
+        A rollback leads to `iteration`, and later iterations run again.
         """
         self._drop(lambda logged: logged > iteration)
 

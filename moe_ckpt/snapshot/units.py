@@ -1,9 +1,9 @@
-"""The snapshots that make one version of a rank's state: the slots of a sparse window,
-or the units of a checkpoint.
+"""The snapshots that make one version of a rank's state. Pure.
 
-Pure. A sparse window is whole by itself. A checkpoint of a version has each unit of
-that iteration or, if it was not taken then, its last snapshot before, in the same
-epoch. MoC, section 5.1: modules are stored and found by name.
+A version is made of the slots of a sparse window, or of the units of a checkpoint. A
+sparse window is whole by itself. A checkpoint of a version has each unit of that
+iteration or, if the unit was not taken then, the last earlier snapshot of the unit in
+the same epoch. MoC, section 5.1: modules are stored and found by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_ckpt.types import CORE, Version
 
 
 class StorageLevel(IntEnum):
-    """The levels that store units, in the order of `UnitTag.taken_with`."""
+    """Levels that store units, in the order of `UnitTag.taken_with`."""
 
     IN_MEMORY = 0
     ON_PEERS = 1
@@ -25,14 +25,17 @@ class StorageLevel(IntEnum):
 
 
 def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Snapshot]:
-    """Return the units on a level without cores whose snapshot never arrived there
-    completely.
+    """Return the units on a level, without cores whose snapshot is incomplete there.
 
-    A rank that dies while it publishes a snapshot leaves only some of its units: the
-    others would be older than their core.
+    If a rank dies while it publishes a snapshot, only some units of the snapshot
+    arrive. The other units on the level would be older than the core.
+
+    Args:
+        snapshots: Units on the level.
+        place: The level.
     """
-    # of a set: a unit that a folder holds twice must not stand in for one that is
-    # missing
+    # counted in a set: a unit that a folder holds twice must not stand in for a missing
+    # unit
     numbers = Counter(
         version
         for version, _ in {
@@ -51,12 +54,15 @@ def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Sna
 
 
 def compose(snapshots: Iterable[Snapshot], version: Version) -> tuple[Snapshot, ...]:
-    """Return the snapshots that make a version, by slot or with the core first; an
-    empty tuple if one is missing.
+    """Return the snapshots that make a version.
+
+    Returns:
+        The snapshots, by slot or with the core first; an empty tuple if a snapshot is
+        missing.
     """
     newest = _newest(snapshots, version)
-    # a core of this very version: shared parameters of two iterations do not fit each
-    # other
+    # only a core of exactly this version: shared parameters of two iterations do not
+    # fit each other
     headers = (
         each.header for each in newest.values() if each.header.version == version
     )
@@ -67,11 +73,11 @@ def compose(snapshots: Iterable[Snapshot], version: Version) -> tuple[Snapshot, 
 
 
 def needed_for(snapshots: Sequence[Snapshot], version: Version) -> list[Snapshot]:
-    """Return the snapshots that a version needs in own memory, on peers, and on disk:
-    the newest on each level.
+    """Return the snapshots that a version needs in own memory, on peers, and on disk.
 
-    Older units stay for as long as any level needs them: ranks that recover from there
-    and ranks that do not must agree on the version of every unit.
+    On each level these are the newest snapshots. Older units stay as long as any level
+    needs them: ranks that recover from that level and ranks that do not must agree on
+    the version of every unit.
     """
     on_peers = [
         each
@@ -91,8 +97,9 @@ def needed_for(snapshots: Sequence[Snapshot], version: Version) -> list[Snapshot
 
 
 def _newest(snapshots: Iterable[Snapshot], version: Version) -> dict[str, Snapshot]:
-    """Return by name the newest snapshots that can be part of a version: its own, and
-    older units of its epoch.
+    """Return the newest snapshot of each name that can be part of a version.
+
+    These are snapshots of the version itself, and older units of its epoch.
     """
     found: dict[str, Snapshot] = {}
     for each in sorted(snapshots, key=lambda each: each.header.iteration):

@@ -1,10 +1,10 @@
-"""The check that a window is whole, intact, and of this rank and run.
+"""Checks that a window is whole, intact, and of this rank and run.
 
-Owns: the check by which a start, a recovery and the last save decide what they can use.
-Must not: choose among windows.
+Owns: the check by which a start, a recovery and the last save find the windows that
+they can use. Must not: choose among windows.
 
-A recovery looks for its own windows by their headers, and reads the payloads of those
-only that its plan takes: 10 GB take more than a second.
+A recovery first checks its own windows by their headers, and then reads only the
+payloads that the plan takes: reading 10 GB takes more than a second.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ def verified_window(
     *,
     by_headers: bool = False,
 ) -> WindowRef | None:
-    """Return the reference of a complete window, after its payloads were read and
-    hashed.
+    """Check a complete window, and return a reference to the window.
+
+    The check reads and hashes all payloads, unless `by_headers`.
 
     Args:
-        snapshots: The snapshots of the window, by slot.
-        identity: The run.
-        shard: The rank.
-        steps_to: The last iteration to which steps lead; None: not even the start.
-        by_headers: Whether headers alone are checked, and no payload is read.
+        snapshots: Snapshots of the window, by slot.
+        identity: Run that the window must belong to.
+        shard: Rank that the window must belong to.
+        steps_to: Last iteration to which logged steps lead; None if not even the start
+            is logged.
+        by_headers: Whether only headers are checked, and no payload is read.
 
     Returns:
         The reference; None if the steps do not reach the window's end.
@@ -60,13 +62,17 @@ def verified_window(
 
 
 def cut_of(slots: Sequence[SnapshotContents]) -> str:
-    """Return the identity of the assignment of operators to a window's slots, in order."""
+    """Return an identifier of the assignment of operators to a window's slots.
+
+    Args:
+        slots: Contents of the slots, in order.
+    """
     assigned = repr([(slot.full, slot.compute) for slot in slots])
     return hashlib.sha256(assigned.encode()).hexdigest()[:12]
 
 
 def contents_of(snapshot: Snapshot) -> SnapshotContents:
-    """Return the contents of a snapshot, as its header names them."""
+    """Return the contents of a snapshot, according to its header."""
     header = snapshot.header
     return SnapshotContents(
         iteration=header.iteration,

@@ -1,13 +1,12 @@
-"""The snapshots of one rank in host memory: the persisted windows, and the one being
-taken.
+"""One rank's snapshots in host memory: the persisted windows, and the window in flight.
 
 Owns: the buffers of payloads, the windows, and the time at which a buffer is free
 again. Must not: look into payloads, copy, or communicate. MoEvement, section 3.2,
 "Persisting Snapshots"; MoC, section 5.1. A window is one version of the state: W slots
-of operators, or in one slot the units of a partial checkpoint (`snapshot.units`).
+of operators or, in one slot, the units of a partial checkpoint (`snapshot.units`).
 
-    begin    add slot 0 .. slot W-1    confirm                    the next window
-    in flight ---------- complete ---> persisted (older released) ---- begin, add, ... confirm ---> released
+    begin    add slot 0 .. slot W-1    confirm                     a later confirm
+    in flight ---------- complete ---> persisted (older released) ---> released
 """
 
 from __future__ import annotations
@@ -38,27 +37,35 @@ class HostMemory(Protocol):
     """Allocates buffers, for any thread."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return new memory: uint8, [nbytes], contiguous, of arbitrary contents.
+        """Return new memory, which belongs to the caller until `free`.
 
-        It belongs to the caller until it is freed.
+        Returns:
+            uint8, [nbytes], contiguous, of arbitrary contents.
 
-        Raises CheckpointSaveError if there is no such memory.
+        Raises:
+            CheckpointSaveError: There is no such memory.
         """
         ...
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Free memory: the same object that was allocated. Neither it nor a view of it
-        may be used afterwards.
+        """Free memory. Neither the memory nor a view of it may be used afterwards.
+
+        Args:
+            tensor: The same object that was allocated.
         """
         ...
 
 
 class PrivateMemory:
-    """Memory that ends with the process. `pinned` requests page-locked memory if there
-    is a GPU to copy from.
-    """
+    """Memory that ends with the process."""
 
     def __init__(self, *, pinned: bool) -> None:
+        """Choose the kind of memory.
+
+        Args:
+            pinned: Whether to allocate page-locked memory if there is a GPU to copy
+                from.
+        """
         self._pin_memory = pinned and torch.cuda.is_available()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -72,45 +79,56 @@ class PrivateMemory:
             ) from error
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: the memory ends with its last tensor."""
+        """Do nothing: the memory ends with the last tensor that uses the memory."""
 
 
 class HostBuffers:
     """A pool of uint8 buffers in host memory, for any thread.
 
     Free and used buffers together never exceed the most bytes that were in use at one
-    time. So a run with recurring sizes finds a buffer of every size and allocates
-    nothing after its first windows, and a run whose sizes drift frees the buffers that
-    were unused for longest.
+    time. A run with recurring sizes therefore finds a buffer of every size, and
+    allocates nothing after its first windows. A run whose sizes drift frees the buffers
+    that were unused for longest.
     """
 
     def __init__(self, memory: HostMemory, limit_bytes: int | None = None) -> None:
+        """Begin with an empty pool.
+
+        Args:
+            memory: Allocates the buffers.
+            limit_bytes: Most bytes that may be in use at one time; None for no limit.
+        """
         self._memory = memory
         self._limit_bytes = limit_bytes
         self._lock = Lock()
         self._in_use: dict[int, torch.Tensor] = {}  # by id
-        # kept, as each logged tensor asks, and a log has thousands of buffers
+        # kept as a sum: each logged tensor asks for this number, and a log has
+        # thousands of buffers
         self._in_use_bytes = 0
         self._free: list[torch.Tensor] = []  # the one released first comes first
         self._peak_bytes = 0
 
     @property
     def in_use_bytes(self) -> int:
+        """Bytes of the buffers in use."""
         with self._lock:
             return self._in_use_bytes
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of the buffers in use and of the free buffers."""
         with self._lock:
             return self._in_use_bytes + _total(self._free)
 
     def acquire(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer of at least `nbytes` bytes of arbitrary contents.
+        """Return a buffer, which belongs to the caller until `release`.
 
-        It belongs to the caller until it is released.
+        Returns:
+            A buffer of at least `nbytes` bytes, of arbitrary contents.
 
-        Raises CheckpointSaveError if that would exceed `limit_bytes`, or the machine
-        has no such memory.
+        Raises:
+            CheckpointSaveError: The buffer would exceed `limit_bytes`, or the machine
+                has no such memory.
         """
         with self._lock:
             buffer = self._take_free(nbytes)
@@ -119,16 +137,19 @@ class HostBuffers:
             return buffer
 
     def adopt(self, buffer: torch.Tensor) -> None:
-        """Count a buffer that the memory has handed out already as acquired, regardless
-        of the limit.
+        """Count a buffer that the memory has handed out already as acquired.
+
+        The limit does not apply to the buffer.
         """
         with self._lock:
             assert id(buffer) not in self._in_use, "adopted a buffer in use"
             self._use(buffer)
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Release a buffer: the same object that was acquired. Neither it nor a view of
-        it may be read afterwards.
+        """Release a buffer. Neither the buffer nor a view of it may be read afterwards.
+
+        Args:
+            buffer: The same object that was acquired.
         """
         with self._lock:
             assert id(buffer) in self._in_use, (
@@ -149,10 +170,10 @@ class HostBuffers:
         self._peak_bytes = max(self._peak_bytes, self._in_use_bytes)
 
     def _take_free(self, nbytes: int) -> torch.Tensor | None:
-        """Return the smallest free buffer that is large enough, unless the snapshot
-        would waste too much of it.
+        """Return the smallest free buffer that is large enough.
 
-        Under a limit no byte is wasted: forecasts count exact sizes.
+        None if the snapshot would waste too much of each such buffer. Under a limit no
+        byte is wasted, since forecasts count exact sizes.
         """
         most_bytes = 1.25 * nbytes + 4096 if self._limit_bytes is None else nbytes
         sizes = [buffer.numel() for buffer in self._free]
@@ -170,22 +191,25 @@ class HostBuffers:
         while (
             self._free and used_bytes + _total(self._free) > self._peak_bytes - nbytes
         ):
-            # the one that has been free for longest
+            # the buffer that has been free for longest
             self._memory.free(self._free.pop(0))
         return self._memory.allocate(nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """The snapshots of one version that this rank has, of the `num_snapshots` that make
-    it whole, ordered by slot.
-
-    Slot k of a sparse window is the state after iteration `start` + k.
-    """
+    """Snapshots of one version that this rank has."""
 
     version: Version
+    """Version of the state."""
+
     num_snapshots: int
+    """Number of snapshots that make the version whole."""
+
     snapshots: tuple[Snapshot, ...] = ()
+    """Snapshots so far, ordered by slot. Slot k of a sparse window is the state after
+    iteration `start` + k.
+    """
 
     @property
     def start(self) -> int:
@@ -197,8 +221,9 @@ class Window:
 
     @property
     def is_whole_state(self) -> bool:
-        """Whether one snapshot holds the whole state: no slots, and no units of a
-        partial checkpoint.
+        """Whether one snapshot holds the whole state.
+
+        False for a window of several slots, and for the units of a partial checkpoint.
         """
         return (
             self.complete
@@ -214,33 +239,40 @@ class Window:
 
 
 class SnapshotPublisher(Protocol):
-    """Stores snapshots elsewhere as well, for as long as this process has them; for any
-    thread.
+    """Stores snapshots elsewhere as well, as long as this process has them.
+
+    Every thread may call the methods.
     """
 
     def add_snapshot(
         self, snapshot: Snapshot, gradients: Gradients | None = None
     ) -> None:
-        """A snapshot has been taken; `gradients` are those of the step that led to it.
+        """Store a snapshot that has been taken.
 
-        Raises CheckpointSaveError if it cannot be stored.
+        Args:
+            snapshot: The snapshot.
+            gradients: Gradients of the step that led to the snapshot.
+
+        Raises:
+            CheckpointSaveError: The snapshot cannot be stored.
         """
         ...
 
     def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
-        """Drop snapshots that no window needs, before the memory of their payloads is
-        reused.
+        """Drop snapshots that no window needs.
+
+        The caller reuses the memory of the payloads only after this method returns.
         """
         ...
 
 
 class SnapshotMemory:
-    """The snapshots of this rank, for one thread; payloads are buffers acquired from
-    `buffers`.
+    """Snapshots of this rank, for one thread.
 
-    An added snapshot belongs to the memory. Once no version needs it, the memory tells
-    `daemon` to drop it and releases its buffer. Windows that a method returned may be
-    read only until the next call that changes the memory.
+    Added snapshots belong to `SnapshotMemory`. Once no version needs a snapshot,
+    `SnapshotMemory` has `daemon` drop the snapshot, and releases the snapshot's buffer.
+    The caller may read a returned window only until the next call that changes the
+    memory.
     """
 
     def __init__(
@@ -249,6 +281,13 @@ class SnapshotMemory:
         keep_windows: int,
         daemon: SnapshotPublisher | None = None,
     ) -> None:
+        """Begin without snapshots.
+
+        Args:
+            buffers: Pool from which the payloads of all snapshots are acquired.
+            keep_windows: Number of persisted windows to keep, at least 1.
+            daemon: Stores the snapshots elsewhere as well; None: no daemon.
+        """
         assert keep_windows >= 1, keep_windows
         self._buffers = buffers
         self._daemon = daemon
@@ -258,12 +297,13 @@ class SnapshotMemory:
         self._kept: list[Snapshot] = []  # of persisted versions
 
     def in_flight(self) -> Window | None:
-        """Return the window in flight, with its snapshots so far."""
+        """Return the window in flight with its snapshots so far, or None."""
         return self._in_flight
 
     def windows(self) -> list[Window]:
-        """Return the persisted windows, newest first; those of units have older units,
-        too.
+        """Return the persisted windows, newest first.
+
+        Windows of units include the older units that belong to the version.
         """
         found = ((version, compose(self._kept, version)) for version in self._persisted)
         return [
@@ -273,22 +313,25 @@ class SnapshotMemory:
         ]
 
     def snapshots(self) -> list[Snapshot]:
-        """Return all snapshots, needed in any version."""
+        """Return all snapshots that any version needs, also of the window in flight."""
         return [*self._kept, *(self._in_flight.snapshots if self._in_flight else ())]
 
     def oldest_needed_iteration(self) -> int | None:
-        """Return the start of the oldest persisted window: logs of later iterations are
-        still needed.
+        """Return the start of the oldest persisted window.
 
-        None without windows: a recovery would then begin before all snapshots in this
-        memory.
+        Logs of later iterations are still needed.
+
+        Returns:
+            The start; None without windows. Without windows a recovery would begin
+            before all snapshots in this memory.
         """
         return min((version.iteration for version in self._persisted), default=None)
 
     @property
     def lacks_units(self) -> bool:
-        """Whether units are missing in the newest complete version: the first snapshot
-        of its epoch has failed.
+        """Whether units are missing in the newest complete version.
+
+        Units are missing if the first snapshot of the version's epoch has failed.
         """
         in_flight = (
             [self._in_flight.version]
@@ -305,7 +348,12 @@ class SnapshotMemory:
         return max((version.iteration for version in self._persisted), default=None)
 
     def begin(self, version: Version, num_snapshots: int) -> None:
-        """Start a window; one that is still in flight is dropped."""
+        """Start a window. A window that is still in flight is dropped.
+
+        Args:
+            version: Version of the window.
+            num_snapshots: Number of snapshots that make the window whole.
+        """
         assert num_snapshots >= 1, num_snapshots
         self._hold(
             Window(version=version, num_snapshots=num_snapshots),
@@ -314,8 +362,9 @@ class SnapshotMemory:
         )
 
     def add(self, *snapshots: Snapshot) -> None:
-        """Add finished snapshots to the window in flight, in place of those of the same
-        slots or units.
+        """Add finished snapshots to the window in flight.
+
+        A new snapshot takes the place of a snapshot of the same slot or unit.
         """
         window = self._in_flight
         assert window is not None, "no window is in flight"
@@ -333,10 +382,10 @@ class SnapshotMemory:
         self._hold(replace(window, snapshots=in_order), self._persisted, self._kept)
 
     def adopt(self, snapshots: Sequence[Snapshot]) -> None:
-        """Take over the snapshots of an earlier process: all units, and complete
-        windows; others are dropped.
+        """Take over the snapshots of an earlier process.
 
-        Their buffers count as acquired from the pool.
+        All units and all complete windows stay; other snapshots are dropped. The
+        buffers of the snapshots count as acquired from the pool.
         """
         assert not self.snapshots(), self.snapshots()
         for snapshot in snapshots:
@@ -369,12 +418,16 @@ class SnapshotMemory:
     def confirm(
         self, also: Collection[Version] = (), *, lacks_units: bool = False
     ) -> None:
-        """The window in flight is persisted: keep it and the newest before it,
-        `keep_windows` in all, and `also`.
+        """Mark the window in flight as persisted, and drop superseded windows.
 
-        Windows with the same or a later start were taken before a rollback, and are
-        dropped. As long as any rank `lacks_units` in the new one, the newest whole one
-        of an earlier epoch stays, too.
+        The memory keeps the newest `keep_windows` windows, this window included, and
+        the versions in `also`. Earlier windows of the same or a later version were
+        taken before a rollback, and are dropped.
+
+        Args:
+            also: Versions to keep in addition.
+            lacks_units: Whether any rank lacks units in this window. In that case the
+                newest whole window of an earlier epoch stays too.
         """
         window = self._in_flight
         assert window is not None, "no window is in flight"
@@ -396,8 +449,10 @@ class SnapshotMemory:
         self._hold(None, self._persisted, self._kept)
 
     def keep_complete(self) -> None:
-        """Keep the window in flight beside the others if it is complete: other ranks
-        may have confirmed it already.
+        """Keep the window in flight beside the persisted windows if it is complete.
+
+        Other ranks may have confirmed a complete window already. An incomplete window
+        is dropped.
         """
         window = self._in_flight
         if window is None or not window.complete or window.version in self._persisted:
@@ -406,8 +461,10 @@ class SnapshotMemory:
         self._keep([window.version, *self._persisted], landed=window.snapshots)
 
     def keep_only(self, starts: Sequence[int]) -> None:
-        """Keep the first `keep_windows` of the persisted windows with these starts;
-        drop all others.
+        """Keep the persisted windows with these starts, and drop all other windows.
+
+        Args:
+            starts: Starts of windows, of which the first `keep_windows` count.
         """
         wanted = starts[: self._keep_windows]
         self._keep(
@@ -415,7 +472,7 @@ class SnapshotMemory:
         )
 
     def drop(self, window_start: int) -> None:
-        """Drop every window, persisted or in flight, with this start: it is damaged."""
+        """Drop every window with this start, persisted or in flight, as damaged."""
         window = (
             self._in_flight
             if self._in_flight and self._in_flight.start != window_start
@@ -435,8 +492,11 @@ class SnapshotMemory:
         self._hold(window, versions, kept)
 
     def bytes_by_role(self) -> dict[str, int]:
-        """Return the bytes of full state, of compute weights of frozen operators, and
-        of module buffers.
+        """Return the bytes of all snapshots by kind.
+
+        Returns:
+            `full_bytes` of full state, `compute_bytes` of compute weights of frozen
+            operators, and `buffer_bytes` of module buffers.
         """
         totals = dict.fromkeys(BYTES_OF_ROLE.values(), 0)
         for snapshot in self.snapshots():
@@ -447,8 +507,12 @@ class SnapshotMemory:
     def _keep(
         self, versions: Collection[Version], landed: Sequence[Snapshot] = ()
     ) -> None:
-        """Keep these versions. `landed`: the snapshots of the window in flight, in
-        place of others of its version.
+        """Keep these versions, and no window in flight.
+
+        Args:
+            versions: Versions to keep.
+            landed: Snapshots of the window in flight, which replace others of the same
+                version.
         """
         replaced = {snapshot.header.version for snapshot in landed}
         among = [
@@ -483,7 +547,8 @@ class SnapshotMemory:
         )
         stay = {id(snapshot.payload) for snapshot in self.snapshots()}
         dropped = [snapshot for snapshot in before if id(snapshot.payload) not in stay]
-        # first: no peer may read a payload whose memory is filled anew
+        # dropped before the release: no peer may read a payload whose memory is filled
+        # anew
         if self._daemon and dropped:
             self._daemon.drop_snapshots(dropped)
         for snapshot in dropped:
@@ -491,13 +556,14 @@ class SnapshotMemory:
 
 
 def group_windows(snapshots: Iterable[Snapshot]) -> list[Window]:
-    """Return sparse windows that together hold all these snapshots, each slot at most
-    once in a window.
+    """Return sparse windows that together hold all these snapshots.
+
+    A window holds each slot at most once.
     """
     groups: dict[tuple[Version, int, int], dict[int, Snapshot]] = {}
     for snapshot in snapshots:
         header, copy = snapshot.header, 0
-        # a folder may hold a slot twice, of before and after a rollback
+        # a folder may hold a slot twice: from before and from after a rollback
         while header.slot in groups.setdefault(
             (header.version, header.num_slots, copy), {}
         ):
