@@ -112,7 +112,8 @@ class MirrorCapture:
         return results[wanted.end]
 
     def _keep(self, wanted: MirroredSums, found: list[bytearray] | None) -> None:
-        results = self._results[wanted.group]
+        # anew: other threads may have dropped the group while this one waited
+        results = self._results.setdefault(wanted.group, OrderedDict())
         # a failure stays too: the other ranks of the ring must get the same answer
         results[wanted.end] = found
         self._results.move_to_end(wanted.group)

@@ -614,6 +614,21 @@ def _capture(
     return MirrorCapture(port, Watcher(2), keep_iters=keep_iters, wait_s=wait_s)
 
 
+def test_threads_that_wait_for_more_groups_than_are_kept_get_the_reason() -> None:
+    port, groups = Replay(CAPTURED), range(70)
+    port.may_read.clear()
+    capture = _capture(port, wait_s=0.5)
+    with ThreadPoolExecutor(len(groups)) as threads:
+        asked = [
+            threads.submit(capture.sums, replace(wanted(1), group=f"{group:032x}"))
+            for group in groups
+        ]
+        errors = [each.exception() for each in asked]
+    port.may_read.set()
+    capture.close()
+    assert {type(error) for error in errors} == {CheckpointLoadError}
+
+
 def test_several_threads_get_the_same_sums_also_those_still_to_come() -> None:
     port = Replay(CAPTURED)
     port.may_read.clear()
