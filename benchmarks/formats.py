@@ -71,7 +71,7 @@ Written by `{command}`; do not edit.
 
 {iterations} iterations of `tiny` on 4 ranks with each format of MoEvement's Table 7 and with BF16, under
 `ckpt=moevement ckpt.window={window}`. FP8 layers and FusedAdam are the CPU references of this project
-(`moe_ckpt/megatron/fp8_linear.py`, `moe_ckpt/megatron/precision_adam.py`), not Transformer Engine's kernels.
+(`moe_ckpt/standins/fp8_linear.py`, `moe_ckpt/standins/precision_adam.py`), not Transformer Engine's kernels.
 
 ![Evaluation loss against iterations](formats.svg)
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from moe_ckpt.megatron.grouped_linear import GroupedLinear  # noqa: E402
+from moe_ckpt.standins.grouped_linear import GroupedLinear  # noqa: E402
 
 NUM_EXPERTS, HIDDEN, FFN, TOKENS = 8, 512, 512, 4096
 _REPEATS = 9

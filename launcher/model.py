@@ -28,12 +28,12 @@ from launcher.config import ModelConfig, PrecisionConfig, Settings, TrainConfig
 from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.exactness import BITWISE
-from moe_ckpt.megatron import cpu_fp8_tensors, fp8_linear, precision_adam
 from moe_ckpt.megatron.capacity_boost import use_router
-from moe_ckpt.megatron.grouped_linear import group_experts
 from moe_ckpt.megatron.groups import stage_group
 from moe_ckpt.megatron.initial_weights import broadcast_parameters
 from moe_ckpt.megatron.state import TrainingState
+from moe_ckpt.standins import fp8_linear, fp8_tensors, precision_adam
+from moe_ckpt.standins.grouped_linear import group_experts
 from moe_ckpt.types import ParallelLayout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -284,7 +284,7 @@ def _build_stage(
     wrapped = stage if precision.dtype == "fp32" else Float16Module(config, stage)
     if precision.fp8_param_gather and not torch.cuda.is_available():
         # after the wrapper, which would undo the conversion by changing types
-        cpu_fp8_tensors.convert(wrapped, fp8_linear.quantizer_of)
+        fp8_tensors.convert(wrapped, fp8_linear.quantizer_of)
     return wrapped
 
 

@@ -33,11 +33,11 @@ from moe_ckpt.durable.course import RunCourse, Setting, read_course
 from moe_ckpt.elastic.torchrun import is_set_by_user, read_launch
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.loop import JoinedWorker, Training, WorkerProcess, run_worker
-from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.megatron.capacity_boost import BoostedRouter
 from moe_ckpt.plain_worker import PlainWorker
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.run_folder import RunFolder
+from moe_ckpt.standins import gpu
 from moe_ckpt.types import ParallelLayout
 
 _UNSPLIT = ParallelLayout(pp=1, dp=1, ep=1, tp=1)
@@ -132,7 +132,7 @@ def use_cpu() -> bool:
     Returns:
         Whether there is no GPU.
     """
-    if not cpu_stand_in.enable():
+    if not gpu.enable():
         return False
     if not is_set_by_user("OMP_NUM_THREADS", "1"):
         # a share that does not depend on the load: results of sums depend on the number

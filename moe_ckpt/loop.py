@@ -78,7 +78,6 @@ from moe_ckpt.events import (
 from moe_ckpt.exactness import BITWISE, describe, require_kept
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.linux import age_s
-from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.megatron.checks import StateChecks, job_digest
 from moe_ckpt.megatron.determinism import make_deterministic, require_repeatable
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
@@ -99,6 +98,7 @@ from moe_ckpt.plain_worker import PlainWorker
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.run_elastic import RankPlace, run_elastic
 from moe_ckpt.run_folder import RunFolder, require_lasting
+from moe_ckpt.standins import gpu
 from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
 
 _log = logging.getLogger(__name__)
@@ -586,7 +586,7 @@ def run_worker(
     worker: WorkerProcess,
     build: Callable[[JoinedWorker[Any]], Training],
     *,
-    use_cpu: Callable[[], bool] = cpu_stand_in.enable,
+    use_cpu: Callable[[], bool] = gpu.enable,
     around_hooks: Callable[[TrainingHooks], TrainingHooks] = lambda hooks: hooks,
 ) -> dict[str, Any]:
     """Run one worker, from its start to the end of the run.
@@ -611,9 +611,7 @@ def run_worker(
     return result
 
 
-def join_run(
-    worker: W, *, use_cpu: Callable[[], bool] = cpu_stand_in.enable
-) -> JoinedWorker[W]:
+def join_run(worker: W, *, use_cpu: Callable[[], bool] = gpu.enable) -> JoinedWorker[W]:
     """Choose the device, join the world and the run folder, and open the event file.
 
     At the first start of a job, a supervised worker waits here for the run folder of
@@ -660,7 +658,7 @@ def join_run(
 
 
 def choose_device(
-    job: JobConfig, launch: Launch, use_cpu: Callable[[], bool] = cpu_stand_in.enable
+    job: JobConfig, launch: Launch, use_cpu: Callable[[], bool] = gpu.enable
 ) -> bool:
     """Choose this process's device, and return whether the device is a GPU.
 

@@ -1,6 +1,6 @@
 """Stand-ins with which third-party loops start without a GPU, for tests.
 
-Adds to `moe_ckpt.megatron.cpu_stand_in`. Owns: the calls of `torch.cuda` in a loop's
+Adds to `moe_ckpt.standins.gpu`. Owns: the calls of `torch.cuda` in a loop's
 start that ask for a device. Must not: change the results of training.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.megatron import cpu_stand_in
+from moe_ckpt.standins import gpu
 
 
 def enable(starting: Any, compiling: Any) -> bool:
@@ -25,7 +25,7 @@ def enable(starting: Any, compiling: Any) -> bool:
     Returns:
         Whether the process trains without a GPU.
     """
-    if not cpu_stand_in.enable():
+    if not gpu.enable():
         return False
     starting.initialize_megatron = functools.partial(
         starting.initialize_megatron, allow_no_cuda=True

@@ -127,9 +127,9 @@ class MsSwift(Loop):
     entry, module = "ms-swift's MegatronTrainer.train", "ms_swift"
 
     def use_cpu(self) -> bool:
-        from moe_ckpt.megatron import cpu_stand_in  # noqa: PLC0415 - seconds of imports
+        from moe_ckpt.standins import gpu  # noqa: PLC0415 - seconds of imports
 
-        return cpu_stand_in.enable()
+        return gpu.enable()
 
     def watch(self, watch: Watch) -> None:
         from moe_ckpt.integrations import loop_plain  # noqa: PLC0415

@@ -3,7 +3,7 @@
 Owns: where an FP8 parameter (`fp8_param_gather`) keeps payload and scales, and casting
 master weights to the parameter, in place. Must not: know snapshots. Written against
 Transformer Engine 2.9 to 2.11; on a CPU, tensors with the same attributes
-(`cpu_fp8_tensors`) stand in.
+(`standins.fp8_tensors`) stand in.
 
     recipe      payload          scales                cast of masters, with
     delayed     `_data`          `_scale_inv`          the scale of earlier passes

@@ -23,8 +23,10 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from moe_ckpt.megatron.precision_adam import MASTER_PARAM, decode
 from moe_ckpt.snapshot.codec import MASTER, MOMENTS, scale_of
+
+MASTER_PARAM = "master_param"
+"""The state of a fused Adam that has the master weights."""
 
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _SCALED = (
@@ -34,6 +36,13 @@ _SCALED = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
+
+
+def decode(payload: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return stored values as float32, in memory of their own."""
+    values = payload.to(torch.float32, copy=True)
+    is_scaled = payload.dtype in (torch.float16, torch.float8_e4m3fn)
+    return values.mul_(scale) if scale is not None and is_scaled else values
 
 
 def torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | None:

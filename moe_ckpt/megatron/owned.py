@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.megatron import fp8_linear, fp8_parameters
+from moe_ckpt.megatron import fp8_parameters
 from moe_ckpt.megatron.fp8_parameters import Shard, is_fp8_parameter
 from moe_ckpt.megatron.gradients import repeats_on_a_host
 from moe_ckpt.megatron.optimizer_state import (
@@ -26,6 +26,7 @@ from moe_ckpt.megatron.optimizer_state import (
     updated_tensor,
     write_step_count,
 )
+from moe_ckpt.megatron.rounded_weights import forward_tensors, rounding_of
 from moe_ckpt.snapshot.adam_update import AdamStep
 from moe_ckpt.snapshot.capture import Piece
 from moe_ckpt.snapshot.codec import (
@@ -169,7 +170,8 @@ class OwnedParameter:
             scales = fp8_parameters.scales_of(self.parameter)
             scales.copy_(loaded[scale_of(COMPUTE)].view(scales.shape))
         elif scale is not None:
-            weights = fp8_linear.read_rounded(self.parameter, weights, scale, owned)
+            rounding = rounding_of(self.parameter)
+            weights = rounding.values(self.parameter, weights, scale, owned)
         self.weights()[owned].copy_(weights)
 
     def shard(self) -> Shard:
@@ -242,8 +244,7 @@ class OwnedParameter:
         step.
         """
         found = [
-            tensor.reshape(-1)
-            for tensor in fp8_linear.forward_tensors(self.parameter).values()
+            tensor.reshape(-1) for tensor in forward_tensors(self.parameter).values()
         ]
         return (
             [tensor[self.start : self.end] for tensor in found]
@@ -267,8 +268,8 @@ class OwnedParameter:
         owned = (self.start, self.end)
         if is_fp8_parameter(self.parameter):
             payload, scale = self.weights(), fp8_parameters.scales_of(self.parameter)
-        elif fp8_linear.is_fp8(self.parameter):
-            rounded, scale = fp8_linear.rounded(self.parameter)
+        elif rounding := rounding_of(self.parameter):
+            rounded, scale = rounding.rounded(self.parameter)
             payload = rounded.view(-1)
         else:
             payload, scale = self.weights(), None

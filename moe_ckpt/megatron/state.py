@@ -23,7 +23,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_ckpt.digests import digests_by_name, whole_digest
-from moe_ckpt.megatron import fp8_linear, optimizer_state
+from moe_ckpt.megatron import optimizer_state
 from moe_ckpt.megatron.buffers import (
     buffers_by_name,
     buffers_of,
@@ -38,6 +38,7 @@ from moe_ckpt.megatron.optimizer_state import (
     torch_optimizer,
 )
 from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
+from moe_ckpt.megatron.rounded_weights import forward_tensors
 from moe_ckpt.megatron.schedule import OF_GROUPS, lengths_of, load_schedule, set_lengths
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
 
@@ -131,7 +132,7 @@ def named_state(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
     for index, chunk in enumerate(state.model):
         for name, parameter in chunk.named_parameters():
             is_partial = gathers_in_forward(chunk) and parameter in held
-            for suffix, tensor in fp8_linear.forward_tensors(parameter).items():
+            for suffix, tensor in forward_tensors(parameter).items():
                 yield (
                     f"model{index}.{name}{suffix}",
                     tensor.view(-1)[held[parameter]] if is_partial else tensor,

@@ -7,6 +7,7 @@ stay, because they outlive a worker.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any, cast
@@ -14,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from moe_ckpt.megatron import cpu_stand_in
 from moe_ckpt.megatron.buffers import named_buffers
 from moe_ckpt.megatron.fp8_parameters import refresh, weights_of
 from moe_ckpt.megatron.optimizer_state import named_tensors, torch_optimizer
@@ -25,6 +25,11 @@ from moe_ckpt.megatron.state import (
     restore_small_state,
     small_state,
 )
+
+around_hooks: Callable[[], contextlib.AbstractContextManager[object]] = (
+    contextlib.nullcontext
+)
+"""Returns the context of a hook of backward; `standins.gpu` has one of its own."""
 
 # like fresh weights, so that values stay finite that reach other stages from a stage
 # that lost its state
@@ -85,7 +90,7 @@ class StateWiper:
             callback()
 
         def came_back(_: torch.Tensor) -> None:
-            with cpu_stand_in.for_a_hook():
+            with around_hooks():
                 callback()
 
         def left(_: Any, __: Any, outputs: Any) -> None:

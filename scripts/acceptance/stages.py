@@ -323,7 +323,7 @@ def _fp8cast(scale: Scale) -> str:
     from scripts.acceptance import facts  # noqa: PLC0415
 
     return (
-        f"{_pytest(*files, 'tests/megatron/test_precision_adam.py')};"
+        f"{_pytest(*files, 'tests/standins/test_precision_adam.py')};"
         f" {facts.scaled_matmul(on_gpu=scale.on_gpu)}"
     )
 

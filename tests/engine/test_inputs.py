@@ -13,14 +13,14 @@ import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.engine.inputs import Inputs, require_equal
 from moe_ckpt.errors import DataError
-from moe_ckpt.megatron import cpu_stand_in
+from moe_ckpt.standins import gpu
 from tests.ranks import rank_store, run_ranks
 
 ALIKE = {"data.path": "20000 bytes, aa", "data.tokenizer": "8 bytes, bb"}
 
 
 def _error_of(of_each: list[Inputs]) -> str | None:
-    cpu_stand_in.enable()
+    gpu.enable()
     dist.init_process_group(
         "gloo",
         store=rank_store(),

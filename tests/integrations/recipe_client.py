@@ -38,7 +38,7 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.arguments import parse_and_validate_args
 
-from moe_ckpt.megatron import precision_adam
+from moe_ckpt.standins import precision_adam
 
 
 def loss_of(mask, per_token):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ckpt.integrations import loop_cpu
-from moe_ckpt.megatron import cpu_stand_in
+from moe_ckpt.standins import gpu
 from tests.elastic.processes import Child
 
 pytestmark = pytest.mark.skipif(
@@ -38,6 +38,6 @@ def _enable_in_a_cuda_build(connection: Connection) -> None:
             "on_cpu": on_cpu,
             "devices": torch.cuda.device_count(),
             "available": torch.cuda.is_available(),
-            "again": cpu_stand_in.enable(),
+            "again": gpu.enable(),
         }
     )

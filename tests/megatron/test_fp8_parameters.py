@@ -16,12 +16,6 @@ import torch.distributed as dist
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron import fp8_parameters
-from moe_ckpt.megatron.cpu_fp8_tensors import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    convert,
-)
 from moe_ckpt.megatron.fp8_parameters import (
     Shard,
     cast_masters,
@@ -33,6 +27,12 @@ from moe_ckpt.megatron.fp8_parameters import (
 )
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.replay import require_replayable
+from moe_ckpt.standins.fp8_tensors import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    convert,
+)
 from tests.megatron.stage import build_stage, join
 from tests.ranks import run_ranks
 

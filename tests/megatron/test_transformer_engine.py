@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from moe_ckpt.megatron.fp8_linear import E4M3, E5M2, ScalingState
 from moe_ckpt.megatron.transformer_engine import (
     BACKWARD,
     FORWARD,
@@ -24,6 +23,7 @@ from moe_ckpt.megatron.transformer_engine import (
     is_scaling,
     named_scaling,
 )
+from moe_ckpt.standins.fp8_linear import E4M3, E5M2, ScalingState
 
 
 def test_scaling_of_each_layer_is_found_by_name() -> None:

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from moe_ckpt.megatron.grouped_linear import GroupedLinear, group_experts
+from moe_ckpt.standins.grouped_linear import GroupedLinear, group_experts
 
 FORMS = {"0.16": ModuleSpec, "0.18": functools.partial}
 

@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
+from moe_ckpt.megatron.optimizer_state import MASTER_PARAM, decode
+
 E4M3 = torch.float8_e4m3fn
-MASTER_PARAM = "master_param"
 _STATES = (MASTER_PARAM, "exp_avg", "exp_avg_sq")
 # as in FusedAdam's `dtype_to_range_map`, which has half of FP16's range
 _LARGEST = {E4M3: 448.0, torch.float16: torch.finfo(torch.float16).max / 2}
@@ -58,16 +59,6 @@ def encode(values: torch.Tensor, payload: torch.Tensor, scale: torch.Tensor) -> 
     scale.copy_(step if payload.dtype == torch.float16 else inverse.reciprocal())
     scaled = values * inverse
     payload.copy_(scaled.clamp_(-largest, largest) if payload.dtype == E4M3 else scaled)
-
-
-def decode(payload: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return stored values as float32, in memory of their own."""
-    values = payload.to(torch.float32, copy=True)
-    return (
-        values.mul_(scale)
-        if scale is not None and payload.dtype in _LARGEST
-        else values
-    )
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moe_ckpt.megatron import cpu_matmul
+from moe_ckpt.standins import matmul
 from tests.ranks import run_ranks
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -51,8 +51,8 @@ def _products(dtype: torch.dtype) -> list[torch.Tensor]:
 
 def _check_products() -> None:
     wide = _products(torch.float32)
-    cpu_matmul.multiply_in_float32(frozenset(NARROW))
-    cpu_matmul.multiply_in_float32(frozenset(NARROW))
+    matmul.multiply_in_float32(frozenset(NARROW))
+    matmul.multiply_in_float32(frozenset(NARROW))
     assert all(map(torch.equal, _products(torch.float32), wide))
     for name, product in PRODUCTS.items():
         for dtype in NARROW:
@@ -69,7 +69,7 @@ def _check_products() -> None:
 
 
 def _check_gradients() -> None:
-    cpu_matmul.multiply_in_float32(frozenset(NARROW))
+    matmul.multiply_in_float32(frozenset(NARROW))
     for dtype in NARROW:
         left, right, added = (tensor.requires_grad_() for tensor in _operands(dtype))
         torch.baddbmm(added, left, right).sum().backward()
@@ -80,7 +80,7 @@ def _check_gradients() -> None:
 
 def _check_other_formats() -> None:
     before = _products(torch.float16)
-    cpu_matmul.multiply_in_float32(frozenset({torch.bfloat16}))
+    matmul.multiply_in_float32(frozenset({torch.bfloat16}))
     assert all(map(torch.equal, _products(torch.float16), before))
 
 
@@ -94,6 +94,6 @@ def test_in_a_process_of_its_own(check: Callable[[], None]) -> None:
 def test_formats_with_fast_products_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(cpu_matmul._HAS_FAST_PRODUCTS, torch.bfloat16, lambda: True)
-    monkeypatch.setitem(cpu_matmul._HAS_FAST_PRODUCTS, torch.float16, lambda: False)
-    assert cpu_matmul.slow_formats() == {torch.float16}
+    monkeypatch.setitem(matmul._HAS_FAST_PRODUCTS, torch.bfloat16, lambda: True)
+    monkeypatch.setitem(matmul._HAS_FAST_PRODUCTS, torch.float16, lambda: False)
+    assert matmul.slow_formats() == {torch.float16}

@@ -12,7 +12,7 @@ import torch
 
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
 from moe_ckpt.megatron.optimizer_state import holds_masters, payload_and_scale
-from moe_ckpt.megatron.precision_adam import (
+from moe_ckpt.standins.precision_adam import (
     E4M3,
     MASTER_PARAM,
     PrecisionAwareAdam,

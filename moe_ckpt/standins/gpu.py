@@ -4,7 +4,7 @@ Owns: training an unmodified Megatron-Core model on CPU tensors with gloo. The s
 is active only without CUDA. On a machine with a GPU `enable` only defines one name that
 a missing Transformer Engine leaves undefined. Must not: know models, or change the
 result of a computation, except for the order of sums in products on processors that are
-slow at such products (`cpu_matmul`).
+slow at such products (`matmul`).
 
 The "CUDA" generator is the default CPU generator here, because Megatron's RNG tracker
 forks and restores the "CUDA" generator.
@@ -22,7 +22,8 @@ import torch
 import torch.distributed
 from torch.overrides import TorchFunctionMode
 
-from moe_ckpt.megatron import cpu_matmul
+from moe_ckpt.megatron import state_wiper
+from moe_ckpt.standins import matmul
 
 _CPU: Final = torch.device("cpu")
 _DEVICE_METHODS: Final = frozenset(
@@ -146,11 +147,12 @@ def enable() -> bool:
         for path, stand_in in _CUDA_STAND_INS.items():
             _replace(path, stand_in)
         _take_plain_split_sizes()
-        cpu_matmul.multiply_in_float32(cpu_matmul.slow_formats())
+        matmul.multiply_in_float32(matmul.slow_formats())
         _stay_active_in_backward()
         logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
             _is_not_shared_generator_note
         )
+        state_wiper.around_hooks = _for_a_hook
         _active = _CudaNamesOnCpu()
         _active.__enter__()
     return True
@@ -223,7 +225,7 @@ def _stay_active_in_backward() -> None:
     functions.apply = apply  # type: ignore[method-assign]
 
 
-def for_a_hook() -> contextlib.AbstractContextManager[object]:
+def _for_a_hook() -> contextlib.AbstractContextManager[object]:
     """Return a context that activates the stand-in in a hook of backward.
 
     The mode is off in such a hook.

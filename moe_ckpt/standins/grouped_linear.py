@@ -22,8 +22,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from moe_ckpt.config import require
-from moe_ckpt.megatron import fp8_linear
 from moe_ckpt.megatron.layer_specs import moe_submodules
+from moe_ckpt.standins import fp8_linear
 
 
 class GroupedLinear(torch.nn.Module):

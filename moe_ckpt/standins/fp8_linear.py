@@ -17,7 +17,7 @@ recipes are supported:
                 ranks of the stage. Scales are training state
                 (`transformer_engine.named_scaling`), and weights are saved as BF16.
 
-FP8 parameters (`cpu_fp8_tensors`) hold FP8 values already, which are multiplied without
+FP8 parameters (`fp8_tensors`) hold FP8 values already, which are multiplied without
 rounding.
 """
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -33,20 +34,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
-from moe_ckpt.megatron.cpu_fp8_tensors import (
+from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter
+from moe_ckpt.megatron.rounded_weights import mark_rounded, rounding_of
+from moe_ckpt.megatron.transformer_engine import BACKWARD, FORWARD
+from moe_ckpt.standins.fp8_tensors import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     QuantizedTensor,
 )
-from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter, payload_of, scales_of
-from moe_ckpt.megatron.transformer_engine import BACKWARD, FORWARD
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Block = tuple[int, int]
 WEIGHT_BLOCK: Block = (128, 128)
 _ROW_BLOCK: Block = (1, 128)
-_BLOCKS, _SCALING = "forward_is_in_blocks", "fp8_scaling"
+_SCALING = "fp8_scaling"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _FUNCTIONS = (
     "linear_with_grad_accumulation_and_async_allreduce",
@@ -151,7 +153,7 @@ def use_fp8(
             delayed.watch(module, weights)
         else:
             for weight in weights:
-                setattr(weight, _BLOCKS, blocks)
+                mark_rounded(weight, FP8Rounding(WEIGHT_BLOCK if blocks else None))
     if delayed:
         delayed.follow(cast("Any", model).decoder.layers)
 
@@ -166,75 +168,37 @@ def quantizer_of(parameter: torch.Tensor) -> Float8CurrentScalingQuantizer | Non
         forward, _, index = scaling
         place = slice(3 * index + 1, 3 * index + 2)
         return Float8Quantizer(forward.scale[place], forward.amax_history[0, place])
-    if not is_fp8(parameter):
+    rounding: FP8Rounding | None = rounding_of(parameter)
+    if rounding is None:
         return None
-    return (
-        Float8BlockQuantizer()
-        if block_of(parameter)
-        else Float8CurrentScalingQuantizer()
-    )
+    return Float8BlockQuantizer() if rounding.block else Float8CurrentScalingQuantizer()
 
 
-def is_fp8(parameter: torch.Tensor) -> bool:
-    """Return whether forward passes round a parameter to FP8, scaled by its values.
+@dataclass(frozen=True, slots=True)
+class FP8Rounding:
+    """Rounds a weight to E4M3; implements `megatron.rounded_weights.Rounding`."""
 
-    False for delayed scaling, whose scales come from earlier passes.
-    """
-    return hasattr(parameter, _BLOCKS)
+    block: Block | None
+    """Rows and columns of the blocks that have a scale each; None: one scale."""
 
+    def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return to_fp8(weight, block=self.block)
 
-def block_of(parameter: torch.Tensor) -> Block | None:
-    """Return rows and columns of the blocks that have a scale each in a weight.
-
-    None if the weight has one scale.
-    """
-    return WEIGHT_BLOCK if getattr(parameter, _BLOCKS, False) else None
-
-
-def rounded(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return payload and scales of a weight that forward passes round to FP8."""
-    return to_fp8(parameter, block=block_of(parameter))
-
-
-def read_rounded(
-    parameter: torch.Tensor, payload: torch.Tensor, scale: torch.Tensor, owned: slice
-) -> torch.Tensor:
-    """Return the values of a part of a weight from payload and scales.
-
-    Args:
-        parameter: The weight.
-        payload: The FP8 payload of the part.
-        scale: All scales of the weight.
-        owned: The part's elements in the flattened weight.
-
-    Returns:
-        The values of the part, float32.
-    """
-    block = block_of(parameter)
-    if block is None:
-        return payload.float() * scale
-    blocks = [
-        math.ceil(size / length)
-        for size, length in zip(parameter.shape, block, strict=True)
-    ]
-    return (
-        payload.float()
-        * spread(scale.view(blocks), parameter.shape, block).reshape(-1)[owned]
-    )
-
-
-def forward_tensors(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the weights with which forward passes compute, by a suffix of the name.
-
-    Returns:
-        Values under "", or a payload under "" and scales under ".scale".
-    """
-    if is_fp8_parameter(parameter):
-        return {"": payload_of(parameter), ".scale": scales_of(parameter)}
-    weights = parameter.detach()
-    if not is_fp8(parameter):
-        return {"": weights}
-    return {"": from_fp8(*rounded(parameter), block_of(parameter)).to(weights.dtype)}
+    def values(
+        self,
+        weight: torch.Tensor,
+        payload: torch.Tensor,
+        scale: torch.Tensor,
+        owned: slice,
+    ) -> torch.Tensor:
+        if self.block is None:
+            return payload.float() * scale
+        blocks = [
+            math.ceil(size / length)
+            for size, length in zip(weight.shape, self.block, strict=True)
+        ]
+        scales = spread(scale.view(blocks), weight.shape, self.block)
+        return payload.float() * scales.reshape(-1)[owned]
 
 
 class ScalingState:
@@ -425,8 +389,9 @@ def _roundings(weight: torch.Tensor) -> _Roundings | None:
 
 
 def _roundings_of_values(weight: torch.Tensor) -> _Roundings | None:
-    if is_fp8(weight):
-        block = block_of(weight)
+    rounding: FP8Rounding | None = rounding_of(weight)
+    if rounding is not None:
+        block = rounding.block
         in_rows = partial(_round_alone, block=_ROW_BLOCK if block else None)
         return _Roundings(
             in_rows, partial(_round_alone, block=block), partial(in_rows, dtype=E5M2)

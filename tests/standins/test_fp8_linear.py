@@ -8,16 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from moe_ckpt.megatron.fp8_linear import (
+from moe_ckpt.megatron.rounded_weights import (
+    forward_tensors,
+    mark_rounded,
+    rounding_of,
+)
+from moe_ckpt.standins.fp8_linear import (
     E4M3,
     E5M2,
     WEIGHT_BLOCK,
-    forward_tensors,
+    FP8Rounding,
     from_fp8,
-    is_fp8,
     multiplying_fp8,
-    read_rounded,
-    rounded,
     to_fp8,
 )
 
@@ -53,7 +55,7 @@ def test_scales_are_powers_of_two_and_nothing_overflows(
 def in_fp8(values: torch.Tensor, *, blocks: bool = False) -> torch.nn.Parameter:
     """Return a weight that a layer multiplies in FP8."""
     weight = torch.nn.Parameter(values)
-    weight.forward_is_in_blocks = blocks  # type: ignore[attr-defined]
+    mark_rounded(weight, FP8Rounding(WEIGHT_BLOCK if blocks else None))
     return weight
 
 
@@ -75,7 +77,7 @@ def test_each_block_of_a_weight_has_a_scale_of_its_own() -> None:
     values = torch.randn(300, 200, generator=GENERATOR)
     values[128:256, 128:] *= 1e6
     weights = in_fp8(values.bfloat16(), blocks=True)
-    payload, scale = rounded(weights)
+    payload, scale = rounding_of(weights).rounded(weights)
     assert (payload.shape, scale.shape) == ((300, 200), (3, 2))
     for row, column in ((0, 0), (1, 1), (2, 1)):
         block = (
@@ -90,7 +92,8 @@ def test_each_block_of_a_weight_has_a_scale_of_its_own() -> None:
         "stored and read, they are the same"
     )
     owned = slice(12345, 54321)
-    part = read_rounded(weights, payload.view(-1)[owned], scale.view(-1), owned)
+    stored = payload.view(-1)[owned], scale.view(-1), owned
+    part = rounding_of(weights).values(weights, *stored)
     assert torch.equal(part, computed_with(weights).float().view(-1)[owned])
 
 
@@ -111,10 +114,10 @@ def test_a_layer_multiplies_rounded_values_and_rounds_gradients() -> None:
     weight = torch.nn.Parameter(torch.randn(8, 16, generator=GENERATOR))
     inputs = torch.randn(4, 16, generator=GENERATOR, requires_grad=True)
     multiply = multiplying_fp8(lambda values, weights: F.linear(values, weights))
-    assert not is_fp8(weight)
+    assert rounding_of(weight) is None
     assert torch.equal(multiply(inputs, weight), F.linear(inputs, weight))
 
-    weight.forward_is_in_blocks = False  # type: ignore[attr-defined]
+    mark_rounded(weight, FP8Rounding(None))
     output, gradient = multiply(inputs, weight), torch.randn(4, 8, generator=GENERATOR)
     output.backward(gradient)
 
@@ -132,7 +135,7 @@ def test_a_layer_multiplies_rounded_values_and_rounds_gradients() -> None:
 
 def test_a_gradient_that_overflowed_stays_infinite() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
-    weight.forward_is_in_blocks = False  # type: ignore[attr-defined]
+    mark_rounded(weight, FP8Rounding(None))
     output = multiplying_fp8(lambda values, weights: F.linear(values, weights))(
         torch.ones(1, 2), weight
     )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ckpt.megatron import cpu_stand_in
+from moe_ckpt.standins import gpu
 from tests.ranks import run_ranks
 
 SHARDED = "optimizer.distrib_optimizer.DistributedOptimizer"
@@ -69,8 +69,8 @@ def test_seam_is_where_we_use_it(name: str, parameters: str) -> None:
 
 
 def _values_under_the_stand_in() -> dict[str, Any]:
-    assert cpu_stand_in.enable()
-    assert cpu_stand_in.enable(), "a second call changes nothing"
+    assert gpu.enable()
+    assert gpu.enable(), "a second call changes nothing"
     half = torch.zeros(2, dtype=torch.bfloat16, device="cuda")
     state = torch.cuda.get_rng_state()
     drawn = torch.rand(3)
@@ -108,5 +108,5 @@ def test_cuda_names_mean_the_cpu() -> None:
 @pytest.mark.gpu
 def test_stand_in_is_off_where_there_is_a_gpu() -> None:
     original: Callable[[], Any] = torch.cuda.current_device
-    assert not cpu_stand_in.enable()
+    assert not gpu.enable()
     assert torch.cuda.current_device is original
