@@ -138,13 +138,13 @@ class PoissonConfig(FaultConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(FaultConfig):
-    """`fault=trace`: kills at the times at which nodes of a real cluster went."""
+    """`fault=trace`: kills at the times at which a real cluster lost nodes."""
 
     path: str
     """Path of the trace."""
 
     speedup: float
-    """How many times as fast as in the trace the faults come."""
+    """Speed at which the faults come, relative to the trace."""
 
     seed: int
     """Seed of the choice of ranks."""

@@ -1,6 +1,6 @@
 """The log of inflicted faults, RUN/faults.jsonl, for reports and benchmarks.
 
-A line is a fault.
+Each line is one fault.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def parse_command(words: Sequence[str], variable: str = "") -> CheckedCommand | 
         variable: The value of MOE_CKPT.
 
     Returns:
-        The command; None if it has no attachment.
+        The command; None if the words have no attachment.
 
     Raises:
         ConfigError: The attachment has no policy that recovers, or has wrong settings.

@@ -73,12 +73,12 @@ class Digests:
     """Digests of whole states, by iteration and rank."""
 
     tensors: dict[tuple[int, int], list[dict[str, str]]] = field(default_factory=dict)
-    """Digests by the names of tensors, one mapping for each time they were logged, by
-    iteration and rank.
+    """Digests by the names of tensors, one mapping for each record, by iteration and
+    rank.
     """
 
     returns: list[Return] = field(default_factory=list)
-    """Returns of ranks to iterations that they had logged."""
+    """Returns of ranks to iterations that the ranks had logged."""
 
     loaded: dict[int, TensorDigests] = field(default_factory=dict)
     """State with which a restarted rank continued, by rank. Without tensors if a script
@@ -192,7 +192,7 @@ def _loaded(events: Iterable[Event]) -> TensorDigests | None:
             is_new = event.incarnation > 0
         elif is_new and isinstance(event, TensorDigests):
             return event
-        elif is_new and isinstance(event, StateDigest):  # of its first iteration
+        elif is_new and isinstance(event, StateDigest):  # after the first iteration
             return TensorDigests(iteration=event.iteration - 1, digests={})
     return None
 

@@ -1,5 +1,6 @@
-"""Report on runs: `python -m launcher.report RUN [RUN...] -o report.html`. Reads their
-folders, changes nothing.
+"""Reports on runs: `python -m launcher.report RUN [RUN...] -o report.html`.
+
+The command reads run folders and does not change the runs.
 """
 
 from __future__ import annotations
@@ -24,16 +25,30 @@ _FORMATS: Mapping[str, Callable[[Sequence[Facts]], str]] = {
     "json": to_json,
     "trace": to_trace,
 }
-_EXAMPLES = """examples:
-  python -m launcher.report                              the newest run, to report.html in its folder
-  python -m launcher.report A B C -o report.html         three runs side by side
-  python -m launcher.report FOLDER                       all runs in a folder, as launcher.compare leaves them
-  python -m launcher.report A --format md                tables on the terminal
-  python -m launcher.report A --format trace -o t.json   a timeline for https://ui.perfetto.dev"""
+_EXAMPLES = (
+    "examples:\n"
+    "  python -m launcher.report                              "
+    "the newest run, to report.html in its folder\n"
+    "  python -m launcher.report A B C -o report.html         "
+    "three runs side by side\n"
+    "  python -m launcher.report FOLDER                       "
+    "all runs in a folder, as launcher.compare leaves them\n"
+    "  python -m launcher.report A --format md                "
+    "tables on the terminal\n"
+    "  python -m launcher.report A --format trace -o t.json   "
+    "a timeline for https://ui.perfetto.dev"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write a report as the arguments say; return the exit status."""
+    """Write the report that the arguments ask for.
+
+    Args:
+        arguments: The words of the command line.
+
+    Returns:
+        The exit status.
+    """
 
     def report() -> None:
         options = _parser().parse_args(arguments)
@@ -50,7 +65,7 @@ def _format_of(output: Path | None) -> str:
 
 
 def _place(output: Path | None, chosen: str, run: Path) -> Path | None:
-    """Return where the report goes; None: to the terminal."""
+    """Return the file of the report; None: the terminal."""
     if output is None and chosen in ("html", "trace"):
         return run / ("report.html" if chosen == "html" else "trace.json")
     return output

@@ -1,9 +1,9 @@
-"""Where one rank's time went: all of it, from the run's origin to the run's end, cut
-into parts without a gap.
+"""Where one rank's time went, cut into parts without a gap.
 
-Pure, in whole microseconds, so that the parts of a rank sum to the wall time exactly.
-Time that no event explains is not guessed: it is a part of its own. Iterations without
-events inside are cut all at once, the others by `walk`.
+The parts cover all time from the run's origin to the end. The module is pure and counts
+whole microseconds, so the parts of a rank sum to the wall time exactly. Time that no
+event explains is not guessed but is a part of its own. Iterations without events inside
+are cut all at once, the other iterations by `walk`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ _NONE = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tiling:
-    """A rank's time. Stretch i goes from the end of the one before it (the first from
-    0) to `ends_us[i]`.
+    """A rank's time, cut into stretches.
 
-    `iterations[i]` is the iteration that it was spent in, or that a recovery fell into;
-    -1 outside of all.
+    Stretch i begins where stretch i - 1 ends; the first begins at 0.
     """
 
     ends_us: Microseconds
+    """End of each stretch, in microseconds since the run's origin; ascending."""
+
     parts: NDArray[np.int64]
+    """`PagePart` of each stretch."""
+
     iterations: NDArray[np.int64]
+    """Iteration in which each stretch was spent, or that a recovery fell into; -1
+    outside all iterations.
+    """
 
     @property
     def starts_us(self) -> Microseconds:
@@ -45,17 +50,21 @@ class Tiling:
         return np.diff(self.ends_us, prepend=0)
 
     def totals_us(self) -> dict[PagePart, int]:
-        """Return the length of each part; they sum to the wall time."""
+        """Return the length of each part. The lengths sum to the wall time."""
         lengths_us = self.lengths_us
         return {part: int(lengths_us[self.parts == part].sum()) for part in PagePart}
 
 
 def account(log: RankLog, end_us: int) -> Tiling:
-    """Cut a rank's time from 0 to `end_us`."""
+    """Cut a rank's time from 0 to `end_us`.
+
+    Args:
+        log: The events of the rank.
+        end_us: The end of the time to cut, in microseconds since the run's origin.
+    """
     at_us = np.clip(log.commits.at_us, 0, end_us)
     marks = _marks_by_gap(log, at_us, end_us)
-    # the time after the last commit is walked in any case: it has no iteration that
-    # ends it
+    # always walk the time after the last commit, because no iteration ends that time
     marks.setdefault(len(at_us), [])
     commits = _commits(log, at_us, marks)
     walks = [_walk(log, commits, gap, end_us, found) for gap, found in marks.items()]
@@ -70,24 +79,36 @@ def account(log: RankLog, end_us: int) -> Tiling:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Commits:
-    """A rank's commits, by number. Gap k lies before iteration k; the last one after
-    all.
+    """A rank's commits, by number.
+
+    Gap k lies before commit k; the last gap lies after all commits.
     """
 
     iterations: NDArray[np.int64]
+    """Iteration of each commit."""
+
     previous_us: Microseconds
+    """Time of the commit before each gap; 0 for the first gap."""
+
     begin_us: Microseconds
+    """Start of the iteration of each commit."""
+
     at_us: Microseconds
+    """Time of each commit."""
+
     stall_us: Microseconds
+    """Stall at the end of each iteration."""
+
     given_up: NDArray[np.bool_]
+    """Whether each commit was undone later."""
 
 
 def _commits(
     log: RankLog, at_us: Microseconds, marks: Mapping[int, Sequence[Noted]]
 ) -> _Commits:
     previous_us = np.append(0, at_us)
-    # lengths are of the monotonic clock and commits of the wall clock: what the two
-    # differ by must not let stretches overlap
+    # lengths come from the monotonic clock and commits from the wall clock: a
+    # difference between the clocks must not make stretches overlap
     begin_us = np.clip(at_us - log.commits.us("seconds"), previous_us[:-1], at_us)
     return _Commits(
         iterations=log.commits.iteration,
@@ -102,8 +123,10 @@ def _commits(
 def _marks_by_gap(
     log: RankLog, at_us: Microseconds, end_us: int
 ) -> dict[int, list[Noted]]:
-    """Return the events that tell what time went on, by the commit that they come
-    before, in order of the file.
+    """Return the events that mark parts of time, by gap, in the order of the file.
+
+    The time of each event is clipped to the time between the two commits around the
+    event.
     """
     bounds_us = np.concatenate([[0], at_us, [end_us]])
     marks: dict[int, list[Noted]] = {}
@@ -118,8 +141,10 @@ def _marks_by_gap(
 def _given_up(
     iterations: NDArray[np.int64], marks: Mapping[int, Sequence[Noted]]
 ) -> NDArray[np.bool_]:
-    """Return which commits were undone: later on, the rank goes on with the same
-    iteration or an earlier one.
+    """Return whether each commit was undone.
+
+    A commit is undone if the rank later continues with the same or an earlier
+    iteration.
     """
     goes_on_with = np.append(iterations, np.iinfo(np.int64).max)
     for gap, found in marks.items():
@@ -136,10 +161,11 @@ def _given_up(
 
 
 def _plain(commits: _Commits, without: Mapping[int, object]) -> NDArray[np.int64]:
-    """Return (end, part, iteration) for all commits but some: what lies before, the
-    iteration, its stall.
+    """Return (end, part, iteration) of each stretch of the gaps not in `without`.
 
-    None is empty: several would end at once, and which came first could not be told.
+    A gap and the iteration after the gap have three stretches: the gap, the iteration
+    and the stall of the iteration. Empty stretches are left out: several stretches
+    would end at once, and the order of these stretches would be unknown.
     """
     is_plain = np.ones(len(commits.at_us) + 1, bool)
     is_plain[list(without)] = False
@@ -178,8 +204,9 @@ def _plain(commits: _Commits, without: Mapping[int, object]) -> NDArray[np.int64
 def _walk(
     log: RankLog, commits: _Commits, gap: int, end_us: int, found: Sequence[Noted]
 ) -> Walk:
-    """Return a gap that holds events and the iteration after it, or the rest of the run
-    after the last.
+    """Return the walk of a gap with events and of the iteration after the gap.
+
+    The last gap lasts until the end of the run.
     """
     walk = Walk(
         int(commits.previous_us[gap]),

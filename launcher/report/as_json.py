@@ -1,5 +1,7 @@
-"""A report as JSON, for other programs: the quantities, parts and recoveries of each
-run, with units in the names.
+"""A report as JSON, for other programs.
+
+The report has the quantities, parts and recoveries of each run, with units in the
+names.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ _VERSION = 1
 
 
 def to_json(runs: Sequence[Facts]) -> str:
-    """Return the whole report; numbers that are not known are null."""
-    # allow_nan: other programs' parsers refuse NaN
+    """Return the whole report; unknown numbers are null."""
+    # allow_nan=False, because parsers of other programs refuse NaN
     return (
         json.dumps(
             {"version": _VERSION, "runs": [_run(facts) for facts in runs]},

@@ -1,5 +1,6 @@
-"""Events of one kind as a table of numbers: a run has millions of them, and a Python
-object each would be too many.
+"""Events of one kind as a table of numbers.
+
+A run has millions of such events. One Python object for each event would be too many.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 Microseconds = NDArray[np.int64]
-KEYS = ("t_s", "iteration")  # without them a row says nothing
+KEYS = ("t_s", "iteration")
+"""Columns without which a row is useless."""
+
 _US_PER_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Columns:
-    """`rows` has a row for each event in the order of the file, a column for each name;
-    NaN where one lacks.
-    """
+    """The events of one kind, as a table."""
 
     names: tuple[str, ...]
+    """Names of the columns, in order."""
+
     rows: NDArray[np.float64]
+    """A row for each event in the order of the file, a column for each name; NaN where
+    an event lacks the number.
+    """
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -31,17 +37,18 @@ class Columns:
         return self.rows[:, self.names.index(name)]
 
     def us(self, name: str) -> Microseconds:
-        """Return a column of seconds in whole microseconds; 0 where it is lacking."""
+        """Return a column of seconds in whole microseconds; 0 for NaN and infinity."""
         seconds = np.nan_to_num(self[name], nan=0.0, posinf=0.0, neginf=0.0)
         return np.rint(seconds * _US_PER_S).astype(np.int64)
 
     @property
     def at_us(self) -> Microseconds:
-        """When each event was written: never before the one above it, whatever the
-        machine's clock did.
+        """The time of each event, in microseconds since the run's origin.
+
+        The times never descend, even if the machine's clock was set back.
         """
-        # searches and differences below rely on ascending times, which a wall clock
-        # that is set back does not give
+        # callers search and subtract ascending times, but the times of a wall clock
+        # that was set back do not ascend
         return (
             np.maximum.accumulate(self.us("t_s"))
             if len(self)
@@ -54,7 +61,12 @@ class Columns:
 
 
 def join(names: tuple[str, ...], parts: Iterable[NDArray[np.float64]]) -> Columns:
-    """Return the parts one below the other; none lacks any of `KEYS`."""
+    """Return the parts, one below the other.
+
+    Args:
+        names: The names of the columns.
+        parts: The rows; no row lacks a number of `KEYS`.
+    """
     return Columns(
         names=names, rows=np.concatenate([np.empty((0, len(names))), *parts])
     )

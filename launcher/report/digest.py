@@ -1,8 +1,7 @@
-"""One rank's log, reduced to what reports need of it, in the process that has read it.
-Pure.
+"""One rank's log, reduced to the data that reports need. Pure but for reading the file.
 
-A large run has gigabytes of events: each rank is digested where it is read, and only
-this goes on.
+A large run has gigabytes of events. The process that reads a rank also digests the
+rank, and only the digest leaves that process.
 """
 
 from __future__ import annotations
@@ -24,56 +23,111 @@ from moe_ckpt.events import ExpertPopularity, ExpertsOrdered
 
 Numbers = NDArray[np.float64]
 _MOST_RECORDS = 512
-# rows of (start, end, part, iteration, rank), in microseconds
 Stretches = NDArray[np.int64]
+"""Rows of (start, end, part, iteration, rank); times in microseconds since the run's
+origin.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PerIteration:
-    """For each iteration, in order: the rank's numbers of the last time that it
-    committed it.
-    """
+    """A rank's numbers of each iteration, from the last commit of the iteration."""
 
     iteration: NDArray[np.int64]
+    """Committed iterations, ascending, each once."""
+
     loss: Numbers
+    """Mean loss of the iteration's batch."""
+
     seconds: NDArray[np.float32]
+    """Time of the iteration, stall included, in seconds; 0 if unknown."""
+
     stall_s: NDArray[np.float32]
+    """Part of `seconds` that checkpointing took, in seconds; 0 if unknown."""
+
     sent_bytes: NDArray[np.float32]
+    """Bytes of activations and gradients that the rank sent to other stages; 0 if
+    unknown.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankDigest:
-    """A rank's time until its last event, at `end_us`.
+    """A rank's time until the rank's last event, and the data that reports show.
 
-    `stretches`: its recoveries and its lost work. `gained`: columns (time, computed
-    until then, counted until then). `committed`: columns (time, iteration) in the order
-    of time, thinned. `snapshots`: columns (iteration, bytes). `replicated`: columns
-    (start of a window, bytes to all peers).
+    All times are in microseconds since the run's origin.
     """
 
     rank: int
+    """Global rank."""
+
     num_events: int
+    """Number of readable events."""
+
     has_finished: bool
+    """Whether the rank logged the end of the run."""
+
     end_us: int
+    """Time of the rank's last event."""
+
     totals_us: Mapping[PagePart, int]
+    """Length of each part, until `end_us`."""
+
     stretches: Stretches
+    """The rank's recoveries and lost work."""
+
     gained: Numbers
+    """Moments, computing time until then, and counted time until then, [3][moments].
+
+    Counted time is all time but the parts `NOT_IN_ETTR`.
+    """
+
     iterations: PerIteration
+    """Numbers of each iteration."""
+
     committed: NDArray[np.int64]
+    """Times and iterations of commits, [2][commits], in the order of time, thinned."""
+
     num_commits: int
+    """Number of commits before thinning."""
+
     snapshots: Numbers
+    """Iterations and bytes of snapshots, [2][iterations]."""
+
     replicated: Numbers
+    """Starts of windows, and bytes sent to all peers, [2][windows]."""
+
     memory: Columns
+    """Host memory over time (event HostMemoryUsed), thinned."""
+
     peak_bytes: float | None
+    """Most host memory ever allocated; None if no event has the number."""
+
     window_iters: float | None
+    """Number of slots of the last window chosen; None if no window was chosen."""
+
     interval_iters: float | None
+    """Last interval chosen between whole snapshots, in iterations; None if no interval
+    was chosen.
+    """
+
     events: tuple[Noted, ...]
+    """Events of all kinds that are not in tables; records of experts are thinned."""
+
     unknown: Mapping[str, int]
+    """Number of deviations from this version's events, by description."""
+
     problems: tuple[str, ...]
+    """Other defects of the file, for people."""
 
 
 def digest_file(rank: int, path: Path) -> RankDigest:
-    """Return what reports need of one rank's events."""
+    """Return the digest of one rank's events.
+
+    Args:
+        rank: The global rank.
+        path: The rank's event file.
+    """
     log = read_rank(rank, path)
     tiling = account(log, log.end_us)
     of_faults = np.isin(tiling.parts, OF_FAULTS)
@@ -118,8 +172,9 @@ def digest_file(rank: int, path: Path) -> RankDigest:
 
 
 def _without_most_records(events: Sequence[Noted]) -> tuple[Noted, ...]:
-    """Return the events, with as many records of experts as a heat map has columns:
-    each is of hundreds of numbers.
+    """Return the events with at most `_MOST_RECORDS` records of experts of each kind.
+
+    The limit leaves enough columns for a heat map. Each record has hundreds of numbers.
     """
     left_out: set[int] = set()
     for kind in (ExpertPopularity, ExpertsOrdered):
@@ -139,9 +194,7 @@ def _without_most_records(events: Sequence[Noted]) -> tuple[Noted, ...]:
 
 
 def _gained(tiling: Tiling) -> Numbers:
-    """Return, at some moments, how much of the time until then was computing, and how
-    much counts at all.
-    """
+    """Return moments, computing time until then, and counted time until then."""
     computing = tiling.parts == PagePart.COMPUTE
     counting = ~np.isin(tiling.parts, NOT_IN_ETTR)
     ends_us = np.append(0, tiling.ends_us)
@@ -149,7 +202,7 @@ def _gained(tiling: Tiling) -> Numbers:
         np.append(0, np.cumsum(np.where(which, tiling.lengths_us, 0)))
         for which in (computing, counting)
     ]
-    # thinned after the sums: no time is lost with the points that are left out
+    # thin after summing, so that points left out lose no time
     keep = evenly(len(ends_us), MOST_POINTS)
     return np.stack([ends_us[keep], *(each[keep] for each in sums)]).astype(float)
 
@@ -165,7 +218,7 @@ def _last_times(commits: Columns) -> PerIteration:
     return PerIteration(
         iteration=iteration[is_last],
         loss=commits["loss"][rows],
-        # half of the memory: plots show six digits, and a run has millions of
+        # float32 halves the memory: plots show six digits, and a run has millions of
         # iterations
         seconds=np.nan_to_num(commits["seconds"][rows]).astype(np.float32),
         stall_s=np.nan_to_num(commits["stall_s"][rows]).astype(np.float32),
@@ -174,13 +227,13 @@ def _last_times(commits: Columns) -> PerIteration:
 
 
 def _way(commits: Columns) -> NDArray[np.int64]:
-    """Return the times and iterations of some commits, with all from which the rank
-    went back.
+    """Return times and iterations of some commits, with the steps back of the rank.
+
+    The first `MOST_POINTS` steps back are kept.
     """
     iteration = commits.iteration
     back = np.flatnonzero(np.diff(iteration) <= 0)[:MOST_POINTS]
-    # steps down show that work was given up: both ends of each are kept, whatever is
-    # thinned
+    # a step down shows work that was given up: thinning keeps both ends of the step
     keep = np.unique(
         np.concatenate([evenly(len(iteration), MOST_POINTS), back, back + 1])
     )
@@ -188,7 +241,7 @@ def _way(commits: Columns) -> NDArray[np.int64]:
 
 
 def _by_iteration(iteration: NDArray[Any], sizes: Numbers) -> Numbers:
-    """Return the bytes of all that is of each iteration."""
+    """Return the iterations, and the sum of the sizes of each iteration."""
     order = np.argsort(iteration, kind="stable")
     iteration, sizes = iteration[order], np.nan_to_num(sizes[order])
     first = np.flatnonzero(np.diff(iteration, prepend=iteration[:1] - 1))

@@ -1,8 +1,7 @@
-"""Recoveries of a run: what they were for, when each rank did what in them, and what
-they cost. Pure.
+"""Recoveries of a run: causes, stretches of each rank, and cost. Pure.
 
-An episode is the time in which any rank is in a part of a recovery: one fault, or
-several that overlap.
+An episode is a time in which at least one rank is in a part of a recovery. An episode
+has one fault, or several faults that overlap.
 """
 
 from __future__ import annotations
@@ -42,42 +41,75 @@ _START, _END, _PART, _ITERATION, _RANK = range(5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStretch:
-    """A rank's part of an episode; `note` names the iterations that it replayed."""
+    """A stretch of one rank's time within an episode."""
 
     rank: int
+    """Global rank."""
+
     part: PagePart
+    """Part of the recovery."""
+
     start_us: int
+    """Start, in microseconds since the run's origin."""
+
     end_us: int
+    """End, in microseconds since the run's origin."""
+
     note: str
+    """Iterations that the rank replayed, in words; empty if no event names the
+    iterations.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """A recovery. `mean_us`: what it took, by part, mean over all ranks.
-
-    It fell into iteration `struck`; training goes on after `iteration`.
-    """
+    """A recovery of a run."""
 
     number: int
+    """Number of the episode in the run, from 1."""
+
     start_us: int
+    """Start, in microseconds since the run's origin."""
+
     end_us: int
+    """End, in microseconds since the run's origin."""
+
     struck: int
+    """Iteration that the fault fell into."""
+
     iteration: int | None
+    """Iteration after which training continues; None if no event names the iteration.
+    """
+
     causes: tuple[str, ...]
+    """Causes, in words."""
+
     mean_us: Mapping[PagePart, float]
+    """Time of each part of the recovery, and of the lost work, in microseconds.
+
+    Mean over all ranks.
+    """
+
     fetched_bytes: int
+    """Bytes fetched from the memory of other ranks, on the rank with the most."""
+
     replayed_iters: int
+    """Iterations that were run again, on the rank with the most."""
+
     replaying_ranks: tuple[int, ...]
+    """Ranks that replayed iterations."""
+
     stretches: tuple[RankStretch, ...]
+    """Stretches of all ranks, by start."""
 
     @property
     def cost_us(self) -> float:
-        """The average price for a rank: the recovery, and the time lost to the fault."""
+        """The mean cost for a rank: the recovery and the lost work, in microseconds."""
         return sum(self.mean_us.values())
 
 
 def find_episodes(run: RunLog) -> tuple[Episode, ...]:
-    """Return the recoveries of a run, in order."""
+    """Return the recoveries of a run, in the order of time."""
     stretches = np.concatenate(
         [np.empty((0, 5), np.int64), *(rank.stretches for rank in run.ranks)]
     )
@@ -91,7 +123,7 @@ def find_episodes(run: RunLog) -> tuple[Episode, ...]:
         first, last = int(rows[:, _START].min()), int(rows[:, _END].max())
         noted = marking[bisect_left(times_us, first) : bisect_right(times_us, last)]
         iteration = _goes_on_after(noted)
-        # lost work belongs to the first recovery after it that went back far enough
+        # lost work belongs to the first later recovery that went back far enough
         undone = (lost[:, _ITERATION] < 0) | (
             lost[:, _ITERATION] > (-1 if iteration is None else iteration)
         )
@@ -110,9 +142,7 @@ def _merged(rows: Stretches) -> list[Stretches]:
 
 
 def _marking(run: RunLog) -> list[tuple[int, Noted]]:
-    """Return the events, with their ranks, that may tell of a recovery, in order of
-    time.
-    """
+    """Return the events that may belong to a recovery, with ranks, by time."""
     found = [
         (log.rank, noted)
         for log in run.ranks
@@ -123,8 +153,9 @@ def _marking(run: RunLog) -> list[tuple[int, Noted]]:
 
 
 def _goes_on_after(noted: Sequence[tuple[int, Noted]]) -> int | None:
-    """Return the iteration that the last to rejoin or to load goes on after; where that
-    is not told, None.
+    """Return the iteration after which the last rank to rejoin or to load continues.
+
+    None if no event names the iteration.
     """
     back = [
         (n.at_us, n.event.iteration)
@@ -206,7 +237,7 @@ def _iterations_of(recovered: StageRecovered) -> str:
 def _causes(
     run: RunLog, noted: Sequence[tuple[int, Noted]], start_us: int, end_us: int
 ) -> tuple[str, ...]:
-    """Return what is said to have failed, by the most reliable witness there is."""
+    """Return the causes of an episode, from the most reliable source that names any."""
     events = [(rank, n.event) for rank, n in noted]
     deaths = [
         death
@@ -225,7 +256,7 @@ def _causes(
         for _, e in events
         if isinstance(e, LossNotFinite)
     ]
-    # an order names the time at which it was given, not that of the death
+    # an ordered fault has the time of the order, not the time of the death
     inflicted = [
         f"rank {fault.rank} was sent SIG{fault.signal}"
         for at_s, fault in run.faults
@@ -242,5 +273,5 @@ def _causes(
         (each for each in (deaths, states, losses, ends, inflicted, anew) if each),
         ["no event tells why"],
     )
-    # a reason may be a traceback of a library, over many lines
+    # a reason may be a library's traceback of many lines
     return tuple(dict.fromkeys(re.sub(r"\s+", " ", each)[:300] for each in said))

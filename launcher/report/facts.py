@@ -1,5 +1,6 @@
-"""The facts of a report, computed once, for all formats: totals by rank and part,
-recoveries, series. Pure.
+"""The facts of a report, computed once for all formats. Pure.
+
+Facts are totals by rank and part, recoveries, and series of numbers.
 """
 
 from __future__ import annotations
@@ -36,68 +37,125 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Series:
-    """One number for each iteration, over all ranks: of the last time that it was
-    committed. NaN: no event has it.
+    """One number for each iteration, over all ranks.
+
+    A number is of the last commit of the iteration. If no event has the number, the
+    loss and the bytes of snapshots and peers are NaN, the other numbers 0.
     """
 
     iteration: NDArray[np.int64]
+    """Committed iterations, ascending."""
+
     loss: Numbers
+    """Mean loss of the iteration's batch."""
+
     seconds: Numbers
+    """Time of the iteration, stall included, in seconds; mean over ranks."""
+
     stall_mean_s: Numbers
+    """Time that checkpointing took from the iteration, in seconds; mean over ranks."""
+
     stall_max_s: Numbers
+    """Time that checkpointing took from the iteration, in seconds, on the worst rank.
+    """
+
     sent_bytes: Numbers
+    """Bytes of activations and gradients sent to other stages, all ranks together."""
+
     snapshot_bytes: Numbers
+    """Bytes of snapshots of the iteration, all ranks together."""
+
     peer_bytes: Numbers
+    """Bytes sent to peers of windows that start at the iteration, all ranks and all
+    copies together.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OverTime:
-    """Against seconds since the run's origin: which iteration was just committed, and
-    the ETTR so far.
-    """
+    """Commits and ETTR of a run over time, in seconds since the run's origin."""
 
     committed_s: Numbers
+    """Times of commits, thinned."""
+
     iteration: NDArray[np.int64]
+    """Iteration of each of these commits."""
+
     num_commits: int
+    """Number of commits before thinning."""
+
     grid_s: Numbers
+    """Moments at equal distances, from the start to the end of the run."""
+
     ettr: Numbers
+    """ETTR from the start to each moment, over all ranks, from 0 to 1; NaN if no time
+    counts.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Facts:
-    """A run. `totals_us` has each rank's parts, which sum to `end_us`.
-
-    `faults`: their number by class.
-
-    `deficits`: by layer, after which iterations how many lost tokens were left to be
-    made up, over all ranks.
-    """
+    """The facts of one run."""
 
     run: RunLog
+    """The run folder's content."""
+
     end_us: int
+    """Time of the run's last event, in microseconds since the run's origin."""
+
     totals_us: Mapping[int, Mapping[PagePart, int]]
+    """Length of each part, by rank, in microseconds. The parts of a rank sum to
+    `end_us`.
+    """
+
     episodes: tuple[Episode, ...]
+    """Recoveries, in the order of time."""
+
     faults: Mapping[str, int]
+    """Number of faults, by class."""
+
     series: Series
+    """Numbers of each iteration."""
+
     over_time: OverTime
+    """Commits and ETTR over time."""
+
     evaluated: tuple[Evaluated, ...]
+    """Evaluations, by iteration."""
+
     popularity: tuple[ExpertPopularity, ...]
+    """Popularity of experts of all stages, by iteration."""
+
     orders: tuple[ExpertsOrdered, ...]
+    """Orders in which windows take experts of all stages, by iteration."""
+
     lost: tuple[TokensLost, ...]
+    """Lost tokens of each recovery, in the layers of all stages, in order."""
+
     deficits: Mapping[str, Sequence[tuple[int, int]]]
+    """For each layer, pairs of an iteration and the lost tokens left after that
+    iteration.
+
+    The tokens are still to be made up, over all ranks.
+    """
+
     saved: tuple[CheckpointSaved, ...]
+    """Checkpoints that were committed, by iteration."""
+
     failed: tuple[CheckpointFailed, ...]
+    """Checkpoints that could not be saved, by iteration."""
 
     def mean_us(self, *parts: PagePart) -> float:
-        """Return how long these parts took on average over ranks."""
+        """Return the time of these parts together, in microseconds; mean over ranks."""
         return sum(of[part] for of in self.totals_us.values() for part in parts) / max(
             len(self.totals_us), 1
         )
 
     @property
     def ettr(self) -> float | None:
-        """The share of the time that made progress; None where there was no time that
-        could have.
+        """The share of counted time that made progress (ETTR), from 0 to 1.
+
+        None if no time counts.
         """
         counted_us = self.mean_us(
             *(part for part in PagePart if part not in NOT_IN_ETTR)
@@ -106,7 +164,7 @@ class Facts:
 
 
 def gather(run: RunLog) -> Facts:
-    """Return what there is to say of a run."""
+    """Return the facts of a run."""
     end_us = max((rank.end_us for rank in run.ranks), default=0)
     return Facts(
         run=run,
@@ -136,8 +194,9 @@ def gather(run: RunLog) -> Facts:
 
 
 def _until(rank: RankDigest, end_us: int) -> dict[PagePart, int]:
-    """Return a rank's parts until the end of the run, some of which may come after the
-    rank's last event.
+    """Return a rank's parts until the end of the run.
+
+    The run may end after the rank's last event.
     """
     after = PagePart.OTHER if rank.has_finished else PagePart.UNKNOWN
     return {**rank.totals_us, after: rank.totals_us[after] + end_us - rank.end_us}
@@ -149,7 +208,7 @@ def _over_time(ranks: Sequence[RankDigest], end_us: int) -> OverTime:
     for rank in ranks:
         time_us, *sums = rank.gained
         gained += np.stack([np.interp(grid_us, time_us, each) for each in sums])
-    # of one rank: all commit the same iterations
+    # one rank is enough: all ranks commit the same iterations
     at_us, iteration = ranks[0].committed if ranks else np.empty((2, 0), np.int64)
     return OverTime(
         committed_s=at_us / 1e6,
@@ -164,7 +223,7 @@ def _series(ranks: Sequence[RankDigest]) -> Series:
     iteration = np.empty(0, np.int64)
     for rank in ranks:
         own = rank.iterations.iteration
-        # ranks mostly have the same iterations, and comparing them is cheaper than a
+        # ranks mostly have the same iterations, and a comparison is cheaper than a
         # union, which sorts
         iteration = (
             iteration if np.array_equal(own, iteration) else np.union1d(iteration, own)
@@ -176,7 +235,7 @@ def _series(ranks: Sequence[RankDigest]) -> Series:
     for rank in ranks:
         own = rank.iterations
         there = np.searchsorted(iteration, own.iteration)
-        # of any rank: all have the same loss
+        # any rank will do: all ranks have the same loss
         loss[there] = np.where(np.isnan(loss[there]), own.loss, loss[there])
         stall_max_s[there] = np.maximum(stall_max_s[there], own.stall_s)
         for total, values in (
@@ -203,8 +262,12 @@ def _series(ranks: Sequence[RankDigest]) -> Series:
 def _add_bytes(
     total_bytes: Numbers, iteration: NDArray[np.int64], moved: Numbers
 ) -> None:
-    """Add a rank's columns (iteration, bytes) to the iterations that were committed;
-    each iteration comes once.
+    """Add a rank's bytes to the totals of the iterations that were committed.
+
+    Args:
+        total_bytes: The total of each committed iteration; NaN until a rank has bytes.
+        iteration: The committed iterations.
+        moved: The iterations, each once, and the bytes of each iteration.
     """
     taken, size_bytes = moved
     there = np.searchsorted(iteration, taken)
@@ -215,19 +278,19 @@ def _add_bytes(
 
 
 def _once(run: RunLog, kind: type[T]) -> tuple[T, ...]:
-    """Return the events of a kind that all ranks write alike: one for each iteration,
-    the newest, of any rank.
+    """Return the events of a kind that all ranks log alike, one for each iteration.
+
+    Of several events of an iteration the newest is kept.
     """
     newest = {event.iteration: event for event in _events(run, kind)}
     return tuple(event for _, event in sorted(newest.items()))
 
 
 def _lost(run: RunLog) -> tuple[TokensLost, ...]:
-    """Return what each recovery has lost, in the order in which they came, in the
-    layers of all stages.
+    """Return the lost tokens of each recovery, in order, in the layers of all stages.
 
-    Ranks of a stage tell the same; one that was replaced since may tell of the last
-    recoveries only.
+    Ranks of a stage log the same losses. A rank that was replaced may have logged only
+    the last recoveries.
     """
     of_ranks = [
         [noted.event for noted in rank.events if isinstance(noted.event, TokensLost)]
@@ -274,8 +337,9 @@ def _deficits(run: RunLog) -> dict[str, list[tuple[int, int]]]:
 
 
 def _orders(run: RunLog) -> tuple[ExpertsOrdered, ...]:
-    """Return the orders by iteration, each with the layers of all stages; of an
-    iteration that came again the last.
+    """Return the orders by iteration, each with the layers of all stages.
+
+    Of an iteration that ran again the last order is kept.
     """
     slots = {event.iteration: event.num_slots for event in _events(run, ExpertsOrdered)}
     return tuple(
@@ -294,8 +358,9 @@ def _orders(run: RunLog) -> tuple[ExpertsOrdered, ...]:
 def _by_iteration(
     run: RunLog, kind: type[E], values: Callable[[E], list[V]]
 ) -> list[tuple[int, dict[str, V]]]:
-    """Return what stages tell of their layers, by iteration and layer, both in order,
-    the last that was told.
+    """Return the values that stages log, by iteration and layer, both in order.
+
+    Of several values the newest is kept.
     """
     found: dict[int, dict[str, V]] = {}
     for event in _events(run, kind):
@@ -309,12 +374,12 @@ def _by_iteration(
 
 
 def _front_to_back(layer: tuple[str, object]) -> tuple[bool, list[int]]:
-    """Return where a layer stands: those of multi-token prediction come last."""
+    """Return the sort key of a layer; layers of multi-token prediction come last."""
     return layer[0].startswith("mtp"), list(map(int, re.findall(r"\d+", layer[0])))
 
 
 def _events(run: RunLog, kind: type[K]) -> list[K]:
-    """Return the events of a kind, of all ranks, by time."""
+    """Return the events of a kind of all ranks, by time."""
     found = [
         (noted.at_us, noted.event)
         for rank in run.ranks

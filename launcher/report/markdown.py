@@ -1,4 +1,4 @@
-"""A report as Markdown: the sentences and the tables, for a terminal or an issue."""
+"""A report as Markdown: sentences and tables, for a terminal or an issue."""
 
 from __future__ import annotations
 
@@ -37,8 +37,12 @@ def to_markdown(runs: Sequence[Facts]) -> str:
 
 
 def _section(table: Table, heading: str = "", *, is_turned: bool = False) -> list[str]:
-    """Return a table below its title; if it `is_turned`, its rows are columns: many
-    quantities of a few runs.
+    """Return a table below its title.
+
+    Args:
+        table: The table.
+        heading: The start of the title.
+        is_turned: Whether rows become columns, for many quantities of a few runs.
     """
     labels = [
         f"{column.label}, {column.unit}" if column.unit else column.label

@@ -1,5 +1,6 @@
-"""A report as one HTML file that needs nothing else: styles, plotly.js, data and
-tables, all inside.
+"""A report as one HTML file that needs no other file.
+
+Styles, plotly.js, data and tables are inside.
 """
 
 from __future__ import annotations
@@ -53,12 +54,11 @@ def to_html(runs: Sequence[Facts]) -> str:
     figures = {
         f"plot-{plot.key}": [each for _, each in plot.choices] for plot in shown_plots
     }
-    # ends no script element
+    # without `<` the data cannot end the script element
     data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )
-    # StrictUndefined: a name that is mistyped in the template is an error, and no empty
-    # cell
+    # StrictUndefined makes a mistyped name in the template an error, not an empty cell
     environment = Environment(
         loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined
     )

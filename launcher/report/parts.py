@@ -1,4 +1,4 @@
-"""The parts of a rank's time, and their names."""
+"""The parts of a rank's time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from enum import IntEnum
 
 
 class PagePart(IntEnum):
-    """The use of a stretch of a rank's time."""
+    """The use of a stretch of a rank's time.
+
+    `EXPLAINED` has the meaning of each part.
+    """
 
     COMPUTE = 0
     STALL = 1
@@ -60,6 +63,8 @@ EXPLAINED: Mapping[PagePart, str] = {
         " is gone"
     ),
 }
+"""The meaning of each part, for readers of a report."""
+
 RECOVERY = (
     PagePart.DETECTION,
     PagePart.REBUILD,
@@ -67,7 +72,14 @@ RECOVERY = (
     PagePart.WAITING,
     PagePart.REPLAY,
 )
+"""The parts of a recovery, in the usual order."""
+
 OF_FAULTS = (PagePart.LOST, *RECOVERY)
-# no checkpoint policy changes these times; counted as lost, they would hide those that
-# it changes
+"""The parts that a fault costs."""
+
 NOT_IN_ETTR = (PagePart.STARTUP, PagePart.EVALUATION, PagePart.UNKNOWN)
+"""The parts that do not count in the ETTR.
+
+No checkpoint policy changes these parts. Counted as lost, these parts would hide the
+parts that a policy changes.
+"""

@@ -1,5 +1,7 @@
-"""Plots of one run's experts: how popular they are, when windows take them, what
-recoveries have cost them. Pure.
+"""Plots of one run's experts. Pure.
+
+The plots show the popularity of experts, the slots in which windows take experts, and
+the cost of recoveries for experts.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _NOTHING_LOST = "no tokens were lost, or this run does not tell (event TokensLos
 
 
 def plots_of_experts(facts: Facts) -> tuple[Plot, ...]:
-    """Return what a page shows of the experts of a run."""
+    """Return the plots of a run's experts."""
     return (
         popularity(facts),
         order(facts),
@@ -44,7 +46,7 @@ def plots_of_experts(facts: Facts) -> tuple[Plot, ...]:
 
 
 def popularity(facts: Facts) -> Plot:
-    """Return which experts got the tokens, over iterations."""
+    """Return the plot of each expert's share of tokens over iterations."""
     note, choices = "", ()
     if facts.popularity:
         events = facts.popularity
@@ -83,7 +85,7 @@ def popularity(facts: Facts) -> Plot:
 
 
 def order(facts: Facts) -> Plot:
-    """Return when windows take which expert, and which experts were popular in the end."""
+    """Return the plot of the slots that take each expert, and of final popularity."""
     choices = []
     if facts.orders:
         choices.append(("by slot of the window, over iterations", _slots(facts)))
@@ -132,8 +134,15 @@ def _heat(
     text: str,
     **bar: object,
 ) -> dict:
-    """Return a heat map with a row for each expert. `values`: by iteration, by layer,
-    of each expert.
+    """Return a heat map with a row for each expert.
+
+    Args:
+        layers: The names of the layers.
+        iterations: The iteration of each column.
+        values: The values, [iterations][layers], each of all experts of the layer.
+        unit: The title of the colour bar.
+        text: The text shown on hover.
+        bar: Other keys of the colour bar.
     """
     num_experts = [len(of_layer) for of_layer in values[-1]]
     like_last = [
@@ -192,7 +201,7 @@ def _by_popularity(last: ExpertPopularity) -> dict:
 
 
 def lost_tokens(facts: Facts) -> Plot:
-    """Return the measures of lost tokens over iterations."""
+    """Return the plot of the measures of lost tokens, over iterations."""
     measures = []
     for name, color in (("PLT", "--run0"), ("MLT", "--run1")):
         shares = numbers(100 * getattr(event, name.lower()) for event in facts.lost)
@@ -226,7 +235,7 @@ def lost_tokens(facts: Facts) -> Plot:
 
 
 def lost_by_layer(facts: Facts) -> Plot:
-    """Return in which layers tokens were lost."""
+    """Return the plot of lost tokens by layer."""
     sums: Counter[int] = Counter()
     for event in facts.lost:
         sums.update(dict(zip(event.layers, event.lost_by_layer, strict=True)))
@@ -250,7 +259,7 @@ def lost_by_layer(facts: Facts) -> Plot:
 
 
 def made_up(facts: Facts) -> Plot:
-    """Return how many of the lost tokens are left to be made up by more capacity."""
+    """Return the plot of lost tokens that more capacity has yet to make up."""
     traces = []
     for number, (layer, left) in enumerate(facts.deficits.items()):
         at: Trace = {

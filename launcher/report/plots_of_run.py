@@ -24,7 +24,7 @@ from launcher.report.parts import RECOVERY, PagePart
 from launcher.report.plots_of_experts import plots_of_experts
 from launcher.report.summary import MIB, duration
 
-_MOST_RANKS = 64  # bars of 20 pixels: more ranks make a page of screens of bars
+_MOST_RANKS = 64  # a bar takes 20 pixels: more bars fill several screens
 _MOST_EPISODES = 20
 _GRID = 300
 _MEMORY_PARTS = {
@@ -37,12 +37,12 @@ _MEMORY_PARTS = {
 
 
 def plots_of_run(facts: Facts) -> tuple[Plot, ...]:
-    """Return what a page shows of a run alone."""
+    """Return the plots of one run."""
     return (by_rank(facts), recoveries(facts), *plots_of_experts(facts), memory(facts))
 
 
 def by_rank(facts: Facts) -> Plot:
-    """Return where each rank's time went."""
+    """Return the plot of where each rank's time went."""
     of_ranks = facts.totals_us
     ranks = sorted(
         sorted(of_ranks, key=lambda rank: of_ranks[rank][PagePart.COMPUTE])[
@@ -75,7 +75,7 @@ def _height(ranks: Sequence[int]) -> int:
 
 
 def recoveries(facts: Facts) -> Plot:
-    """Return who did what in each recovery, to choose from."""
+    """Return the plot of each rank's parts in a recovery; each recovery is a choice."""
     longest = sorted(facts.episodes, key=lambda each: each.start_us - each.end_us)[
         :_MOST_EPISODES
     ]
@@ -133,8 +133,8 @@ def _gantt(episode: Episode) -> dict:
             traces.append(
                 part_bars(part, "%{x:.4f} s<br>%{text}", **columns, textposition="none")
             )
-    # plotly would order rows by the first trace that has them, and leave out ranks that
-    # no trace has
+    # without these keys plotly orders rows by the first trace of each rank, and leaves
+    # out ranks without a trace
     order = {
         "categoryorder": "array",
         "categoryarray": [f"rank {rank}" for rank in ranks],
@@ -149,7 +149,7 @@ def _gantt(episode: Episode) -> dict:
 
 
 def memory(facts: Facts) -> Plot:
-    """Return host memory by part over time, summed over ranks."""
+    """Return the plot of host memory by part over time, summed over ranks."""
     tables = [rank.memory for rank in facts.run.ranks if len(rank.memory)]
     begin_us = min((table.at_us[0] for table in tables), default=0)
     grid_us = np.linspace(begin_us, facts.end_us, _GRID)
@@ -200,16 +200,23 @@ def _area(
     *,
     dash: str = "",
 ) -> Trace:
-    """Return the sum of ranks over time: a line with `dash`, else an area on top of
-    those before it.
+    """Return the sum of a column over all ranks, over time.
+
+    Args:
+        tables: The host memory of each rank.
+        grid_us: The moments, in microseconds since the run's origin.
+        column: The column to sum, in bytes.
+        label: The name in the legend.
+        dash: The dash of a line. Without a dash, the trace is an area on top of the
+            previous areas.
     """
     total = np.zeros(len(grid_us))
     for table in tables:
-        # nothing before a rank's first event
+        # a rank holds nothing before its first event
         known = np.append(0.0, np.nan_to_num(table[column]))
         total += known[np.searchsorted(table.at_us, grid_us, side="right")]
-    # of compute weights: `--compute` is the colour of a part of time, and that of the
-    # full state
+    # compute weights have a colour name of their own, because `--compute` is the colour
+    # of a part of time, and that of the full state
     color = (
         "--compute-weights"
         if column == "compute_bytes"

@@ -27,20 +27,20 @@ from launcher.report.parts import EXPLAINED, PagePart
 from launcher.report.summary import MIB, duration
 from launcher.report.thin import MOST_POINTS, thin
 
-_MOST_LINES = 60  # a dotted line for each fault: more of them are a grey area
+_MOST_LINES = 60  # dotted lines, one for each fault: more lines are a grey area
 _NO_COMMIT = "no iteration was committed"
 _FROM_ZERO = {"rangemode": "tozero"}
 Values = np.ndarray
 
 
 def plots_of_runs(runs: Sequence[Facts]) -> tuple[Plot, ...]:
-    """Return what a page shows of all runs together."""
+    """Return the plots of all runs together."""
     plots = (where_time_went, loss, progress, ettr, iteration_time, stall, moved)
     return tuple(plot(runs) for plot in plots)
 
 
 def where_time_went(runs: Sequence[Facts]) -> Plot:
-    """Return the parts of the wall time, a bar for each run."""
+    """Return the plot of the parts of the wall time, a bar for each run."""
     there = [facts for facts in runs if facts.totals_us]
     traces = [
         _part_bar(there, part)
@@ -76,15 +76,14 @@ def _part_bar(runs: Sequence[Facts], part: PagePart) -> Trace:
 
 
 def loss(runs: Sequence[Facts]) -> Plot:
-    """Return training and evaluation loss, with the faults."""
+    """Return the plot of training and evaluation loss, with the faults."""
     traces, shapes, notes = [], [], set()
     dotted = {"color": "--fault", "width": 1, "dash": "dot"}
     for number, facts in enumerate(runs):
         line, note = _line(facts, number, facts.series.loss, "loss %{y:.4f}", name="")
         notes.add(note)
         traces += [line, *_evaluations(facts, number), *_fault_marks(facts, number)]
-        # of several runs the lines could not be told apart: their crosses have the
-        # runs' colours
+        # lines of several runs would look alike; crosses have the colours of the runs
         lines = [each.struck for each in facts.episodes] if len(runs) == 1 else []
         shapes += [
             {
@@ -124,7 +123,7 @@ def loss(runs: Sequence[Facts]) -> Plot:
 def _line(
     facts: Facts, number: int, values: Values, hover: str, *, name: str, **style: object
 ) -> tuple[Trace, str]:
-    """Return a line over iterations and what was left out of it."""
+    """Return a line over iterations, and the note of the iterations left out."""
     keep = thin(values)
     label = f"{facts.run.name} {name}".strip()
     line = {
@@ -156,15 +155,12 @@ def _evaluations(facts: Facts, number: int) -> list[Trace]:
 
 
 def _fault_marks(facts: Facts, number: int) -> list[Trace]:
-    """Return crosses on the loss curve where faults fell, which say what happened and
-    what it cost.
-    """
+    """Return crosses on the loss curve at the faults, with cause and cost on hover."""
     series = facts.series
     if not facts.episodes or not len(series.iteration):
         return []
     at = [each.struck for each in facts.episodes]
-    # a fault in an iteration that was never committed is marked at the nearest loss
-    # there is
+    # a fault in an iteration that was never committed has no loss: take a near one
     where = np.clip(np.searchsorted(series.iteration, at), 0, len(series.iteration) - 1)
     marks = {
         "x": at,
@@ -203,8 +199,9 @@ def _fault_text(episode: Episode) -> str:
 
 
 def progress(runs: Sequence[Facts]) -> Plot:
-    """Return iterations against time: slopes are speed, steps down are work that was
-    given up.
+    """Return the plot of iterations against time.
+
+    Slopes are speed; steps down are work that was given up.
     """
     traces, notes = [], set()
     for number, facts in enumerate(runs):
@@ -240,7 +237,7 @@ def progress(runs: Sequence[Facts]) -> Plot:
 
 
 def ettr(runs: Sequence[Facts]) -> Plot:
-    """Return the ETTR so far against time."""
+    """Return the plot of the ETTR so far, against time."""
     traces = []
     for number, facts in enumerate(runs):
         at = {
@@ -264,7 +261,7 @@ def ettr(runs: Sequence[Facts]) -> Plot:
 
 
 def iteration_time(runs: Sequence[Facts]) -> Plot:
-    """Return how long iterations take."""
+    """Return the plot of the length of iterations."""
     means = "Length of each iteration with its stall; mean over ranks."
     plot = Plot(key="iteration", title="Iteration time", means=means)
     return _over_iterations(
@@ -277,7 +274,7 @@ def iteration_time(runs: Sequence[Facts]) -> Plot:
 
 
 def stall(runs: Sequence[Facts]) -> Plot:
-    """Return what checkpointing takes from iterations."""
+    """Return the plot of the time that checkpointing takes from iterations."""
     lines = [
         ("mean", lambda facts: 1e3 * facts.series.stall_mean_s, {}),
         (
@@ -295,7 +292,7 @@ def stall(runs: Sequence[Facts]) -> Plot:
 
 
 def moved(runs: Sequence[Facts]) -> Plot:
-    """Return the bytes that go with an iteration."""
+    """Return the plot of the bytes that each iteration moves."""
     lines = [
         ("snapshots", lambda facts: facts.series.snapshot_bytes / MIB, {}),
         (
@@ -350,7 +347,7 @@ def _marks(
     text: str,
     sizes_mib: Mapping[int, float],
 ) -> list[Trace]:
-    """Return marks for sizes at some iterations; nothing where there are none."""
+    """Return marks of sizes at some iterations; empty if there are no sizes."""
     name, marker = (
         facts.run.name,
         {"color": run_color(number), "symbol": symbol, "size": 7},
@@ -377,7 +374,15 @@ def _over_iterations(
     y: str,
     unit: str,
 ) -> Plot:
-    """Return the plot with these lines for each run."""
+    """Return the plot with these lines for each run.
+
+    Args:
+        plot: The plot without figures.
+        runs: The runs.
+        lines: The name, the values and the style of each line of a run.
+        y: The quantity and unit of the vertical axis.
+        unit: The unit of a value shown on hover.
+    """
     found = [
         _line(
             facts,

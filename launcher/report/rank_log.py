@@ -1,7 +1,7 @@
-"""One rank's event file: columns for the kinds that come with iterations, typed events
-for all others.
+"""One rank's event file: tables for kinds that come with iterations, else typed events.
 
-Must not raise on content: what cannot be read is counted, by what is wrong with it.
+No content of a file may raise an error: the module counts unreadable content by the
+kind of defect.
 """
 
 from __future__ import annotations
@@ -52,32 +52,42 @@ _TABLES = {
     "IntervalChosen": ("t_s", "iteration", "every_iters"),
 }
 _KIND_OF = itemgetter("event")
-_BLOCK_BYTES = 128 << 10  # what it is taken apart into stays in caches
+_BLOCK_BYTES = 128 << 10  # so small that a block's parsed records stay in CPU caches
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noted:
-    """An event, when it was written, in microseconds since the run's origin, and after
-    how many commits.
-    """
+    """An event with its place in the file."""
 
     at_us: int
+    """Time of the event, in microseconds since the run's origin."""
+
     after_commits: int
+    """Number of commits before the event in the file."""
+
     event: Event
+    """The event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankLog:
-    """One rank's events. `unknown`: the number of another version's; `problems`: other
-    defects.
-    """
+    """The events of one rank."""
 
     rank: int
+    """Global rank."""
+
     tables: Mapping[str, Columns]
+    """Events of the kinds that come with iterations, by kind."""
+
     events: tuple[Noted, ...]
+    """All other events, in the order of the file."""
+
     unknown: Mapping[str, int]
+    """Number of deviations from this version's events, by description."""
+
     problems: tuple[str, ...]
+    """Other defects of the file, for people."""
 
     @property
     def commits(self) -> Columns:
@@ -93,17 +103,23 @@ class RankLog:
 
     @property
     def end_us(self) -> int:
-        """When this rank wrote its last event."""
+        """The time of the rank's last event, in microseconds since the run's origin."""
         ends = [int(table.at_us[-1]) for table in self.tables.values() if len(table)]
         return max([0, *ends, *(noted.at_us for noted in self.events)])
 
 
 def read_rank(rank: int, path: Path) -> RankLog:
-    """Return what a file holds. A call of its own for each process: a rank is read in
-    one go.
+    """Return the content of one rank's event file.
+
+    The call pauses garbage collection of the process. A rank is read in one go, so each
+    rank can have a process of its own.
+
+    Args:
+        rank: The global rank.
+        path: The file. If the file cannot be read, the log has a problem.
     """
     reader = _Reader(rank)
-    gc.disable()  # millions of small objects that are in no cycle
+    gc.disable()  # a collection would visit millions of objects that are in no cycle
     try:
         with path.open("rb") as file:
             rest = b""
@@ -135,9 +151,9 @@ class _Reader:
         self._num_commits = 0
 
     def add(self, lines: bytes) -> None:
-        """Take whole lines, without the newline of the last."""
+        """Take whole lines, without the newline of the last line."""
         records = _together(lines)
-        # a damaged line spoils the whole block for one parse: then each line is parsed
+        # one damaged line makes the parse of the whole block fail: then parse each line
         # by itself
         if records is None:
             records = [
@@ -153,8 +169,8 @@ class _Reader:
                 kind, numbers[kind], [records[number] for number in numbers[kind]]
             )
         commits = numbers.get("IterationCommitted", [])
-        # in the order of the file again: how many commits came before an event places
-        # it in time
+        # back in the order of the file: the number of commits before an event places
+        # the event in time
         for number in sorted(
             chain.from_iterable(
                 numbers[kind] for kind in numbers.keys() - _TABLES.keys()
@@ -193,8 +209,12 @@ class _Reader:
     def _add_rows(
         self, kind: str, numbers: list[int], records: Sequence[Record]
     ) -> list[int]:
-        """Take the numbers in these records, one by one where any is not as it should
-        be; return which had them.
+        """Add the records of a kind to the table of the kind.
+
+        If any record is defective, the records are added one by one.
+
+        Returns:
+            The numbers of the records that were added.
         """
         names = _TABLES[kind]
         try:
@@ -213,9 +233,7 @@ class _Reader:
         return numbers
 
     def _row(self, record: Record) -> tuple[float, ...] | None:
-        """Return the numbers in a record; None where it does not say when, or for which
-        iteration.
-        """
+        """Return the numbers of a record; None without a time or an iteration."""
         if self._checked(record) is None:
             return None
         names = _TABLES[record["event"]]
@@ -248,8 +266,8 @@ class _Reader:
         try:
             event = msgspec.convert(record, KINDS[name])
         except msgspec.ValidationError as error:
-            # it tells of the first field only: "missing required field `X`", or "got
-            # `str` - at `$.X[0]`"
+            # the error names only the first field: "missing required field `X`", or
+            # "got `str` - at `$.X[0]`"
             [(lacks, field)] = re.findall(r"(field `|\$\.)(\w+)", str(error))
             self._unknown[
                 f"{name} {'without' if lacks == 'field `' else 'with another kind of'}"
@@ -265,7 +283,7 @@ class _Reader:
         )
 
     def _checked(self, record: Any) -> Record | None:
-        """Return the entries that are records with a time and a kind."""
+        """Return a record that has a time and a kind; count any other as damaged."""
         if (
             isinstance(record, dict)
             and isinstance(record.get("event"), str)
@@ -277,8 +295,9 @@ class _Reader:
 
 
 def _together(lines: bytes) -> list[Record] | None:
-    """Return what lines hold, one record each, parsed in one go; None where any is not
-    one with a kind.
+    """Return the records in these lines, parsed in one go.
+
+    None unless each line is one record with a kind.
     """
     try:
         records = orjson.loads(b"[%b]" % lines.replace(b"\n", b","))
@@ -294,8 +313,9 @@ def _together(lines: bytes) -> list[Record] | None:
 
 
 def _parsed(line: bytes) -> Any:
-    """Return what a line holds, None where it is no JSON; with NaN and infinity, which
-    a loss may be.
+    """Return the content of a line; None if the line is not JSON.
+
+    NaN and infinity are accepted, because a loss may have such a value.
     """
     for parse in (orjson.loads, json.loads):
         try:

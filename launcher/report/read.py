@@ -1,9 +1,8 @@
-"""A run folder as values: columns for what comes with every iteration, typed events for
-the rest, and what is wrong.
+"""A run folder as values: tables, typed events, and a list of problems.
 
-Owns: reading, at hundreds of megabytes a second, what may be half-written, damaged,
-incomplete or of another version. Must not: touch the run, or judge what it reads.
-Nothing in a folder makes it raise but that there is no folder.
+Owns: reading folders at hundreds of megabytes a second. Files may be half-written,
+damaged, incomplete or of another version. Must not: change the run, or judge the
+content. Only a missing folder raises an error; no content of a folder does.
 """
 
 from __future__ import annotations
@@ -33,26 +32,44 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunLog:
-    """One run. `state`: finished, running, or ended (without a result); `problems`:
-    what the files lack, for people.
-    """
+    """The content of a run folder."""
 
     name: str
+    """Name of the run, unique among the runs of a report."""
+
     path: Path
+    """Run folder."""
+
     policy: str
+    """Name of the checkpoint policy, or `unknown`."""
+
     state: str
+    """`finished`, `running`, or `ended` (without a result)."""
+
     world_size: int
+    """Number of ranks."""
+
     ranks: tuple[RankDigest, ...]
+    """Digests of the ranks that have an event file, by rank."""
+
     faults: tuple[tuple[float, InjectedFault], ...]
+    """Inflicted faults, each with its time in seconds since the run's origin."""
+
     result: dict[str, Any]
+    """Content of result.json; empty if there is none."""
+
     problems: tuple[str, ...]
+    """Defects of the files, for people."""
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunLog]:
-    """Return the runs, each under a name of its own; a folder of runs, which is none
-    itself, stands for all of them.
+    """Return the runs, each with a name of its own.
 
-    Raises ConfigError where a path is no folder.
+    Args:
+        paths: Run folders. A folder of run folders stands for all of these runs.
+
+    Raises:
+        ConfigError: A path is not a folder.
     """
     folders = [folder for path in paths for folder in _runs_in(path)]
     names = _names([folder.resolve() for folder in folders])
@@ -60,7 +77,15 @@ def read_runs(paths: Sequence[Path]) -> list[RunLog]:
 
 
 def read_run(path: Path, name: str | None = None) -> RunLog:
-    """Return what a run folder holds; raises ConfigError where there is no such folder."""
+    """Return the content of a run folder.
+
+    Args:
+        path: The run folder.
+        name: The name of the run. None: the name of the folder.
+
+    Raises:
+        ConfigError: The folder does not exist.
+    """
     if not path.is_dir():
         raise ConfigError(f"run: got {str(path)!r}, wanted the folder of a run")
     described, result = _json_of(path / "run.json"), _json_of(path / "result.json")
@@ -88,8 +113,14 @@ def read_run(path: Path, name: str | None = None) -> RunLog:
 
 
 def map_ranks(path: Path, work: Callable[[int, Path], T]) -> list[T]:
-    """Return what `work` makes of each rank's event file, by rank; in several processes
-    where that takes long.
+    """Return the results of `work` for each rank's event file, by rank.
+
+    Large logs are read in several processes.
+
+    Args:
+        path: The run folder.
+        work: A function of the global rank and the event file. Other processes must be
+            able to import the function.
     """
     named = (
         (match, file)
@@ -98,15 +129,14 @@ def map_ranks(path: Path, work: Callable[[int, Path], T]) -> list[T]:
     )
     files = sorted((int(match[1]), file) for match, file in named)
     workers = min(len(files), os.cpu_count() or 1)
-    # spawned processes begin with their imports, and smaller logs are read before those
-    # are done
+    # spawned processes begin with imports, which take longer than to read a small log
     if (
         workers < 2
         or sum(file.stat().st_size for _, file in files) < _PARALLEL_FROM_BYTES
     ):
         return [work(rank, file) for rank, file in files]
-    # spawned: a fork of a process with threads (of BLAS, of a caller) may inherit locks
-    # that nothing releases
+    # spawn, because a fork of a process with threads (of BLAS, of a caller) may inherit
+    # locks that nothing releases
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return list(pool.map(work, *zip(*files, strict=True)))
 
@@ -124,7 +154,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that tell them apart."""
+    """Return the shortest ends of the paths that distinguish the paths."""
     for length in range(1, max((len(path.parts) for path in paths), default=1) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
@@ -133,9 +163,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """Return what a file holds; nothing where there is none, or another thing than it
-    should be.
-    """
+    """Return the JSON object in a file; empty if there is no such file or object."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -164,7 +192,7 @@ def _state_of(path: Path, ranks: Sequence[RankDigest], result: dict[str, Any]) -
 def _faults_of(
     path: Path, described: dict[str, Any]
 ) -> tuple[tuple[float, InjectedFault], ...]:
-    """Return what was inflicted on purpose, each with its time since the run's origin."""
+    """Return the inflicted faults, each with seconds since the run's origin."""
     origin = described.get("clock_origin_unix_s")
     try:
         lines = (path / "faults.jsonl").read_text().splitlines()

@@ -1,6 +1,4 @@
-"""The numbers of a run that are worth comparing, each with its unit and what it means,
-and a sentence that sums up.
-"""
+"""The numbers by which runs are compared, and a few sentences that sum up a run."""
 
 from __future__ import annotations
 
@@ -24,17 +22,26 @@ _BECAME = {
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number of each run; `of` returns None where the run has no data for it."""
+    """A number of each run."""
 
     key: str
+    """Name in JSON."""
+
     label: str
+    """Name in tables and on the page."""
+
     unit: str
+    """Unit; empty for a count."""
+
     means: str
+    """Explanation, shown on hover."""
+
     of: Callable[[Facts], float | None]
+    """Returns the number of a run, or None if the run has no data."""
 
 
 def headline(facts: Facts) -> str:
-    """Return in two or three sentences what became of the run, and where its time went."""
+    """Return a few sentences on the outcome of the run and the use of its time."""
     ettr = facts.ettr
     if ettr is None:
         return (
@@ -75,7 +82,7 @@ def headline(facts: Facts) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time for people: 0.42 s, 12.3 s, 4 min 10 s, 3 h 5 min."""
+    """Return a duration for people: 0.42 s, 12.3 s, 4 min 10 s, 3 h 5 min."""
     if seconds < 100:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -85,7 +92,7 @@ def duration(seconds: float) -> str:
 
 
 def shown(value: float | None) -> str:
-    """Return a number with about four digits that count; a dash where there is none."""
+    """Return a number with about four significant digits; a dash if there is none."""
     if value is None or not np.isfinite(value):
         return "-"
     if value == int(value) and abs(value) < 1e15:

@@ -16,24 +16,36 @@ _MOST_ROWS = 500
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's head; `means` is shown on hover."""
+    """The head of a column."""
 
     label: str
+    """Name of the column."""
+
     unit: str = ""
+    """Unit of the numbers; empty for words and counts."""
+
     means: str = ""
+    """Explanation, shown on hover."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of numbers and words; None: there is no data. `note`: what was left out, or
-    why there is nothing.
-    """
+    """A table of numbers and words."""
 
     key: str
+    """Identifier, unique among the tables of a run."""
+
     title: str
+    """Title above the table."""
+
     columns: tuple[Column, ...]
+    """Heads of the columns."""
+
     rows: tuple[tuple[str | float | None, ...], ...]
+    """Cells of each row. None: there is no data."""
+
     note: str = ""
+    """Rows left out, or the reason why there are none."""
 
 
 def text_of(cell: str | float | None) -> str:
@@ -41,7 +53,7 @@ def text_of(cell: str | float | None) -> str:
 
 
 def compared(runs: Sequence[Facts]) -> Table:
-    """Return the runs side by side, in the quantities that any of them has."""
+    """Return the runs side by side, with the quantities that any run has."""
     values = {each: [each.of(facts) for facts in runs] for each in QUANTITIES}
     there = [
         each
@@ -72,7 +84,7 @@ def compared(runs: Sequence[Facts]) -> Table:
 
 
 def numbers_of(facts: Facts) -> Table:
-    """Return what is known of one run, a line for each quantity."""
+    """Return all known quantities of one run, a row for each."""
     values = [(each, each.of(facts)) for each in QUANTITIES]
     return Table(
         key="numbers",
@@ -92,7 +104,7 @@ def numbers_of(facts: Facts) -> Table:
 
 
 def time_of_runs(runs: Sequence[Facts]) -> Table:
-    """Return where the time of each run went, on average over its ranks."""
+    """Return where the time of each run went, mean over ranks."""
     parts = [part for part in PagePart if any(facts.mean_us(part) for facts in runs)]
     return Table(
         key="parts",
@@ -151,7 +163,7 @@ def faults(facts: Facts) -> Table:
 
 
 def recoveries(facts: Facts) -> Table:
-    """Return the recoveries, by what they took."""
+    """Return the recoveries, with the time of each part."""
     return Table(
         key="recoveries",
         title="Recoveries",

@@ -1,4 +1,4 @@
-"""Fewer points that look the same: what a plot shows of a million iterations. Pure."""
+"""Fewer points that look the same, for plots of a million iterations. Pure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_POINTS = 2000
+"""Number of points that a plot shows of one series, at most."""
 
 
 def thin(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.int64]:
-    """Return which points to keep, in order: all, or the first, the last, and the
-    extremes of each equal stretch.
+    """Return the indices of the points to keep, in order.
 
-    At most `most` where there are more. NaN are no points.
+    If there are more than `most` points, the function keeps the first, the last and the
+    extremes of stretches of equal length.
+
+    Args:
+        values: The points; NaN and infinity are no points.
+        most: The number of points to keep at most.
     """
     known = np.flatnonzero(np.isfinite(values))
     if len(known) <= most:
         return known
-    # extremes, not averages: an iteration that took ten times as long must not vanish
+    # extremes, not averages: an iteration of ten times the usual length must not vanish
     # among a thousand others
     stretches = np.array_split(known[1:-1], (most - 2) // 2)
     extremes = [
@@ -29,7 +34,12 @@ def thin(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.int
 
 
 def evenly(count: int, most: int) -> NDArray[np.int64]:
-    """Return which of `count` to keep, first and last among them, at equal distances."""
+    """Return indices at equal distances, the first and the last included.
+
+    Args:
+        count: The number of items.
+        most: The number of indices at most.
+    """
     return (
         np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
         if count
@@ -38,11 +48,16 @@ def evenly(count: int, most: int) -> NDArray[np.int64]:
 
 
 def in_steps(numbers: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Return which to keep, in order, at most `most`: in each step of the numbers the
-    last that came.
+    """Return the indices of the numbers to keep: of each step, the last index.
 
-    Steps are powers of two: for numbers that reach about as far it is the same ones
-    that are kept.
+    Steps are powers of two, so series of about the same range keep the same steps.
+
+    Args:
+        numbers: The numbers, not negative.
+        most: The number of indices at most.
+
+    Returns:
+        The indices, in order.
     """
     if not len(numbers):
         return np.empty(0, np.int64)

@@ -1,11 +1,11 @@
-"""A timeline for Perfetto (Chrome's trace format): a process for each rank, a lane for
-each kind of work.
+"""A timeline for Perfetto, in Chrome's trace format.
 
-Of a long run, iterations near recoveries are shown one by one and the others in blocks,
-so that the file can be opened. Entries without times of their own are shown at their
-event: a mark for a fault, and with the iteration the bytes of its logs. Entries of a
-lane do not overlap: a later one begins where the one before it ends. Numbers of
-processes and lanes begin with 1: to Perfetto, all that is 0 is one idle thread.
+A rank is a process, and each kind of work has a lane. Of a long run, iterations near
+recoveries are shown one by one and the other iterations in blocks, so that Perfetto can
+open the file. Entries without a time of their own are shown at their event: a fault as
+a mark, the bytes of logs with the iteration. Entries of a lane do not overlap: no entry
+begins before the previous entry of the lane ends. Numbers of processes and lanes begin
+with 1, because Perfetto takes all entries of number 0 for one idle thread.
 """
 
 from __future__ import annotations
@@ -46,19 +46,26 @@ Slice = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Where a run's ranks go: the number of its first process, its name, when it ended,
-    slices for each rank.
-    """
+    """The place of a run in the trace."""
 
     first_pid: int
+    """Process number of rank 0."""
+
     name: str
+    """Name of the run."""
+
     end_us: int
+    """End of the run, in microseconds since the run's origin."""
+
     most: int
+    """Number of slices for each rank, at most."""
 
 
 def to_trace(runs: Sequence[Facts]) -> str:
-    """Return the trace of all runs. Reads their events again: facts do not keep all
-    that a timeline shows.
+    """Return the trace of all runs.
+
+    The function reads the events of the runs again, because facts lack data that a
+    timeline shows.
     """
     parts: list[bytes] = []
     for number, facts in enumerate(runs):
@@ -105,7 +112,7 @@ def _names(name: str, pid: int) -> Iterator[Slice]:
 
 
 def _faults(facts: Facts, place: _Place) -> Iterator[Slice]:
-    """Yield a mark for each recovery, on each rank that was in it."""
+    """Yield a mark for each recovery, on each rank of the recovery."""
     for episode in facts.episodes:
         name = "; ".join(episode.causes)
         for rank in sorted({each.rank for each in episode.stretches}):
@@ -120,9 +127,7 @@ def _faults(facts: Facts, place: _Place) -> Iterator[Slice]:
 
 
 def _in_turn(slices: Iterator[Slice]) -> list[Slice]:
-    """Return slices by time, cut so that in no lane one begins before the one before it
-    has ended.
-    """
+    """Return slices by time, cut so that slices of a lane do not overlap."""
     found = sorted(slices, key=itemgetter("ts"))
     reached_us = dict.fromkeys(_LANES, 0)
     for each in found:
@@ -171,13 +176,15 @@ def _slice(lane: int, name: str, start_us: int, end_us: int) -> Slice:
 
 
 def _ended(lane: int, name: str, end_us: int, seconds: float) -> Slice:
-    """Return a slice that an event tells of when it is over."""
+    """Return a slice whose event is written when the slice ends."""
     return _slice(lane, name, max(end_us - us(seconds), 0), end_us)
 
 
 def _compute(tiling: Tiling, most: int) -> Iterator[Slice]:
-    """Yield all that is no recovery: each stretch by itself, or where there are more
-    than `most`, some in blocks.
+    """Yield slices of all time outside recoveries.
+
+    Each stretch is a slice. If there are more than `most` stretches, some share a
+    slice.
     """
     mine = np.flatnonzero(~np.isin(tiling.parts, RECOVERY))
     starts_us, bounds = tiling.starts_us, _blocks(tiling.parts, mine, most)
@@ -191,8 +198,10 @@ def _compute(tiling: Tiling, most: int) -> Iterator[Slice]:
 
 
 def _blocks(parts: NDArray[np.int64], mine: NDArray[np.int64], most: int) -> list[int]:
-    """Return the bounds of blocks: of one stretch near lost work, of equal length
-    elsewhere; none holds a recovery.
+    """Return the bounds of blocks of stretches.
+
+    Near lost work and recoveries a block is one stretch; elsewhere blocks have equal
+    lengths. No block contains a recovery.
     """
     if len(mine) <= most:
         return list(range(len(mine) + 1))
@@ -201,8 +210,8 @@ def _blocks(parts: NDArray[np.int64], mine: NDArray[np.int64], most: int) -> lis
         np.flatnonzero(np.diff(mine) > 1) + 1,
     )
     reach = most // (4 * (len(lost) + len(recovered) + 1))
-    # iterations around faults stay by themselves: they are the reason to open a
-    # timeline
+    # iterations around faults are single blocks, because users open a timeline to see
+    # these iterations
     near = np.concatenate([lost, recovered])[:, None] + np.arange(-reach, reach + 1)
     bounds = (
         evenly(len(mine) + 1, most // 2),
@@ -243,7 +252,7 @@ def _copies(snapshots: Columns, most: int) -> Iterator[Slice]:
 
 
 def _sent(replicated: Columns, most: int) -> Iterator[Slice]:
-    """Yield the windows that have reached peers, from when they were begun to be sent."""
+    """Yield the windows that peers have received, from the start of the sending."""
     ends_us = np.maximum(replicated.at_us - replicated.us("ago_s"), 0)
     starts_us = np.maximum(ends_us - replicated.us("span_s"), 0)
     windows = replicated["window_start"]
@@ -266,7 +275,10 @@ def _sent(replicated: Columns, most: int) -> Iterator[Slice]:
 
 
 def _logs(commits: Columns, most: int) -> Iterator[Slice]:
-    """Yield what boundary logs got in an iteration: when within it, nothing tells."""
+    """Yield the bytes that boundary logs got in each iteration.
+
+    No event tells the time within the iteration.
+    """
     ends_us = commits.at_us
     starts_us = np.maximum(ends_us - commits.us("seconds"), 0)
     iterations = commits.iteration

@@ -1,11 +1,10 @@
-"""A stretch of one rank's time that holds events, cut by what they tell: recoveries,
-restarts, evaluations.
+"""Cuts a time of one rank that has events: recoveries, restarts, evaluations.
 
-Pure. An event is written when what it tells of is over, so each of them closes
-stretches that began before it:
+The module is pure. An event is written at the end of the work that the event describes,
+so each event closes stretches that began before the event:
 
-    `last commit     `death       `found      `all together             `Rejoined
-    |     lost       | detection  |  rebuild  | fetch | waiting, replay | other | iteration
+    `last commit   `death      `found     `all together             `Rejoined
+    |     lost     | detection |  rebuild | fetch | waiting, replay | other | iteration
 """
 
 from __future__ import annotations
@@ -36,14 +35,20 @@ MARKING_EVENTS = (
     StateResumed,
     WorkerStarted,
 )
+"""The events that mark parts of time."""
+
 _UNMEASURED = -1
 
 
 class Walk:
-    """Stretches, each from where the one before ended; one that would end before it
-    begins is left out.
+    """The stretches of a time, in order.
 
-    Recoveries fall into the iteration that comes next.
+    A stretch begins where the previous stretch ends. A stretch that would end before it
+    begins is left out. Recoveries fall into the next iteration.
+
+    Args:
+        start_us: The start of the time, in microseconds since the run's origin.
+        next_iteration: The iteration that recoveries fall into.
     """
 
     def __init__(self, start_us: int, next_iteration: int) -> None:
@@ -52,6 +57,7 @@ class Walk:
         self.stretches: list[tuple[int, PagePart, int]] = []
 
     def to(self, end_us: int, part: PagePart, iteration: int = _UNMEASURED) -> None:
+        """Add the stretch up to `end_us`."""
         if end_us > self.now_us:
             self.now_us = end_us
             self.stretches.append(
@@ -62,11 +68,17 @@ class Walk:
 def walk_gap(
     walk: Walk, found: Sequence[Noted], *, is_first: bool, finished: int | None = None
 ) -> PagePart:
-    """Cut the time between two iterations; return what the rest of it, after the last
-    event, belongs to.
+    """Cut the time between two iterations, up to the last event.
 
-    `finished`: the iteration that was cut off and that the recovery then committed, so
-    that it was not lost.
+    Args:
+        walk: The walk, at the end of the first iteration.
+        found: The marking events of the gap, in order.
+        is_first: Whether the gap lies before the first iteration.
+        finished: The iteration that a fault cut off and that the recovery committed, so
+            that the time before the fault was not lost.
+
+    Returns:
+        The part that the time after the last event belongs to.
     """
     rest = PagePart.STARTUP if is_first else None
     found = list(found)
@@ -92,8 +104,15 @@ def walk_iteration(
     *,
     given_up: bool,
 ) -> None:
-    """Cut an iteration in which state was rebuilt without the loss of a process; hooks
-    counted that as a stall.
+    """Cut an iteration in which stages rebuilt state although no process was lost.
+
+    Args:
+        walk: The walk, at the start of the iteration.
+        found: The marking events in the iteration, in order.
+        iteration: The iteration.
+        end_us: The commit, in microseconds since the run's origin.
+        stall_us: The stall, in microseconds. Hooks count the rebuild as a stall.
+        given_up: Whether the commit was undone later.
     """
     for noted in found:
         event = noted.event
@@ -116,15 +135,20 @@ def walk_iteration(
 
 
 def us(seconds: float) -> int:
-    """Return whole microseconds; none for what is no duration."""
+    """Return whole microseconds; 0 if `seconds` is not positive and finite."""
     return round(seconds * 1e6) if math.isfinite(seconds) and seconds > 0 else 0
 
 
 def _plain(
     walk: Walk, found: Sequence[Noted], rest: PagePart | None
 ) -> PagePart | None:
-    """Cut what is no recovery of a supervised job: a start, a restart by torchrun, a
-    load from disk, an evaluation.
+    """Cut events outside the recoveries of a supervised job.
+
+    Such events are a start, a restart by torchrun, a load from disk, and an evaluation.
+
+    Returns:
+        The part that the time after the last event belongs to; None if no event
+        determines the part.
     """
     for noted in found:
         at_us, event = noted.at_us, noted.event
@@ -162,8 +186,10 @@ def _plain(
 def _recovery(
     walk: Walk, found: Sequence[Noted], rest: PagePart | None, finished: int | None
 ) -> None:
-    """Cut what ends with `Rejoined`, the last of `found`, by its durations; the latest
-    are the surest.
+    """Cut a recovery by the durations in the `Rejoined` event, the last of `found`.
+
+    The function counts back from this event, so the latest durations are the most
+    certain.
     """
     at_us, rejoined = found[-1].at_us, found[-1].event
     assert isinstance(rejoined, Rejoined)
@@ -171,8 +197,8 @@ def _recovery(
     fetch_us = replay_us - us(rejoined.fetch_s)
     rebuild_us = fetch_us - us(rejoined.rebuild_s)
     detect_us = rebuild_us - us(rejoined.detect_s)
-    # a fault that hit an earlier recovery, or a restart by torchrun, has events of its
-    # own before this one's begin
+    # an earlier fault, which hit another recovery, or a restart by torchrun has events
+    # before the start of this recovery
     earlier = [noted for noted in found[:-1] if noted.at_us < detect_us]
     rest = _plain(walk, earlier, rest or PagePart.LOST) if earlier else rest
     if rest is None and finished is not None and finished == rejoined.iteration:

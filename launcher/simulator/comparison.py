@@ -1,5 +1,6 @@
-"""A real run beside the simulation of the same job under the same faults: prediction,
-truth, deviation. No torch.
+"""Compares a real run with a simulation of the same job under the same faults.
+
+The table has the prediction, the truth and the deviation. The module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from moe_ckpt.sim.hardware import ClusterConfig
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.saving import Setup
 
-LONG_S = 1e9  # a run ends with its last iteration
+LONG_S = 1e9
+"""Duration of a simulation that no run reaches, so that a run ends with its last
+iteration.
+"""
+
 _NAMES = {
     "iterations": "iterations",
     "iteration_s": "iteration, s (given)",
@@ -34,14 +39,20 @@ _NAMES = {
 def compare(
     folder: Path, cluster: ClusterConfig, iteration_s: float | None
 ) -> list[str]:
-    """Return a table for people. Iterations are taken to be as long as those of the
-    run, where nothing is given.
+    """Return the lines of a table for people.
 
-    Raises ConfigError, naming the folder, for one that is not that of a run.
+    Args:
+        folder: The folder of the real run.
+        cluster: The cluster of the simulation.
+        iteration_s: The seconds of an iteration. None: as in the real run.
+
+    Raises:
+        ConfigError: The folder is not that of a run (the error names the folder), or
+            the run committed no iteration.
     """
     run = read_run(folder)
-    # the real iteration's seconds are given to the simulation: what is compared is the
-    # price of saving and of faults
+    # the simulation takes the real iteration's seconds, because the comparison is about
+    # the price of saving and of faults
     truth = facts_of(run.ranks)
     predicted = predict_run(
         run, cluster, iteration_s or truth.iteration_s, truth.iterations
@@ -56,10 +67,15 @@ def compare(
 def predict_run(
     run: RealRun, cluster: ClusterConfig, iteration_s: float | None, iterations: int
 ) -> RunFacts:
-    """Return what a simulation says of the same job, faults and iterations, read like a
-    real run's events.
+    """Return the facts of a simulation of the same job, faults and iterations.
 
-    Without `iteration_s` an iteration takes what the cluster's constants say.
+    The simulation's events are read like the events of a real run.
+
+    Args:
+        run: The real run.
+        cluster: The cluster of the simulation.
+        iteration_s: The seconds of an iteration. None: by the cluster's constants.
+        iterations: The number of iterations to simulate.
     """
     return facts_of(
         predict_events(run, setup_of(run, cluster, iteration_s), iterations)
@@ -69,8 +85,12 @@ def predict_run(
 def predict_events(
     run: RealRun, setup: Setup, iterations: int
 ) -> list[list[LoggedEvent]]:
-    """Return each rank's events in a simulation of a run's job, in this setup, under
-    the same faults.
+    """Return each rank's events in a simulation of a run's job under the run's faults.
+
+    Args:
+        run: The real run.
+        setup: The job on a cluster.
+        iterations: The number of iterations to simulate.
     """
     saving = plan_saving(run.settings.ckpt, setup)
     outcome = simulate(

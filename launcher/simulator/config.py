@@ -1,7 +1,7 @@
-"""From a composed configuration to what a simulation needs: a job on a cluster, a
-policy, faults. Knows no torch.
+"""Makes a simulation of a composed configuration: a job on a cluster, a policy, faults.
 
-Beside `launcher.config` the place that sees OmegaConf, for conf/simulate.yaml.
+The module imports no torch. Besides `launcher.config`, only this module uses OmegaConf,
+for conf/simulate.yaml.
 """
 
 from __future__ import annotations
@@ -40,35 +40,73 @@ from moe_ckpt.sim.skew import skewed_popularity
 from moe_ckpt.types import ParallelLayout
 
 GROUPS = ("ckpt", "model", "parallel", "cluster", "fault", "experiment")
+"""Groups of settings that a command line can choose from."""
+
 _BYTE_VOCABULARY = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentConfig:
-    """Overrides by name: every case with every policy in every variant. See
-    conf/experiment/.
+    """Many simulations: every case with every policy in every variant.
+
+    See conf/experiment/.
     """
 
     name: str
+    """Name of the experiment."""
+
     cases: dict[str, list[str]]
+    """Overrides of each case (row of the table), by name."""
+
     policies: dict[str, list[str]]
+    """Overrides of each policy, by name."""
+
     variants: dict[str, list[str]]
+    """Overrides of each variant, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneralConfig:
-    """The keys of conf/simulate.yaml that belong to no group."""
+    """The keys of conf/simulate.yaml that belong to no group.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
 
     duration_s: float
+    """Simulated training time of a run, in seconds."""
+
     mtbf_s: float | None
+    """Mean time between failures of the whole job, in seconds. None: the settings of
+    `fault` give the faults.
+    """
+
     scope: str
+    """Extent of a failure of `mtbf_s`: `process` or `node`."""
+
     seed: int
+    """Seed of the first run; each next run has the next seed."""
+
     runs: int
+    """Number of runs to average."""
+
     popularity_skew: float
+    """Unevenness of tokens over experts, from 0 (even) to 1 (all to one expert).
+
+    MoEvement, Appendix D.
+    """
+
     plan: bool
+    """Whether to rank policies with their parameters by ETTR."""
+
     out: str | None
+    """New folder for the first run, in the form of a real run. None: no folder."""
+
     real: str | None
+    """Folder of a real run to simulate and to compare with. None: no comparison."""
+
     page: str | None
+    """File for the published cells and the predictions. None: no page."""
 
     def __post_init__(self) -> None:
         require(
@@ -96,23 +134,39 @@ class GeneralConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
-    """All that a simulation needs."""
+    """All inputs of a simulation."""
 
     setup: Setup
+    """The job on the cluster, with its costs."""
+
     policy: CkptConfig
+    """The checkpoint policy."""
+
     model: ModelConfig
+    """The model, as configured."""
+
     fault: FaultConfig
+    """The faults if there is no MTBF."""
+
     general: GeneralConfig
+    """The keys that belong to no group."""
+
     composed_yaml: str
+    """All settings, as YAML."""
 
     def kills(self, run: int) -> tuple[Kill, ...]:
-        """Return what is lost in run number `run`, by its seed. Raises ConfigError for
-        ranks that the job lacks.
+        """Return the kills of a run, by the run's seed.
+
+        Args:
+            run: The number of the run, from 0.
+
+        Raises:
+            ConfigError: A fault names a rank that the job lacks.
         """
         general, world_size = self.general, self.setup.job.layout.world_size
         if general.mtbf_s is None:
             return self.fault.kills(world_size)
-        # more than a run can meet
+        # more kills than a run can meet
         count = 2 * int(general.duration_s / general.mtbf_s) + 100
         return poisson_kills(
             mtbf_s=general.mtbf_s,
@@ -124,27 +178,53 @@ class Simulation:
 
 
 def compose_request(arguments: Sequence[str]) -> tuple[GeneralConfig, ExperimentConfig]:
-    """Return what is asked for, without the job, which an experiment's cases may have
-    to complete.
+    """Return the request without the job.
+
+    The cases of an experiment may have to complete the job.
+
+    Args:
+        arguments: The overrides of the command line.
+
+    Raises:
+        ConfigError: A setting is wrong. The error names the setting.
     """
     return compose_as("simulate", arguments, GROUPS, _to_request, _ALL_KINDS)
 
 
 def compose_machine(arguments: Sequence[str]) -> tuple[ClusterConfig, TimingConfig]:
-    """Return what is said of the machines alone: a real run brings its job along."""
+    """Return the settings of the machines alone.
+
+    A comparison with a real run needs no more, because the real run brings the job.
+
+    Args:
+        arguments: The overrides of the command line.
+
+    Raises:
+        ConfigError: A setting is wrong. The error names the setting.
+    """
     return compose_as("simulate", arguments, GROUPS, _to_machine, _ALL_KINDS)
 
 
 def compose_simulation(arguments: Sequence[str]) -> Simulation:
-    """Return the simulation that command-line overrides describe. Raises ConfigError,
-    naming the setting.
+    """Return the simulation that overrides describe.
+
+    Args:
+        arguments: The overrides of the command line.
+
+    Raises:
+        ConfigError: A setting is wrong. The error names the setting.
     """
     return compose_as("simulate", arguments, GROUPS, _to_simulation, _ALL_KINDS)
 
 
 def compose_yaml(arguments: Sequence[str]) -> str:
-    """Return all settings of the simulator as YAML. Raises ConfigError, naming the
-    setting.
+    """Return all settings of the simulator as YAML.
+
+    Args:
+        arguments: The overrides of the command line.
+
+    Raises:
+        ConfigError: A setting is wrong. The error names the setting.
     """
     return compose_as("simulate", arguments, GROUPS, OmegaConf.to_yaml, _ALL_KINDS)
 
@@ -152,11 +232,15 @@ def compose_yaml(arguments: Sequence[str]) -> str:
 def shape_of(
     model: ModelConfig, *, sequence_length: int, skewness: float = 0.0, seed: int = 0
 ) -> ModelShape:
-    """Return the operators of a model; a vocabulary that follows from data is taken to
-    be that of bytes.
+    """Return the operators of a model.
 
-    Each expert gets an even share of a layer's tokens, or one as uneven as `skewness`
-    asks for.
+    A vocabulary whose size follows from the data counts as the vocabulary of bytes.
+
+    Args:
+        model: The model.
+        sequence_length: The tokens of a sequence.
+        skewness: The unevenness of a layer's tokens over experts; 0: equal shares.
+        seed: The seed of uneven shares.
     """
     wanted = _BYTE_VOCABULARY if model.vocab_size == AUTO else int(model.vocab_size)
     layout = ParallelLayout(pp=1, dp=1, ep=1, tp=1)
@@ -245,11 +329,21 @@ def fit_cluster(
     formats: FormatsConfig,
     batch: BatchConfig,
 ) -> ParallelLayout:
-    """Return the degrees for a cluster; `auto`: ep within a node, the fewest stages
-    that fit into the GPUs' memory.
+    """Return the degrees of parallelism for a cluster.
 
-    Of these the fewest that divide the batch. Raises ConfigError, with the numbers,
-    where it does not work out.
+    With `auto`, EP stays within a node. The number of stages is the least with which
+    the job fits into the GPUs' memory and the batch divides by the data-parallel ranks;
+    if no number does both, the least that fits.
+
+    Args:
+        parallel: The degrees asked for.
+        cluster: The cluster.
+        shape: The operators of the model.
+        formats: The bytes of a parameter.
+        batch: The batch.
+
+    Raises:
+        ConfigError: No degrees fit. The error has the numbers.
     """
     world_size, per_node = cluster.num_gpus, cluster.gpus_per_node
     wanted = f"auto or cluster.gpus_per_node={per_node}"
@@ -274,7 +368,7 @@ def fit_cluster(
             _layout(parallel, pp, world_size // (pp * tp), tp, cluster, shape)
             for pp in stages
         ]
-        # few stages: a pipeline's bubbles grow with their number
+        # few stages, because a pipeline's bubbles grow with the number of stages
         chosen = _smallest_fitting(layouts, cluster, shape, formats, batch)
     degrees = f"{chosen.dp} = {world_size} GPUs / (pp={chosen.pp} * tp={tp})"
     require(parallel.dp in (AUTO, chosen.dp), "parallel.dp", parallel.dp, degrees)
@@ -328,8 +422,9 @@ def _layout(
 def _gpu_bytes(
     layout: ParallelLayout, shape: ModelShape, formats: FormatsConfig
 ) -> float:
-    """Return what a GPU needs for weights, gradients and its part of the state, with
-    even stages.
+    """Return the bytes that a GPU needs if stages are even.
+
+    The bytes are weights, gradients, and the GPU's part of the state.
     """
     is_expert = np.array([operator.expert is not None for operator in shape.operators])
     experts, others = (
@@ -360,4 +455,4 @@ _KINDS: Kinds = {
     "switches": Switches,
 }
 _ALL_KINDS: Kinds = {**_KINDS, "": GeneralConfig}
-"""With the keys that belong to no group, for errors about a key that there is not."""
+"""All groups, with the keys that belong to no group, for errors about unknown keys."""

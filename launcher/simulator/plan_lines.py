@@ -1,5 +1,7 @@
-"""A ranking of policies in words: its assumptions, the policies in groups, the command
-of the best. No torch.
+"""A ranking of policies in words. No torch.
+
+The text has the assumptions, the policies in groups, and the command of the best policy
+that loses no tokens.
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ from launcher.simulator.runner import Result
 _ROW = "{:<58} {:>8} {:>9} {:>9} {:>14} {:>12}"
 _HEAD = ("policy", "ETTR", "+-", "overhead", "host GB a node", "lost tokens")
 _NOTHING = "-"
-# Student's t, two-sided 5 %, by freedom
+# quantiles of Student's t, two-sided 5 %, for 1 to 10 degrees of freedom
 _T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 def plan_lines(
     candidates: Sequence[Candidate], arguments: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the lines of a ranking. `candidates` are sorted, the best first, impossible
-    ones last.
+    """Yield the lines of a ranking.
 
-    First come the best policy and those whose ETTR the runs do not tell from its ETTR.
+    The best policy comes first, with the policies whose ETTR the runs do not
+    distinguish from the best ETTR.
+
+    Args:
+        candidates: The candidates, the best first, impossible candidates last.
+        arguments: The overrides of the command line.
     """
     possible = [(each, each.result) for each in candidates if each.result is not None]
     if possible:
@@ -56,11 +62,14 @@ def plan_lines(
 
 
 def is_tied(best: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether two policies' ETTRs, run by run under the same faults, differ by
-    chance.
+    """Return whether the ETTRs of two policies differ only by chance.
 
-    By a paired t-test at 5 %: the mean difference is at most t times its standard
-    error. One run tells any two apart.
+    The test is a paired t-test at 5 %: the mean difference must be at most t times its
+    standard error. With one run, any difference counts.
+
+    Args:
+        best: The ETTR of the better policy in each run.
+        other: The ETTR of the other policy in each run, under the same faults.
     """
     differences = [one - two for one, two in zip(best, other, strict=True)]
     if len(differences) == 1:
@@ -72,8 +81,10 @@ def is_tied(best: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def host_memory(result: Result) -> str:
-    """Return the GB that a node needs; nothing where a policy keeps none, or its paper
-    does not say how much.
+    """Return the host memory of a node in GB, as text.
+
+    A dash if the policy keeps nothing in host memory, or its paper does not give the
+    size.
     """
     saving = result.saving
     return (
@@ -121,8 +132,9 @@ def _table(title: str, rows: Sequence[tuple[Candidate, Result]]) -> Iterator[str
 
 
 def _wrapped(words: Sequence[str]) -> str:
-    """Return a command for a shell, in lines of about 100 characters. Words with a
-    variable are left to the shell.
+    """Return a command for a shell, in lines of about 100 characters.
+
+    The shell replaces variables in words.
     """
     quoted = [f'"{word}"' if "$" in word else shlex.quote(word) for word in words]
     return " \\\n        ".join(

@@ -1,5 +1,6 @@
-"""Which policy, with which parameters, is best for a job on a cluster: all of them
-simulated, by ETTR. No torch.
+"""Ranks policies and their parameters for a job on a cluster, by simulated ETTR.
+
+The module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,24 +17,31 @@ from moe_ckpt.policies.checkpoint_interval import best_interval
 from moe_ckpt.sim.saving import Setup
 
 WINDOWS = (1, 2, 4, 8, 16)
-SHARES = (16, 8, 4, 2)  # of the experts: one in so many
-# of torchrun, for lost nodes; supervisors replace workers without it
+"""Numbers of slots of a window that are tried, besides `auto`."""
+
+SHARES = (16, 8, 4, 2)
+"""Shares of experts in a partial snapshot that are tried: one expert of so many."""
+
+# torchrun restarts for lost nodes; supervisors replace workers without restarts
 _MAX_RESTARTS = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A policy with its parameters; `refusal` says why it cannot be had, else there is
-    a result.
-    """
+    """A policy with its parameters."""
 
     overrides: tuple[str, ...]
+    """Settings of the policy, as overrides."""
+
     result: Result | None
+    """Result of the simulation; None if the candidate is impossible."""
+
     refusal: str = ""
+    """Reason why the candidate is impossible; else empty."""
 
     @property
     def is_lossless(self) -> bool:
-        """Whether it keeps all tokens."""
+        """Whether the candidate is possible and loses no tokens."""
         return (
             self.result is not None and not self.result.simulation.policy.loses_tokens
         )
@@ -42,10 +50,15 @@ class Candidate:
 def rank_policies(
     arguments: Sequence[str], report: Callable[[str], object]
 ) -> list[Candidate]:
-    """Return all candidates, the best first, impossible ones last. Raises ConfigError
-    without an MTBF.
+    """Return all candidates, the best first, impossible candidates last.
 
-    `report` gets a line before each simulation, which can take seconds.
+    Args:
+        arguments: The overrides of the command line.
+        report: A function that gets a line before each simulation. A simulation can
+            take seconds.
+
+    Raises:
+        ConfigError: There is no MTBF, or a setting is wrong.
     """
     base = compose_simulation(arguments)
     require(
@@ -67,8 +80,14 @@ def rank_policies(
 
 
 def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
-    """Return the words of the command that trains so, on each node. $HOST, $JOB and
-    $MIRROR are the user's.
+    """Return the words of the command that trains with a candidate, for each node.
+
+    The user sets the variables $HOST, $JOB and $MIRROR.
+
+    Args:
+        candidate: A candidate with a result.
+        arguments: The overrides of the command line, of which those of the model are
+            kept.
     """
     assert candidate.result is not None
     simulation = candidate.result.simulation
@@ -79,7 +98,7 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
     )
     servers = simulation.policy.served
     several = [
-        # not fewer: a spare node takes the place of a lost one
+        # not fewer nodes, because a spare node takes the place of a lost node
         f"--nnodes={cluster.nodes}:{cluster.nodes}",
         f"--max-restarts={_MAX_RESTARTS}",
         "--rdzv-backend=c10d",
@@ -91,7 +110,7 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
         *(several if cluster.nodes > 1 else [f"--max-restarts={_MAX_RESTARTS}"]),
         f"--nproc-per-node={cluster.gpus_per_node}",
         "launcher/train.py",
-        # on a file system that all nodes see
+        # $PWD must be on a file system that all nodes see
         *(["run.dir=$PWD/outputs/$JOB"] if cluster.nodes > 1 else []),
         f"model={simulation.model.name}",
         *(argument for argument in arguments if argument.startswith("model.")),
@@ -110,8 +129,8 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
 
 def _try(arguments: Sequence[str], overrides: tuple[str, ...]) -> Candidate:
     groups = [re.split(r"[.=]", argument.lstrip("+"))[0] for argument in arguments]
-    # a candidate has all ckpt settings of its own: keys of the policy that was asked
-    # for may not exist in its section
+    # a candidate has ckpt settings of its own: the section of the candidate may lack
+    # keys of the policy that the user chose
     own = [
         argument
         for argument, group in zip(arguments, groups, strict=True)
@@ -163,8 +182,9 @@ def _candidates(base: Simulation) -> Iterator[tuple[str, ...]]:
 
 
 def _dense_interval(setup: Setup, mtbf_s: float, *, asynchronous: bool) -> int:
-    """Return the best iterations between whole checkpoints on disk; another may start
-    only when one is there.
+    """Return the best number of iterations between whole checkpoints on disk.
+
+    An asynchronous checkpoint may start only when the previous one is on disk.
     """
     cluster, costs, write_s = setup.cluster, setup.costs, setup.write_s
     copied = setup.total_full_bytes / (

@@ -1,9 +1,8 @@
-"""The page that holds the simulator to account: published cells, what is simulated of
-them, how far that is off.
+"""The page that compares published numbers with simulations: docs/simulator.md.
 
-`python -m launcher.simulate page=docs/simulator.md` writes all of it.
-benchmarks/published.csv has the cells, of two published sources: MoEvement
-(arXiv:2412.15411) and FlowCheck (EuroSys 25). Must not: choose which cells to show.
+`python -m launcher.simulate page=docs/simulator.md` writes the whole page.
+benchmarks/published.csv has the published cells, from two sources: MoEvement
+(arXiv:2412.15411) and FlowCheck (EuroSys 25). Must not: choose the cells to show.
 """
 
 from __future__ import annotations
@@ -24,39 +23,64 @@ from launcher.simulator.runner import Result, Row, run_experiment
 from launcher.simulator.servers_page import CASES, JOB, server_lines
 
 CELLS = CONF_DIR.parent / "benchmarks" / "published.csv"
+"""File of the published cells."""
+
 CLUSTERS = ("a100_azure", "h100_ib", "h200", "local")
+"""Clusters whose constants the page lists."""
+
 NEAR = 0.02
+"""Largest deviation of a prediction that counts as near."""
+
 EXACT = "table7_exact"
-"""The experiment that takes Table 7's formats with the bytes that bit-exact snapshots
-need.
-"""
+"""Experiment of Table 7's formats with the bytes that bit-exact snapshots need."""
 _WITH_EXACT = ("Table 7", "MoEvement", "ettr")
 
 OWN_RUNS = (
     "<!-- own runs: written by benchmarks/predicted.py -->",
     "<!-- end of own runs -->",
 )
+"""First and last line of the part about own runs, which other programs write."""
+
 _STREAMS_OF_A_SERVER, _SERVER_USD_AN_HOUR, _NODE_USD_AN_HOUR = 2, 1.37, 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """A published number, and the row of an experiment that it belongs to."""
+    """A published number, and the row of an experiment that the number belongs to."""
 
     source: str
+    """Table or figure of the paper."""
+
     experiment: str
+    """Name of the experiment."""
+
     case: str
+    """Case of the experiment."""
+
     policy: str
+    """Policy of the experiment."""
+
     variant: str
+    """Variant of the experiment; `*`: the first variant."""
+
     metric: str
+    """Key of `METRICS`, or the name of a comparison, a colon and another policy."""
+
     value: float
+    """Published number, in the unit of the metric."""
+
     trust: str
+    """`include`; `flag` or `exclude` if the cell contradicts other cells of its row or
+    table.
+    """
+
     note: str
+    """Remark on the number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A cell, and what is simulated of it."""
+    """A cell, and the prediction of a simulation."""
 
     cell: Cell
     predicted: float
@@ -67,7 +91,11 @@ class Compared:
 
 
 def read_cells(path: Path = CELLS) -> list[Cell]:
-    """Return the published cells."""
+    """Return the published cells.
+
+    Args:
+        path: The file.
+    """
     with path.open(newline="") as file:
         return [
             Cell(**{**line, "value": float(line["value"])})
@@ -76,7 +104,12 @@ def read_cells(path: Path = CELLS) -> list[Cell]:
 
 
 def compare_cells(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Compared]:
-    """Return the cells of an experiment's rows with what is simulated of them."""
+    """Return the cells with the predictions.
+
+    Args:
+        cells: The cells of one experiment.
+        rows: The results of the experiment.
+    """
     # reversed, so that `*` is the first variant
     results = {(row.case, row.policy, "*"): row.result for row in reversed(rows)}
     results |= {(row.case, row.policy, row.variant): row.result for row in rows}
@@ -90,10 +123,16 @@ def write_page(
     say: Callable[[str], None] = print,
     server_cases: Collection[str] = tuple(CASES),
 ) -> None:
-    """Simulate all rows that there are cells of, and write the page. `arguments` go to
-    each simulation.
+    """Simulate all rows that have cells, and write the page.
 
     The page's part about own runs stays.
+
+    Args:
+        path: The page.
+        arguments: The overrides of each simulation.
+        cells: The published cells.
+        say: A function that gets a line before each experiment.
+        server_cases: The cases of the table of servers.
     """
     compared: list[Compared] = []
     runs = 0
@@ -145,7 +184,7 @@ def _predicted(cell: Cell, results: Mapping[tuple[str, str, str], Result]) -> fl
 
 
 def _summary(compared: Sequence[Compared]) -> list[str]:
-    """Return a table of how near the ETTR cells are, by policy."""
+    """Return a table of the deviations of ETTR cells, by policy."""
     rows = []
     found = [
         one
@@ -203,7 +242,7 @@ def _row(one: Compared) -> list[str]:
 
 
 def _exact(compared: Sequence[Compared], arguments: Sequence[str]) -> list[str]:
-    """Return a table of MoEvement's ETTR in Table 7, with both counts of bytes."""
+    """Return a table of MoEvement's ETTR in Table 7, with the bytes of both counts."""
     both = [
         one
         for one in compared
@@ -249,18 +288,18 @@ def _constants() -> list[str]:
 
 
 def _server_share(result: Result) -> float:
-    """Return the share of an iteration in which servers make a state: FlowCheck's
-    deadline is 1.
+    """Return the share of an iteration in which servers compute a state.
+
+    FlowCheck's deadline is 1.
     """
     return result.saving.served_s / result.simulation.setup.costs.iteration_s
 
 
 def _server_usd_a_day(result: Result) -> float:
-    """Return the price of a day of servers, one for each two mirrored streams, and of
-    the time that faults take.
+    """Return the price of a day of servers, and of the time that faults take, in USD.
 
-    FlowCheck, section 8.5, has the prices, and section 7 the two network cards of a
-    server.
+    There is one server for each two mirrored streams. FlowCheck, section 8.5, has the
+    prices, and section 7 the two network cards of a server.
     """
     policy, setup = result.simulation.policy.served, result.simulation.setup
     assert policy is not None
@@ -271,7 +310,7 @@ def _server_usd_a_day(result: Result) -> float:
 
 
 def _memory_gb(result: Result, part: str) -> float:
-    """Return host memory of the whole job, without copies for peers."""
+    """Return host memory of the whole job in GB, without copies for peers."""
     memory, setup = result.saving.memory, result.simulation.setup
     assert memory is not None
     num_bytes = getattr(memory, part) - (
@@ -298,3 +337,4 @@ METRICS: Mapping[str, Callable[[Result], float]] = {
     "logs_GB": lambda result: _memory_gb(result, "boundary_log_bytes"),
     "host_GB": lambda result: _memory_gb(result, "total_bytes"),
 }
+"""Functions that take a published metric from a result, by the metric's name."""

@@ -1,5 +1,6 @@
-"""A real run's measurements, from its folder, and the simulation of the same job under
-the same faults. No torch.
+"""Measurements of a real run's folder, and the setup and faults for its simulation.
+
+The simulation has the same job and the same faults. The module imports no torch.
 """
 
 from __future__ import annotations
@@ -53,29 +54,49 @@ from moe_ckpt.state_format import BYTES
 
 T = TypeVar("T")
 _RECOVERING = ("build", "join", "recovery")
-_ENDED = {"between": "snapshot", "done": "snapshot"}  # the last point of an iteration
+# phases between iterations count as the last point of an iteration
+_ENDED = {"between": "snapshot", "done": "snapshot"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """A run's measurements, real or simulated. `iteration_s`: an iteration on average
-    as it ran first, without stalls.
-
-    `wall_s` is from the end of the first iteration, which is slow by itself, to that of
-    the last one. `recovery_s` is what a fault costs on average. Bytes are those of the
-    rank with the most.
-    """
+    """Measurements of a run, real or simulated."""
 
     iterations: int
+    """Number of iterations."""
+
     iteration_s: float
+    """Mean time of an iteration's first run, without stalls, in seconds."""
+
     wall_s: float
+    """Time from the end of the first iteration to the end of the last iteration, in
+    seconds.
+
+    The first iteration is slow by itself.
+    """
+
     stall_s: float
+    """Median stall of an iteration, in seconds."""
+
     num_recoveries: int
+    """Number of recoveries."""
+
     recovery_s: float
+    """Mean cost of a recovery, in seconds; 0 without recoveries."""
+
     trained_again: int
+    """Number of iterations that all ranks ran again."""
+
     interval: float
+    """Median of the iterations between windows or whole snapshots; 0 if none was
+    chosen.
+    """
+
     snapshot_bytes: float
+    """Bytes of the largest snapshot of a rank after iteration 0."""
+
     host_bytes: float
+    """Host memory allocated on the rank with the most, in bytes."""
 
     @property
     def ettr(self) -> float:
@@ -84,46 +105,72 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRecovery:
-    """The price of a fault: seconds from the last iteration before it to the next new
-    one, without an iteration's own.
+    """The price of a fault.
 
-    `before` is that last iteration; the next one ended at `until_s`, on the run's
-    clock. In that time all ranks ran `again` iterations a second time, or some ranks
-    `replayed` iterations, and loading from disk took `resumed_s`. `rejoined` is the
-    event of the rank that joined last, `after_s` before the end of the next new
-    iteration; snapshots stopped training for `stalled_s` of these.
+    The recovery lasts from the last iteration before the fault to the next new
+    iteration. Meanwhile all ranks run `again` iterations a second time, or some ranks
+    replay `replayed` iterations.
     """
 
     before: int
+    """Last iteration before the fault."""
+
     until_s: float
+    """End of the next new iteration, in seconds since the run's clock origin."""
+
     cost_s: float
+    """Time between the ends of these two iterations, less the time of an iteration, in
+    seconds.
+    """
+
     again: int
+    """Number of iterations that all ranks ran again."""
+
     replayed: int
+    """Number of iterations that some ranks replayed."""
+
     resumed_s: float
+    """Time to load from disk, in seconds."""
+
     rejoined: Rejoined | None
+    """Event of the rank that joined last; None if no rank rejoined."""
+
     after_s: float
+    """Time from that event to the end of the next new iteration, in seconds."""
+
     stalled_s: float
+    """Part of `after_s` in which snapshots stopped training, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RealRun:
-    """A run folder: its settings, the faults since its first commit as they were
-    carried out, its ranks' events.
-
-    Stalls of iterations are those of snapshots (`stalled_by_snapshots`).
-    """
+    """The content of a run folder."""
 
     settings: Settings
+    """Settings of the run."""
+
     world_size: int
+    """Number of ranks."""
+
     kills: tuple[Kill, ...]
+    """Faults since the first commit, as they were carried out."""
+
     ranks: Sequence[Sequence[LoggedEvent]]
+    """Events of each rank. Stalls of iterations are those of snapshots, see
+    `stalled_by_snapshots`.
+    """
 
 
 def read_run(folder: Path, until: int | None = None) -> RealRun:
-    """Read a run's folder; faults after the first commit of iteration `until` are left
-    out.
+    """Return the content of a run folder.
 
-    Raises ConfigError, naming the folder, for one that is not that of a run.
+    Args:
+        folder: The folder.
+        until: Faults after the first commit of this iteration are left out. None: all
+            faults count.
+
+    Raises:
+        ConfigError: The folder is not that of a run. The error names the folder.
     """
     try:
         settings = read_settings(folder / "config.yaml")
@@ -151,10 +198,11 @@ def read_run(folder: Path, until: int | None = None) -> RealRun:
 
 
 def stalled_by_snapshots(rank: Sequence[LoggedEvent]) -> list[LoggedEvent]:
-    """Return a rank's events with those stalls alone that snapshots cause, beyond the
-    median of iterations without any.
+    """Return a rank's events, with only the stalls that snapshots cause.
 
-    Logs and votes take that median in every iteration: it is a part of the iteration.
+    Such a stall is the part above the median stall of iterations without a snapshot.
+    Logs and votes take that median in every iteration, so the median is a part of the
+    iteration.
     """
     caused = {event.iteration + 1 for event in events_of([rank], SnapshotTaken)}
     caused |= {event.iteration for event in events_of([rank], GradientsSent)}
@@ -177,13 +225,19 @@ def kills_of(
     origin_unix_s: float,
     until: int | None = None,
 ) -> tuple[Kill, ...]:
-    """Return the faults of a run, as they were carried out, at points of a run that
-    meets them one after another.
+    """Return the faults of a run, for a simulation.
 
-    A fault in the generation of the one before, or before all ranks were together
-    again, comes in the recovery from that. Others come in the phase of their iteration,
-    and as long after its begin, as they came in the run. Those before the first commit
-    are left out, and those after the first commit of iteration `until`.
+    The simulation meets the faults one after another. A fault becomes a kill in the
+    recovery from the previous fault if both faults hit the same generation, or if the
+    fault came before all ranks were together again. Any other fault becomes a kill in
+    the phase of its iteration, as long after the start of the iteration as in the run.
+
+    Args:
+        faults: The faults, as they were carried out.
+        ranks: The events of each rank.
+        origin_unix_s: The run's clock origin, in seconds since the epoch.
+        until: Faults after the first commit of this iteration are left out, as are
+            faults before the first commit of the run. None: all later faults count.
     """
     logged = [
         each
@@ -199,8 +253,8 @@ def kills_of(
     begins_s = sorted(origin_unix_s + each.t_s for each in logged)
     kills: list[Kill] = []
     for before, fault in _measured(faults, ranks, origin_unix_s, until):
-        # a worker that has joined takes its first snapshot before it tells of an
-        # iteration
+        # after the join a worker takes its first snapshot and only then reports an
+        # iteration, so the phase alone does not show a recovery
         is_recovering = fault.phase in _RECOVERING
         is_alone = (
             is_recovering and joined_s.get(fault.generation, math.inf) > fault.unix_s
@@ -222,15 +276,15 @@ def _measured(
     origin_unix_s: float,
     until: int | None,
 ) -> Iterator[tuple[InjectedFault | None, InjectedFault]]:
-    """Yield the faults from the first commit to that of iteration `until`, each with
-    the one before it.
+    """Yield the faults from the first commit to that of iteration `until`.
 
-    A fault that ended the generation of the last commit came after it, however soon. An
-    ordered fault, which was told long before it came, always counts, and comes when its
-    point was reached.
+    Each fault comes with the previous fault. A fault that ended the generation of the
+    last commit came after that commit, however soon. An ordered fault always counts.
+    The order comes long before the fault, so an ordered fault is placed where its point
+    was reached.
     """
     commits_s = first_commits(ranks)
-    # a run is measured from the end of its first iteration, and a job without any
+    # measurements start at the end of the first iteration, and a job without a commit
     # begins anew after a fault
     first_s = origin_unix_s + min(commits_s.values(), default=0.0)
     last_s, ended = math.inf, None
@@ -251,8 +305,9 @@ def _measured(
 def _came_s(
     fault: InjectedFault, ranks: Sequence[Sequence[LoggedEvent]], origin_unix_s: float
 ) -> float:
-    """Return when a fault came, on the run's clock: if it was ordered, when its point
-    was reached after that.
+    """Return the time of a fault, on the run's clock.
+
+    The time of an ordered fault is when the point was first reached after the order.
     """
     told_s = fault.unix_s - origin_unix_s
     if not fault.ordered:
@@ -262,8 +317,9 @@ def _came_s(
         return told_s
 
     def is_there(event: Event) -> bool:
-        """Return whether the point is reached with an event: ranks recover, or the
-        iteration before has ended.
+        """Return whether the event shows that the point is reached.
+
+        Either ranks recover, or the previous iteration has ended.
         """
         if is_recovering:
             return isinstance(event, GenerationEnded) or (
@@ -279,8 +335,9 @@ def _came_s(
 
 
 def _generation_at(t_s: float, ranks: Sequence[Sequence[LoggedEvent]]) -> int | None:
-    """Return the generation at a time on the run's clock; None for a job that restarts,
-    and so has none.
+    """Return the generation at a time on the run's clock.
+
+    None for a job that restarts, which has no generations.
     """
     logged = [
         each
@@ -299,9 +356,7 @@ def _generation_at(t_s: float, ranks: Sequence[Sequence[LoggedEvent]]) -> int | 
 def _are_together(
     before: InjectedFault, fault: InjectedFault, *, has_generations: bool
 ) -> bool:
-    """Return whether a fault came before the end of the generation that the one before
-    it had ended.
-    """
+    """Return whether a fault hit the generation that the previous fault had ended."""
     if before.ordered or fault.ordered:
         return False
     return fault.unix_s == before.unix_s or (
@@ -316,7 +371,7 @@ def _kill_in_recovery(before: InjectedFault, fault: InjectedFault) -> Kill:
         "scope": fault.scope,
         "phase": "recovery",
     }
-    if before.ordered or fault.ordered:  # their times are those at which they were told
+    if before.ordered or fault.ordered:  # the times are those of the orders
         return Kill(**point)
     return LateKill(**point, late_s=fault.unix_s - before.unix_s)
 
@@ -324,8 +379,13 @@ def _kill_in_recovery(before: InjectedFault, fault: InjectedFault) -> Kill:
 def _kill_in(
     iteration: int | None, fault: InjectedFault, begun_unix_s: float | None
 ) -> Kill:
-    """Return a fault in an iteration, which began at that time if it is known; None: in
-    the next iteration.
+    """Return the kill of a fault in an iteration.
+
+    Args:
+        iteration: The iteration. None: the next iteration.
+        fault: The fault.
+        begun_unix_s: The start of the iteration, in seconds since the epoch. None:
+            unknown.
     """
     phase = _ENDED.get(fault.phase, fault.phase)
     phase = phase if phase in KILL_PHASES and phase not in _RECOVERING else "forward"
@@ -336,8 +396,8 @@ def _kill_in(
         "iteration": iteration,
         "phase": phase,
     }
-    # an ordered fault came as its phase began, and what an iteration ends with comes
-    # after its commit
+    # an ordered fault came at the start of its phase, and the last point of an
+    # iteration comes after the commit
     if fault.ordered or phase == "snapshot" or begun_unix_s is None:
         return Kill(**point)
     return LateKill(**point, late_s=fault.unix_s - begun_unix_s)
@@ -346,8 +406,13 @@ def _kill_in(
 def setup_of(
     run: RealRun, cluster: ClusterConfig, iteration_s: float | None, pace: Pace = EVEN
 ) -> Setup:
-    """Return the run's job on a cluster with as many nodes as it had, and iterations of
-    so many seconds on average.
+    """Return the run's job on a cluster with as many nodes as the run had.
+
+    Args:
+        run: The real run.
+        cluster: The cluster, whose numbers of nodes and GPUs are replaced.
+        iteration_s: The mean seconds of an iteration. None: by the cluster's constants.
+        pace: The lengths of single iterations.
     """
     settings, train = run.settings, run.settings.train
     wanted = settings.parallel.ranks_per_node
@@ -382,7 +447,14 @@ def setup_of(
 
 
 def facts_of(ranks: Sequence[Sequence[LoggedEvent]]) -> RunFacts:
-    """Return what a run took. Raises ConfigError for one that committed nothing."""
+    """Return the measurements of a run.
+
+    Args:
+        ranks: The events of each rank.
+
+    Raises:
+        ConfigError: The run committed no iteration.
+    """
     first = ranks[0]
     commits = [
         (logged.t_s, logged.event)
@@ -426,8 +498,13 @@ def events_of(ranks: Iterable[Sequence[LoggedEvent]], kind: type[T]) -> list[T]:
 def recoveries_of(
     ranks: Sequence[Sequence[LoggedEvent]], iteration_s: float
 ) -> list[MeasuredRecovery]:
-    """Return what each fault cost, in order; faults with no new iteration between them
-    count as one.
+    """Return the price of each fault, in order.
+
+    Faults without a new iteration between them count as one.
+
+    Args:
+        ranks: The events of each rank.
+        iteration_s: The mean seconds of an iteration.
     """
     logged = sorted(
         (each for rank in ranks for each in rank), key=lambda each: each.t_s
@@ -442,8 +519,8 @@ def recoveries_of(
     for (before, since_s), (_, until_s) in pairwise(commits_s):
         if any(since_s < each_s <= until_s for each_s in born_s):
             between = [each for each in logged if since_s < each.t_s <= until_s]
-            # ranks that were ready step as they join: the first may have done so before
-            # others have written of theirs
+            # a rank that is ready steps as soon as the rank joins: the first commit may
+            # come before other ranks log their `Rejoined`
             generations = {
                 each.event.generation
                 for each in between
@@ -497,7 +574,7 @@ def _recovered(
         before=before,
         until_s=until_s,
         cost_s=cost_s,
-        # that all ranks ran again: what a single stage replays is counted beside
+        # only iterations that all ranks ran again: `replayed` covers single stages
         again=min(again[rank] for rank in range(num_ranks)),
         replayed=max((event.executed_iters for event, _ in rejoined), default=0),
         resumed_s=max((event.seconds for event in resumed), default=0.0),
@@ -508,7 +585,10 @@ def _recovered(
 
 
 def first_commits(ranks: Sequence[Sequence[LoggedEvent]]) -> dict[int, float]:
-    """Return the time of the first commit of each iteration, by any rank."""
+    """Return the time of the first commit of each iteration by any rank.
+
+    The times are in seconds since the run's clock origin.
+    """
     commits = [
         (e.t_s, e.event.iteration)
         for rank in ranks
@@ -519,10 +599,15 @@ def first_commits(ranks: Sequence[Sequence[LoggedEvent]]) -> dict[int, float]:
 
 
 def mean_seconds(rank: Sequence[LoggedEvent]) -> float:
-    """Return the seconds of an iteration on average as a rank ran it first, without
-    stalls.
+    """Return the mean seconds of an iteration's first run on a rank, without stalls.
 
-    Raises ConfigError for a rank that committed nothing.
+    The first iteration of the run is left out if there are others.
+
+    Args:
+        rank: The events of the rank.
+
+    Raises:
+        ConfigError: The rank committed no iteration.
     """
     seconds = [*first_seconds(rank).values()]
     require(bool(seconds), "real", "no iteration", "the folder of a run that trained")
@@ -531,8 +616,9 @@ def mean_seconds(rank: Sequence[LoggedEvent]) -> float:
 
 
 def first_seconds(rank: Sequence[LoggedEvent]) -> dict[int, float]:
-    """Return the seconds of each iteration as a rank ran it first, without stalls, in
-    order.
+    """Return the seconds of each iteration's first run on a rank, without stalls.
+
+    The iterations are in order.
     """
     seconds: dict[int, float] = {}
     for event in events_of([rank], IterationCommitted):
@@ -541,9 +627,7 @@ def first_seconds(rank: Sequence[LoggedEvent]) -> dict[int, float]:
 
 
 def _interval(ranks: Sequence[Sequence[LoggedEvent]]) -> float:
-    """Return the iterations between windows or snapshots, the median where that
-    changed; 0 where none was chosen.
-    """
+    """Return the median of the iterations between windows or snapshots; 0 if none."""
     windows = [
         event.num_slots + event.pause_iters for event in events_of(ranks, WindowChosen)
     ]

@@ -1,4 +1,4 @@
-"""The folder of a simulated run, in the form of a real one: for reports."""
+"""Writes the folder of a simulated run, in the form of a real run, for reports."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from moe_ckpt.sim.emit import SIMULATED, rank_events
 from moe_ckpt.sim.timeline import Trained
 
 MOST_LINES = 2_000_000
-_LINES_AN_ITERATION = 2  # of a rank: the iteration, and a snapshot
+"""Number of events of a run that can be written, at most."""
+
+_LINES_AN_ITERATION = 2  # a rank logs the iteration, and a snapshot
 
 
 def write_run(folder: Path, result: Result) -> None:
-    """Write the first simulated run into a new folder. Raises ConfigError, naming
-    `out`, where that cannot be.
+    """Write the first simulated run into a new folder.
+
+    Args:
+        folder: The folder, which is new or empty.
+        result: The result of the simulation.
+
+    Raises:
+        ConfigError: The run is too long, or the folder is not empty or cannot be
+            written. The error names `out`.
     """
     world_size = result.simulation.setup.job.layout.world_size
     trained = sum(

@@ -1,5 +1,6 @@
-"""Simulations carried out: of one policy, of an experiment's cases. No torch, and
-nothing printed.
+"""Runs simulations: of one policy, and of the cases of an experiment.
+
+The module imports no torch and prints nothing.
 """
 
 from __future__ import annotations
@@ -18,31 +19,48 @@ from moe_ckpt.sim.timeline import Outcome
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Result:
-    """The result of a simulation: `first` is its first run."""
+    """The result of a simulation."""
 
     simulation: Simulation
+    """Inputs of the simulation."""
+
     saving: Saving
+    """Saves of the policy, with costs."""
+
     prediction: Prediction
+    """Averages over all runs."""
+
     first: Outcome
+    """Outcome of the first run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A result of an experiment, by the names of its case, policy and variant."""
+    """A result of an experiment."""
 
     case: str
+    """Name of the case."""
+
     policy: str
+    """Name of the policy."""
+
     variant: str
+    """Name of the variant."""
+
     result: Result
+    """Result of the simulation."""
 
 
 def run_simulation(simulation: Simulation) -> Result:
-    """Simulate as many runs as are asked for. Raises ConfigError for what cannot be
-    had.
+    """Simulate all runs of a simulation.
+
+    Raises:
+        ConfigError: The policy is impossible here, or a fault names a rank that the job
+            lacks.
     """
     setup, general = simulation.setup, simulation.general
     saving = plan_saving(simulation.policy, setup)
-    # the faults of a plan are the same in all
+    # without an MTBF the faults are planned, and all runs would be the same
     num_runs = general.runs if general.mtbf_s is not None else 1
     outcomes = [
         simulate(setup, saving, simulation.kills(run), duration_s=general.duration_s)
@@ -62,10 +80,16 @@ def run_experiment(
     cases: Collection[str] = (),
     policies: Collection[str] = (),
 ) -> Iterator[Row]:
-    """Yield the results of an experiment's cases with its policies in its variants;
-    `arguments` have the last word.
+    """Yield the results of an experiment: each case with each policy in each variant.
 
-    Of all cases and policies, where they are not named.
+    Args:
+        arguments: The overrides of the command line, which override those of the
+            experiment.
+        cases: The names of the cases to run; empty: all cases.
+        policies: The names of the policies to run; empty: all policies.
+
+    Raises:
+        ConfigError: A setting is wrong, or a policy is impossible.
     """
     _, experiment = compose_request(arguments)
     rest = [
@@ -84,8 +108,9 @@ def run_experiment(
 
 
 def latest(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without those that a later one overrides again; `$KEY`
-    becomes the value of KEY.
+    """Return the last override of each key, in the order of first occurrence.
+
+    `$KEY` in an override becomes the value of KEY.
     """
     by_key = {
         override.lstrip("+").partition("=")[0]: override for override in overrides

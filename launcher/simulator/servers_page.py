@@ -1,5 +1,4 @@
-"""Checkpoint servers beside sparse windows: the part of docs/simulator.md that says
-which is better where.
+"""The part of docs/simulator.md that compares checkpoint servers with sparse windows.
 
 Must not: choose rows by their result.
 """
@@ -21,6 +20,8 @@ JOB = (
     "parallel.pp=14",
     "parallel.ep=4",
 )
+"""Overrides of all simulations: the model, the machines and the layout."""
+
 _MIRROR = ("ckpt.capture=mirror", "ckpt.mirror_interface=e0")
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "sparse windows": ("ckpt=moevement", "ckpt.mtbf_s=$mtbf_s"),
@@ -28,6 +29,8 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
     "servers, tap": ("ckpt=flowcheck",),
     "servers, mirror": ("ckpt=flowcheck", *_MIRROR),
 }
+"""Overrides of each column, by the column's head."""
+
 _SLOW = ("cluster.copy_bytes_per_s=1e9", "cluster.whole_copy_bytes_per_s=1e9")
 CASES: Mapping[str, tuple[str, ...]] = {
     "25 GB/s a GPU": (),
@@ -42,14 +45,20 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "batch.global_batch_size=448",
     ),
 }
+"""Overrides of each case, by name."""
+
 MTBFS_S = (600, 7200)
+"""Mean times between failures of each case, in seconds."""
 
 
 def server_lines(
     arguments: Sequence[str], cases: Collection[str] = tuple(CASES)
 ) -> list[str]:
-    """Return a table of ETTRs, a row for each case and MTBF. `arguments` go to each
-    simulation.
+    """Return a table of ETTRs, a row for each case and MTBF.
+
+    Args:
+        arguments: The overrides of each simulation.
+        cases: The names of the cases.
     """
     rows = (
         [
@@ -66,8 +75,16 @@ def server_lines(
 def simulate_case(
     case: str, policy: str, mtbf_s: float, arguments: Sequence[str] = ()
 ) -> Result:
-    """Return the result of a policy in a case. Raises ConfigError where it is
-    impossible.
+    """Return the result of a policy in a case.
+
+    Args:
+        case: The name of the case.
+        policy: The head of the policy's column.
+        mtbf_s: The mean time between failures, in seconds.
+        arguments: Further overrides.
+
+    Raises:
+        ConfigError: The policy is impossible in this case.
     """
     mirrors = set(_MIRROR) <= set(POLICIES[policy])
     changes = [
