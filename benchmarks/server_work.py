@@ -1,15 +1,17 @@
-"""The work that a checkpoint server has left after the last byte of an iteration: in
-one go, and as a pipeline.
+"""Work of a checkpoint server after the last byte: in one go, and as a pipeline.
 
     python benchmarks/server_work.py [--layers 24] [--million 1.0]
         [--mbytes-per-s 400] [--iterations 12] [--mib 8]
 
-Tap: a rank of `--layers` layers of `--million` million parameters sends gradients over
-TCP at a limited rate to a real server; "in one go" takes the same steps once all bytes
-are there, as servers did before. Mirror: frames of 4 ranks that reduce a bucket of
-`--mib` MiB over gloo, recorded once at the loopback interface, which needs CAP_NET_RAW,
-go to a watcher that puts sums together at the end, or while they come; Adam follows
-either. Medians over iterations.
+Tap: a rank of `--layers` layers of `--million` million parameters sends the gradients
+of each iteration over TCP at a limited rate to a real server, which works as a
+pipeline. "In one go" takes the same steps once all bytes are there, as servers of
+earlier versions did.
+
+Mirror: 4 ranks reduce a bucket of `--mib` MiB over gloo. The frames are recorded once
+at the loopback interface, which needs CAP_NET_RAW, and go to a watcher. The watcher
+puts sums together at the end, or while frames arrive. Adam follows in both cases and is
+not measured. All numbers are medians over iterations.
 """
 
 from __future__ import annotations
@@ -37,8 +39,13 @@ from moe_ckpt.mirror.watcher import Watcher  # noqa: E402
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules  # noqa: E402
 from moe_ckpt.replication.messages import Ticket  # noqa: E402
 from moe_ckpt.replication.sender import Replicator  # noqa: E402
-from moe_ckpt.snapshot.adam_update import AdamStep, Update, update_key, update_to_bytes  # noqa: E402
+from moe_ckpt.snapshot.adam_update import (  # noqa: E402
+    AdamStep,
+    Update,
+    update_to_bytes,
+)
 from moe_ckpt.snapshot.arriving_update import ArrivingUpdate  # noqa: E402
+from moe_ckpt.snapshot.blob_keys import update_key  # noqa: E402
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path  # noqa: E402
 from moe_ckpt.snapshot.codec import (  # noqa: E402
     MASTER,
@@ -62,7 +69,7 @@ _MIB = 1 << 20
 
 
 class Rank:
-    """A rank that sends gradients of random numbers for a state that began at zero."""
+    """A rank that sends random gradients for a state that begins at zero."""
 
     def __init__(self, memory: Path, layers: int, size: int) -> None:
         self.own = BlobFolder(own_path(memory))
@@ -101,7 +108,11 @@ class Rank:
         self.gradients.view(torch.float32).normal_()
 
     def publish(self, iteration: int) -> tuple[str, bytes]:
-        """Publish the update that leads to an iteration; return its key and head."""
+        """Publish the update to the state of an iteration.
+
+        Returns:
+            Key and head of the update.
+        """
         step = AdamStep(
             learning_rate=1e-3,
             beta1=0.9,
@@ -131,8 +142,17 @@ class Rank:
 def measure_tap(
     layers: int, size: int, bytes_per_s: float, iterations: int
 ) -> tuple[float, float, float]:
-    """Return the median seconds after the last byte in one go and as a pipeline, and
-    the pipeline's of work.
+    """Measure a server that receives a rank's gradients.
+
+    Args:
+        layers: The layers of the rank.
+        size: The parameters of a layer.
+        bytes_per_s: The rate at which gradients are sent.
+        iterations: The iterations to measure.
+
+    Returns:
+        Median seconds after the last byte in one go, median seconds after the last byte
+        as a pipeline, and median seconds of all work of the pipeline.
     """
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
@@ -189,8 +209,10 @@ def measure_tap(
 def find_ends(
     segments: Sequence[TcpSegment], wanted: Sequence[MirroredSums]
 ) -> list[int]:
-    """Return places in the frames by which each iteration is complete, to within a few
-    thousand.
+    """Return positions in the frames at which each iteration is complete.
+
+    A position is up to `_LOOK_EVERY` frames late. The result ends early if frames were
+    lost.
     """
     watcher, found = Watcher(2), list[int]()
     for place, segment in enumerate(segments):
@@ -210,8 +232,16 @@ def measure_mirror(
     *,
     merges: bool,
 ) -> float:
-    """Return the median seconds from the last frame of an iteration until its sums are
-    together.
+    """Measure a watcher that puts sums together.
+
+    Args:
+        segments: The recorded frames.
+        wanted: The sums of each iteration.
+        ends: Positions in the frames at which each iteration is complete.
+        merges: Whether the watcher puts sums together while frames arrive.
+
+    Returns:
+        Median seconds from the last frame of an iteration until its sums are together.
     """
     watcher, seconds = Watcher(2), list[float]()
     for place, segment in enumerate(segments[: ends[-1] + 1]):
@@ -223,7 +253,7 @@ def measure_mirror(
             assert watcher.sums(sums) is not None
             seconds.append(time.monotonic() - began_s)
             watcher.drop(sums)
-    # the first has no earlier one, whose buckets are its own
+    # the first iteration cannot merge: no earlier iteration shows its buckets
     return statistics.median(seconds[1:])
 
 

@@ -39,9 +39,9 @@ from moe_ckpt.recovery.units import (
     plan_units,
 )
 from moe_ckpt.replication.fetch import fetch_blobs
-from moe_ckpt.replication.publisher import read_units
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, held_paths
 from moe_ckpt.snapshot.codec import PartKey, Snapshot, verify
+from moe_ckpt.snapshot.folder_contents import read_units
 from moe_ckpt.snapshot.units import StorageLevel, without_torn
 from moe_ckpt.types import CORE, Version
 

@@ -14,7 +14,6 @@ import torch
 
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.token_account import TokenAccount
-from moe_ckpt.replication.publisher import read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.capture import Piece, SnapshotRequest
 from moe_ckpt.snapshot.codec import (
@@ -28,6 +27,7 @@ from moe_ckpt.snapshot.codec import (
     UnitTag,
     scaled_role,
 )
+from moe_ckpt.snapshot.folder_contents import read_kept
 from moe_ckpt.snapshot.units import compose
 from moe_ckpt.snapshot.windows import Window, group_windows
 from moe_ckpt.types import CORE, SLOT, SlotPlan, UnitPlan, Version

@@ -17,7 +17,7 @@ from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.recovery.target import Standing, Target, plan_target
 from moe_ckpt.replication.fetch import clear_held, list_held
-from moe_ckpt.replication.publisher import holds_records, newest_snapshot
+from moe_ckpt.snapshot.blob_keys import is_record, newest_snapshot
 from moe_ckpt.snapshot.blobs import BlobFolder, held_paths
 from moe_ckpt.types import ReadyGradients
 
@@ -221,7 +221,7 @@ class CopySurvey:
             or bool(gradients)
             or any(window.start for window in windows)
             or any(
-                holds_records(keys) or newest_snapshot(keys)
+                any(map(is_record, keys)) or newest_snapshot(keys)
                 for keys in (*held.values(), *self.on_hosts.values())
             )
         )

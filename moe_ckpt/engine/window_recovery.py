@@ -28,7 +28,7 @@ from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState
 from moe_ckpt.recovery.plan import RecoveryPlan, after_fetches, plan_recovery
 from moe_ckpt.recovery.target import Target
-from moe_ckpt.replication.publisher import belongs_to
+from moe_ckpt.snapshot.blob_keys import belongs_to
 
 _log = logging.getLogger(__name__)
 

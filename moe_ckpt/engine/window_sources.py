@@ -20,13 +20,10 @@ from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import Fetch, RecoveryPlan
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
 from moe_ckpt.replication.local_disk import LocalDisk, copy_blobs
-from moe_ckpt.replication.publisher import (
-    Publisher,
-    belongs_to,
-    newest_snapshot,
-    read_kept,
-)
+from moe_ckpt.replication.publisher import Publisher
+from moe_ckpt.snapshot.blob_keys import belongs_to, newest_snapshot
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
+from moe_ckpt.snapshot.folder_contents import read_kept
 from moe_ckpt.snapshot.step_log import StepLog
 from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import Window, group_windows

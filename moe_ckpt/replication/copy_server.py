@@ -41,8 +41,8 @@ from moe_ckpt.replication.replica_folder import ReplicaFolder
 from moe_ckpt.replication.server import ConnectionServer
 from moe_ckpt.replication.strangers import RareWarning, Strangers
 from moe_ckpt.replication.transfer import BlobParts, receive_blob, send_blob
-from moe_ckpt.snapshot.adam_update import is_update
 from moe_ckpt.snapshot.arriving_update import ArrivingUpdate, CapturedSums, no_capture
+from moe_ckpt.snapshot.blob_keys import is_update
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
 
 _ADMISSION_S = 10.0  # the server disconnects a client that is not admitted by then

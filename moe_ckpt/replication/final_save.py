@@ -23,10 +23,10 @@ import msgspec
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.replication.local_disk import persist
-from moe_ckpt.replication.publisher import read_kept, read_snapshots
 from moe_ckpt.reserved_file import ReservedFile
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
+from moe_ckpt.snapshot.folder_contents import read_kept, read_snapshots
 from moe_ckpt.snapshot.step_log import StepLog, window_steps
 from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import group_windows

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotInTimeError
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol
 
 import torch
 
-from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, PeersLostError
+from moe_ckpt.errors import CheckpointSaveError, PeersLostError
 from moe_ckpt.mirror.plan import Mirrored
 from moe_ckpt.replication.copy_times import CopyTimes, SentCopy
 from moe_ckpt.replication.local_disk import LocalDisk
@@ -33,40 +30,36 @@ from moe_ckpt.snapshot.adam_update import (
     Gradients,
     Update,
     can_be_updated,
-    is_update,
     pack_gradients,
     steps_of,
-    update_key,
     update_to_bytes,
 )
-from moe_ckpt.snapshot.blobs import Blob, BlobFolder
+from moe_ckpt.snapshot.blob_keys import (
+    belongs_to,
+    is_local,
+    is_snapshot,
+    is_update,
+    new_snapshot_key,
+    older_step_key,
+    start_key,
+    step_key,
+    update_key,
+)
+from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.codec import (
     Snapshot,
     SnapshotHeader,
-    header_from_json,
     header_to_json,
 )
+from moe_ckpt.snapshot.folder_contents import FolderContents, contents_of
 from moe_ckpt.snapshot.step_codec import (
-    start_from_bytes,
     start_to_bytes,
-    step_from_bytes,
     step_to_bytes,
 )
-from moe_ckpt.snapshot.step_log import START, STEP, StepRecord, window_steps
+from moe_ckpt.snapshot.step_log import StepRecord, window_steps
 from moe_ckpt.snapshot.windows import HostBuffers
 
 _log = logging.getLogger(__name__)
-_SNAPSHOT, _LOCAL = "snapshot-", "local-"
-_OLDER_STEP = "record-"
-"""Prefix of records' keys in windows of older versions.
-
-In such windows each start is a blob of its own.
-"""
-
-_KEY = re.compile(
-    rf"(?:(?:{_SNAPSHOT}|{_LOCAL})([0-9]+)-([0-9]+)-[^-]+"
-    rf"|(?:{START}|{STEP}|{_OLDER_STEP})([0-9]+))"
-)
 
 
 class Copies(Protocol):
@@ -102,20 +95,6 @@ class NoCopies:
 
     def drop(self, keys: list[str]) -> None:
         """Do nothing: no peer holds copies."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FolderContents:
-    """The contents of a folder of blobs."""
-
-    snapshots: tuple[Snapshot, ...]
-    """Snapshots, in any order."""
-
-    starts: Mapping[int, Mapping[str, torch.Tensor]]
-    """Starts of iterations, by iteration; each maps names to tensors."""
-
-    records: Mapping[int, StepRecord]
-    """Records of iterations, by iteration."""
 
 
 class Publisher:
@@ -188,15 +167,15 @@ class Publisher:
             CheckpointSaveError: The snapshot cannot be published.
         """
         header = snapshot.header
-        kind = _SNAPSHOT if header.unit is None or header.unit.on_peers else _LOCAL
-        key = _new_key(kind, header)
+        is_local = header.unit is not None and not header.unit.on_peers
+        key = new_snapshot_key(header.window_start, header.slot, is_local=is_local)
         with self._lock:
             content = header_to_json(header)
             self.folder.publish(
                 key, content, snapshot.payload, header.payload_bytes, header.checksum
             )
             self._keys[id(snapshot.payload)] = key
-            if kind == _SNAPSHOT:
+            if not is_local:
                 unit = header.unit.name if header.unit else None
                 base, self._newest[unit] = self._newest.get(unit), key
                 sent = (
@@ -281,7 +260,7 @@ class Publisher:
             CheckpointSaveError: Peers have no state to begin with, or the update cannot
                 be published.
         """
-        key = _new_key(_SNAPSHOT, header)
+        key = new_snapshot_key(header.window_start, header.slot)
         with self._lock:
             self._packed[update_key(key)] = packed
             base = self._newest.get(None)
@@ -321,7 +300,7 @@ class Publisher:
                 compute the state.
             PeersLostError: Ranks were lost during the wait.
         """
-        keys = (key, f"{START}{iteration + 1}")
+        keys = (key, start_key(iteration + 1))
         with self._lock:
             copies = [
                 self._copying.get(each) if self._copying else None for each in keys
@@ -406,7 +385,7 @@ class Publisher:
 
     def add_start(self, iteration: int, start: Mapping[str, torch.Tensor]) -> None:
         """Publish the state that an iteration starts from, without a record."""
-        self._put(f"{START}{iteration}", start_to_bytes(start))
+        self._put(start_key(iteration), start_to_bytes(start))
 
     def add_step(
         self, record: StepRecord, start: Mapping[str, torch.Tensor] | None
@@ -418,7 +397,7 @@ class Publisher:
             start: Start of the same iteration, published with the record. None: no
                 start.
         """
-        self._put(f"{STEP}{record.iteration}", step_to_bytes(record, start))
+        self._put(step_key(record.iteration), step_to_bytes(record, start))
 
     def drop_steps(self, starts: Iterable[int], steps: Iterable[int]) -> None:
         """Withdraw starts and steps.
@@ -427,7 +406,7 @@ class Publisher:
             starts: Iterations whose starts were published without a record.
             steps: Iterations whose records were published.
         """
-        self.drop([f"{START}{i}" for i in starts] + [f"{STEP}{i}" for i in steps])
+        self.drop([*map(start_key, starts), *map(step_key, steps)])
 
     def has_copies_of_step(self, iteration: int) -> bool:
         """Wait until peers hold the record of an iteration, with its start.
@@ -439,7 +418,7 @@ class Publisher:
         Raises:
             PeersLostError: Ranks were lost during the wait.
         """
-        return not self._copies_fail and self._are_copied([f"{STEP}{iteration}"])
+        return not self._copies_fail and self._are_copied([step_key(iteration)])
 
     def has_copies(self, snapshots: Sequence[Snapshot]) -> bool:
         """Wait until peers hold these snapshots of a window, and the window's steps.
@@ -574,9 +553,7 @@ class Publisher:
         with self._lock:
             self.num_peers = len(held)
             here = self.folder.keys()
-            kept = [
-                key for key in here if not (key.startswith(_LOCAL) or is_update(key))
-            ]
+            kept = [key for key in here if not (is_local(key) or is_update(key))]
             # the same key is not enough: a record that was logged again has other
             # contents
             everywhere = set(kept).intersection(*held).difference(self._changed)
@@ -635,11 +612,11 @@ class Publisher:
             self.folder.discard(key)
         blobs = self.folder.adopt()
         self._keys = {
-            id(blob.payload): key for key, blob in blobs.items() if _is_snapshot(key)
+            id(blob.payload): key for key, blob in blobs.items() if is_snapshot(key)
         }
-        kept = _kept(blobs)
+        kept = contents_of(blobs)
         for iteration, record in kept.records.items():
-            if (older := f"{_OLDER_STEP}{iteration}") in blobs:
+            if (older := older_step_key(iteration)) in blobs:
                 self.add_step(record, kept.starts.get(iteration))
                 self.folder.withdraw(older)
         return kept
@@ -683,7 +660,7 @@ class Publisher:
         ]
 
     def _copied_keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
-        return [key for key in self._keys_of(snapshots) if not key.startswith(_LOCAL)]
+        return [key for key in self._keys_of(snapshots) if not is_local(key)]
 
     def _put(self, key: str, content: bytes) -> None:
         try:
@@ -753,129 +730,7 @@ class Publisher:
         return True
 
 
-def _new_key(kind: str, header: SnapshotHeader) -> str:
-    # random: after a rollback a rank takes the same slot again, and peers may still
-    # hold the earlier snapshot
-    return f"{kind}{header.window_start}-{header.slot}-{secrets.token_hex(4)}"
-
-
-def newest_snapshot(keys: Iterable[str]) -> int | None:
-    """Return the newest iteration of any snapshot; None without a snapshot.
-
-    Snapshots of incomplete windows count, too.
-
-    Raises:
-        CheckpointLoadError: A key begins as a snapshot's key does, and has no
-            iteration.
-    """
-    return max((sum(_numbers(key)) for key in keys if _is_snapshot(key)), default=None)
-
-
-def _is_snapshot(key: str) -> bool:
-    return key.startswith((_SNAPSHOT, _LOCAL))
-
-
-def belongs_to(key: str, window_start: int) -> bool:
-    """Return whether a blob belongs to a window, or to an iteration after its start.
-
-    Args:
-        key: Key of the blob.
-        window_start: Start of the window.
-
-    Raises:
-        CheckpointLoadError: The key is neither a snapshot's nor a step's.
-    """
-    number = _numbers(key)[0]
-    return (
-        number == window_start if key.startswith(_SNAPSHOT) else number > window_start
-    )
-
-
-def _numbers(key: str) -> list[int]:
-    """Return the numbers in a key.
-
-    Returns:
-        Window start and slot of a snapshot; the iteration of a start or a step.
-
-    Raises:
-        CheckpointLoadError: The key is none of these.
-    """
-    found = _KEY.fullmatch(key)
-    if found is None:
-        wanted = (
-            f"{_SNAPSHOT}START-SLOT-ID, {_LOCAL}START-SLOT-ID, {START}ITERATION or"
-            f" {STEP}ITERATION"
-        )
-        raise CheckpointLoadError(f"key of a blob: got {key!r}, wanted {wanted}")
-    return [int(number) for number in found.groups() if number is not None]
-
-
-def holds_records(keys: Iterable[str]) -> bool:
-    """Return whether these keys include the record of an iteration."""
-    return any(key.startswith((STEP, _OLDER_STEP)) for key in keys)
-
-
 def _done() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
-
-
-def read_snapshots(folder: BlobFolder) -> dict[str, Snapshot]:
-    """Return a rank's snapshots with intact headers, by key.
-
-    Another process may change the folder during the call.
-    """
-    found: dict[str, Snapshot] = {}
-    for key in filter(_is_snapshot, folder.keys()):
-        with contextlib.suppress(CheckpointLoadError):
-            blob = folder.get(key)
-            if blob.payload is not None:
-                found[key] = Snapshot(
-                    header=header_from_json(blob.header), payload=blob.payload
-                )
-    return found
-
-
-def read_units(folder: BlobFolder) -> dict[str, Snapshot]:
-    """Return a rank's units of partial checkpoints by key, as `read_snapshots` does."""
-    return {
-        key: unit
-        for key, unit in read_snapshots(folder).items()
-        if unit.header.unit is not None
-    }
-
-
-def read_kept(folder: BlobFolder) -> FolderContents:
-    """Return the intact contents of another rank's folder.
-
-    Another process may change the folder during the call.
-    """
-    blobs: dict[str, Blob] = {}
-    for key in folder.keys():  # noqa: SIM118 - not a mapping
-        with contextlib.suppress(CheckpointLoadError):
-            blobs[key] = folder.get(key)
-    return _kept(blobs)
-
-
-def _kept(blobs: Mapping[str, Blob]) -> FolderContents:
-    snapshots: list[Snapshot] = []
-    starts: dict[int, Mapping[str, torch.Tensor]] = {}
-    records: dict[int, StepRecord] = {}
-    for key, blob in blobs.items():
-        try:
-            if _is_snapshot(key) and blob.payload is not None:
-                snapshots.append(
-                    Snapshot(header=header_from_json(blob.header), payload=blob.payload)
-                )
-            elif key.startswith(START):
-                starts[_numbers(key)[0]] = start_from_bytes(blob.header)
-            elif key.startswith((STEP, _OLDER_STEP)):
-                iteration = _numbers(key)[0]
-                records[iteration], start = step_from_bytes(iteration, blob.header)
-                if start:
-                    # a start that was published alone is as new, or newer
-                    starts.setdefault(iteration, start)
-        except CheckpointLoadError as error:
-            _log.warning("%s cannot be used: %s", key, error)
-    return FolderContents(snapshots=tuple(snapshots), starts=starts, records=records)

@@ -29,9 +29,9 @@ from moe_ckpt.replication.messages import Address, Done, Drop, Put, Ticket
 from moe_ckpt.replication.retrying_client import RetryingClient
 from moe_ckpt.replication.server_work import NO_WORK, ServerWork, slowest
 from moe_ckpt.replication.transfer import send_blob
-from moe_ckpt.snapshot.adam_update import is_update, update_from_bytes
+from moe_ckpt.snapshot.adam_update import update_from_bytes
+from moe_ckpt.snapshot.blob_keys import is_step, is_update
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
-from moe_ckpt.snapshot.step_log import is_step
 from moe_ckpt.snapshot.token_bucket import Throttle
 
 # longest wait of a chunk: copies continue at 50 MB/s or more, however busy training is

@@ -41,8 +41,6 @@ from moe_ckpt.snapshot.codec import (
     header_to_json,
 )
 
-_UPDATE = "update-"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamStep:
@@ -138,16 +136,6 @@ class Update:
             4 * part.numel for (part, _), place in stepping if place is None
         )
         return gradients + sum(part.nbytes for part in buffer_parts(self.header))
-
-
-def is_update(key: str) -> bool:
-    """Return whether a blob of this key is an update."""
-    return key.startswith(_UPDATE)
-
-
-def update_key(target: str) -> str:
-    """Return the key of the update that makes the copy with key `target`."""
-    return f"{_UPDATE}{target}"
 
 
 def can_be_updated(header: SnapshotHeader) -> bool:

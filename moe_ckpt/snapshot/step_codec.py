@@ -17,8 +17,12 @@ from safetensors.torch import load
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.snapshot.host_transfers import bytes_of
-from moe_ckpt.snapshot.step_log import START, StepRecord
+from moe_ckpt.snapshot.step_log import StepRecord
 from moe_ckpt.types import ReadyGradients
+
+_START = "start-"
+"""In front of the names of tensors that belong to the start of the iteration."""
+
 
 _TIED = "tied_gradient"
 _GRADIENTS, _BATCHES = "gradients", "batches"
@@ -75,7 +79,7 @@ def step_to_bytes(
     Raises:
         KeyError: A tensor has a dtype that no step has.
     """
-    tensors = {f"{START}{name}": tensor for name, tensor in (start or {}).items()}
+    tensors = {f"{_START}{name}": tensor for name, tensor in (start or {}).items()}
     if record.tied_gradient is not None:
         tensors[_TIED] = record.tied_gradient
     # not `asdict`, which makes deep copies: each iteration waits for these bytes
@@ -127,9 +131,9 @@ def step_from_bytes(
         batches=facts.get(_BATCHES),
     )
     start = {
-        name.removeprefix(START): tensor
+        name.removeprefix(_START): tensor
         for name, tensor in tensors.items()
-        if name.startswith(START)
+        if name.startswith(_START)
     }
     return record, start
 

@@ -14,27 +14,18 @@ from typing import Protocol, TypeVar
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.snapshot.blob_keys import start_key, step_key
 from moe_ckpt.snapshot.codec import Snapshot
 from moe_ckpt.types import ReadyGradients
 
 T = TypeVar("T")
 
 
-START, STEP = "start-", "step-"
-"""Prefixes of the keys of published starts and steps; the iteration follows.
-
-A step is an iteration's record together with the iteration's start. A start alone
-belongs to the iteration after a snapshot of the whole state.
-"""
-
-
-def is_step(key: str) -> bool:
-    """Return whether a blob is the start or the step of an iteration."""
-    return key.startswith((START, STEP))
-
-
 def window_steps(snapshots: Sequence[Snapshot]) -> list[str]:
     """Return the keys of the entries that lead from a window's snapshots to its end.
+
+    A step is an iteration's record together with the iteration's start. A start alone
+    belongs to the iteration after a snapshot of the whole state.
 
     Slots of the iterations 4 to 6 need step-5 and step-6, whose replay leads to the
     start of 7. One slot, of iteration 4, needs start-5.
@@ -50,7 +41,7 @@ def window_steps(snapshots: Sequence[Snapshot]) -> list[str]:
         return []
     after_first = headers[0].window_start + 1
     replayed = range(after_first, headers[-1].iteration + 1)
-    return [f"{STEP}{iteration}" for iteration in replayed] or [f"{START}{after_first}"]
+    return [step_key(iteration) for iteration in replayed] or [start_key(after_first)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,8 +1,9 @@
-"""The states that all ranks of a job went through, and which partial checkpoint a
-recovery must have loaded.
+"""States of all ranks of a job, to check recoveries from partial checkpoints.
 
-The events that chose experts for snapshots say how old each expert must be, and the
-model itself counts tokens: nothing here uses what a recovery plans or accounts for.
+Owns: the states after all iterations, and the choice of the partial checkpoint that a
+recovery must have loaded. The events about experts in snapshots give the age of each
+expert, and the model itself counts tokens. Must not: use the plan or the token account
+of a recovery.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import pytest
 import torch
 
 from moe_ckpt.events import ExpertsChosen, Rejoined, TokensLost, read_events
-from moe_ckpt.replication.publisher import read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import COMPUTE, MASTER, MOMENTS
+from moe_ckpt.snapshot.folder_contents import read_kept
 from moe_ckpt.types import OperatorKind
 from tests.engine.job import ThreadJob
 from tests.engine.model import MICRO_BATCHES, TOKENS, Model, Weight, bytes_of, hash_of
@@ -27,11 +28,12 @@ ROLES = {
     "weights": (MASTER, COMPUTE),
     "moments": MOMENTS,
 }
-"""By the setting `partial`: what of an expert is as old as its unit."""
+"""Parts of an expert that are as old as the expert's unit, by the setting `partial`."""
 
 PlaceOf = Callable[[int, int], str]
-"""By stage and expert: the field of `ExpertsChosen` that names the place which its unit
-came from.
+"""Maps a stage and an expert to a field of `ExpertsChosen`.
+
+The field is named after the place from which the expert's unit was loaded.
 """
 
 
@@ -41,18 +43,25 @@ def from_memory(_stage: int, _expert: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One rank's state after `iteration`: hashes by expert and role, and of all else;
-    `tokens` of that iteration.
-    """
+    """One rank's state after an iteration."""
 
     iteration: int
+
     experts: Mapping[tuple[int, str], str]
+    """Hashes by expert and role."""
+
     others: str
+    """Hash of the state without experts."""
+
     tokens: Sequence[int]
+    """Tokens that the rank's router sent to each expert in `iteration`."""
 
 
 class History:
-    """By rank: the states of each epoch, the one that it begins with first."""
+    """Records the states of each rank in each epoch.
+
+    An epoch's first state is the state from which the rank continued.
+    """
 
     def __init__(self, job: ThreadJob) -> None:
         self._job = job
@@ -69,11 +78,17 @@ class History:
     def check_recovery(
         self, epoch: int = 1, place_of: PlaceOf = from_memory, partial: str = "both"
     ) -> int:
-        """Compare the state that an epoch begins with, and the tokens that it lost,
-        with the epoch before.
+        """Compare an epoch's first state, and the lost tokens, with the epoch before.
 
-        Epochs are checked in order: losses add up. Return how many experts are older
-        than the rest, over all stages.
+        Epochs must be checked in order, because losses add up.
+
+        Args:
+            epoch: The epoch that the recovery began.
+            place_of: Places from which units were loaded.
+            partial: The job's setting `partial`, a key of `ROLES`.
+
+        Returns:
+            The number of experts that are older than the rest, over all stages.
         """
         shape, num_old, back_to = self._job.shape, 0, self.epochs[0][epoch][0].iteration
         lost: dict[int, list[int]] = {}
@@ -147,9 +162,7 @@ class History:
     def _saved_at(
         self, rank: int, expert: int, place: str, epoch: int, back_to: int
     ) -> int:
-        """Return when an expert was last saved in a place, no later than the iteration
-        gone back to.
-        """
+        """Return the last iteration up to `back_to` that saved an expert in a place."""
         chosen = [
             event
             for event in self._events(rank, epoch)
@@ -165,9 +178,7 @@ class History:
         return {state.iteration: state for state in self.epochs[rank][epoch]}
 
     def _events(self, rank: int, epoch: int) -> list[object]:
-        """Return a rank's events of an epoch, with those of the recovery that ended
-        it.
-        """
+        """Return a rank's events of an epoch, up to the recovery at the epoch's end."""
         epochs: list[list[object]] = [[]]
         for entry in read_events(self._job.event_path(rank)):
             epochs[-1].append(entry.event)
@@ -178,13 +189,15 @@ class History:
 
 @dataclass
 class Follower:
-    """Compares the states that servers hold for each rank with its model's, iteration
-    by iteration.
-    """
+    """Compares the states on servers with the models' states of the same iterations."""
 
     job: ThreadJob
+
     states: dict[tuple[int, int], dict[str, bytes]] = field(default_factory=dict)
+    """Bytes of each part of a model's state, by rank and iteration."""
+
     compared: int = 0
+    """Number of states on servers that were compared."""
 
     def started(self, iteration: int, rank: int, model: Model) -> None:
         self.committed(iteration, rank, model)

@@ -1,5 +1,6 @@
-"""ckpt.servers=hosts with ranks that are threads: states are on machines that train
-nothing, and outlive their loss.
+"""ckpt.servers=hosts with ranks that are threads.
+
+States are on machines that train nothing, and outlive the loss of such machines.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from moe_ckpt.events import (
     ServersChanged,
     SnapshotTaken,
 )
-from moe_ckpt.replication.publisher import FolderContents, read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
+from moe_ckpt.snapshot.folder_contents import FolderContents, read_kept
 from moe_ckpt.types import Phase
 from tests.engine.job import Fault, ThreadJob, exact
 from tests.engine.model import PAIR, Shape
@@ -42,7 +43,12 @@ def made(
 
 
 def kept_on(job: ThreadJob, started: int) -> Mapping[int, FolderContents]:
-    """Return what the server that was started as this one has of each rank."""
+    """Return the contents of a server for each rank.
+
+    Args:
+        job: The job.
+        started: Number of the server in the order of starts, from 1.
+    """
     assert job.hosts is not None
     return {
         rank: read_kept(BlobFolder(held_path(job.hosts.memory(started), rank)))
@@ -51,8 +57,11 @@ def kept_on(job: ThreadJob, started: int) -> Mapping[int, FolderContents]:
 
 
 def states_on(job: ThreadJob, started: int) -> Mapping[int, set[int]]:
-    """Return the iterations of the states of each rank on the server that was started
-    as this one.
+    """Return the iterations of each rank's states on a server.
+
+    Args:
+        job: The job.
+        started: Number of the server in the order of starts, from 1.
     """
     kept = kept_on(job, started)
     return {
@@ -73,7 +82,7 @@ def test_a_killed_rank_takes_its_state_from_a_server_that_trains_nothing(
     newest_of_all: list[int] = []
 
     def note_states(job: ThreadJob) -> None:
-        # no state is of use before the server has what the next iteration starts from
+        # a state is of no use before the server has the start of the next iteration
         starts = [
             {number - 1 for number in each.starts} for each in kept_on(job, 1).values()
         ]
@@ -120,8 +129,9 @@ def test_states_of_each_rank_are_on_two_of_three_servers(tmp_path: Path) -> None
 
 
 def test_a_lost_server_is_replaced_and_gets_a_whole_snapshot(tmp_path: Path) -> None:
-    """Training goes on where it is: all ranks have their states. Then a rank dies, and
-    finds its state there.
+    """Training continues without a rollback, because all ranks have their states.
+
+    Then a rank dies, and finds its state on the new server.
     """
     job = made(
         tmp_path,
@@ -132,7 +142,8 @@ def test_a_lost_server_is_replaced_and_gets_a_whole_snapshot(tmp_path: Path) -> 
     def replace() -> None:
         assert job.hosts is not None
         job.hosts.end(0)
-        # as the first rank that misses it does; else the successor would be a spare
+        # as the first rank that misses the server does; otherwise the successor would
+        # be a spare
         job.hosts.numbers.lose(0)
         job.hosts.start()
 
@@ -208,8 +219,9 @@ def test_a_job_whose_servers_do_not_come_says_so(
 
 
 def test_a_server_that_holds_a_rank_no_more_drops_its_states(tmp_path: Path) -> None:
-    """Rank 0 moves to server 1 as server 0 is lost, and back to its successor, which
-    comes later, after a fault.
+    """Rank 0 moves to server 1 when server 0 is lost.
+
+    Rank 0 moves back to the successor of server 0, which starts later, after a fault.
     """
     fault = Fault(
         rank=1,

@@ -1,8 +1,8 @@
-"""ckpt=flowcheck with ranks that are threads: servers make the training's states of
-gradients, bit for bit.
+"""ckpt=flowcheck with ranks that are threads.
 
-`ThreadJob` compares every rank's digest after every iteration; `Follower` compares
-servers' states with the models.
+Servers compute the states of training from gradients, bit for bit. `ThreadJob` compares
+every rank's digest after every iteration. `Follower` compares the servers' states with
+the models.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moe_ckpt.events import (
     ServersWorked,
     SnapshotTaken,
 )
-from moe_ckpt.replication.publisher import read_kept
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
+from moe_ckpt.snapshot.folder_contents import read_kept
 from moe_ckpt.types import Phase
 from tests.engine.copies import answer_copies
 from tests.engine.covering import fault_of, rows_of, shape_of
@@ -52,7 +52,7 @@ AXES: dict[str, Sequence[Any]] = {
 }
 
 
-_NUM_BY_DEFAULT = 10  # which hold each value of each axis
+_NUM_BY_DEFAULT = 10  # these rows hold each value of each axis
 
 
 def made(
@@ -63,8 +63,9 @@ def made(
     settles: bool = False,
     **settings: Any,
 ) -> ThreadJob:
-    """Return a job whose servers may not lag; with `settles` they complete an iteration
-    before the next one begins.
+    """Return a job whose servers may not lag, unless `settings` allow a lag.
+
+    With `settles`, servers complete an iteration before the next iteration begins.
     """
     policy = config("flowcheck", **{"max_lag_iters": 0} | settings)
     return ThreadJob(
@@ -72,7 +73,7 @@ def made(
     )
 
 
-# copies are on one node
+# copies of a rank's state are on one other node: a loss of all nodes leaves nothing
 ROWS = rows_of(
     AXES, lambda row: not (row.get("loses_memory") and row.get("dead") == "all")
 )
@@ -176,9 +177,7 @@ def test_ranks_go_on_from_servers_without_another_snapshot(tmp_path: Path) -> No
 
 
 def test_the_server_of_a_ranks_own_node_is_enough(tmp_path: Path) -> None:
-    """While all ranks are dead, each state disappears from the servers of other
-    nodes.
-    """
+    """While all ranks are dead, each state disappears from other nodes' servers."""
 
     def keep_only_own(job: ThreadJob) -> None:
         for rank in job.ranks:
@@ -216,8 +215,9 @@ def test_a_lost_node_gets_its_state_from_another_nodes_server(tmp_path: Path) ->
 def test_gradients_that_do_not_arrive_cost_a_snapshot_of_every_rank(
     tmp_path: Path,
 ) -> None:
-    """Rank 1 cannot send iteration 3: all ranks take a snapshot of a later one, and go
-    on by gradients.
+    """Rank 1 cannot send the gradients of iteration 3.
+
+    All ranks take a snapshot of a later iteration, and continue with gradients.
     """
     job = made(tmp_path, iterations=9)
     job.on_worker.append(
@@ -287,18 +287,19 @@ def test_a_damaged_state_on_the_own_server_is_replaced_by_the_peers(
     tmp_path: Path,
 ) -> None:
     def damage(job: ThreadJob) -> None:
-        # of whole states: what a server damages while it takes a step, it seals
+        # states must be whole: a server that takes a step would seal the damage
         flip_a_bit_of(held_path(job.memory(0), 0), lambda _: True)
 
     fault = Fault(rank=0, phase=Phase.FORWARD, iteration=6, before_restart=damage)
-    # else the own server could complete a state after the damage
+    # otherwise the own server could complete a state after the damage
     job = exact(made(tmp_path, fault, settles=True))
     assert job.events(Rejoined, 0)[0].fetched_bytes > 0
 
 
 def test_states_that_all_ranks_have_left_are_dropped_by_servers(tmp_path: Path) -> None:
-    """All go back to memory, the loss is infinite, and they go down to the checkpoint
-    at 4; then one more dies.
+    """All ranks go back to memory, and after an infinite loss to the checkpoint at 4.
+
+    Then one more rank dies.
     """
     faults = [
         Fault(rank=1, phase=Phase.FORWARD, iteration=7),

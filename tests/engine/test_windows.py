@@ -1,9 +1,8 @@
-"""ckpt=moevement with ranks that are threads: each recovery ends in the state of the
-job without faults, bit for bit.
+"""ckpt=moevement with ranks that are threads: recoveries are exact, bit for bit.
 
-`ThreadJob` compares every rank's digest after every iteration, so a wrong state is
-named by the iteration and by the number of faults before it. Rows of `ROWS` cover every
-pair of settings.
+Each recovery ends in the state of the job without faults. `ThreadJob` compares every
+rank's digest after every iteration, so the error of a wrong state names the iteration
+and the number of earlier faults. Rows of `ROWS` cover every pair of settings.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from moe_ckpt.events import (
 )
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.window_sizes import WindowSizes
+from moe_ckpt.snapshot.blob_keys import step_key
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
-from moe_ckpt.snapshot.step_log import STEP
 from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.copies import answer_copies
@@ -66,7 +65,7 @@ AXES: dict[str, Sequence[Any]] = {
 
 
 def _is_possible(row: Mapping[str, Any]) -> bool:
-    """A node that is lost leaves copies of its memory on another node only."""
+    """Return whether a row leaves copies: only one other node has a node's copies."""
     return not (row.get("loses_memory") and row.get("dead") in ("a stage", "all"))
 
 
@@ -74,7 +73,7 @@ ROWS = rows_of(AXES, _is_possible)
 
 
 class _PageIterations(Observer):
-    """The iteration in each rank's page as all ranks go on from a state."""
+    """Records the iteration in each rank's page as all ranks continue from a state."""
 
     def __init__(self, job: ThreadJob) -> None:
         self.job, self.found = job, list[tuple[int, int]]()
@@ -84,8 +83,9 @@ class _PageIterations(Observer):
 
 
 def test_an_error_after_a_recovery_counts_for_its_iteration(tmp_path: Path) -> None:
-    """A replacement that fails before its first iteration fails where the worker before
-    it did.
+    """A replacement may fail before its first iteration.
+
+    Then the replacement fails in the same iteration as the worker before.
     """
     job = ThreadJob(
         tmp_path,
@@ -133,7 +133,7 @@ AT_REDUCE = Fault(rank=1, phase=Phase.REDUCE, iteration=6)
 
 
 def rejoined(job: ThreadJob, generation: int = 2) -> list[Rejoined]:
-    """Return the event of each rank with which it entered a generation."""
+    """Return the event with which each rank entered a generation."""
     return [
         next(e for e in job.events(Rejoined, rank) if e.generation == generation)
         for rank in job.ranks
@@ -150,7 +150,7 @@ def of_last_generation(job: ThreadJob, rank: int) -> list[Event]:
 
 
 def replayed(job: ThreadJob) -> dict[int, int]:
-    """Return the iterations that each replaying rank ran again, over all faults."""
+    """Return the number of iterations that each replaying rank ran again in all."""
     of_each = {
         rank: sum(event.executed_iters for event in job.events(Rejoined, rank))
         for rank in job.ranks
@@ -159,8 +159,9 @@ def replayed(job: ThreadJob) -> dict[int, int]:
 
 
 def measured_replay_s(job: ThreadJob, rank: int) -> float | None:
-    """Return the seconds in which this rank's stage has replayed an iteration by
-    itself.
+    """Return the seconds in which a rank's stage replays an iteration by itself.
+
+    None if the stage has not replayed by itself.
     """
     return job.in_memory(rank).parts.meter.replayed_iteration_s()
 
@@ -172,7 +173,7 @@ def made(
     iterations: int = 8,
     **settings: Any,
 ) -> ThreadJob:
-    """Return a job with windows of two slots if no others are set."""
+    """Return a job, with windows of two slots unless `settings` has others."""
     return ThreadJob(
         folder,
         config("moevement", **{"window": 2} | settings),
@@ -267,8 +268,9 @@ def test_only_stages_of_dead_ranks_replay(
 def test_a_replay_goes_on_while_another_stage_fails(
     shape: Shape, moment: str, dead: int, replaying: dict[int, int], tmp_path: Path
 ) -> None:
-    """Rank 0 replays iterations 2 to 5, and another stage's rank dies as it begins that
-    forward, backward or step.
+    """Rank 0 replays iterations 2 to 5, and a rank of another stage dies meanwhile.
+
+    The other rank dies at the forward, backward or step of rank 0 that `moment` names.
     """
     faults = [
         Fault(rank=0, phase=Phase.REDUCE, iteration=6),
@@ -299,8 +301,9 @@ def test_a_replay_goes_on_while_another_stage_fails(
 
 
 def test_a_step_without_its_gather_is_finished_by_the_recovery(tmp_path: Path) -> None:
-    """Both ranks of stage 0 have taken the step of iteration 6 and lack each other's
-    weights as rank 3 dies.
+    """Rank 3 dies after both ranks of stage 0 have taken the step of iteration 6.
+
+    The two ranks lack each other's weights.
     """
     job = made(tmp_path, Fault(rank=3, phase=Phase.DONE), shape=Shape())
 
@@ -317,8 +320,9 @@ def test_a_step_without_its_gather_is_finished_by_the_recovery(tmp_path: Path) -
 
 
 def test_a_rollback_that_is_cut_off_leaves_no_state_to_compare(tmp_path: Path) -> None:
-    """Without a boundary log all stages replay, and must come out as they were; after
-    another death none is whole.
+    """Without a boundary log, all stages replay, and must reach their former states.
+
+    After another death, no stage has a whole state to compare with.
     """
     faults = [
         Fault(rank=2, phase=Phase.REDUCE, iteration=6),
@@ -346,8 +350,9 @@ def test_a_rollback_that_is_cut_off_leaves_no_state_to_compare(tmp_path: Path) -
 def test_a_second_replay_that_is_cut_off_goes_on_from_its_own_state(
     tmp_path: Path,
 ) -> None:
-    """Rank 1 is corrupt, and replays beside its peer that was lost; rank 4 dies in the
-    second replay.
+    """Rank 1 is corrupt, and replays together with its lost peer.
+
+    Rank 4 dies in the second replay.
     """
     faults = [
         Fault(rank=0, phase=Phase.REDUCE, iteration=6),
@@ -388,12 +393,11 @@ def test_a_stage_is_rebuilt_from_a_window_before_a_long_pause(tmp_path: Path) ->
 
 
 def test_logs_of_an_old_window_outlive_a_recovery(tmp_path: Path) -> None:
-    """The base of iteration 0 is the only window on two nodes when rank 1 dies, and
-    still when its node is lost.
+    """The window of iteration 0 is the only window on two nodes at both faults.
 
-    The window of 12 slots is incomplete at the first fault, and the snapshot of
-    iteration 10, which begins the next generation, does not reach peers before the
-    second.
+    First rank 1 dies, and then the node of rank 1 is lost. The window of 12 slots is
+    incomplete at the first fault. The snapshot of iteration 10, which begins the next
+    generation, does not reach peers before the second fault.
     """
     first = Fault(rank=1, phase=Phase.BACKWARD, iteration=11)
     second = Fault(rank=1, phase=Phase.REDUCE, iteration=11, loses_memory=True)
@@ -412,8 +416,9 @@ def test_logs_of_an_old_window_outlive_a_recovery(tmp_path: Path) -> None:
 
 
 def test_windows_go_on_after_a_fault(tmp_path: Path) -> None:
-    """A generation begins with the window that follows the kept one, also if a second
-    fault comes soon.
+    """A generation begins with the window that follows the kept window.
+
+    A second fault that comes soon changes nothing.
     """
     first = Fault(rank=1, phase=Phase.REDUCE, iteration=12)
     second = Fault(rank=2, phase=Phase.BACKWARD, iteration=13)
@@ -445,8 +450,9 @@ def test_windows_go_on_after_a_fault(tmp_path: Path) -> None:
 
 
 def test_windows_are_computed_once_while_profiles_stay(tmp_path: Path) -> None:
-    """In a large job they take seconds on each rank: a survivor keeps them, a new
-    process has its own.
+    """In a large job, the computation takes seconds on each rank.
+
+    A survivor keeps the windows, and a new process computes its own windows.
     """
     fault = Fault(rank=1, phase=Phase.REDUCE, iteration=6)
     job = exact(made(tmp_path, fault, shape=PAIR, window="auto", profile_iters=2))
@@ -465,8 +471,9 @@ def test_windows_are_computed_once_while_profiles_stay(tmp_path: Path) -> None:
 def test_a_state_that_all_ranks_keep_is_not_taken_again(
     goes_to_disk: bool, tmp_path: Path
 ) -> None:
-    """All go back to a snapshot, twice: from there they go on without another one of
-    it.
+    """All ranks go back to a snapshot, twice.
+
+    Without local disks, the ranks continue without a new snapshot of the same state.
     """
     faults = [
         Fault(rank=1, phase=Phase.REDUCE, iteration=iteration) for iteration in (8, 9)
@@ -489,10 +496,10 @@ def test_a_state_that_all_ranks_keep_is_not_taken_again(
 @pytest.mark.parametrize(
     ("phase", "skip", "iteration", "executed"),
     [
-        (Phase.REDUCE, 0, 4, 1),  # before the vote: the iteration comes to nothing
-        # after it: survivors finish the step, and the dead stage replays it
+        (Phase.REDUCE, 0, 4, 1),  # before the vote: no rank commits the iteration
+        # after the vote: survivors finish the step, and the dead stage replays the step
         (Phase.STEP, 0, 5, 2),
-        (Phase.STEP, 1, 5, 0),  # its window of 4 and 5 was confirmed
+        (Phase.STEP, 1, 5, 0),  # the window of 4 and 5 was confirmed
     ],
 )
 def test_the_vote_decides_where_all_go(
@@ -507,8 +514,9 @@ def test_the_vote_decides_where_all_go(
 
 
 def test_a_rank_votes_once_its_peers_hold_the_step(tmp_path: Path) -> None:
-    """Else a rank that dies with its node after the vote could not be brought to the
-    iteration that others come to.
+    """A rank may die with its node after the vote.
+
+    Without the step on peers, the rank could not reach the iteration of other ranks.
     """
     job = made(tmp_path, shape=PAIR, iterations=4)
     job.sends_slowly = True
@@ -531,8 +539,9 @@ def test_a_rank_votes_once_its_peers_hold_the_step(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_vote_a_death_cuts_off_finishes_the_step(tmp_path: Path) -> None:
-    """Rank 2 takes the step, rank 1 dies before it, and rank 0 has not returned from
-    the vote by then.
+    """Rank 2 takes the step, and rank 1 dies before the step.
+
+    Rank 0 has not returned from the vote by then.
     """
     job = made(tmp_path, Fault(rank=1, phase=Phase.STEP, iteration=5))
 
@@ -555,7 +564,7 @@ def test_a_rank_whose_vote_a_death_cuts_off_finishes_the_step(tmp_path: Path) ->
 def test_a_lost_node_fetches_its_memory_from_its_peer(tmp_path: Path) -> None:
     faults = [
         Fault(rank=1, phase=Phase.REDUCE, iteration=6, loses_memory=True),
-        # fetched memory is kept, and copied, as its own was
+        # fetched memory is kept and copied, as the rank's own memory was
         Fault(rank=1, phase=Phase.BACKWARD, iteration=8),
         Fault(rank=1, phase=Phase.BACKWARD, iteration=10, loses_memory=True),
     ]
@@ -644,7 +653,7 @@ def test_damage_in_all_copies_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_cannot_be_fetched_is_not_asked_for_again(tmp_path: Path) -> None:
-    """It is damaged after its holder has verified it."""
+    """The copy is damaged after its holder has verified it."""
     job = made(tmp_path, replace(AT_REDUCE, loses_memory=True))
     asked: list[int] = []
 
@@ -662,14 +671,15 @@ TIED_PIPE = replace(PIPE, tied=True)
 
 
 def lose_step(job: ThreadJob) -> None:
-    """Lose the step from which rank 0's own windows lead to the target, and which no
-    other stage knows.
+    """Lose the step by which rank 0's own windows lead to the target.
+
+    No other stage has the step.
     """
-    BlobFolder(own_path(job.memory(0))).discard(f"{STEP}{AT_REDUCE.iteration - 1}")
+    BlobFolder(own_path(job.memory(0))).discard(step_key(AT_REDUCE.iteration - 1))
 
 
 STEP_IS_LOST = replace(AT_REDUCE, rank=0, before_restart=lose_step)
-"""Rank 0 asks for the copy of its windows, which rank 1 holds."""
+"""After this fault, rank 0 asks rank 1 for the copy of rank 0's windows."""
 
 
 def damage_copy(job: ThreadJob, holder: int) -> None:
@@ -688,7 +698,7 @@ def drop_copies(job: ThreadJob, holder: int) -> None:
 def test_own_windows_stay_where_a_fetch_fails(
     spoil: Callable[[ThreadJob, int], None], tmp_path: Path
 ) -> None:
-    """They lead to an earlier iteration, to which all ranks go back."""
+    """Rank 0's own windows lead to an earlier iteration, to which all ranks go back."""
     job = made(tmp_path, STEP_IS_LOST, shape=TIED_PIPE, replicas=1)
     asked: list[int] = []
 
@@ -705,8 +715,9 @@ def test_own_windows_stay_where_a_fetch_fails(
 def test_windows_that_find_no_room_beside_others_take_their_place(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The memory is full as rank 0 fetches its windows: one line says that its others
-    are dropped first.
+    """The memory is full as rank 0 fetches its windows.
+
+    One log line says that other windows of rank 0 are dropped first.
     """
     asked: list[int] = []
     with small_disk(tmp_path / "memory") as memory:
@@ -714,7 +725,7 @@ def test_windows_that_find_no_room_beside_others_take_their_place(
         def fill(_: int, holder: int) -> None:
             asked.append(holder)
             if len(asked) == 1:
-                # for the step that its own memory lacks
+                # room for the step that rank 0's own memory lacks
                 memory.fill(left_bytes=8 * 4096)
 
         job = made(tmp_path, STEP_IS_LOST, shape=TIED_PIPE, replicas=1)
@@ -732,13 +743,14 @@ def test_windows_that_find_no_room_beside_others_take_their_place(
 
 
 def test_the_next_holders_copy_may_lack_the_last_record(tmp_path: Path) -> None:
-    """Other ranks share that record with the rank whose memory is lost, also once a
-    fetch has failed.
+    """Other ranks share that record with the rank whose memory is lost.
+
+    The record is also shared after a fetch has failed.
     """
     target = AT_REDUCE.iteration - 1
 
     def lose_record(job: ThreadJob) -> None:
-        copies, key = BlobFolder(held_path(job.memory(2), 1)), f"{STEP}{target}"
+        copies, key = BlobFolder(held_path(job.memory(2), 1)), step_key(target)
         assert key in copies.keys()  # noqa: SIM118 - not a mapping
         copies.discard(key)
 
@@ -760,8 +772,9 @@ def test_the_next_holders_copy_may_lack_the_last_record(tmp_path: Path) -> None:
 
 
 def test_damage_is_found_while_another_ranks_fetch_fails(tmp_path: Path) -> None:
-    """Rank 2, of the same stage as the lost rank 3, drops its window; all take stock
-    again once rank 3 has its own.
+    """Rank 2, of the same stage as the lost rank 3, drops its window.
+
+    All ranks take stock again once rank 3 has its own window.
     """
 
     def damage(job: ThreadJob) -> None:
@@ -785,13 +798,14 @@ def test_damage_is_found_while_another_ranks_fetch_fails(tmp_path: Path) -> None
 
 
 def test_a_copy_of_a_tied_stage_does_without_its_last_record(tmp_path: Path) -> None:
-    """The stage in the middle, which holds it, cannot know that record: all ranks go
-    back by an iteration.
+    """The stage in the middle holds the copy, and cannot have that record.
+
+    So all ranks go back by one iteration.
     """
 
     def lose_record(job: ThreadJob) -> None:
         BlobFolder(held_path(job.memory(1), 0)).discard(
-            f"{STEP}{AT_REDUCE.iteration - 1}"
+            step_key(AT_REDUCE.iteration - 1)
         )
 
     fault = replace(AT_REDUCE, rank=0, loses_memory=True, before_restart=lose_record)

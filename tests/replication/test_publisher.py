@@ -1,5 +1,6 @@
-"""What outlives a worker: its snapshots and steps in a folder, and what peers are told
-of them, and when.
+"""A worker's snapshots and steps outlive the worker in a folder and on peers.
+
+The tests check the contents of the folder, and the requests to peers and their times.
 """
 
 from __future__ import annotations
@@ -20,15 +21,10 @@ from safetensors.torch import save
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, PeersLostError
 from moe_ckpt.replication.copy_times import SentCopy
-from moe_ckpt.replication.publisher import (
-    NoCopies,
-    Publisher,
-    belongs_to,
-    holds_records,
-    newest_snapshot,
-    read_kept,
-)
+from moe_ckpt.replication.publisher import NoCopies, Publisher
+from moe_ckpt.snapshot.blob_keys import belongs_to, is_record, newest_snapshot
 from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.snapshot.folder_contents import read_kept
 from moe_ckpt.snapshot.step_log import StepLog, StepRecord
 from moe_ckpt.snapshot.windows import HostBuffers, SnapshotMemory
 from moe_ckpt.types import ReadyGradients
@@ -44,7 +40,13 @@ NUMBERS = piece(torch.ones(100))
 
 
 class Peers:
-    """What one peer would hold. A copy is done at once, or fails if it `fails`."""
+    """A fake of one peer, whose copies complete at once.
+
+    Attributes:
+        held: Keys of the blobs that the peer holds.
+        fails: Whether copies fail.
+        asked: Number of requested copies.
+    """
 
     def __init__(self) -> None:
         self.held: set[str] = set()
@@ -66,7 +68,13 @@ class Peers:
 
 
 class Life:
-    """One worker's means, with what an earlier one left in the folder."""
+    """Publisher, snapshots and steps of one worker.
+
+    The worker adopts the contents that an earlier worker left in the folder.
+
+    Attributes:
+        waits: True for each begin of a wait for peers, and False for each end.
+    """
 
     def __init__(self, path: Path, peers: Peers | NoCopies) -> None:
         self.waits: list[bool] = []
@@ -82,21 +90,25 @@ class Life:
         self.steps.adopt(kept.starts, kept.records)
 
     def forget(self) -> None:
-        """Drop all blobs, as a rank's memory does."""
+        """Drop all blobs, as `RankMemory.drop_published` does."""
         self.memory.clear()
         self.steps.clear()
         self.buffers.free_unused()
 
     def begin(self, *held: set[str], drop_stale: bool = True) -> None:
-        """Begin copying to peers that hold these."""
+        """Begin copying to peers, of which each holds the given keys."""
         self.publisher.begin_copying(held, drop_stale=drop_stale)
 
     def persist(self, start: int) -> None:
         persist_window(self.memory, self.buffers, start, daemon=self.publisher)
 
     def log(self, iteration: int, *, after_whole_state: bool = False) -> None:
-        """Log an iteration; `after_whole_state`: a snapshot of the whole state came
-        before it.
+        """Log the start and the record of an iteration.
+
+        Args:
+            iteration: The iteration.
+            after_whole_state: Whether a snapshot of the whole state precedes the
+                iteration, so that the start is also published alone.
         """
         self.steps.log_start(iteration, {"rng": torch.full((4,), iteration)})
         if after_whole_state:
@@ -128,7 +140,7 @@ def life(live: Callable[[], Life]) -> Life:
 
 @pytest.fixture
 def capturing(life: Life) -> Iterator[Engine]:
-    """What takes snapshots that a life's publisher keeps."""
+    """An engine that takes snapshots for the publisher of `life`."""
     capturing = Engine(daemon=life.publisher, buffers=life.buffers)
     yield capturing
     capturing.copier.close()
@@ -233,8 +245,10 @@ def test_peers_keep_old_blobs_while_copies_of_new_ones_fail(
 
 
 class LatePeers(Peers):
-    """Whose answers wait until `answer`; `meanwhile` is done whenever they are asked
-    for something.
+    """Peers whose copies complete only when a test calls `answer`.
+
+    Attributes:
+        meanwhile: Called during each request.
     """
 
     def __init__(self) -> None:
@@ -253,6 +267,7 @@ class LatePeers(Peers):
         super().drop(keys)
 
     def answer(self, most: int = 100) -> None:
+        """Complete the oldest copies, at most `most` of them."""
         answers, self._unanswered = self._unanswered[:most], self._unanswered[most:]
         for answer in answers:
             answer.set_result(None)
@@ -261,8 +276,9 @@ class LatePeers(Peers):
 def test_a_copy_that_arrives_after_peers_were_asked_does_not_stay(
     life: Life, peers: Peers
 ) -> None:
-    """Copying stops here and not in the daemon, which still sends the newest window.
-    All go back to the one before.
+    """The publisher stops copying, but the daemon still sends the newest window.
+
+    All ranks go back to the window before.
     """
     life.begin(set())
     life.persist(6)
@@ -331,20 +347,21 @@ def test_peers_keep_old_blobs_until_the_last_new_one_has_arrived(
 def test_peers_are_not_told_to_forget_new_copies(
     tmp_path: Path, while_peers: str
 ) -> None:
-    """What an iteration starts from has one name, whoever kept it, and an iteration
-    that was cut off comes again.
+    """The key of an iteration's start is the same in every process.
+
+    An iteration that was cut off runs again, and publishes a start under the same key.
     """
     peers = LatePeers()
     life = Life(tmp_path, peers)
     life.log(4)
-    peers.held = {*STEP_5, "start-6"}  # which this life does not have
+    peers.held = {*STEP_5, "start-6"}  # keys that the folder of this life lacks
     life.begin(set(peers.held))
     if while_peers == "confirm older copies":
         peers.meanwhile = peers.answer
         life.log(5)
     else:
-        # answers come in another thread: a copy asked for then has to wait, or peers
-        # would drop it after that
+        # Answers arrive on another thread. A copy that is requested meanwhile must
+        # wait: otherwise peers would drop the blob after they received it.
         training = threading.Thread(target=lambda: life.log(5))
 
         def go_on_as_far_as_may_be() -> None:
@@ -362,6 +379,7 @@ def test_peers_are_not_told_to_forget_new_copies(
 
 
 def waits_in_publisher(thread: threading.Thread) -> bool:
+    """Return whether a thread is inside `Publisher._copy`, which takes the lock."""
     frame = sys._current_frames().get(thread.ident or 0)
     return frame is not None and frame.f_code is Publisher._copy.__code__
 
@@ -379,9 +397,7 @@ def test_a_blob_that_one_of_two_peers_lacks_is_copied(
 def test_a_start_noted_again_before_copying_is_copied_again(
     life: Life, live: Callable[[], Life], peers: Peers
 ) -> None:
-    """Under its name peers may hold what the iteration started from before all went
-    elsewhere.
-    """
+    """Peers may hold a start from before a rollback under the same key."""
     life.log(5)
     life = live()
     life.steps.log_start(5, {"rng": torch.zeros(4)})
@@ -411,8 +427,9 @@ def test_copies_that_fail_are_waited_for_once(life: Life, peers: Peers) -> None:
 def test_a_window_counts_as_copied_with_its_steps_only(
     life: Life, peers: Peers
 ) -> None:
-    """A record whose copy failed is not sent again, and no replay gets past its
-    iteration.
+    """A record whose copy failed is not sent again.
+
+    No replay gets past the iteration of a missing record.
     """
     life.begin(set())
     life.log(5)
@@ -432,7 +449,12 @@ def test_a_window_counts_as_copied_with_its_steps_only(
 def fetch_of(
     folder: BlobFolder, *, fail_after: int | None = None
 ) -> Callable[[BlobFolder], int]:
-    """Return a fetch of what another folder holds, which fails after some blobs."""
+    """Return a fetch of another folder's blobs.
+
+    Args:
+        folder: The other folder.
+        fail_after: Number of blobs after which the fetch fails. None: no failure.
+    """
 
     def fetch(into: BlobFolder) -> int:
         for number, key in enumerate(folder.keys()):
@@ -456,7 +478,7 @@ def buffers_of(path: Path) -> list[Path]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> BlobFolder:
-    """A peer's copy of a window and its steps."""
+    """A peer's copy of a window, with the steps of the window."""
     life = Life(tmp_path / "copy", NoCopies())
     life.persist(4)
     life.log(5, after_whole_state=True)
@@ -477,7 +499,7 @@ def test_fetched_blobs_take_the_place_of_all_others(
 def test_a_fetch_that_failed_leaves_what_there_was(
     life: Life, copy: BlobFolder, arrived: int, tmp_path: Path
 ) -> None:
-    """As the folder is while a fetch goes on, copied away, so is it after kill -9."""
+    """A copy of the folder during the fetch stands for the folder after kill -9."""
     life.persist(2)
     life.log(3)
     before, half = life.keys(), tmp_path / "half"
@@ -502,9 +524,7 @@ def test_a_fetch_that_failed_leaves_what_there_was(
 def test_a_death_after_all_has_arrived_leaves_what_arrived(
     life: Life, copy: BlobFolder, tmp_path: Path
 ) -> None:
-    """Also where the keys of both are the same, as those of a damaged window and its
-    copy are.
-    """
+    """Old and new blobs have the same keys, as a damaged window and its copy have."""
     for key in copy.keys():  # noqa: SIM118 - not a mapping
         header, content = content_of(copy, key)
         payload = None if content is None else filled(life.publisher.folder, content)
@@ -518,7 +538,7 @@ def test_a_death_after_all_has_arrived_leaves_what_arrived(
         life.forget()
         shutil.copytree(folder.path, moments[1])
         shutil.copytree(folder.path, moments[2])
-        # the last moment before the new index is in place
+        # the moment directly before the new index is in place
         shutil.rmtree(moments[2] / "index")
 
     life.publisher.replace(fetch_of(copy), forget)
@@ -596,8 +616,8 @@ def test_damaged_steps_are_left_out(
 
 
 def test_only_a_record_proves_progress(copy: BlobFolder) -> None:
-    assert holds_records(copy.keys())
-    assert not holds_records(["snapshot-0-0-aa", "start-1"])
+    assert any(map(is_record, copy.keys()))
+    assert not any(map(is_record, ["snapshot-0-0-aa", "start-1"]))
 
 
 def test_a_copy_that_is_being_changed_is_read_as_far_as_it_is_whole(
@@ -623,7 +643,7 @@ def test_a_start_that_was_published_alone_is_as_new_as_that_of_the_step(
 def test_steps_of_older_versions_become_those_of_today(
     life: Life, live: Callable[[], Life]
 ) -> None:
-    """Each start was a blob of its own, and so was each record."""
+    """In older versions each start and each record was a blob of its own."""
     life.log(5, after_whole_state=True)
     life.log(6, after_whole_state=True)
     for iteration in (5, 6):

@@ -1,6 +1,4 @@
-"""A snapshot engine with all that it needs, and a copying thread that waits for as long
-as a test wants.
-"""
+"""A snapshot engine with its parts, and copying threads that wait for a test."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from tests.waits import WAIT_S
 
 @contextmanager
 def held(copier: HostCopier) -> Iterator[None]:
-    """Keep the thread of a copier from everything that is submitted inside, until the
-    end.
-    """
+    """Keep a copier's thread from work submitted in this context until the end."""
     go = threading.Event()
     holding = copier.run(lambda: go.wait(WAIT_S))
     try:
@@ -36,8 +32,10 @@ def held(copier: HostCopier) -> Iterator[None]:
 
 @contextmanager
 def held_until_waited_for(copier: HostCopier) -> Iterator[threading.Event]:
-    """Keep the thread of a copier busy until this thread waits for a future; the event
-    says that it has.
+    """Keep a copier's thread busy until this thread waits for a future.
+
+    Yields:
+        An event, which is set once this thread waits.
     """
     go, left, waiting_thread = (
         threading.Event(),
@@ -64,7 +62,7 @@ def held_until_waited_for(copier: HostCopier) -> Iterator[threading.Event]:
 
 
 def finish(copier: HostCopier) -> None:
-    """Wait until all that was submitted is done, without collecting it."""
+    """Wait until all submitted work is done, without collecting the results."""
     copier.then(lambda: None).result(WAIT_S)
 
 
@@ -77,7 +75,7 @@ def _waits_for_a_future(thread_id: int) -> bool:
 
 
 class Asked(Throttle):
-    """A cap that lets all bytes pass at once, and keeps how many were asked for."""
+    """A cap that lets all bytes pass at once, and keeps the requested sizes."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -88,6 +86,8 @@ class Asked(Throttle):
 
 
 class Engine:
+    """A snapshot engine with its copier and its buffers."""
+
     def __init__(
         self,
         limit_bytes: int | None = None,

@@ -1,6 +1,4 @@
-"""Snapshots and windows of them, as values: one run, one shard, one header, and parts
-of any role.
-"""
+"""Samples of snapshots and windows: one run, one shard, one header, all roles."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def only_part(snapshot: Snapshot) -> torch.Tensor:
 
 
 def damaged(data: bytes) -> Iterator[bytes]:
-    """Give these bytes with one bit flipped, and cut short, at each place in turn."""
+    """Yield these bytes with one bit flipped, and cut short, at each place in turn."""
     for place in range(len(data)):
         yield data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
         yield data[:place]
@@ -74,8 +72,9 @@ def pool(limit_bytes: int | None = None) -> HostBuffers:
 def snapshot_of(
     buffers: HostBuffers, place: tuple[int, int, int], pieces: Sequence[Piece] = ()
 ) -> Snapshot:
-    """Take the snapshot of a (window start, slot, number of slots), of 1000 bytes if no
-    pieces are given.
+    """Return the snapshot of a (window start, slot, number of slots).
+
+    The snapshot has 1000 bytes if no pieces are given.
     """
     start, slot, num_slots = place
     parts, payload_bytes = layout_parts(pieces or [piece(torch.zeros(250))])

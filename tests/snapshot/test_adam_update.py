@@ -1,5 +1,6 @@
-"""Copies by gradient over real sockets: what a peer makes of them is what the owner
-has, or it gets the whole state.
+"""Copies by gradient over real sockets: a peer computes the owner's exact state.
+
+If the peer's result differs, the peer gets the whole state.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from moe_ckpt.snapshot.adam_update import (
     AdamStep,
     Gradients,
     Update,
-    is_update,
     update_from_bytes,
     update_to_bytes,
 )
 from moe_ckpt.snapshot.arriving_update import no_capture
+from moe_ckpt.snapshot.blob_keys import is_update
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
 from moe_ckpt.snapshot.codec import (
@@ -66,7 +67,7 @@ HEADER = replace(
 
 
 class Asked:
-    """Hands copies on, and remembers what was asked for."""
+    """Hands copies on to a replicator, and keeps the requested keys."""
 
     def __init__(self, replicator: Replicator) -> None:
         self._replicator = replicator
@@ -81,8 +82,9 @@ class Asked:
 
 
 class Owner:
-    """Trains two tensors of one expert with torch's optimizer, and keeps copies of
-    every iteration at a peer.
+    """Trains two tensors of one expert with torch's optimizer.
+
+    A peer keeps copies of every iteration.
     """
 
     def __init__(
@@ -105,8 +107,12 @@ class Owner:
         self._step()
 
     def train(self, *, epoch: int = 0, learning_rate_told: float | None = None) -> str:
-        """Take a step and a snapshot, wait for its copies, which are exact, and return
-        their key.
+        """Take a step and a snapshot, wait for exact copies, and return their key.
+
+        Args:
+            epoch: The epoch of the snapshot.
+            learning_rate_told: The learning rate in the update; None: the rate of the
+                step.
         """
         group = self.optimizer.param_groups[0]
         group["lr"] *= 0.9
@@ -211,8 +217,9 @@ def test_a_peer_takes_the_steps_itself_and_comes_to_the_same_bits(
         True,
         True,
     ]
-    assert not any(is_update(key) for key in owner.peer.keys())  # noqa: SIM118 - not a mapping
-    earlier = [key for key in owner.own.keys() if "-5-" not in key]  # noqa: SIM118 - not a mapping
+    # neither folder is a mapping
+    assert not any(is_update(key) for key in owner.peer.keys())  # noqa: SIM118
+    earlier = [key for key in owner.own.keys() if "-5-" not in key]  # noqa: SIM118
     assert not any(map(is_update, earlier)), "of no use any more"
 
 
@@ -220,7 +227,7 @@ def test_memory_of_gradients_is_used_again_on_both_sides(owner: Owner) -> None:
     for _ in range(9):
         owner.train()
     assert max(map(int, buffers_of(owner.peer))) == 9 + 1
-    # the next may be packed before the last is known to be there
+    # the next update may be packed before the last one is confirmed
     assert max(map(int, buffers_of(owner.own))) <= 9 + 2
 
 
@@ -247,8 +254,9 @@ def test_a_copy_that_was_damaged_is_not_built_upon(
 
 
 def _following(before: SnapshotHeader, target: str, **fields: Any) -> Update:
-    """Return the update that leads to the iteration after a state, as a rank hands it
-    over to a server.
+    """Return the update that leads from a state to the next iteration.
+
+    A rank hands such an update over to a checkpoint server.
     """
     header = replace(
         before,
@@ -276,8 +284,9 @@ def _following(before: SnapshotHeader, target: str, **fields: Any) -> Update:
 def test_a_server_seals_no_state_that_it_made_of_damage(
     owner: Owner, is_damaged: bool, tmp_path: Path
 ) -> None:
-    """A checkpoint server computes the checksum of the state that it makes: it must not
-    start from a damaged one.
+    """A checkpoint server computes the checksum of the state that the server makes.
+
+    The server must therefore not start from a damaged state.
     """
     key, folder = owner.train(), BlobFolder(tmp_path / "server")
     copy_blobs(owner.peer, folder, [key])
@@ -338,7 +347,7 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
 def test_captured_gradients_lead_to_the_state_that_tapped_ones_do(
     owner: Owner, dtype: str, tmp_path: Path
 ) -> None:
-    """One of the two gradients lies in a bucket behind five elements of others."""
+    """One of the two gradients lies in a bucket, behind five other elements."""
     key, folder = owner.train(), BlobFolder(tmp_path / "server")
     copy_blobs(owner.peer, folder, [key])
     before = header_from_json(folder.get(key).header)

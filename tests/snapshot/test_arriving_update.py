@@ -1,5 +1,7 @@
-"""A step that follows its gradients' bytes: it begins before the last one, and nothing
-counts before all are intact.
+"""An update takes steps while the bytes of its gradients arrive.
+
+The first step begins before the last byte has arrived. No result counts before all
+bytes are intact.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ STEP = AdamStep(
 
 
 class Arriving:
-    """A folder with a state, and the update that leads to the next one."""
+    """A folder with a state, and the update that leads to the next state."""
 
     def __init__(self, path: Path) -> None:
         self.folder = BlobFolder(path)
@@ -107,8 +109,9 @@ def arriving(tmp_path: Path) -> Arriving:
 def test_a_step_is_taken_while_later_gradients_arrive(
     arriving: Arriving, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever the updater waits for bytes, the next gradient arrives: each is waited
-    for after the step before it.
+    """Whenever the updater waits for bytes, the next gradient arrives.
+
+    The updater waits for a gradient only after the step before.
     """
     taken: list[torch.optim.AdamW] = []
     step = torch.optim.AdamW.step
@@ -168,8 +171,9 @@ def test_an_update_that_is_abandoned_leaves_nothing(
 def test_a_damaged_head_fails_only_what_is_kept(
     arriving: Arriving, executor: ThreadPoolExecutor
 ) -> None:
-    """The receiver compares hashes first: garbled bytes are sent again, and a wrong
-    head is refused.
+    """The receiver compares hashes first.
+
+    Garbled bytes are sent again, and a wrong head is refused.
     """
     payload = arriving.payload()
     update = ArrivingUpdate(arriving.folder, "update", b"garbled", payload, ALL_BYTES)

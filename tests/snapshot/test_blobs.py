@@ -1,5 +1,6 @@
-"""Blobs in shared memory: what is visible when, whose memory it is, and what death,
-damage and a full system leave.
+"""Blobs in shared memory: when a blob is visible, and which process owns the memory.
+
+The tests also cover death, damage and a full file system.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def test_a_successor_adopts_intact_blobs_and_drops_others(
     publish(folder, "bare", None)
     for key in ("b", "c"):
         publish(folder, key, b"xxx")
-    folder.allocate(100)  # was being filled
+    folder.allocate(100)  # memory that was being filled at death
     (folder.path / "index" / "d.tmp").write_bytes(b"half an en")
     (folder.path / "index" / "b.blob").write_bytes(b"flipped")
     (folder.path / "buffers" / "000003").unlink()
@@ -255,7 +256,7 @@ def test_clearing_leaves_only_memory_that_is_being_filled(folder: BlobFolder) ->
 
 
 def die_while_publishing(path: str, step: str) -> None:
-    """Publish "a" twice over; at a step of the second time, die as a worker does."""
+    """Publish "a" twice; at a step of the second time, die as a worker does."""
     folder = BlobFolder(Path(path))
     publish(folder, "a", b"old", b"1")
 
@@ -296,7 +297,11 @@ def test_death_leaves_the_old_blob_or_the_new(
 
 
 class FakeCudart:
-    """Stands in for the CUDA runtime: what is registered, by address."""
+    """Stands in for the CUDA runtime.
+
+    Attributes:
+        registered: Size of each registered range in bytes, by address.
+    """
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}

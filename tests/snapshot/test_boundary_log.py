@@ -1,6 +1,4 @@
-"""The log of what a stage sent: order, lifetime of copies, what can be used, and that
-memory does not grow.
-"""
+"""The log of sent tensors: order, lifetime of copies, usable range, bounded memory."""
 
 from __future__ import annotations
 
@@ -21,11 +19,11 @@ from tests.snapshot.copiers import finish, held, held_until_waited_for
 from tests.snapshot.samples import pool
 
 ACTIVATION, GRADIENT = Direction.ACTIVATION, Direction.GRADIENT
-NUM_BYTES = 24  # of each tensor that is written
+NUM_BYTES = 24  # size of each logged tensor
 
 
 class Written:
-    """A log with all that it needs."""
+    """A log with its copier and its buffers."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.copier = HostCopier()
@@ -33,8 +31,9 @@ class Written:
         self.log = BoundaryLog(self.copier, self.buffers)
 
     def write(self, *iterations: int, activations: int = 1, gradients: int = 1) -> None:
-        """Log iterations in which so many tensors went each way; each holds its
-        iteration and number.
+        """Log iterations with these numbers of tensors in each direction.
+
+        Each tensor holds its iteration, its direction and its number.
         """
         for iteration in iterations:
             self.log.begin(iteration)
@@ -44,7 +43,10 @@ class Written:
             self.log.end()
 
     def usable_from(self, last: int) -> int:
-        """Verify the log once all of it is copied."""
+        """Return the first iteration from which the log is usable up to `last`.
+
+        The log is verified once all of it is copied.
+        """
         finish(self.copier)
         self.log.drop_damaged(1, last)
         return self.log.complete_from(last)
@@ -228,7 +230,7 @@ def test_a_recorded_tensor_may_be_freed_or_given_another_storage(
         log.begin(1)
         log.record(ACTIVATION, swapped)
         log.record(ACTIVATION, freed)
-        # what Megatron does to an output that it has sent
+        # Megatron does the same to an output after sending
         swapped.data = torch.empty(1)
         del freed
         gc.collect()
@@ -267,9 +269,9 @@ def test_a_buffer_is_given_back_only_when_its_copy_is_done(
         ([], 9, 10),
         ([5, 6, 7], 7, 5),
         ([5, 6, 7], 5, 5),
-        ([5, 6, 7], 8, 9),  # the last is missing
+        ([5, 6, 7], 8, 9),  # iteration 8 is missing
         ([5, 6, 7], 4, 5),
-        ([6, 3, 5], 6, 5),  # a gap
+        ([6, 3, 5], 6, 5),  # a gap: iteration 4
         ([1, 2, 3], 3, 1),
     ],
 )
@@ -296,7 +298,7 @@ def test_a_log_can_be_used_back_to_the_first_damage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     written.write(1, 2, 3, 4, 5, activations=3, gradients=3)
-    # with all checksums: damage before that cannot be found
+    # waits for all checksums: damage before the checksum cannot be found
     assert written.usable_from(5) == 1
     written.damage(3, direction, number)
     with caplog.at_level(logging.WARNING):

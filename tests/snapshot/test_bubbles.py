@@ -1,5 +1,6 @@
-"""A thread that copies waits for bubbles and uses them; a hurry ends all waiting; what
-a bubble took is known.
+"""A copying thread waits for bubbles and uses them; a hurry ends all waits.
+
+The length of bubbles is measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.waits import WAIT_S
 
 
 class Waiting(PipelineBubbles):
-    """Bubbles that note when a thread has begun to wait for one."""
+    """Bubbles with an event that is set once a thread begins to wait for a bubble."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ def test_seconds_count_from_the_last_question(monkeypatch: pytest.MonkeyPatch) -
             pass
     assert bubbles.take_seconds() == 2.75
     with pytest.raises(KeyError), bubbles.open():
-        raise KeyError  # the neighbour is gone
+        raise KeyError  # as if the neighbour were lost
     assert not bubbles.is_open
     assert bubbles.take_seconds() == 1.0
     assert bubbles.take_seconds() == 0.0
@@ -80,7 +81,7 @@ def test_on_a_device_a_bubble_lasts_until_the_device_is_idle() -> None:
 
 
 class Bubbling(Engine):
-    """An engine that copies three tensors of 80 bytes, and the bubbles it waits for."""
+    """An engine that copies three tensors of 80 bytes, with the engine's bubbles."""
 
     def __init__(self) -> None:
         self.bubbles = Waiting()
@@ -95,8 +96,9 @@ class Bubbling(Engine):
         self.engine.capture(wanted, bubble_bytes=bubble_bytes)
 
     def change_in_a_bubble(self) -> None:
-        """Change the state once all that does not wait for a bubble is copied; then
-        open one.
+        """Change the state, and then open a bubble until all copies are done.
+
+        The change follows all copies that do not wait for a bubble.
         """
         assert self.bubbles.is_waited_for.wait(WAIT_S)
         for tensor in self.tensors:

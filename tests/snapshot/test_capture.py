@@ -1,6 +1,4 @@
-"""One capture after another: what may change when, what is in the snapshot, and what a
-failure leaves behind.
-"""
+"""Successive captures: when tensors may change, contents of snapshots, failures."""
 
 from __future__ import annotations
 
@@ -32,12 +30,12 @@ def parts() -> Iterator[Engine]:
 
 def assert_nothing_to_collect(parts: Engine) -> None:
     parts.engine.release()
-    parts.engine.discard_torn()  # there need be nothing to discard
+    parts.engine.discard_torn()  # no error without a capture
     assert parts.engine.collect(wait=True) is None
 
 
 def assert_usable(parts: Engine) -> None:
-    """Nothing is in use, and the next snapshot can be taken."""
+    """Check that no buffer is in use, and that the next snapshot can be taken."""
     assert parts.buffers.in_use_bytes == 0
     parts.capture(piece(torch.arange(16)))
     snapshot = parts.collected()
@@ -54,7 +52,7 @@ def count(*values: int) -> Piece:
     return piece(torch.tensor(values), "count", "buffer")
 
 
-UNCOPYABLE = piece(torch.empty(8, device="meta"), "meta")  # it has a size but no values
+UNCOPYABLE = piece(torch.empty(8, device="meta"), "meta")  # has a size but no values
 
 
 def test_a_snapshot_is_complete_when_it_is_collected(parts: Engine) -> None:
@@ -169,15 +167,15 @@ def test_a_snapshot_is_not_there_before_its_checksum(
     weight = torch.ones(100)
     parts.capture(piece(weight))
     parts.engine.release()
-    weight.zero_()  # the state may change meanwhile
+    weight.zero_()  # the state may change before the checksum
     assert parts.engine.collect(wait=False) is None
-    parts.engine.discard_torn()  # what is copied is not torn
+    parts.engine.discard_torn()  # a capture with a finished copy is not torn
     go.set()
     assert torch.equal(only_part(parts.collected()), torch.ones(100))
 
 
 class FullDaemon:
-    """Keeps all snapshots but the `refused`-th."""
+    """Refuses all further snapshots once `refused` snapshots are kept."""
 
     def __init__(self, refused: int) -> None:
         self.refused = refused

@@ -1,5 +1,6 @@
-"""Snapshots as header and payload: where parts lie, what JSON keeps, and that damage
-and strangers are refused.
+"""Snapshots as header and payload: layout of parts, JSON, damage and strangers.
+
+Damaged snapshots, and snapshots of another run or shard, are refused.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from tests.snapshot.samples import HEADER, IDENTITY, SHARD, Piece, damaged, piec
 
 
 def one_of_each_dtype() -> list[Piece]:
-    """Return a tensor of each precision with values that only that precision holds,
-    smallest elements first.
+    """Return a tensor of each precision, with values that only this precision holds.
+
+    The tensors with the smallest elements come first.
     """
     values = torch.tensor([0.0, 1.0, 3.0])
     dtypes = sorted(DTYPES.values(), key=lambda dtype: dtype.itemsize)
@@ -48,8 +50,9 @@ def one_of_each_dtype() -> list[Piece]:
 
 
 def snapshot_of(*pieces: Piece, spare_bytes: int = 0) -> Snapshot:
-    """Build a snapshot as a capture does, in a buffer that is longer than needed and
-    full of old bytes.
+    """Build a snapshot as a capture does, in a buffer of old bytes.
+
+    The buffer is longer than needed by `spare_bytes`.
     """
     parts, payload_bytes = layout_parts(pieces)
     payload = torch.full((payload_bytes + spare_bytes,), 0xAB, dtype=torch.uint8)
@@ -69,8 +72,12 @@ def header_of(
 
 
 def forged(header: SnapshotHeader, way: Sequence[str | int], value: object) -> bytes:
-    """Return a header's JSON with the field at the end of this way changed, and the
-    checksum made to fit.
+    """Return a header's JSON with one changed field and a fitting checksum.
+
+    Args:
+        header: The header.
+        way: The names and indices that lead to the field.
+        value: The new value of the field.
     """
     fields = inner = json.loads(header_to_json(header).partition(b"\n")[2])
     for step in way[:-1]:
@@ -109,7 +116,8 @@ def test_every_layout_is_aligned_without_padding_and_readable(
     )
     assert all(part.offset_bytes % part.dtype.itemsize == 0 for part in parts)
     header = header_of(parts, payload_bytes)
-    assert header_from_json(header_to_json(header)) == header  # which refuses overlaps
+    # reading refuses overlaps
+    assert header_from_json(header_to_json(header)) == header
     views = [
         part_view(torch.zeros(payload_bytes, dtype=torch.uint8), part) for part in parts
     ]
@@ -172,7 +180,7 @@ def test_the_checksum_is_xxh3_of_the_bytes_that_count() -> None:
     payload = torch.tensor(
         list(b"123456789 and what was here before"), dtype=torch.uint8
     )
-    # of nothing, as the algorithm's authors publish it
+    # hash of no bytes, as the authors of XXH3 publish the value
     assert checksum(payload, 0) == 0x2D06800538D394C2
     assert (
         checksum(payload, 9)
@@ -196,7 +204,7 @@ def test_an_own_snapshot_is_accepted_and_a_flipped_bit_refused() -> None:
         ):
             verify(snapshot, identity=IDENTITY, shard=SHARD)
         snapshot.payload[position] ^= 1 << position % 8
-    snapshot.payload[snapshot.header.payload_bytes :] = 0  # what the buffer held before
+    snapshot.payload[snapshot.header.payload_bytes :] = 0  # old bytes of the buffer
     verify(snapshot, identity=IDENTITY, shard=SHARD)
     verify(snapshot_of(), identity=IDENTITY, shard=SHARD)
 
@@ -313,8 +321,9 @@ def test_a_header_that_is_damaged_cut_short_or_continued_is_refused() -> None:
 
 
 def try_to_read(data: bytes) -> SnapshotHeader | None:
-    """Return the header if there is one; any error but CheckpointLoadError is the
-    caller's.
+    """Return the header; None after CheckpointLoadError.
+
+    Any other error reaches the caller.
     """
     try:
         return header_from_json(data)

@@ -1,6 +1,4 @@
-"""Work for the copying thread: its order, its failures, its end, and how long copies
-take.
-"""
+"""Work of the copying thread: order, failures, end, and the duration of copies."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ Copies = Sequence[tuple[float, float]]
 
 
 def times_of(copies: Copies) -> CopyTimes:
-    """Return the times of copies of 8 bytes each, half a second after the last."""
+    """Return the times of copies of 8 bytes each, half a second after the last copy."""
     clock = [0.0]
     times = CopyTimes(lambda: clock[0])
     for number, (since_s, until_s) in enumerate(copies):
@@ -152,8 +150,9 @@ def test_a_copy_that_ends_while_the_rate_is_read_waits() -> None:
     ending = threading.Thread(target=lambda: times.ended("another", 8, since_s=9.0))
 
     class Size(int):
-        """A size whose rate is only known once the other copy has ended, or waits for
-        the rates.
+        """A size whose division waits until the other copy has ended.
+
+        The wait also ends once the other copy waits for the lock of the rates.
         """
 
         def __truediv__(self, seconds: float) -> float:
@@ -177,19 +176,20 @@ def waits_for_a_lock(thread: threading.Thread) -> bool:
 
 
 class DeviceClock:
-    """A device whose computations take a second, and whose copies take a quarter of
-    one; the host runs ahead.
+    """A device with computations of 1 s and copies of 0.25 s.
+
+    The host runs ahead of the device.
     """
 
     def __init__(self) -> None:
-        self.now_s = 1.0  # the computations that were queued before
+        self.now_s = 1.0  # end of the computations that were queued before
 
     def event(self, *, enable_timing: bool = False) -> DeviceEvent:
         return DeviceEvent(self)
 
 
 class DeviceEvent:
-    """An event of a DeviceClock's device, which reaches it as copies are done."""
+    """An event on a DeviceClock, which the device reaches as copies are done."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
@@ -206,7 +206,7 @@ class DeviceEvent:
 
 
 class DeviceStream:
-    """A stream on which everything is done as the host asks."""
+    """A stream on which work is done as soon as the host submits the work."""
 
     def synchronize(self) -> None: ...
 

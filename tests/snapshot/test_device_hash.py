@@ -1,5 +1,6 @@
-"""Hashes of live state by sums: one bit, the order or the size changes them, and the
-chunks of the sums do not.
+"""Hashes of live state by sums depend on each bit, the order and the size.
+
+Chunks of the sums do not change a hash.
 """
 
 from __future__ import annotations

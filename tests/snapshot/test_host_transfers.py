@@ -1,5 +1,6 @@
-"""Small tensors that come to the host together: the same values, in memory of their
-own, after one wait.
+"""Small tensors come to the host together, after one wait.
+
+The copies have the same values, in memory of their own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The bytes of an iteration's record and start: what is read is what was written, bit
-for bit.
-"""
+"""An iteration's record and start are read as they were written, bit for bit."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ GRADIENTS = ReadyGradients(
 
 
 def start() -> dict[str, torch.Tensor]:
-    """Return tensors of all types, two of odd sizes first: the tensors behind these are
-    not aligned.
+    """Return tensors of all types.
+
+    Two tensors of odd sizes come first, so that later tensors are not aligned.
     """
     first = {
         "odd": torch.arange(3, dtype=torch.uint8),
@@ -108,7 +107,7 @@ def test_a_step_without_a_start_has_an_empty_one() -> None:
 
 
 def test_the_form_is_that_of_safetensors() -> None:
-    """Windows on disks of earlier versions were written by the library."""
+    """Earlier versions wrote windows on disks with the safetensors library."""
     assert_same(load(start_to_bytes(start())), start())
     whole = {name: tensor.contiguous() for name, tensor in start().items()}
     assert_same(start_from_bytes(save(whole)), start())

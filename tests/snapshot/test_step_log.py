@@ -1,4 +1,4 @@
-"""The step log: what it covers, what it forgets, and what it weighs."""
+"""The step log: covered iterations, dropped iterations, and size."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def started(iteration: int) -> dict[str, torch.Tensor]:
 
 
 def log_of(first: int, last: int) -> StepLog:
-    """A log as training leaves it after iteration `last`: the start of the next is
-    noted, too.
+    """Return the log that training leaves after iteration `last`.
+
+    The start of the next iteration is logged, too.
     """
     log = StepLog()
     for iteration in range(first, last + 1):

@@ -1,5 +1,6 @@
-"""Caps: no period carries more bytes than it may, no wait is longer than a link of that
-rate needs, and waits end.
+"""Caps limit the bytes of each period, and waits under a cap end.
+
+No wait is longer than on a link with the rate of the cap.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class Clock:
 
 
 def traffic(clock: Clock, throttle: Throttle, seed: int) -> Iterator[tuple[float, int]]:
-    """Yield when how many bytes pass: chunks of one thread, with pauses, and with
-    sleeps that last too long.
+    """Yield the time and the number of bytes of each chunk that passes.
+
+    One thread copies the chunks, with pauses, and with sleeps that last too long.
     """
     chance = random.Random(seed)
     for _ in range(300):

@@ -1,5 +1,6 @@
-"""Units in host memory: which make a checkpoint, what peers and disks still need, and
-when buffers are free again.
+"""Units in host memory: checkpoints from units, needed units, and free buffers.
+
+Peers and disks may need older units than own memory.
 """
 
 from __future__ import annotations
@@ -31,8 +32,16 @@ def unit(
     payload: torch.Tensor | None = None,
     taken_with: tuple[int, int, int] = (1, 0, 0),
 ) -> Snapshot:
-    """A snapshot of a unit, kept on peers (p), on disk (d) or both beside own
-    memory.
+    """Return a snapshot of a unit.
+
+    Args:
+        name: The name of the unit.
+        iteration: The iteration after which the snapshot was taken.
+        epoch: The epoch of the run.
+        places: The levels that keep the snapshot beside own memory: p for peers, d for
+            disk.
+        payload: The payload; None: new memory of 8 bytes.
+        taken_with: The `UnitTag.taken_with` of a core.
     """
     tag = UnitTag(
         name=name,
@@ -74,10 +83,13 @@ def test_a_whole_state_has_neither_slots_nor_units() -> None:
 
 @dataclass(kw_only=True)
 class Rank:
-    """A rank's memory, with its buffers, and a daemon that notes what is dropped."""
+    """A rank's memory with its buffers; the rank is also the memory's daemon."""
 
     buffers: HostBuffers = field(default_factory=pool)
+    """Buffers of the payloads."""
+
     dropped: list[str] = field(default_factory=list)
+    """Snapshots that the memory has dropped, as text, in order."""
 
     def __post_init__(self) -> None:
         self.memory = SnapshotMemory(self.buffers, 1, self)
@@ -91,7 +103,13 @@ class Rank:
         self.dropped += map(said, snapshots)
 
     def begin(self, iteration: int, units: dict[str, str], *, epoch: int = 0) -> None:
-        """Take units, each kept at places."""
+        """Begin a window, and take units.
+
+        Args:
+            iteration: The start of the window.
+            units: The places that keep each unit, by name of the unit, as in `unit`.
+            epoch: The epoch of the run.
+        """
         self.memory.begin(at(iteration, epoch), len(units))
         for name, places in units.items():
             payload = self.buffers.acquire(8)

@@ -1,6 +1,4 @@
-"""Snapshots in host memory: which windows are held, when buffers are free again, and
-that memory does not grow.
-"""
+"""Snapshots in host memory: held windows, reuse of buffers, and bounded memory."""
 
 from __future__ import annotations
 
@@ -77,9 +75,10 @@ def test_free_buffers_beyond_the_peak_go_back_longest_free_first() -> None:
     buffers = pool()
     for buffer in [buffers.acquire(size * KIB) for size in (400, 300, 100)]:
         buffers.release(buffer)
-    buffers.release(buffers.acquire(50 * KIB))  # 850 > 800: the 400 goes
+    # 850 KiB would exceed 800 KiB: the buffer of 400 KiB goes back
+    buffers.release(buffers.acquire(50 * KIB))
     assert buffers.total_bytes == 450 * KIB
-    buffers.release(buffers.acquire(350 * KIB))  # 450 + 350 fit in 800
+    buffers.release(buffers.acquire(350 * KIB))  # 450 + 350 KiB fit in 800 KiB
     assert buffers.total_bytes == 800 * KIB
 
 
@@ -137,7 +136,7 @@ def test_memory_is_bytes_of_its_own(memory: HostMemory) -> None:
 def test_an_adopted_buffer_is_one_in_use() -> None:
     memory = PrivateMemory(pinned=False)
     buffers = HostBuffers(memory, limit_bytes=1000)
-    adopted = memory.allocate(1200)  # more than the limit: it is there already
+    adopted = memory.allocate(1200)  # more than the limit, but already allocated
     buffers.adopt(adopted)
     with pytest.raises(AssertionError):
         buffers.adopt(adopted)
@@ -223,7 +222,7 @@ def add_window(
     start: int,
     slots: Sequence[Sequence[Piece]],
 ) -> None:
-    """Take a window of these slots without confirming it."""
+    """Take a window of these slots without confirming the window."""
     memory.begin(Version(epoch=0, iteration=start), len(slots))
     for slot, pieces in enumerate(slots):
         memory.add(snapshot_of(buffers, (start, slot, len(slots)), pieces))
@@ -250,8 +249,9 @@ def test_windows_of_the_same_sizes_use_the_memory_of_the_first(
 
 
 def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
-    """Do what a script says; after each step, buffers in use are those of the snapshots
-    held.
+    """Execute a script of orders.
+
+    After each order, the buffers in use are those of the held snapshots.
     """
     buffers = pool()
     memory = SnapshotMemory(buffers, keep_windows)
@@ -277,12 +277,12 @@ def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
 @pytest.mark.parametrize(
     ("keep_windows", "script", "starts", "in_flight"),
     [
-        # never completed: dropped by the next
+        # the next window drops a window that was never completed
         (1, "persist 1, begin 3, add 3, begin 4", [1], (4, 0)),
         (1, "persist 1, persist 3, take 5, abandon, abandon", [3], None),
         (3, "persist 1, persist 3, persist 5, take 7, drop 3", [5, 1], (7, 2)),
         (3, "persist 1, persist 3, persist 5, take 7, drop 7, drop 1", [5, 3], None),
-        # nothing goes before there is better
+        # persisted windows stay until the window in flight is confirmed
         (2, "persist 1, persist 3, persist 5, take 3", [5, 3], (3, 2)),
         # taken again after a rollback
         (2, "persist 1, persist 3, persist 5, take 3, confirm", [3], None),
@@ -293,9 +293,9 @@ def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
             [6, 4],
             None,
         ),
-        # the first that is wanted
+        # only the first of the wanted windows
         (1, "persist 4, take 6, keep_complete, keep_only 6 4", [6], None),
-        # those that others have too
+        # only windows that other ranks have, too
         (2, "persist 4, persist 6, keep_only 4 2", [4], None),
         (2, "persist 4, take 4, keep_complete", [4], None),  # the same window again
     ],

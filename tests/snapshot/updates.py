@@ -1,4 +1,4 @@
-"""Updates whose bytes are all here before the first step."""
+"""Updates whose bytes have all arrived before the first step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def apply_update(
     nbytes: int,
     captured: CapturedSums = no_capture,
 ) -> None:
-    """Compute the copy that an update leads to, and store it in `folder` beside the
-    copy before the step.
+    """Compute the copy that an update leads to, and store the copy in `folder`.
+
+    The copy before the step stays in `folder`.
     """
     update = ArrivingUpdate(folder, "update", head, gradients, nbytes, captured)
     update.arrived(nbytes)
