@@ -21,7 +21,7 @@ import warnings
 
 # of Megatron-Core and torch, in each process: kernels that a CPU or an environment
 # lacks
-warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
+warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt)\.")
 
 # first: the import keeps later ones from starting CUDA, which no forked worker could
 # use

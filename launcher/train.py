@@ -107,7 +107,7 @@ def choose_warnings() -> None:
     Hidden warnings say that a device lacks something. With `run.exactness=bitwise` an
     unrepeatable kernel only warns, but a replay would end in another state.
     """
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt)\.")
     warnings.filterwarnings(
         "once", message=r"(?s).*(does not have a deterministic|nondeterministic)"
     )

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("moe_ckpt").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt\.megatron)\.")
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|moe_ckpt)\.")
     try:
         _require_outermost()
         settings = parse_run(arguments)
